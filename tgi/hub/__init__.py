@@ -1,0 +1,1 @@
+"""Where models come from: a directory, the Hub, a GGUF file, the default model."""

@@ -1,0 +1,315 @@
+"""Every message that flows between the floors, and the state table of a request. Read this file to know the house.
+
+Direction of travel (a request walks down, tokens walk up):
+
+    api  -- Generate, Tokenize, Cancel -->  tokenizer  -- Add, Cancel, Stop -->  scheduler  -- Step -->    worker
+    api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- Result --  worker
+    (Hello in both directions of every link; Status travels up from wherever something changed)
+
+`rid` numbers a request on one link. It is chosen by the side that sends the request down and is unique for the life
+of that process; every hop has its own numbering, so a rid means nothing beyond its link.
+
+Columns (`bytes` fields named in the plural) are packed little-endian numbers, see kernel/pack.py.
+Fields are only ever appended, with defaults.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from tgi.kernel.codec import Codec
+
+PROTOCOL = 1
+
+
+class Hello(NamedTuple):
+    """The first message in each direction of a link: who speaks, and in which life.
+
+    A new `boot` in an old place means that the process was restarted and knows nothing; its upstream neighbour then
+    submits again what was in flight. `model` is a fingerprint of what is served (config, tokenizer, dtype), empty
+    while unknown; neighbours whose fingerprints differ refuse each other.
+    """
+
+    protocol: int
+    role: str
+    index: int
+    boot: bytes
+    model: str = ""
+    epoch: int = 0
+    rank: int = 0
+
+
+class Limits(NamedTuple):
+    """What the worker measured when it was first ready. Holds for the deployment's life."""
+
+    max_total_tokens: int  # prompt + generated, one request
+    max_input_tokens: int  # prompt, one request
+    max_batch_total_tokens: int  # tokens of KV cache: pages * page_size
+    max_batch_prefill_tokens: int  # tokens computed in one step
+    max_batch_size: int  # slots: rows that may run at once
+    pages: int
+    page_size: int  # tokens per page
+    vocab_size: int
+    dtype: str  # "float32", "bfloat16", "float16"
+    device: str  # "cpu", "cuda"
+
+
+class Status(NamedTuple):
+    """How the floors below are. Sent up whenever it changes; each hop forwards the worst of what it sees.
+
+    `ready` means: a request sent down now would be computed. `healthy` is false while work is in flight and no step
+    has finished within the limit. `stage` and `percent` describe start-up ("loading weights", 40).
+    """
+
+    ready: bool
+    healthy: bool
+    stage: str
+    percent: int
+    limits: Limits | None = None
+    queued: int = 0
+    running: int = 0
+
+
+class Sampling(NamedTuple):
+    """How one request draws its tokens. Off values are the defaults; formulas in worker/sampling.py.
+
+    Travels from api to worker; the scheduler hands it on undecoded (encoded as a message of its own).
+    """
+
+    seed: int  # uint64; always given, drawn by the api when the client sent none
+    do_sample: bool = False  # draw at temperature 1 even if no field below asks for sampling
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random (sampling.md, "which requests sample"); greedy otherwise."""
+        return self.do_sample or self.temperature != 1.0 or self.top_k > 0 or self.top_p < 1.0
+
+
+class Reason(StrEnum):
+    """Why a request ended. The first three are successes with all their tokens delivered."""
+
+    LENGTH = "length"
+    EOS = "eos_token"
+    STOP = "stop_sequence"
+    CANCELLED = "cancelled"  # the side that asked is gone or asked to stop
+    INVALID = "validation"  # refused before any token; `message` is for the client
+    OVERLOADED = "overloaded"
+    FAILED = "generation"  # `message` says what broke
+
+
+class End(NamedTuple):
+    """The one and only end of a request, on the links api-tokenizer and tokenizer-scheduler.
+
+    Durations are microseconds spent at the hops, so no clock readings ever cross a process border.
+    """
+
+    rid: int
+    reason: str  # a Reason
+    message: str = ""
+    text: str = ""  # api link only: the whole generated text, special tokens left out
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    validation_us: int = 0  # tokenizer: received -> handed to the scheduler
+    queue_us: int = 0  # scheduler: received -> first planned into a step
+    inference_us: int = 0  # scheduler: first planned -> last token
+
+
+# --- api <-> tokenizer ------------------------------------------------------------------------------------------------
+
+
+class Generate(NamedTuple):
+    """A request for tokens. `resume` holds the ids that the client has already been shown (int32 column): they are
+    not sent again, and the stream goes on behind them."""
+
+    rid: int
+    inputs: str
+    sampling: Sampling
+    max_new_tokens: int | None = None  # None: fill the context
+    truncate: int | None = None  # keep the last n prompt tokens
+    stop: list[str] = []
+    add_special_tokens: bool = True
+    ignore_eos: bool = False
+    resume: bytes = b""
+    trace: str = ""
+
+
+class Texts(NamedTuple):
+    """The tokens of one step for one front end, in columns: request k got counts[k] tokens, in order."""
+
+    rids: bytes  # uint32
+    counts: bytes  # uint32
+    ids: bytes  # int32, sum(counts)
+    logprobs: bytes  # float32, sum(counts)
+    special: bytes  # uint8, sum(counts)
+    texts: list[str]  # sum(counts); "" while a character is incomplete
+
+
+class Tokenize(NamedTuple):
+    """Encode only, for the tokenize routes."""
+
+    rid: int
+    inputs: str
+    add_special_tokens: bool = True
+
+
+class Tokenized(NamedTuple):
+    """The answer to Tokenize. `starts` and `stops` are UTF-8 byte offsets into `inputs`. `error` is "" on success."""
+
+    rid: int
+    ids: bytes  # int32
+    starts: bytes  # int32
+    stops: bytes  # int32
+    special: bytes  # uint8
+    error: str = ""
+
+
+class Cancel(NamedTuple):
+    """Nobody waits for this request any more (api-tokenizer and tokenizer-scheduler). Answered by its End."""
+
+    rid: int
+
+
+# --- tokenizer <-> scheduler ------------------------------------------------------------------------------------------
+
+
+class Add(NamedTuple):
+    """A request for ids. `prompt` and `resume` are int32 columns; `resume` are ids that were generated before (by a
+    worker or scheduler that died, or before a preemption): they come back as prefill and count as generated.
+
+    `sampling` is an encoded Sampling, handed on to the slot as it is. `stop_ids` (int32) end the request when drawn.
+    `max_new_tokens` counts the resumed ids too. `salt` separates prefix caches (adapter, tenant, image).
+    """
+
+    rid: int
+    prompt: bytes
+    max_new_tokens: int
+    sampling: bytes
+    stop_ids: bytes = b""
+    resume: bytes = b""
+    salt: bytes = b""
+    trace: str = ""
+    epoch: int = 0
+
+
+class Stop(NamedTuple):
+    """A stop string was found in the text: end this request with Reason.STOP and drop what is in the pipeline."""
+
+    rid: int
+
+
+class Tokens(NamedTuple):
+    """The tokens of one step for one tokenizer: request rids[k] got counts[k] tokens."""
+
+    rids: bytes  # uint32
+    counts: bytes  # uint32
+    ids: bytes  # int32, sum(counts)
+    logprobs: bytes  # float32, sum(counts)
+
+
+# --- scheduler <-> worker ---------------------------------------------------------------------------------------------
+
+
+class Slot(NamedTuple):
+    """A request moves into a slot of the worker. `tokens` (int32) are all ids known so far: prompt, then generated."""
+
+    slot: int
+    tokens: bytes
+    prompt_tokens: int
+    sampling: bytes  # encoded Sampling
+
+
+class Step(NamedTuple):
+    """One forward pass, as changes to the worker's slots followed by the rows to compute.
+
+    The worker keeps, per slot, the token ids, the page table and the sampling record. It applies `slots` (new
+    occupants: an empty page table), then appends pages `page_ids` to the tables of `page_slots`, in order, then
+    computes. Row k runs the tokens at positions starts[k] .. starts[k] + counts[k] - 1 of slot rows[k], whose keys
+    and values go to the pages of those positions. Where draws[k] is 1 the row then draws the token of position
+    starts[k] + counts[k], which the worker stores behind the others, so the next step can read it on the device
+    before the scheduler has seen it.
+    """
+
+    number: int  # counts up from 1 in an epoch
+    epoch: int  # the scheduler's numbering of worker lives; a Result of another epoch is dropped
+    slots: list[Slot]
+    page_slots: bytes  # int32
+    page_ids: bytes  # int32, same length
+    rows: bytes  # int32 slots
+    starts: bytes  # int32 positions
+    counts: bytes  # int32 tokens to compute, >= 1
+    draws: bytes  # uint8
+
+
+class Result(NamedTuple):
+    """What a step drew: one entry per row with draws = 1, in the order of `Step.rows`.
+
+    `error` is non-empty if the step failed as a whole (then nothing was drawn and the worker goes on).
+    """
+
+    number: int
+    epoch: int
+    counts: bytes  # uint8: tokens per drawing row (more than one with speculation)
+    ids: bytes  # int32, sum(counts)
+    logprobs: bytes  # float32, sum(counts)
+    forward_us: int = 0
+    error: str = ""
+
+
+# The tag of a message is its place in this list: append only.
+MESSAGES: list[type] = [
+    Hello,
+    Status,
+    Sampling,
+    End,
+    Generate,
+    Texts,
+    Tokenize,
+    Tokenized,
+    Cancel,
+    Add,
+    Stop,
+    Tokens,
+    Step,
+    Result,
+]
+
+codec = Codec(MESSAGES)
+encode = codec.encode
+decode = codec.decode
+
+
+class State(StrEnum):
+    """Where a request is, seen from the scheduler (and, without PREFILL and DECODE, from each floor above)."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+# The single truth about legal transitions: (from, what happens) -> to. ENDED has no way out and is reached once.
+TRANSITIONS: dict[tuple[State, str], State] = {
+    (State.QUEUED, "admit"): State.PREFILL,
+    (State.QUEUED, "end"): State.ENDED,
+    (State.PREFILL, "chunk"): State.PREFILL,
+    (State.PREFILL, "last chunk"): State.DECODE,
+    (State.PREFILL, "preempt"): State.QUEUED,
+    (State.PREFILL, "worker lost"): State.QUEUED,
+    (State.PREFILL, "end"): State.ENDED,
+    (State.DECODE, "token"): State.DECODE,
+    (State.DECODE, "preempt"): State.QUEUED,
+    (State.DECODE, "worker lost"): State.QUEUED,
+    (State.DECODE, "end"): State.ENDED,
+}
+
+
+def transition(state: State, event: str) -> State:
+    """The state after `event`. Raises ValueError on an illegal one: that is a defect, never an input."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise ValueError(f"illegal transition: {event!r} in state {state}") from None

@@ -1,0 +1,38 @@
+"""Columns of numbers as packed bytes: one memory copy for a whole step instead of one msgpack object per number."""
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+from tgi.kernel.errors import ProtocolError
+
+# The wire is little-endian. Every platform that torch runs on is; say so instead of swapping silently.
+if sys.byteorder != "little":
+    raise ImportError("tgi needs a little-endian machine: step frames carry packed little-endian columns")
+
+INT32, UINT32, FLOAT32, UINT8 = "i", "I", "f", "B"
+
+
+def pack(code: str, values: Iterable[int] | Iterable[float]) -> bytes:
+    """The values as one little-endian column; `code` is INT32, UINT32, FLOAT32 or UINT8."""
+    return array(code, values).tobytes()
+
+
+def unpack(code: str, column: bytes) -> "array[int] | array[float]":
+    """The column as an array. Raises ProtocolError if its length is not a whole number of items."""
+    values = array(code)
+    try:
+        values.frombytes(column)
+    except ValueError as error:
+        raise ProtocolError(f"column of {len(column)} bytes is not a whole number of {values.itemsize}-byte items") from error
+    return values
+
+
+def ints(column: bytes) -> list[int]:
+    """An INT32 column as a list of int."""
+    return unpack(INT32, column).tolist()  # type: ignore[return-value]
+
+
+def floats(column: bytes) -> list[float]:
+    """A FLOAT32 column as a list of float."""
+    return unpack(FLOAT32, column).tolist()

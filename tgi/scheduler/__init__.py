@@ -1,0 +1,1 @@
+"""The scheduler: continuous batching over pages. Ids only, no strings, no torch."""

@@ -1,0 +1,1 @@
+"""The tokenizer pool: text to ids and back. No torch, no transformers."""

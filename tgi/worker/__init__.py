@@ -1,0 +1,1 @@
+"""The worker: tensors. The only room that imports torch."""
