@@ -1,4 +1,4 @@
-"""Turns messages (typed NamedTuples) into msgpack arrays `[tag, *fields]` and back, checking every type on the way in."""
+"""Turns messages (typed NamedTuples) into msgpack arrays `[tag, *fields]` and back, checking types on the way in."""
 
 import types
 import typing

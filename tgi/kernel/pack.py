@@ -3,6 +3,7 @@
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from tgi.kernel.errors import ProtocolError
 
@@ -18,21 +19,25 @@ def pack(code: str, values: Iterable[int] | Iterable[float]) -> bytes:
     return array(code, values).tobytes()
 
 
-def unpack(code: str, column: bytes) -> "array[int] | array[float]":
-    """The column as an array. Raises ProtocolError if its length is not a whole number of items."""
-    values = array(code)
-    try:
-        values.frombytes(column)
-    except ValueError as error:
-        raise ProtocolError(f"column of {len(column)} bytes is not a whole number of {values.itemsize}-byte items") from error
-    return values
-
-
 def ints(column: bytes) -> list[int]:
     """An INT32 column as a list of int."""
-    return unpack(INT32, column).tolist()  # type: ignore[return-value]
+    return _unpack(INT32, column)
+
+
+def uints(column: bytes) -> list[int]:
+    """A UINT32 column as a list of int."""
+    return _unpack(UINT32, column)
 
 
 def floats(column: bytes) -> list[float]:
     """A FLOAT32 column as a list of float."""
-    return unpack(FLOAT32, column).tolist()
+    return _unpack(FLOAT32, column)
+
+
+def _unpack(code: str, column: bytes) -> list[Any]:
+    """The column's numbers. Raises ProtocolError if its length is not a whole number of items."""
+    values = array(code)
+    if len(column) % values.itemsize:
+        raise ProtocolError(f"column of {len(column)} bytes is not a whole number of {values.itemsize}-byte items")
+    values.frombytes(column)
+    return values.tolist()
