@@ -1,0 +1,50 @@
+"""What one forward pass needs to know: the tokens of a step, laid out back to back, and where their keys and values live."""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """One step's rows. T tokens in all, R rows, D of them draw a token. Tensors are on the model's device.
+
+    Row r computes tokens cu_query[r] .. cu_query[r+1] - 1 of the flat arrays; after the step its context is
+    context[r] tokens long, and its pages, in order, are page_table[r, : ceil(context[r] / page_size)].
+    """
+
+    tokens: Tensor  # int64 [T] token ids
+    positions: Tensor  # int64 [T] position of each token in its sequence
+    cache_at: Tensor  # int64 [T] where its key and value go: page * page_size + offset
+    cu_query: Tensor  # int32 [R + 1] running sum of query lengths
+    context: Tensor  # int32 [R] context length, this step's tokens included
+    page_table: Tensor  # int32 [R, P], padded with 0
+    draw_at: Tensor  # int64 [D] index into T of the last token of each row that draws
+    query_lengths: list[int]  # host copy: tokens computed per row
+    context_lengths: list[int]  # host copy of `context`
+
+
+class Attention(Protocol):
+    """A backend: owns the KV memory and is the only code that indexes pages.
+
+    `plan` is called once per step, `write_and_attend` once per layer with that plan.
+    """
+
+    page_size: int
+
+    def plan(self, batch: Batch) -> Any:
+        """Whatever can be derived once for all layers of a step (tiles, gathers, masks)."""
+
+    def write_and_attend(
+        self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Stores key and value [T, kv_heads, head_dim] of this step, then attends causally with query
+        [T, heads, head_dim] over each row's whole context. Returns [T, heads, head_dim] in the query's dtype."""
+
+
+class Model(Protocol):
+    """A causal language model over a paged cache."""
+
+    vocab_size: int
+
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        """Raw logits, float32 [D, vocab_size], of the rows that draw."""
