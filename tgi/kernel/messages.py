@@ -38,6 +38,12 @@ class Hello(NamedTuple):
     rank: int = 0
 
 
+class Refused(NamedTuple):
+    """The answer to a Hello that does not fit (protocol or model differ), in words. The link stays unused."""
+
+    message: str
+
+
 class Limits(NamedTuple):
     """What the worker measured when it was first ready. Holds for the deployment's life."""
 
@@ -275,6 +281,7 @@ MESSAGES: list[type] = [
     Tokens,
     Step,
     Result,
+    Refused,
 ]
 
 codec = Codec(MESSAGES)

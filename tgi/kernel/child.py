@@ -1,0 +1,58 @@
+"""The entry point of every supervised process: `python -m tgi.kernel.child ROLE PLACE`, settings in the environment."""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+
+from tgi.kernel import log, metrics
+from tgi.kernel.errors import UserError
+from tgi.kernel.process import Process
+from tgi.kernel.settings import Settings
+from tgi.kernel.spawn import FATAL, LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Becomes the role that the supervisor asked for, and ends with it."""
+    role, place = sys.argv[1], int(sys.argv[2])
+    _die_with_parent(int(os.environ[PARENT_PID]))
+    _name_process(f"tgi {role} {place}")
+    faulthandler.enable()
+    settings = Settings.from_json(os.environ.pop(SETTINGS))
+    log.configure(f"{role}-{place}", settings.log_level, settings.json_output)
+    metrics.use(settings.run_dir / "metrics")
+    listen = os.environ.pop(LISTEN_FD, "")
+    process = Process(
+        settings, role, place, listen_fd=int(listen) if listen else None, parent_fd=int(os.environ.pop(PARENT_FD))
+    )
+    process.state("starting")
+    try:
+        importlib.import_module(f"tgi.{role}.main").main(process)
+    except UserError as error:
+        logging.getLogger(__name__).error("%s", error)
+        sys.exit(FATAL)
+    gc.unfreeze()
+
+
+def _die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its supervisor dies, however that happens (Linux; elsewhere the pipe tells)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _name_process(title: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(title)
+
+
+if __name__ == "__main__":
+    main()

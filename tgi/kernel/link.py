@@ -1,0 +1,210 @@
+"""One ordered link between two neighbouring floors, over a ROUTER (many peers) or a DEALER (one peer)."""
+
+import ipaddress
+import logging
+import socket as sockets
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+
+from tgi.kernel.codec import MAX_FRAME_BYTES
+from tgi.kernel.errors import ProtocolError, UserError
+from tgi.kernel.messages import PROTOCOL, Hello, Refused, decode, encode
+
+log = logging.getLogger(__name__)
+
+# A sockaddr_un holds 108 bytes on Linux and 104 on macOS; libzmq needs a few for itself.
+MAX_SOCKET_PATH = 100
+# Messages taken from the socket in one receive(); the rest waits for the next turn of the loop.
+RECEIVE_AT_ONCE = 256
+
+
+class Peer(NamedTuple):
+    """One life of one process: a restarted process is another peer."""
+
+    role: str
+    place: int
+    boot: bytes
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.place} ({self.boot.hex()[:8]})"
+
+
+class Gone(NamedTuple):
+    """Event of this side, never sent: the peer's life is over as far as this link knows."""
+
+
+class Link:
+    """Exchanges messages with neighbours and tells when a neighbour's life begins (its Hello) and ends (Gone).
+
+    How a life is noticed: a DEALER's connection makes libzmq send an empty probe; the ROUTER answers it with its
+    Hello; the DEALER answers that with its own. So each new connection, and nothing else, brings a Hello to both
+    sides, in whatever order the processes start, and what was in flight on an old connection is known to be lost:
+    the upstream side submits it again.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", address: str, me: Hello) -> None:
+        self.socket = socket
+        self.address = address
+        self.me = me
+        self.peers: dict[Peer, Hello] = {}
+        self._routes: dict[Peer, bytes] = {}  # zmq identity of each peer; b"" towards a ROUTER
+        self._who: dict[bytes, Peer] = {}  # the other way round
+        self._outbox: dict[Peer, list[bytes]] = {}
+        self._events: deque[tuple[Peer, Any]] = deque()
+        self._binds = socket.type == zmq.ROUTER
+
+    @classmethod
+    def bind(cls, address: str, me: Hello) -> "Link":
+        """The stable side. Raises UserError if the address cannot be used."""
+        socket = _socket(zmq.ROUTER, address)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise UserError(f"Cannot listen on {address}: {error.strerror}. Is another tgi using it?") from error
+        return cls(socket, address, me)
+
+    @classmethod
+    def connect(cls, address: str, me: Hello) -> "Link":
+        """The side that comes and goes. The other end need not exist yet."""
+        socket = _socket(zmq.DEALER, address)
+        socket.setsockopt(zmq.ROUTING_ID, f"{me.role}-{me.place}-{me.boot.hex()}".encode())
+        socket.setsockopt(zmq.PROBE_ROUTER, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.connect(address)
+        return cls(socket, address, me)
+
+    @property
+    def pending(self) -> bool:
+        """Whether receive() has something to say although the socket is silent."""
+        return bool(self._events)
+
+    def receive(self) -> Iterator[tuple[Peer, Any]]:
+        """Yields (peer, message) without blocking; (peer, Hello) for a new life, (peer, Gone()) for an ended one."""
+        for _ in range(RECEIVE_AT_ONCE):
+            while self._events:
+                yield self._events.popleft()
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            route = parts.pop(0) if self._binds else b""
+            for frame in parts:
+                yield from self._take(route, frame)
+
+    def send(self, peer: Peer, message: tuple[Any, ...]) -> None:
+        """Queues a message until flush(). Dropped if the peer is gone: whoever needs it hears Gone or a new Hello."""
+        if peer in self.peers:
+            self._outbox.setdefault(peer, []).append(encode(message))
+
+    def broadcast(self, message: tuple[Any, ...]) -> None:
+        """Queues a message for every peer."""
+        for peer in self.peers:
+            self.send(peer, message)
+
+    def flush(self) -> None:
+        """Sends what is queued: one zmq message per peer, however many messages of ours are in it."""
+        outbox, self._outbox = self._outbox, {}
+        for peer, frames in outbox.items():
+            if peer in self.peers and not self._send(self._routes[peer], frames):
+                self._forget(peer)
+
+    def close(self) -> None:
+        """Sends what is queued and closes; what the peer has not read within the linger time is lost."""
+        self.flush()
+        self.socket.close()
+
+    def _take(self, route: bytes, frame: bytes) -> Iterator[tuple[Peer, Any]]:
+        if not frame:  # the probe of a new connection
+            if not self._send(route, [encode(self.me)]):
+                log.debug("a peer on %s left before it was greeted", self.address)
+            return
+        try:
+            message = decode(frame)
+        except ProtocolError as error:
+            log.warning("dropped a malformed message on %s: %s", self.address, error)
+            return
+        if isinstance(message, Hello):
+            yield from self._greet(route, message)
+        elif isinstance(message, Refused):
+            log.error("%s refused this process: %s", self.address, message.message)
+        elif (peer := self._who.get(route)) is not None:
+            yield peer, message
+        else:
+            log.debug("dropped %s from a stranger on %s", type(message).__name__, self.address)
+
+    def _greet(self, route: bytes, hello: Hello) -> Iterator[tuple[Peer, Any]]:
+        if problem := self._misfit(hello):
+            log.error("refused %s-%d on %s: %s", hello.role, hello.place, self.address, problem)
+            self._send(route, [encode(Refused(problem))])
+            return
+        peer = Peer(hello.role, hello.place, hello.boot)
+        for old in [other for other in self.peers if other[:2] == peer[:2]]:
+            self._forget(old)
+        self.peers[peer] = hello
+        self._routes[peer] = route
+        self._who[route] = peer
+        if not self._binds and not self._send(route, [encode(self.me)]):
+            self._forget(peer)
+        while self._events:
+            yield self._events.popleft()
+        if peer in self.peers:
+            yield peer, hello
+
+    def _misfit(self, hello: Hello) -> str:
+        """Why this neighbour cannot be talked to, or "" if it can."""
+        if hello.protocol != PROTOCOL:
+            return f"protocol {hello.protocol} against {PROTOCOL}; run the same version of tgi on both sides"
+        if hello.model and self.me.model and hello.model != self.me.model:
+            return f"it serves another model ({hello.model} against {self.me.model}); start both with the same model"
+        return ""
+
+    def _send(self, route: bytes, frames: list[bytes]) -> bool:
+        """Whether libzmq took the frames. False: no such connection any more."""
+        try:
+            self.socket.send_multipart([route, *frames] if self._binds else frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def _forget(self, peer: Peer) -> None:
+        del self.peers[peer]
+        del self._who[self._routes.pop(peer)]
+        self._outbox.pop(peer, None)
+        self._events.append((peer, Gone()))
+
+
+def _socket(kind: int, address: str) -> "zmq.Socket[bytes]":
+    """A socket with the options that every link has, after a look at the address."""
+    url = urlsplit(address)
+    if url.scheme == "ipc" and len(path := address.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH:
+        raise UserError(
+            f"The socket path {path.decode()} has {len(path)} bytes; the system allows {MAX_SOCKET_PATH}. "
+            "Set TGI_RUN to a shorter directory."
+        )
+    if url.scheme == "tcp" and not _loopback(url.hostname or ""):
+        raise UserError(f"{address} is not a loopback address: links between hosts need CURVE keys, which are not set.")
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for living connections only: a dead one must not swallow messages
+    socket.setsockopt(zmq.SNDHWM, 0)  # a full queue would drop silently; the floors bound what is in flight
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000 if url.scheme == "tcp" else 0)
+    return socket
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(sockets.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False

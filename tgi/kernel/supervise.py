@@ -1,0 +1,169 @@
+"""Keeps a set of processes alive: starts them, replaces those that die or hang, and drains them floor by floor."""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import zmq
+
+from tgi.kernel import metrics, rundir
+from tgi.kernel.settings import Settings
+from tgi.kernel.spawn import FATAL, Child, Spec
+
+log = logging.getLogger(__name__)
+
+# From the top of the house to the bottom: the order in which requests drain.
+FLOORS = ("api", "tokenizer", "scheduler", "worker")
+# A process that dies within this time of its start is restarted with growing patience.
+SETTLED_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.1, 10.0
+TICK_SECONDS = 0.1
+# After draining was asked for: what a floor other than the api gets before it is killed.
+FLOOR_SECONDS = 5.0
+
+
+class Supervisor:
+    """Runs in the main thread of `tgi up`, and of a role command for that role alone."""
+
+    def __init__(self, settings: Settings, specs: list[Spec], on_tick: Callable[[], None] = lambda: None) -> None:
+        self.settings = settings
+        self._specs = specs
+        self._on_tick = on_tick
+        self._children: dict[str, Child] = {}
+        self._due: dict[str, float] = {}  # when to start a process that is down
+        self._backoff: dict[str, float] = {}
+        self._signals = 0
+        self._failed = False
+
+    def run(self) -> int:
+        """Starts everything and stays until a signal or a fatal failure. Returns the exit code."""
+        wake = self._listen_to_signals()
+        try:
+            for spec in self._specs:
+                self._start(spec)
+            poller = zmq.Poller()
+            poller.register(wake.fileno(), zmq.POLLIN)
+            while not self._signals and not self._failed:
+                poller.poll(int(TICK_SECONDS * 1000))
+                _drain(wake)
+                self._reap()
+                self._replace_hung()
+                self._restart_due()
+                self._on_tick()
+            self._stop()
+        finally:
+            for child in self._children.values():
+                child.signal(signal.SIGKILL)
+            while self._children:
+                self._reap(restart=False)
+                time.sleep(0.01)
+        return 1 if self._failed else 0
+
+    def _listen_to_signals(self) -> socket.socket:
+        read, write = socket.socketpair()
+        read.setblocking(False)
+        write.setblocking(False)
+        self._wake_write = write
+        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._count_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the poll
+        return read
+
+    def _count_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+
+    def _start(self, spec: Spec) -> None:
+        self._children[spec.name] = Child(spec, self.settings)
+        log.debug("started %s", spec.name, extra={"pid": self._children[spec.name].pid})
+
+    def _reap(self, restart: bool = True) -> None:
+        for name, child in list(self._children.items()):
+            code = child.poll()
+            if code is None:
+                continue
+            child.close()
+            del self._children[name]
+            rundir.remove_state(self.settings.run_dir, name)
+            metrics.forget(self.settings.run_dir / "metrics", child.pid)
+            if not restart:
+                continue
+            if code == FATAL:
+                log.error("%s cannot run, see its message above", name)
+                self._failed = True
+            else:
+                self._schedule(child, code)
+
+    def _schedule(self, child: Child, code: int) -> None:
+        """Restarts at once a process that had settled, and with growing patience one that keeps dying."""
+        name = child.spec.name
+        settled = time.monotonic() - child.started > SETTLED_SECONDS
+        wait = 0.0 if settled else self._backoff.get(name, 0.0)
+        self._backoff[name] = 0.0 if settled else min(max(2 * wait, FIRST_BACKOFF_SECONDS), LONGEST_BACKOFF_SECONDS)
+        self._due[name] = time.monotonic() + wait
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        log.warning("%s (pid %d) %s; starting it again", name, child.pid, cause)
+        metrics.tgi_process_restarts.labels(role=child.spec.role).inc()
+
+    def _replace_hung(self) -> None:
+        for name, child in self._children.items():
+            if child.overdue() and child.poll() is None:
+                log.error("%s (pid %d) gives no sign of life; killing it", name, child.pid)
+                child.signal(signal.SIGKILL)
+
+    def _restart_due(self) -> None:
+        now = time.monotonic()
+        for spec in self._specs:
+            if self._due.get(spec.name, now + 1) <= now:
+                del self._due[spec.name]
+                self._start(spec)
+
+    def _stop(self) -> None:
+        """Drains the floors from the top, so that whatever is in flight finds the floors below still standing.
+
+        The api gets the grace of the settings to finish its streams; a second signal ends the patience.
+        """
+        asked = self._signals
+        for floor in FLOORS:
+            grace = self.settings.graceful_termination_timeout if floor == "api" and not self._failed else FLOOR_SECONDS
+            deadline = time.monotonic() + grace
+            for child in self._on(floor):
+                child.signal(signal.SIGTERM)
+            while self._on(floor) and time.monotonic() < deadline and self._signals == asked:
+                time.sleep(0.02)
+                self._reap(restart=False)
+            for child in self._on(floor):
+                log.warning("%s did not end in time; killing it", child.spec.name)
+                child.signal(signal.SIGKILL)
+
+    def _on(self, floor: str) -> list[Child]:
+        return [child for child in self._children.values() if child.spec.role == floor]
+
+
+def _drain(wake: socket.socket) -> None:
+    try:
+        while wake.recv(64):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def listening_socket(hostname: str, port: int) -> socket.socket:
+    """The port that the front ends share, taken with a plain bind so that a port in use is always seen.
+
+    Raises OSError if it is.
+    """
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((hostname, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    os.set_inheritable(listener.fileno(), True)
+    return listener
