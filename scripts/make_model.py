@@ -1,0 +1,240 @@
+#!/usr/bin/env python
+"""Makes a small model with random weights, a tokenizer and a chat template: an ordinary model directory.
+
+    scripts/make_model.py llama DIR
+    scripts/make_model.py qwen2 DIR --shape qwen2.5-0.5b --seed 3
+
+The weights come from transformers' own classes, so what is made is what transformers would load. They are wide enough
+that greedy choices are well separated, biases and norms are not at their neutral values, and the tokenizer splits
+emoji and CJK characters over several tokens. The same arguments make the same files.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "tiny2": {"hidden": 64, "layers": 2},
+    "smollm2-135m": {
+        "hidden": 576,
+        "layers": 30,
+        "heads": 9,
+        "kv_heads": 3,
+        "intermediate": 1536,
+        "vocab": 32000,
+        "tie": True,
+        "dtype": "bfloat16",
+    },
+    "qwen2.5-0.5b": {
+        "hidden": 896,
+        "layers": 24,
+        "heads": 14,
+        "kv_heads": 2,
+        "intermediate": 4864,
+        "vocab": 32000,
+        "tie": True,
+        "dtype": "bfloat16",
+    },
+}
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|endoftext|>")
+
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|eos|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+TEXT = """
+The capital of France is Paris, and the capital of Japan is Tokyo. A river runs through the city, and in the evening
+people walk along the water. What is the answer to the question? The answer is that nobody knows, but everyone asks.
+She said: "It's not what you think; we'll see, won't we?" In 1984 there were 365 days, and 3.14159 is nearly pi.
+def main(argument: int = 0) -> None:\n    return [value * 2 for value in range(argument)]\n
+Le garçon naïf a mangé une crème brûlée à la fête de Noël. Die Straße ist größer als früher. El niño comió piñas.
+Привет, мир! Как дела? Всё хорошо, спасибо. 今天天气很好，我们去公园散步。日本語の文章もあります。 안녕하세요 세계.
+Emoji: 😀 😃 🎉 🚀 👍🏽 👨‍👩‍👧‍👦 🇫🇷 ❤️ and symbols: → ≤ ∑ € ½ …
+"""
+
+
+def training_text(vocab: int) -> list[str]:
+    """The text that the tokenizer is trained on: TEXT, and made-up words enough for large vocabularies."""
+    if vocab <= 600:
+        return [TEXT]
+    draw = random.Random(0)
+    syllables = [
+        c + v + e for c in "bcdfghklmnprstvwz" for v in ("a", "e", "i", "o", "u", "ai", "ou") for e in "lmnrst "
+    ]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))).strip() for _ in range(vocab * 2)]
+    return [TEXT, *(" ".join(draw.choices(words, k=50)) for _ in range(vocab // 8))]
+
+
+def make_tokenizer(kind: str, directory: Path, vocab: int, context: int) -> None:
+    """Trains a byte-level BPE of `vocab` ids (special tokens first) and writes it with its chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if kind == "qwen2":  # transformers gives this kind its own splitting whatever tokenizer.json says
+        split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(vocab), trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|bos|>",
+            "eos_token": "<|eos|>",
+            "pad_token": "<|pad|>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": context,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def make_config(kind: str, shape: dict[str, Any]) -> Any:
+    """The transformers configuration of a kind."""
+    import transformers
+
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=shape["vocab"],
+            n_embd=shape["hidden"],
+            n_layer=shape["layers"],
+            n_head=shape["heads"],
+            n_inner=shape["intermediate"],
+            n_positions=shape["context"],
+            **ids,
+        )
+    arguments: dict[str, Any] = dict(
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=shape["context"],
+        tie_word_embeddings=shape["tie"],
+        **ids,
+    )
+    if kind in ("qwen3", "mistral") or shape["head_dim"]:
+        arguments["head_dim"] = shape["head_dim"] or 2 * shape["hidden"] // shape["heads"]
+    if kind == "mistral":
+        arguments["sliding_window"] = None
+    classes = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+    return getattr(transformers, classes[kind])(**arguments)
+
+
+def fill(model: Any, seed: int) -> None:
+    """Draws every weight anew: matrices keep the scale of what passes through, biases and norms are not neutral."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+            if weight.ndim == 1:
+                value = 0.1 * noise if name.endswith("bias") else 1 + 0.1 * noise
+            elif "embed" in name or "wte" in name or "wpe" in name:
+                value = 0.4 * noise
+            elif "lm_head" in name:
+                value = noise * 3 / weight.shape[-1] ** 0.5
+            else:
+                fan_in = weight.shape[0] if "c_" in name else weight.shape[-1]  # GPT-2's Conv1D is transposed
+                value = noise / fan_in**0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
+                    value *= 2  # layers outweigh the embedding, or a tied output would repeat its input for ever
+            weight.copy_(value)
+
+
+def make_model(
+    kind: str,
+    directory: Path | str,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate: int | None = None,
+    vocab: int = 512,
+    context: int = 2048,
+    dtype: str = "float32",
+    tie: bool = False,
+) -> Path:
+    """Writes a model of `kind` (one of KINDS) to `directory` and returns it.
+
+    `vocab` is at least 300; the tokenizer has exactly as many ids as the embedding unless its text runs out of pairs.
+    """
+    import torch
+    import transformers
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    shape = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate": intermediate or 2 * hidden,
+        "vocab": vocab,
+        "context": context,
+        "tie": tie,
+    }
+    config = make_config(kind, shape)
+    config.dtype = getattr(torch, dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
+    fill(model, seed)
+    model.generation_config.do_sample = False
+    model.save_pretrained(directory)
+    make_tokenizer(kind, directory, vocab, context)
+    return directory
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="tiny", help="a named shape; other options win over it"
+    )
+    for name in ("seed", "hidden", "layers", "heads", "kv-heads", "head-dim", "intermediate", "vocab", "context"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--tie", action="store_true", default=None, help="share the embedding with the output layer")
+    arguments = vars(parser.parse_args())
+    kind, directory = arguments.pop("kind"), arguments.pop("directory")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    options = SHAPES[arguments.pop("shape")] | {k: v for k, v in arguments.items() if v is not None}
+    make_model(kind, directory, **options)
+
+
+if __name__ == "__main__":
+    main()
