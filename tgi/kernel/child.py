@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """The kernel kills this process when its supervisor dies, however that happens (Linux; elsewhere the pipe tells)."""
+    """The system kills this process when its supervisor dies, however it dies (Linux; elsewhere the pipe tells)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above

@@ -124,7 +124,8 @@ def render(directory: Path | None = None) -> str:
 
     where = str(directory or os.environ["PROMETHEUS_MULTIPROC_DIR"])
     files = [str(path) for path in Path(where).glob("*.db")]
-    families = {family.name: family for family in MultiProcessCollector.merge(files, accumulate=True)}
+    merged = MultiProcessCollector.merge(files, accumulate=True)  # type: ignore[no-untyped-call]
+    families = {family.name: family for family in merged}
     return "".join(line for name in SERIES if name in families for line in _family(name, families[name].samples))
 
 

@@ -105,7 +105,7 @@ class Process:
                 self.woken()
 
     def woken(self) -> None:
-        """Handles what came in on `fds`: a signal has set `stopping`; the parent's end of its pipe closed means exit."""
+        """Handles what came in on `fds`: a signal (it has set `stopping`), or the parent's end of its pipe closing."""
         try:
             while self._wake.recv(64):
                 pass

@@ -11,6 +11,8 @@ from typing import Any
 from tgi.kernel import rundir
 from tgi.kernel.errors import UserError
 
+# Marks settings that are worked out while starting.
+DERIVED = "derived"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -140,8 +142,8 @@ class Settings:
     log_level: str = _option("info", "debug, info, warn or error.", env=("LOG_LEVEL",))
 
     # Derived while starting, never given by the user
-    run_dir: Path = field(default=Path("."), metadata={"derived": True})
-    model_dir: Path = field(default=Path("."), metadata={"derived": True})  # the resolved model_id
+    run_dir: Path = field(default=Path("."), metadata={DERIVED: True})
+    model_dir: Path = field(default=Path("."), metadata={DERIVED: True})  # the resolved model_id
 
     def __post_init__(self) -> None:
         """Argument errors with TGI's texts."""
@@ -207,7 +209,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> S
     values: dict[str, Any] = {}
     for setting in fields(Settings):
         meta = setting.metadata
-        if "derived" in meta:
+        if DERIVED in meta:
             continue
         if flags.get(setting.name) not in (None, ()):
             values[setting.name] = flags[setting.name]

@@ -151,14 +151,16 @@ def _drain(wake: socket.socket) -> None:
         pass
 
 
-def listening_socket(hostname: str, port: int) -> socket.socket:
+def listening_socket(hostname: str, port: int, share: bool = False) -> socket.socket:
     """The port that the front ends share, taken with a plain bind so that a port in use is always seen.
 
-    Raises OSError if it is.
+    `share` sets SO_REUSEPORT, for front ends that are started alone. Raises OSError if the port is in use.
     """
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if share:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((hostname, port))
         listener.listen(2048)

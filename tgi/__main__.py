@@ -1,0 +1,5 @@
+"""`python -m tgi` is `tgi`."""
+
+from tgi.cli import main
+
+main()
