@@ -1,0 +1,170 @@
+"""The scripted worker computes what it says and refuses every step that breaks the protocol, naming the fault."""
+
+import pytest
+
+from tgi.kernel.messages import Result, Sampling, Slot, Step, encode
+from tgi.kernel.pack import INT32, UINT8, floats, ints, pack
+from tgi.worker.scripted import Script, ScriptedEngine, ScriptedWorker
+
+SCRIPT = Script(pages=12, page_size=4, slots=3, vocab_size=128, max_total_tokens=24, max_batch_prefill_tokens=16)
+GREEDY = encode(Sampling(1))
+
+
+def slot(number: int, ids: list[int], sampling: bytes = GREEDY) -> Slot:
+    return Slot(number, pack(INT32, ids), len(ids), sampling)
+
+
+def step(
+    number: int,
+    rows: list[tuple[int, int, int, int]],
+    slots: list[Slot] = [],
+    pages: list[tuple[int, int]] = [],
+    epoch: int = 1,
+) -> Step:
+    """A step of rows (slot, start, count, draw) and pages (slot, page)."""
+    columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+    owners = list(zip(*pages, strict=True)) or [(), ()]
+    return Step(
+        number,
+        epoch,
+        slots,
+        pack(INT32, owners[0]),
+        pack(INT32, owners[1]),
+        pack(INT32, columns[0]),
+        pack(INT32, columns[1]),
+        pack(INT32, columns[2]),
+        pack(UINT8, columns[3]),
+    )
+
+
+def good(result: Result) -> list[int]:
+    assert result.error == ""
+    ids = ints(result.ids)
+    assert len(floats(result.logprobs)) == len(result.counts) == len(ids)
+    return ids
+
+
+def generate(worker: ScriptedWorker, ids: list[int], count: int, sampling: bytes = GREEDY) -> list[int]:
+    """`count` tokens behind `ids`, alone in slot 0 of a fresh epoch."""
+    worker.reset()
+    pages = [(0, page) for page in range((len(ids) + count + 3) // 4)]
+    drawn = good(worker.run_step(step(1, [(0, 0, len(ids), 1)], [slot(0, ids, sampling)], pages)))
+    for number in range(1, count):
+        drawn += good(worker.run_step(step(number + 1, [(0, len(ids) + number - 1, 1, 1)])))
+    return drawn
+
+
+def test_a_resumed_request_continues_as_if_never_interrupted() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    whole = generate(worker, [7, 8, 9], 10)
+    assert len(set(whole)) > 3
+    assert generate(worker, [7, 8, 9, *whole[:6]], 4) == whole[6:]
+    assert generate(worker, [7, 8, 10], 10) != whole
+
+
+def test_the_seed_matters_where_the_request_samples() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    one, two = (encode(Sampling(seed, do_sample=True)) for seed in (1, 2))
+    assert generate(worker, [7], 8, one) == generate(worker, [7], 8, one)
+    assert generate(worker, [7], 8, one) != generate(worker, [7], 8, two)
+    assert generate(worker, [7], 8, GREEDY) == generate(worker, [7], 8, encode(Sampling(2)))
+
+
+def test_chunks_rows_and_shared_prefixes_do_not_change_the_tokens() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    prompt = [5, 6, 7, 8, 9, 10]
+    expected = generate(worker, prompt, 2)
+    worker.reset()
+    good(worker.run_step(step(1, [(0, 0, 4, 0)], [slot(0, prompt)], [(0, 3), (0, 5)])))
+    # Slot 1 finds the page of the first four ids; both finish their prompt in one step.
+    later = step(2, [(0, 4, 2, 1), (1, 4, 2, 1)], [slot(1, prompt)], [(1, 3), (1, 7)])
+    assert good(worker.run_step(later)) == [expected[0]] * 2
+    assert good(worker.run_step(step(3, [(1, 6, 1, 1), (0, 6, 1, 1)]))) == [expected[1]] * 2
+
+
+def test_the_last_token_of_a_whole_cached_prompt_may_be_computed_again() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    prompt = [5, 6, 7, 8]
+    expected = good(worker.run_step(step(1, [(0, 0, 4, 1)], [slot(0, prompt)], [(0, 3)])))
+    again = step(2, [(1, 3, 1, 1)], [slot(1, prompt)], [(1, 3)])
+    assert good(worker.run_step(again)) == expected
+
+
+def test_a_new_epoch_starts_from_nothing() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    expected = generate(worker, [7, 8, 9], 1)
+    assert good(worker.run_step(step(1, [(0, 0, 3, 1)], [slot(0, [7, 8, 9])], [(0, 0)], epoch=2))) == expected
+    assert "epoch 1 is over" in worker.run_step(step(2, [(0, 3, 1, 1)])).error
+
+
+FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        (step(3, [(0, 6, 1, 1)]), "number 3 follows 1"),
+        (step(2, []), "no rows"),
+        (step(2, [(0, 6, 1, 1), (0, 7, 1, 1)]), "two rows"),
+        (step(2, [(1, 0, 1, 1)]), "slot 1 is empty"),
+        (step(2, [(0, 5, 1, 1)]), "starts at 5, but 6 tokens are computed"),
+        (step(2, [(0, 6, 2, 1)]), "position 7 of 7 known ids"),
+        (step(2, [(0, 6, 0, 1)]), "0 tokens to compute"),
+        (step(2, [(0, 6, 1, 2)]), "draws are 0 or 1"),
+        (step(2, [(0, 6, 1, 1)], pages=[(0, 12)]), "page 12 of 12"),
+        (step(2, [(0, 6, 1, 1)], pages=[(0, 1)]), "page 1 is in the table of slot 0 twice"),
+        (step(2, [(0, 6, 1, 1)], pages=[(2, 3)]), "slot 2 is empty"),
+        (step(2, [(3, 0, 1, 1)], [slot(3, [1])], [(3, 3)]), "slot 3 of 3"),
+        (step(2, [(1, 0, 1, 1)], [slot(1, [128])], [(1, 3)]), "not in the vocabulary"),
+        (step(2, [(1, 0, 1, 1)], [slot(1, [-1])], [(1, 3)]), "not in the vocabulary"),
+        (step(2, [(1, 0, 24, 1)], [slot(1, [1] * 24)], [(1, 3)]), "leave no room"),
+        (step(2, [(1, 0, 5, 1)], [slot(1, [1] * 5)], [(1, 3)]), "1 pages do not cover 5 tokens"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1] * 4)], [(1, 3)]), "draws at 3 of 4 known ids"),
+        (step(2, [(1, 0, 17, 1)], [slot(1, [1] * 17)], [(1, page) for page in range(3, 8)]), "over the limit of 16"),
+        (step(2, [(1, 0, 1, 1)], [slot(1, [1]), slot(1, [1])], [(1, 3)]), "two occupants"),
+        (step(2, [(1, 0, 1, 1)], [slot(1, [1], b"\x91\x07")], [(1, 3)]), "Tokenize"),
+        # Shared pages must hold the same tokens, all of them.
+        (step(2, [(1, 4, 1, 1)], [slot(1, [1, 2, 3, 9, 5])], [(1, 0), (1, 3)]), "page 0 holds other tokens"),
+        (step(2, [(1, 5, 1, 1)], [slot(1, [1, 2, 3, 4, 5, 6])], [(1, 0), (1, 1)]), "page 1 is shared with 2 of 4"),
+        (step(2, [(1, 4, 1, 1)], [slot(1, [1, 2, 3, 4, 5])], [(1, 4), (1, 3)]), "page 4 is shared with 0 of 4"),
+        # Slot 0 still computes on a page that slot 1 is given to write.
+        (step(2, [(0, 6, 1, 1), (1, 0, 1, 1)], [slot(1, [9])], [(1, 1)]), "page 1 was given to slot 1"),
+    ],
+)  # fmt: skip
+def test_a_bad_step_is_refused_by_name(bad: Step, fault: str) -> None:
+    worker = ScriptedWorker(SCRIPT)
+    good(worker.run_step(FIRST))
+    result = worker.run_step(bad)
+    assert fault in result.error
+    assert (result.number, result.epoch, result.ids) == (bad.number, bad.epoch, b"")
+
+
+def test_pages_of_a_request_that_has_ended_may_be_given_on() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    good(worker.run_step(FIRST))
+    good(worker.run_step(step(2, [(1, 0, 1, 1)], [slot(1, [9])], [(1, 1)])))
+    assert "page 1 was given to slot 1" in worker.run_step(step(3, [(0, 6, 1, 1)])).error
+
+
+def test_a_slot_can_be_occupied_again() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    good(worker.run_step(FIRST))
+    again = step(2, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 8), (0, 9)])
+    expected = good(ScriptedWorker(SCRIPT).run_step(FIRST))
+    assert good(worker.run_step(again)) == expected
+
+
+def test_the_limit_of_a_request_holds() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    assert len(generate(worker, [3], 23)) == 23
+    with pytest.raises(AssertionError, match="over the limit of a request"):
+        generate(worker, [3], 24)
+
+
+def test_the_engine_keeps_its_pace() -> None:
+    engine = ScriptedEngine(SCRIPT._replace(step_us=20_000))
+    pending = engine.launch(FIRST)
+    assert engine.done(pending)
+    result = engine.collect(pending)
+    assert result.forward_us >= 20_000
+    assert good(result) == good(ScriptedWorker(SCRIPT).run_step(FIRST))

@@ -1,0 +1,52 @@
+"""`tgi worker`: connects to its scheduler, loads the model, measures its limits, and serves steps."""
+
+import json
+from pathlib import Path
+
+from tgi.kernel.link import Link
+from tgi.kernel.process import Process
+from tgi.kernel.settings import Settings
+from tgi.worker.loop import Engine, Loop
+from tgi.worker.scripted import Script, ScriptedEngine
+
+
+def main(process: Process) -> None:
+    """Runs until SIGTERM. Raises UserError where the model or the settings cannot work."""
+    link = Link.connect(process.address("sched-0.back"), process.hello())
+    loop = Loop(process, link)
+    loop.progress("starting", 0)
+    try:
+        loop.serve(_engine(process.settings, loop))
+    finally:
+        link.close()
+
+
+def _engine(settings: Settings, loop: Loop) -> Engine:
+    if settings.worker == "scripted":
+        return ScriptedEngine(_script(settings))
+    from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
+
+    return start_engine(settings, loop.progress)
+
+
+def _script(settings: Settings) -> Script:
+    """The scripted worker's measures: the settings', the vocabulary of the model that it stands for, or defaults."""
+    wanted = {
+        "max_total_tokens": settings.max_total_tokens,
+        "max_batch_prefill_tokens": settings.max_batch_prefill_tokens,
+        "slots": settings.max_batch_size,
+        "step_us": settings.scripted_step_us,
+        "vocab_size": _vocab_size(settings.model_dir),
+    }
+    script = Script(**{name: value for name, value in wanted.items() if value is not None})
+    if settings.max_batch_total_tokens is not None:
+        script = script._replace(pages=max(1, settings.max_batch_total_tokens // script.page_size))
+    return script
+
+
+def _vocab_size(directory: Path) -> int | None:
+    path = directory / "config.json"
+    if not path.is_file():
+        return None
+    size = json.loads(path.read_text()).get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -1,0 +1,267 @@
+"""A worker without a model: deterministic tokens at a set pace, and a strict reader of every step it is sent.
+
+It keeps what a real worker would keep (ids, page tables, what each page holds) and refuses a step that a real worker
+would answer with garbage, naming the fault. So it is a worker for tests, a yardstick for the stack around the model,
+and the scheduler's conscience.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tgi.kernel.errors import ProtocolError
+from tgi.kernel.messages import Limits, Result, Sampling, Step, decode
+from tgi.kernel.pack import FLOAT32, INT32, UINT8, ints, pack
+
+# Ids of single ASCII characters in GPT-2's, SmolLM2's and Llama's vocabularies alike: text without special tokens.
+FIRST_ID, IDS = 40, 50
+
+
+class Script(NamedTuple):
+    """What the scripted worker pretends to be."""
+
+    pages: int = 4096
+    page_size: int = 16
+    slots: int = 256
+    vocab_size: int = 49152
+    max_total_tokens: int = 8192
+    max_batch_prefill_tokens: int = 4096
+    step_us: int = 0  # how long a step takes at least; 0: as fast as possible
+
+    def limits(self) -> Limits:
+        """The limits that such a worker reports."""
+        total = min(self.max_total_tokens, self.pages * self.page_size)
+        return Limits(
+            max_total_tokens=total,
+            max_input_tokens=total - 1,
+            max_batch_total_tokens=self.pages * self.page_size,
+            max_batch_prefill_tokens=self.max_batch_prefill_tokens,
+            max_batch_size=self.slots,
+            pages=self.pages,
+            page_size=self.page_size,
+            vocab_size=self.vocab_size,
+            dtype="float32",
+            device="cpu",
+        )
+
+
+class Violation(Exception):
+    """A step that breaks the protocol; the text says how."""
+
+
+@dataclass(slots=True)
+class Occupant:
+    """One slot's request. `chain` is the running hash of the ids computed so far: equal chains, equal KV."""
+
+    ids: list[int]
+    seed: int | None  # None: greedy
+    table: list[int] = field(default_factory=list)
+    claimed: int = 0  # pages of `table` looked at so far
+    computed: int = 0
+    chain: int = 0
+    lost: str = ""  # who took a page of this slot
+
+
+class ScriptedWorker:
+    """Runs steps. `run_step` is a pure function of the steps so far: no clock, no socket, no randomness."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.limits = script.limits()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything: a new scheduler, or a new epoch."""
+        self.epoch = 0
+        self.number = 0
+        self._slots: dict[int, Occupant] = {}
+        # What each page holds: the chain after each of its tokens. And who has it in a table.
+        self._pages: list[list[int]] = [[] for _ in range(self.script.pages)]
+        self._holders: list[set[int]] = [set() for _ in range(self.script.pages)]
+
+    def run_step(self, step: Step) -> Result:
+        """The result of a step; `error` names what is wrong with it."""
+        try:
+            return self._run(step)
+        except (Violation, ProtocolError) as fault:
+            return Result(step.number, step.epoch, b"", b"", b"", error=f"step {step.number}: {fault}")
+
+    def _run(self, step: Step) -> Result:
+        if step.epoch > self.epoch:
+            self.reset()
+            self.epoch = step.epoch
+        _need(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
+        _need(step.number == self.number + 1, f"number {step.number} follows {self.number}")
+        self.number = step.number
+        self._occupy(step)
+        self._append_pages(step)
+        rows, starts, counts = ints(step.rows), ints(step.starts), ints(step.counts)
+        _need(len(rows) == len(starts) == len(counts) == len(step.draws), "rows, starts, counts and draws differ")
+        _need(len(set(rows)) == len(rows), "a slot has two rows")
+        _need(bool(rows), "no rows")
+        _need(set(step.draws) <= {0, 1}, "draws are 0 or 1")
+        total = sum(counts)
+        _need(
+            total <= max(self.limits.max_batch_prefill_tokens, len(rows)),
+            f"{total} tokens are over the limit of {self.limits.max_batch_prefill_tokens} a step",
+        )
+        for slot, start, count in zip(rows, starts, counts, strict=True):
+            self._claim(slot, start, count)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for slot, start, count, draw in zip(rows, starts, counts, step.draws, strict=True):
+            self._compute(slot, start, count)
+            if draw:
+                token, logprob = self._draw(slot)
+                ids.append(token)
+                logprobs.append(logprob)
+        return Result(step.number, step.epoch, pack(UINT8, [1] * len(ids)), pack(INT32, ids), pack(FLOAT32, logprobs))
+
+    def _occupy(self, step: Step) -> None:
+        seen = set()
+        for new in step.slots:
+            ids = ints(new.tokens)
+            sampling = decode(new.sampling)
+            _need(0 <= new.slot < self.script.slots, f"slot {new.slot} of {self.script.slots}")
+            _need(new.slot not in seen, f"slot {new.slot} gets two occupants")
+            _need(isinstance(sampling, Sampling), f"slot {new.slot}: sampling is not a Sampling")
+            _need(
+                1 <= new.prompt_tokens <= len(ids), f"slot {new.slot}: {new.prompt_tokens} of {len(ids)} ids are prompt"
+            )
+            _need(
+                len(ids) < self.limits.max_total_tokens, f"slot {new.slot}: {len(ids)} tokens leave no room for another"
+            )
+            _need(
+                min(ids) >= 0 and max(ids) < self.script.vocab_size, f"slot {new.slot}: an id is not in the vocabulary"
+            )
+            seen.add(new.slot)
+            if old := self._slots.get(new.slot):
+                for page in old.table:
+                    self._holders[page].discard(new.slot)
+            self._slots[new.slot] = Occupant(ids, sampling.seed if sampling.samples else None)
+
+    def _append_pages(self, step: Step) -> None:
+        slots, pages = ints(step.page_slots), ints(step.page_ids)
+        _need(len(slots) == len(pages), "page_slots and page_ids differ in length")
+        for slot, page in zip(slots, pages, strict=True):
+            _need(0 <= page < self.script.pages, f"page {page} of {self.script.pages}")
+            occupant = self._occupant(slot)
+            _need(slot not in self._holders[page], f"page {page} is in the table of slot {slot} twice")
+            occupant.table.append(page)
+            self._holders[page].add(slot)
+
+    def _claim(self, slot: int, start: int, count: int) -> None:
+        """Checks the row against what is known, and takes its new pages from whoever had them."""
+        occupant = self._occupant(slot)
+        size = self.script.page_size
+        end = start + count
+        if count < 1:
+            raise Violation(f"slot {slot}: {count} tokens to compute")
+        if end > len(occupant.ids):
+            raise Violation(f"slot {slot}: position {end - 1} of {len(occupant.ids)} known ids")
+        if end > len(occupant.table) * size:
+            raise Violation(f"slot {slot}: {len(occupant.table)} pages do not cover {end} tokens")
+        if not occupant.computed and start > 0:
+            self._find_prefix(slot, occupant, start)
+        if start != occupant.computed:
+            raise Violation(f"slot {slot}: starts at {start}, but {occupant.computed} tokens are computed")
+        for page in occupant.table[occupant.claimed :]:
+            self._take(page, slot)
+        occupant.claimed = len(occupant.table)
+
+    def _find_prefix(self, slot: int, occupant: Occupant, start: int) -> None:
+        """The first row of a slot starts behind a cached prefix: its pages must be full of just these tokens."""
+        size = self.script.page_size
+        chain = occupant.chain
+        for at in range(0, start, size):
+            page = occupant.table[at // size]
+            held = self._pages[page]
+            if len(held) < size:
+                raise Violation(f"slot {slot}: page {page} is shared with {len(held)} of {size} tokens in it")
+            for offset, token in enumerate(occupant.ids[at : min(at + size, start)]):
+                chain = hash((chain, token))
+                if held[offset] != chain:
+                    raise Violation(f"slot {slot}: page {page} holds other tokens than its prefix")
+        occupant.claimed = -(-start // size)
+        occupant.chain = chain
+        occupant.computed = start
+
+    def _take(self, page: int, slot: int) -> None:
+        """`slot` will write into this page: its old content is gone for everybody else."""
+        self._pages[page] = []
+        for other in self._holders[page]:
+            if other != slot:
+                self._slots[other].lost = f"page {page} was given to slot {slot}"
+
+    def _compute(self, slot: int, start: int, count: int) -> None:
+        occupant = self._slots[slot]
+        if occupant.lost:
+            raise Violation(f"slot {slot} computes, but its {occupant.lost}")
+        size = self.script.page_size
+        chain = occupant.chain
+        for position in range(start, start + count):
+            chain = hash((chain, occupant.ids[position]))
+            page = occupant.table[position // size]
+            held = self._pages[page]
+            if position % size == len(held):
+                held.append(chain)
+            elif held[position % size] != chain:  # only the last token of a whole cached prompt is computed again
+                raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
+        occupant.chain = chain
+        occupant.computed = start + count
+
+    def _draw(self, slot: int) -> tuple[int, float]:
+        """The next id and its logprob: a fixed function of all ids before it, and of the seed where one counts."""
+        occupant = self._slots[slot]
+        known = len(occupant.ids)
+        if occupant.computed != known:
+            raise Violation(f"slot {slot} draws at {occupant.computed} of {known} known ids")
+        if known >= self.limits.max_total_tokens:
+            raise Violation(f"slot {slot}: token {known} is over the limit of a request")
+        number = hash((occupant.chain, occupant.seed)) % (1 << 32)
+        low, width = (FIRST_ID, IDS) if self.script.vocab_size >= FIRST_ID + IDS else (0, self.script.vocab_size)
+        token = low + number % width
+        occupant.ids.append(token)
+        return token, -((number >> 16) % 1024) / 256.0
+
+    def _occupant(self, slot: int) -> Occupant:
+        occupant = self._slots.get(slot)
+        if occupant is None:
+            raise Violation(f"slot {slot} is empty")
+        return occupant
+
+
+class ScriptedEngine:
+    """The scripted worker as the loop wants it, at its set pace."""
+
+    def __init__(self, script: Script) -> None:
+        self._worker = ScriptedWorker(script)
+        self._seconds = script.step_us / 1e6
+        self.limits = self._worker.limits
+
+    def reset(self) -> None:
+        """Forgets all requests."""
+        self._worker.reset()
+
+    def launch(self, step: Step) -> Result:
+        """Runs the step, taking as long as the script says."""
+        begin = time.monotonic()
+        result = self._worker.run_step(step)
+        left = self._seconds - (time.monotonic() - begin)
+        if left > 0:
+            time.sleep(left)
+        return result._replace(forward_us=int((time.monotonic() - begin) * 1e6))
+
+    def done(self, pending: Result) -> bool:
+        """Always: launching computes."""
+        return True
+
+    def collect(self, pending: Result) -> Result:
+        """The result."""
+        return pending
+
+
+def _need(holds: bool, fault: str) -> None:
+    """For checks made once a step or once a request: the text is built even where nothing is wrong."""
+    if not holds:
+        raise Violation(fault)
