@@ -15,6 +15,8 @@ from tgi.kernel.pack import FLOAT32, INT32, UINT8, ints, pack
 
 # Ids of single ASCII characters in GPT-2's, SmolLM2's and Llama's vocabularies alike: text without special tokens.
 FIRST_ID, IDS = 40, 50
+# No seed is negative. (None would not do: its hash differs between processes.)
+GREEDY = -1
 
 
 class Script(NamedTuple):
@@ -54,7 +56,7 @@ class Occupant:
     """One slot's request. `chain` is the running hash of the ids computed so far: equal chains, equal KV."""
 
     ids: list[int]
-    seed: int | None  # None: greedy
+    seed: int  # GREEDY where none counts
     table: list[int] = field(default_factory=list)
     claimed: int = 0  # pages of `table` looked at so far
     computed: int = 0
@@ -138,7 +140,7 @@ class ScriptedWorker:
             if old := self._slots.get(new.slot):
                 for page in old.table:
                     self._holders[page].discard(new.slot)
-            self._slots[new.slot] = Occupant(ids, sampling.seed if sampling.samples else None)
+            self._slots[new.slot] = Occupant(ids, sampling.seed if sampling.samples else GREEDY)
 
     def _append_pages(self, step: Step) -> None:
         slots, pages = ints(step.page_slots), ints(step.page_ids)
