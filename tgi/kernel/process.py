@@ -18,8 +18,6 @@ from tgi.kernel.settings import Settings
 
 # An idle loop wakes this often to beat: the cost of 200 idle streams is this wake-up.
 BEAT_SECONDS = 2.0
-# How late a beat may be before the supervisor calls the process hung.
-BEAT_GRACE_SECONDS = 10.0
 
 
 class Beat:
@@ -97,9 +95,10 @@ class Process:
         if any(link.pending for link in self._links):
             timeout = 0.0
         timeout = max(0.0, min(timeout, BEAT_SECONDS))
-        self.promise(timeout + BEAT_GRACE_SECONDS)
+        self.promise(timeout + self.settings.hang_timeout)
         ready = self._poller.poll(int(timeout * 1000 + 0.999))
-        self.promise(self.settings.hang_timeout)
+        if ready:
+            self.promise(self.settings.hang_timeout)
         for source, _ in ready:
             if isinstance(source, int):
                 self.woken()
@@ -120,7 +119,7 @@ class Process:
 
     def beat(self, seconds: float = BEAT_SECONDS) -> None:
         """For loops that do not use `wait`: the next beat comes within `seconds`."""
-        self.promise(seconds + BEAT_GRACE_SECONDS)
+        self.promise(seconds + self.settings.hang_timeout)
 
     def promise(self, seconds: float) -> None:
         """Tells the watchdog to be patient for this long (before loading, or a step of unusual size)."""
