@@ -1,0 +1,236 @@
+"""Whole process trees with the scripted worker: started in any order, killed anywhere, drained, nothing left behind."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.live.server import PATIENCE_SECONDS, Server
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(8)]
+
+
+@pytest.fixture
+def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
+        yield made
+
+
+def ids(events: list[dict[str, Any]]) -> list[int]:
+    return [event["token"]["id"] for event in events]
+
+
+def all_streams(server: Server, tokens: int, act: Any = None, after: int = 20, **parameters: Any) -> list[Any]:
+    """Streams all prompts at once; calls `act` once each of them has shown `after` tokens."""
+    seen = [0] * len(PROMPTS)
+
+    def one(k: int) -> list[dict[str, Any]]:
+        events = []
+        for event in server.stream(PROMPTS[k], max_new_tokens=tokens, **parameters):
+            events.append(event)
+            seen[k] += 1
+        return events
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        streams = [pool.submit(one, k) for k in range(len(PROMPTS))]
+        if act:
+            end = time.monotonic() + PATIENCE_SECONDS
+            while min(seen) < after:
+                assert time.monotonic() < end, f"{seen}\n{server.said()}"
+                time.sleep(0.005)
+            assert max(seen) < tokens, "too late to act"
+            act()
+        return [stream.result(PATIENCE_SECONDS) for stream in streams]
+
+
+def test_streams_tokens_over_http(server: Server) -> None:
+    server.start().ready()
+    events = list(server.stream("Hello", max_new_tokens=5))
+    assert [event["index"] for event in events] == [1, 2, 3, 4, 5]
+    assert events[-1]["details"]["finish_reason"] == "length"
+    assert events[-1]["generated_text"] == "".join(event["token"]["text"] for event in events)
+    whole = server.generate("Hello", max_new_tokens=5)
+    assert [token["id"] for token in whole["details"]["tokens"]] == ids(events)
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 7}], ids=["greedy", "seeded"])
+def test_kill_9_in_the_middle_and_every_stream_goes_on(server: Server, victim: str, sampling: dict[str, Any]) -> None:
+    server.start().ready()
+    undisturbed = all_streams(server, 60, **sampling)
+    resumed_before = server.metric("tgi_resumed_tokens")
+    disturbed = all_streams(server, 60, act=lambda: server.kill(victim), **sampling)
+    assert [ids(events) for events in disturbed] == [ids(events) for events in undisturbed]
+    assert [events[-1]["generated_text"] for events in disturbed] == [
+        events[-1]["generated_text"] for events in undisturbed
+    ]
+    if victim == "worker-0":
+        assert server.metric("tgi_resumed_tokens") - resumed_before >= 8 * 20
+
+
+def test_killed_again_and_again(server: Server) -> None:
+    server.start().ready()
+    undisturbed = all_streams(server, 150)
+    victims = itertools.cycle(["worker-0", "tokenizer-0", "scheduler-0", "tokenizer-1"])
+
+    def massacre() -> None:
+        for _ in range(6):
+            server.kill(next(victims))
+            time.sleep(0.4)
+
+    assert [ids(e) for e in all_streams(server, 150, act=massacre)] == [ids(e) for e in undisturbed]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [("api", "tokenizer", "scheduler", "worker"), ("worker", "scheduler", "tokenizer", "api")],
+    ids=["top down", "bottom up"],
+)
+def test_roles_start_in_any_order(server: Server, order: tuple[str, ...]) -> None:
+    for role in order:
+        server.start(role)
+        time.sleep(0.5)
+    server.ready()
+    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+    assert set(server.processes()) == {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
+    server.stop()
+
+
+def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "run") as server:
+        env = os.environ | {
+            "TGI_RUN": str(tmp_path / "run"), "TGI_HOSTNAME": "127.0.0.1", "MODEL_ID": str(tiny_llama),
+            "TGI_WORKER": "scripted", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }  # fmt: skip
+        # Under honcho, PORT is honcho's own; the flag in the command line is what counts.
+        procfile = tmp_path / "Procfile"
+        procfile.write_text((ROOT / "Procfile").read_text().replace("tgi api", f"tgi api --port {server.port}"))
+        command = [sys.executable, "-m", "honcho", "-f", str(procfile), "start"]
+        server.commands["honcho"] = subprocess.Popen(
+            command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        server.ready()
+        assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+        server.stop()
+
+
+def test_two_front_ends_share_the_port(server: Server) -> None:
+    server.start("up", "--api-workers", "2").ready()
+    for name in ("api-0", "api-1"):
+        server.kill(name)  # the other, or its successor, answers: the port stays open
+        assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+    server.until(lambda: len(server.processes()) == 6, "all six processes run again")
+    for _ in range(20):
+        with httpx.Client(base_url=server.url, trust_env=False) as fresh:  # new connections reach both
+            assert fresh.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 1}}).status_code == 200
+    assert server.metric("tgi_request_count") == 22
+
+
+def test_a_disconnect_frees_the_request(server: Server) -> None:
+    server.start().ready()
+    stream = server.stream("Hello", max_new_tokens=5000)
+    for _ in range(5):
+        next(stream)
+    assert server.metric("tgi_batch_current_size") == 1
+    stream.close()  # type: ignore[attr-defined]
+    server.until(lambda: server.metric("tgi_batch_current_size") == 0, "the request is gone from the batch")
+    server.until(lambda: server.metric("tgi_pages_used") == 0, "its pages are free")
+    assert server.metric("tgi_request_failure") >= 1
+
+
+def test_sigterm_drains(server: Server) -> None:
+    server.start().ready()
+    processes = server.processes()
+    streams = all_streams(server, 80, act=lambda: server.commands["up"].send_signal(signal.SIGTERM), after=5)
+    assert [len(events) for events in streams] == [80] * 8
+    assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=5)
+    assert not alive
+
+
+def test_down_ends_it(server: Server) -> None:
+    server.start().ready()
+    env = os.environ | {"TGI_RUN": str(server.run)}
+    subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, timeout=PATIENCE_SECONDS)
+    assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
+
+
+def test_no_process_outlives_a_killed_supervisor(server: Server) -> None:
+    server.start().ready()
+    processes = server.processes()
+    assert len(processes) == 5
+    server.commands["up"].kill()
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=20)
+    assert not alive
+
+
+def test_a_hung_worker_is_replaced(server: Server) -> None:
+    server.start("up", "--hang-timeout", "2").ready()
+    hung = server.processes()["worker-0"]
+    expected = ids(list(server.stream("Hello", max_new_tokens=40)))
+    stream = server.stream("Hello", max_new_tokens=40)
+    events = [next(stream) for _ in range(5)]
+    hung.suspend()
+    events += list(stream)
+    assert ids(events) == expected
+    assert server.processes()["worker-0"].pid != hung.pid
+
+
+def test_the_system_s_ps_shows_roles(server: Server) -> None:
+    server.start().ready()
+    titles = {name: " ".join(process.cmdline()) for name, process in server.processes().items()}
+    assert titles["worker-0"] == "tgi worker 0"
+    assert titles["tokenizer-1"] == "tgi tokenizer 1"
+
+
+def test_a_second_server_in_the_same_run_directory_is_refused(server: Server) -> None:
+    server.start().ready()
+    env = os.environ | {"TGI_RUN": str(server.run)}
+    again = subprocess.run(
+        [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1"], env=env, capture_output=True, text=True
+    )
+    assert again.returncode == 1
+    assert "Another tgi (pid" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+def test_a_port_in_use_is_told(server: Server, tmp_path: Path) -> None:
+    server.start().ready()
+    env = os.environ | {"TGI_RUN": str(tmp_path / "other")}
+    command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(server.port)]
+    again = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert f"Cannot listen on 127.0.0.1:{server.port}" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+def test_not_ready_is_told_with_a_stage(server: Server) -> None:
+    for role in ("api", "tokenizer"):
+        server.start(role)
+
+    def answers() -> bool:
+        try:
+            return bool(server.client.get("/info").status_code)
+        except httpx.TransportError:
+            return False
+
+    server.until(answers, "the port is open")
+    health = server.client.get("/health")
+    assert health.status_code == 503
+    assert health.json() == {"error": "unhealthy", "error_type": "healthcheck"}
+    assert server.client.post("/generate", json={"inputs": "a"}).status_code == 503
+    for role in ("scheduler", "worker"):
+        server.start(role)
+    server.ready()
