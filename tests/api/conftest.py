@@ -1,0 +1,274 @@
+"""A front end for tests: a real uvicorn on a loopback port, over real links to scripted tokenizers."""
+
+import asyncio
+import os
+import queue
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+
+from tgi.api.main import configure
+from tgi.api.router import Router
+from tgi.api.service import Service
+from tgi.kernel import metrics
+from tgi.kernel.link import Gone, Link
+from tgi.kernel.messages import (
+    PROTOCOL,
+    Cancel,
+    End,
+    Generate,
+    Hello,
+    Limits,
+    Reason,
+    Status,
+    Texts,
+    Tokenize,
+    Tokenized,
+)
+from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
+from tgi.kernel.settings import Settings
+
+LIMITS = Limits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
+READY = Status(True, True, "", 100, LIMITS)
+
+
+def texts(rid: int, *tokens: tuple[int, str, float, bool]) -> Texts:
+    """The tokens (id, text, logprob, special) of one request as a message."""
+    ids, words, logprobs, special = zip(*tokens, strict=True)
+    return Texts(
+        pack(UINT32, [rid]),
+        pack(UINT32, [len(ids)]),
+        pack(INT32, ids),
+        pack(FLOAT32, logprobs),
+        bytes(special),
+        [*words],
+    )
+
+
+def two_tokens(message: Generate) -> list[Any]:
+    """The example of the contract: " a", then EOS."""
+    return [
+        texts(message.rid, (5, " a", -0.34, False)),
+        texts(message.rid, (2, "</s>", -0.01, True)),
+        End(message.rid, Reason.EOS, "", " a", 3, 2, 0, 1_000, 2_000, 30_000),
+    ]
+
+
+class FakeTokenizer:
+    """A tokenizer process as the front end sees it, in a thread. `answer` turns a request into messages;
+    what it returns None for waits for the test, which calls `send`."""
+
+    def __init__(self, address: str, place: int, answer: Callable[[Any], list[Any] | None]) -> None:
+        self.address = address
+        self.place = place
+        self.answer = answer
+        self.received: queue.Queue[Any] = queue.Queue()
+        self._todo: queue.Queue[list[Any] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, status: Status | None = READY) -> None:
+        """A new life."""
+        self._thread = threading.Thread(target=self._run, args=(status,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Dies, as far as the other side can see."""
+        if self._thread is not None:
+            self._todo.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def send(self, *messages: Any) -> None:
+        """Sends to the one front end there is, in one flush."""
+        self._todo.put(list(messages))
+
+    def next(self, kind: type, timeout: float = 10) -> Any:
+        """The next message of this class that has come."""
+        while True:
+            message = self.received.get(timeout=timeout)
+            if isinstance(message, kind):
+                return message
+
+    def _run(self, status: Status | None) -> None:
+        link = Link.bind(self.address, Hello(PROTOCOL, "tokenizer", self.place, os.urandom(8)))
+        try:
+            while True:
+                link.socket.poll(2)
+                for peer, message in link.receive():
+                    self.received.put(message)
+                    if isinstance(message, Hello) and status is not None:
+                        link.send(peer, status)
+                    elif isinstance(message, (Generate, Tokenize)):
+                        for answer in self.answer(message) or ():
+                            link.send(peer, answer)
+                    elif isinstance(message, Cancel):
+                        link.send(peer, End(message.rid, Reason.CANCELLED))
+                    elif isinstance(message, Gone):
+                        pass
+                while not self._todo.empty():
+                    todo = self._todo.get()
+                    if todo is None:
+                        return
+                    for answer in todo:
+                        link.broadcast(answer)
+                link.flush()
+        finally:
+            link.socket.close(0)
+
+
+class Reply:
+    """A whole HTTP response as bytes, taken apart."""
+
+    def __init__(self, raw: bytes) -> None:
+        head, _, body = raw.partition(b"\r\n\r\n")
+        lines = head.decode("latin-1").split("\r\n")
+        self.status = int(lines[0].split()[1])
+        self.headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines[1:])}
+        self.chunks = list(_chunks(body)) if self.headers.get("transfer-encoding") == "chunked" else [body]
+        self.body = b"".join(self.chunks)
+
+
+def _chunks(body: bytes) -> Iterator[bytes]:
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        count = int(size, 16)
+        if count:
+            yield body[:count]
+        body = body[count + 2 :]
+
+
+class Front:
+    """The running front end."""
+
+    def __init__(self, settings: Settings, folder: Path, answer: Callable[[Any], list[Any] | None]) -> None:
+        self.settings = settings
+        self.tokenizers = [
+            FakeTokenizer(f"ipc://{folder}/tok-{place}.front", place, answer)
+            for place in range(settings.validation_workers)
+        ]
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.router: Router
+        self._server: uvicorn.Server
+        self._up = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._up.wait(10)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        for tokenizer in self.tokenizers:
+            tokenizer.stop()
+
+    def until_ready(self) -> None:
+        """Waits until the tokenizers' status has come through."""
+        for _ in range(1000):
+            if self.get("/health").status == 200:
+                return
+        raise AssertionError("never ready")
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        hello = Hello(PROTOCOL, "api", 0, os.urandom(8))
+        links = [Link.connect(tokenizer.address, hello) for tokenizer in self.tokenizers]
+        self.router = Router(links, self.settings.max_concurrent_requests)
+        service = Service(self.settings, self.router, "m", compute_type="gpu+optimized")
+        self.router.attach(asyncio.get_running_loop())
+        self._server = uvicorn.Server(configure(service))
+        self._up.set()
+        try:
+            await self._server.serve([self.socket])
+        finally:
+            self.router.close()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def raw(self, request: bytes) -> Reply:
+        """Sends these bytes and reads until the server closes."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            parts = []
+            while part := connection.recv(65536):
+                parts.append(part)
+        return Reply(b"".join(parts))
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> Reply:
+        return self.raw(request(method, path, b"", headers))
+
+    def post(
+        self, path: str, body: bytes | str, content_type: str | None = "application/json", **headers: str
+    ) -> Reply:
+        body = body if isinstance(body, bytes) else body.encode()
+        fields = headers | ({"content-type": content_type} if content_type else {})
+        return self.raw(request("POST", path, body, fields | {"content-length": str(len(body))}))
+
+
+def request(method: str, path: str, body: bytes, headers: dict[str, str]) -> bytes:
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{lines}\r\n".encode() + body
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _samples(tmp_path_factory: pytest.TempPathFactory) -> None:
+    metrics.use(tmp_path_factory.mktemp("metrics"))
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Front]]:
+    """Starts a front end: serve(answer=..., up=..., and any settings)."""
+    fronts: list[Front] = []
+    with tempfile.TemporaryDirectory(prefix="tgi") as folder:
+
+        def start(answer: Callable[[Any], list[Any] | None] = two_tokens, up: bool = True, **settings: Any) -> Front:
+            values = {"validation_workers": 1, "hostname": "127.0.0.1"} | settings
+            front = Front(Settings(**values), Path(folder), answer)
+            fronts.append(front)
+            front.start()
+            if up:
+                for tokenizer in front.tokenizers:
+                    tokenizer.start()
+                front.until_ready()
+            return front
+
+        yield start
+        for front in fronts:
+            front.stop()
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    """A front end that a module shares; generation answers as in the contract's examples."""
+
+    def answer(message: Any) -> list[Any]:
+        if isinstance(message, Tokenize):
+            return [
+                Tokenized(
+                    message.rid, pack(INT32, [1, 7, 9]), pack(INT32, [0, 0, 2]), pack(INT32, [0, 2, 4]), b"\1\0\0"
+                )
+            ]
+        return two_tokens(message)
+
+    with tempfile.TemporaryDirectory(prefix="tgi") as folder:
+        front = Front(Settings(validation_workers=1, hostname="127.0.0.1"), Path(folder), answer)
+        front.start()
+        front.tokenizers[0].start()
+        front.until_ready()
+        yield front
+        front.stop()
+
+
+__all__ = ["ints"]

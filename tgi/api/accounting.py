@@ -1,0 +1,87 @@
+"""What is counted, measured and logged when a generation ends."""
+
+import logging
+import time
+from typing import NamedTuple
+
+from tgi.api.calls import Generation
+from tgi.api.errors import ApiError
+from tgi.kernel import metrics
+from tgi.kernel.messages import End
+
+log = logging.getLogger(__name__)
+
+
+class Times(NamedTuple):
+    """Where the time of a finished request went, in seconds."""
+
+    total: float  # arrival to the last token, seen from here
+    validation: float
+    queue: float
+    inference: float
+    per_token: float
+
+    @classmethod
+    def of(cls, call: Generation, end: End) -> "Times":
+        """From this process's clock for the whole, and from the hops' own figures for the parts."""
+        inference = end.inference_us / 1e6
+        return cls(
+            time.perf_counter() - call.arrival,
+            end.validation_us / 1e6,
+            end.queue_us / 1e6,
+            inference,
+            inference / max(1, call.generated),
+        )
+
+
+def arrived() -> None:
+    """Counts a request to a generation route."""
+    metrics.tgi_request_count.inc()
+
+
+def failed(error: ApiError) -> None:
+    """Counts a request that was refused or broke."""
+    if error.counted:
+        metrics.tgi_request_failure.labels(err=error.counted).inc()
+
+
+def dropped() -> None:
+    """Counts a request whose client left."""
+    metrics.tgi_request_failure.labels(err="dropped").inc()
+
+
+def succeeded(call: Generation, end: End) -> Times:
+    """Counts, measures and logs a finished generation."""
+    times = Times.of(call, end)
+    metrics.tgi_request_success.inc()
+    metrics.tgi_request_duration.observe(times.total)
+    metrics.tgi_request_validation_duration.observe(times.validation)
+    metrics.tgi_request_queue_duration.observe(times.queue)
+    metrics.tgi_request_inference_duration.observe(times.inference)
+    metrics.tgi_request_mean_time_per_token_duration.observe(times.per_token)
+    metrics.tgi_request_generated_tokens.observe(call.generated)
+    metrics.tgi_request_input_length.observe(end.prompt_tokens)
+    if call.request.max_new_tokens is not None:
+        metrics.tgi_request_max_new_tokens.observe(call.request.max_new_tokens)
+    sampling = call.request.sampling
+    log.info(
+        "Success",
+        extra={
+            "parameters": repr(call.request._replace(inputs="", resume=b"")),
+            "total_time": duration(times.total),
+            "validation_time": duration(times.validation),
+            "queue_time": duration(times.queue),
+            "inference_time": duration(times.inference),
+            "time_per_token": duration(times.per_token),
+            "seed": sampling.seed if sampling.samples else None,
+        },
+    )
+    return times
+
+
+def duration(seconds: float) -> str:
+    """1.23s, 45.6ms, 789µs: three figures and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g}{unit}"
+    return f"{seconds * 1e6:.3g}µs"

@@ -1,0 +1,86 @@
+"""The falcon application: the routes, what surrounds them, and what errors turn into."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import falcon
+import falcon.asgi
+from falcon.asgi import Request, Response
+
+from tgi.api import accounting
+from tgi.api.client import Receive
+from tgi.api.errors import ApiError, ClientGone, Rejection
+from tgi.api.info import Health, InfoResource, MetricsResource
+from tgi.api.middleware import Auth, Cors
+from tgi.api.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.service import RECEIVE, Service
+from tgi.api.tokenize import TokenizeResource
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Asgi = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+
+
+def build(service: Service) -> Asgi:
+    """The ASGI application of one front end."""
+    routes = {
+        "/": RootResource(service),
+        "/generate": GenerateResource(service),
+        "/generate_stream": GenerateStreamResource(service),
+        "/tokenize": TokenizeResource(service),
+        "/health": Health(service),
+        "/ping": Health(service),
+        "/info": InfoResource(service),
+        "/metrics": MetricsResource(),
+    }
+    app = falcon.asgi.App()
+    app.add_middleware(Cors(service.settings.cors_allow_origin))
+    app.add_middleware(Auth(service.settings.api_key))
+    app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty answer has no type
+    app.set_error_serializer(lambda req, resp, error: None)  # falcon's own errors (404, 405) have no body
+    app.add_error_handler(Exception, _unexpected)
+    app.add_error_handler(falcon.HTTPMethodNotAllowed, _not_allowed)
+    app.add_error_handler(ApiError, _api_error)
+    app.add_error_handler(Rejection, _rejection)
+    app.add_error_handler(ClientGone, _client_gone)
+    for path, resource in routes.items():
+        app.add_route(path, resource)
+
+    async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        scope[RECEIVE] = receive
+        await app(scope, receive, send)
+
+    return outermost
+
+
+async def _api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:
+    accounting.failed(error)
+    resp.status = error.status
+    resp.content_type = "application/json"
+    resp.set_headers(error.headers)
+    resp.data = error.body
+
+
+async def _rejection(req: Request, resp: Response, error: Rejection, params: object) -> None:
+    resp.status = error.status
+    if error.text:
+        resp.content_type = "text/plain; charset=utf-8"
+        resp.text = error.text
+
+
+async def _not_allowed(req: Request, resp: Response, error: falcon.HTTPMethodNotAllowed, params: object) -> None:
+    resp.status = 405
+    allowed = dict(error.headers or {})["Allow"].split(", ")
+    resp.set_header("allow", ",".join(method for method in allowed if method != "OPTIONS"))
+
+
+async def _client_gone(req: Request, resp: Response, error: ClientGone, params: object) -> None:
+    """Nobody is there to read: what is set here is thrown away."""
+    resp.status = 499
+
+
+async def _unexpected(req: Request, resp: Response, error: Exception, params: object) -> None:
+    log.error("%s %s failed", req.method, req.path, exc_info=error)
+    await _api_error(req, resp, ApiError(500, "internal", "Internal server error"), params)

@@ -1,0 +1,131 @@
+"""The live requests of this process: what was asked, what has been received, and who waits for more."""
+
+import asyncio
+import time
+from array import array
+from typing import Any, NamedTuple
+
+from tgi.kernel.messages import End, Generate, Reason, Tokenize, Tokenized
+
+
+class Columns(NamedTuple):
+    """Tokens as they came, one entry per token in each column."""
+
+    ids: "array[int]"
+    logprobs: "array[float]"
+    special: bytearray
+    texts: list[str]
+
+    @classmethod
+    def empty(cls) -> "Columns":
+        """No tokens yet."""
+        return cls(array("i"), array("f"), bytearray(), [])
+
+
+class Call:
+    """One request to the tokenizers. It has one owner, who waits, and is ended exactly once, by the router."""
+
+    def __init__(self) -> None:
+        self.wanted = True  # the client still waits for it
+        self.losses = 0  # tokenizers that died while they had it
+        self._waiter: asyncio.Future[None] | None = None
+
+    def order(self, rid: int) -> tuple[Any, ...]:
+        """The message that asks a tokenizer for what is still missing."""
+        raise NotImplementedError
+
+    def fail(self, message: str) -> None:
+        """Ends the request without help from a tokenizer."""
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Lets the owner look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def changed(self) -> None:
+        """Waits until something has come since the owner last looked. One owner at a time."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class Generation(Call):
+    """A request for tokens. `resume` keeps all ids ever received, so that another tokenizer can go on behind them."""
+
+    def __init__(self, request: Generate) -> None:
+        super().__init__()
+        self.request = request
+        self.resume = array("i")
+        self.fresh = Columns.empty()  # not yet taken by the owner
+        self.end: End | None = None
+        self.arrival = time.perf_counter()
+        self.first: float | None = None  # time.perf_counter of the first and the latest tokens
+        self.latest = self.arrival
+
+    def order(self, rid: int) -> Generate:
+        return self.request._replace(rid=rid, resume=self.resume.tobytes())
+
+    def fail(self, message: str) -> None:
+        self.finish(End(0, Reason.FAILED, message))
+
+    @property
+    def ended(self) -> bool:
+        return self.end is not None
+
+    @property
+    def generated(self) -> int:
+        """Tokens received so far."""
+        return len(self.resume)
+
+    def receive(self, ids: bytes, logprobs: bytes, special: bytes, texts: list[str]) -> None:
+        """Takes the tokens of one step."""
+        self.resume.frombytes(ids)
+        fresh = self.fresh
+        fresh.ids.frombytes(ids)
+        fresh.logprobs.frombytes(logprobs)
+        fresh.special.extend(special)
+        fresh.texts.extend(texts)
+        self.wake()
+
+    def finish(self, end: End) -> None:
+        """Takes the End."""
+        self.end = end
+        self.wake()
+
+    def take(self) -> Columns:
+        """The tokens that have come since the last call."""
+        fresh, self.fresh = self.fresh, Columns.empty()
+        return fresh
+
+
+class Encoding(Call):
+    """A request for the ids of a text."""
+
+    def __init__(self, inputs: str, add_special_tokens: bool) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.add_special_tokens = add_special_tokens
+        self.result: Tokenized | None = None
+
+    def order(self, rid: int) -> Tokenize:
+        return Tokenize(rid, self.inputs, self.add_special_tokens)
+
+    def fail(self, message: str) -> None:
+        self.finish(Tokenized(0, b"", b"", b"", b"", error=message))
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None
+
+    def finish(self, result: Tokenized) -> None:
+        """Takes the answer."""
+        self.result = result
+        self.wake()

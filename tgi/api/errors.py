@@ -1,0 +1,81 @@
+"""What a client is told when a request cannot be served: JSON errors, and plain-text rejections of bodies."""
+
+import msgspec
+
+from tgi.kernel.messages import End, Reason
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every JSON error."""
+
+    error: str
+    error_type: str
+
+
+class ApiError(Exception):
+    """A request that is refused or has failed, with a JSON body. `counted` is its label in tgi_request_failure."""
+
+    def __init__(
+        self, status: int, error_type: str, error: str, *, counted: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(error)
+        self.status = status
+        self.counted = counted
+        self.headers = headers or {}
+        self.body = msgspec.json.encode(ErrorResponse(error, error_type))
+
+
+class Rejection(Exception):
+    """A body that could not be read as what the route expects, with a plain-text answer."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+class ClientGone(Exception):
+    """The client has left: nobody reads an answer."""
+
+
+def validation(detail: str, *, counted: bool = True) -> ApiError:
+    """422: a parameter or the prompt breaks a rule."""
+    return ApiError(422, "validation", f"Input validation error: {detail}", counted="validation" if counted else "")
+
+
+def overloaded() -> ApiError:
+    """429: as many requests as are allowed are in flight."""
+    return ApiError(429, "overloaded", "Model is overloaded", counted="overloaded", headers={"retry-after": "1"})
+
+
+def unhealthy(stage: str = "") -> ApiError:
+    """503: nothing can be computed now. While starting, a header names the stage."""
+    headers = {"x-startup-stage": stage} if stage else {}
+    return ApiError(503, "healthcheck", "unhealthy", headers=headers)
+
+
+def failed(cause: str) -> ApiError:
+    """424: something broke while tokens were generated."""
+    return ApiError(424, "generation", f"Request failed during generation: {cause}", counted="generation")
+
+
+def incomplete(streaming: bool) -> ApiError:
+    """The request ended without its last token."""
+    if streaming:
+        return ApiError(500, "incomplete_generation_stream", "Incomplete generation stream", counted="incomplete")
+    return ApiError(500, "incomplete_generation", "Incomplete generation", counted="incomplete")
+
+
+def of_end(end: End, streaming: bool) -> ApiError | None:
+    """What an End means to the client: None for the three successes."""
+    match end.reason:
+        case Reason.LENGTH | Reason.EOS | Reason.STOP:
+            return None
+        case Reason.INVALID:
+            return validation(end.message)
+        case Reason.OVERLOADED:
+            return overloaded()
+        case Reason.FAILED:
+            return failed(end.message)
+        case _:
+            return incomplete(streaming)

@@ -1,0 +1,85 @@
+"""float32 numbers as JSON: the shortest decimal that reads back as the same float32, as Rust's serde_json prints it."""
+
+import math
+from fractions import Fraction
+from struct import Struct
+
+_SINGLE = Struct("f")
+_pack, _unpack = _SINGLE.pack, _SINGLE.unpack
+
+
+def rounded(value: float) -> float:
+    """The float32 nearest to `value`. Raises OverflowError beyond the range of float32."""
+    single: float = _unpack(_pack(value))[0]
+    return single
+
+
+def render(value: float) -> str:
+    """`value`, which is a float32 held in a Python float, as JSON: -0.34, 0.0, 1e-10; NaN and infinities are null.
+
+    Nine significant digits always tell float32 numbers apart, six sometimes do. Almost all log probabilities need
+    eight or seven, so those are tried first.
+    """
+    if not 1e-4 <= value < 1e5 and not -1e5 < value <= -1e-4:
+        return _unusual(value)
+    text = f"{value:.8g}"
+    if _unpack(_pack(float(text)))[0] != value:
+        return _unusual(value)
+    shorter = f"{value:.7g}"
+    if _unpack(_pack(float(shorter)))[0] == value:
+        text = shorter
+        shorter = f"{value:.6g}"
+        if _unpack(_pack(float(shorter)))[0] == value:
+            text = shorter
+        elif math.frexp(value)[0] in (0.5, -0.5):
+            return _unusual(value)
+    return text if "." in text else text + ".0"
+
+
+def _unusual(value: float) -> str:
+    """The same for every float32. Source of the layout: the `pretty` format of the ryu crate."""
+    if not math.isfinite(value):
+        return "null"
+    sign = "-" if math.copysign(1.0, value) < 0 else ""
+    if value == 0:
+        return sign + "0.0"
+    digits, point = _shortest(abs(value))
+    count = len(digits)
+    if count <= point <= 13:
+        return f"{sign}{digits}{'0' * (point - count)}.0"
+    if 0 < point <= 13:
+        return f"{sign}{digits[:point]}.{digits[point:]}"
+    if -6 < point <= 0:
+        return f"{sign}0.{'0' * -point}{digits}"
+    fraction = f".{digits[1:]}" if count > 1 else ""
+    return f"{sign}{digits[0]}{fraction}e{point - 1}"
+
+
+def _shortest(value: float) -> tuple[str, int]:
+    """Digits d and position p of the point, with value ~ 0.d * 10**p, for a finite value > 0.
+
+    At a power of two the float32 numbers below lie closer than those above. The nearest decimal of some length may
+    then miss on the lower side while the next one above still reads back as the value, so both are tried.
+    """
+    for length in range(1, 10):
+        text = f"{value:.{length - 1}e}"
+        mantissa, exponent = text.split("e")
+        whole = int(mantissa.replace(".", ""))
+        scale = int(exponent) - length + 1
+        for candidate in (whole, whole + 1):
+            if _reads_back(candidate, scale, value):
+                digits = str(candidate)
+                return digits.rstrip("0"), scale + len(digits)
+    raise AssertionError(f"{value!r} is not a float32")
+
+
+def _reads_back(whole: int, scale: int, value: float) -> bool:
+    """Whether whole * 10**scale lies in the interval that rounds to the float32 `value` > 0, exactly."""
+    mantissa, exponent = math.frexp(value)
+    step = Fraction(2) ** (max(exponent, -125) - 24)
+    exact = Fraction(value)
+    below = step / 2 if mantissa == 0.5 and exponent > -125 else step
+    distance = Fraction(whole) * Fraction(10) ** scale - exact
+    even = int(exact / step) % 2 == 0
+    limit = step / 2 if distance > 0 else below / 2
+    return abs(distance) < limit or (even and abs(distance) == limit)

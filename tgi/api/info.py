@@ -1,0 +1,84 @@
+"""Routes that tell about the server: GET /health, /ping and / (with its POST in native.py), /info, /metrics."""
+
+import msgspec
+from falcon.asgi import Request, Response
+
+import tgi
+from tgi.api import errors
+from tgi.api.service import Service
+from tgi.api.shapes import Info
+from tgi.kernel import metrics
+
+
+class Health:
+    """GET /health and /ping: 200 with nothing, or 503."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def on_get(self, req: Request, resp: Response) -> None:
+        """Whether a request sent now would be computed."""
+        router = self._service.router
+        if not router.healthy:
+            raise errors.unhealthy("" if router.was_ready else router.stage)
+
+    async def on_head(self, req: Request, resp: Response) -> None:
+        """The same without a body."""
+        await self.on_get(req, resp)
+
+
+class InfoResource:
+    """GET /info: model and limits, as measured."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def on_get(self, req: Request, resp: Response) -> None:
+        """All keys always; 503 as long as the limits are not known."""
+        settings = self._service.settings
+        limits = self._service.router.limits
+        if limits is None:
+            raise errors.unhealthy(self._service.router.stage)
+        resp.content_type = "application/json"
+        resp.data = msgspec.json.encode(
+            Info(
+                model_id=self._service.model_id,
+                model_sha=None,
+                model_pipeline_tag=None,
+                max_concurrent_requests=settings.max_concurrent_requests,
+                max_best_of=settings.max_best_of,
+                max_stop_sequences=settings.max_stop_sequences,
+                max_input_tokens=limits.max_input_tokens,
+                max_total_tokens=limits.max_total_tokens,
+                validation_workers=settings.validation_workers,
+                max_client_batch_size=settings.max_client_batch_size,
+                router="text-generation-router",
+                version=tgi.__version__,
+                sha=None,
+                docker_label=None,
+                model_dtype=f"torch.{limits.dtype}",
+                model_device_type=limits.device,
+                max_input_length=limits.max_input_tokens,
+                waiting_served_ratio=settings.waiting_served_ratio,
+                max_batch_total_tokens=limits.max_batch_total_tokens,
+                max_waiting_tokens=settings.max_waiting_tokens,
+                max_batch_size=limits.max_batch_size,
+            )
+        )
+
+    async def on_head(self, req: Request, resp: Response) -> None:
+        """The same without a body."""
+        await self.on_get(req, resp)
+
+
+class MetricsResource:
+    """GET /metrics: the samples of all processes of this host."""
+
+    async def on_get(self, req: Request, resp: Response) -> None:
+        """Prometheus text format."""
+        resp.content_type = "text/plain; charset=utf-8"
+        resp.text = metrics.render()
+
+    async def on_head(self, req: Request, resp: Response) -> None:
+        """The same without a body."""
+        await self.on_get(req, resp)

@@ -1,0 +1,116 @@
+"""The api process: one uvicorn server on the shared port, and the links to all tokenizers."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from tgi.api import app
+from tgi.api.router import Router
+from tgi.api.service import Service
+from tgi.kernel.errors import UserError
+from tgi.kernel.link import Link
+from tgi.kernel.process import Process
+from tgi.kernel.settings import Settings
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+
+
+def main(process: Process) -> None:
+    """Serves until SIGTERM, then finishes what is in flight."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(process))
+
+
+async def serve(process: Process) -> None:
+    """The same on a running loop."""
+    settings = process.settings
+    loop = asyncio.get_running_loop()
+    links = [
+        Link.connect(process.address(f"tok-{place}.front"), process.hello())
+        for place in range(settings.validation_workers)
+    ]
+    # --max-concurrent-requests is the whole server's limit; each front end holds an even share of it.
+    router = Router(links, max(1, settings.max_concurrent_requests // settings.api_workers))
+    service = Service(settings, router, settings.model_id or "", compute_type="gpu+optimized")
+    server = Server(service, process)
+    loop.add_signal_handler(signal.SIGTERM, server.stop)
+    for fd in process.fds:
+        loop.add_reader(fd, process.woken)
+    router.attach(loop)
+    process.state("ready")
+    try:
+        await server.serve(sockets=[listen(settings, process.listen_fd)])
+    finally:
+        router.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, driven by the kernel's process: its signals, its beat, and no wake-ups ten times a second."""
+
+    def __init__(self, service: Service, process: Process) -> None:
+        super().__init__(configure(service))
+        self._process = process
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Stops accepting; requests in flight are finished."""
+        self._process.stop()
+        self._process.state("draining")
+        self.should_exit = True
+        self._stop.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process handles them."""
+        yield
+
+    async def main_loop(self) -> None:
+        """Once a second: the Date header, and the beat for the watchdog."""
+        while not await self.on_tick(0):
+            self._process.beat(BEAT_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), BEAT_SECONDS)
+        self._process.promise(self._process.settings.graceful_termination_timeout + 10)
+
+
+def configure(service: Service) -> uvicorn.Config:
+    """uvicorn without its own logs, signals and headers; httptools parses."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return uvicorn.Config(
+        app.build(service),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(service.settings.graceful_termination_timeout),
+    )
+
+
+def listen(settings: Settings, inherited: int | None) -> socket.socket:
+    """The supervisor's listening socket, or an own one. Raises UserError if the port cannot be had."""
+    if inherited is not None:
+        return socket.socket(fileno=inherited)
+    family = socket.AF_INET6 if ":" in settings.hostname else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((settings.hostname, settings.port))
+    except OSError as error:
+        raise UserError(
+            f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. Choose another --port."
+        ) from error
+    sock.set_inheritable(False)
+    return sock

@@ -1,0 +1,45 @@
+"""What surrounds every route: CORS headers and the API key."""
+
+import hmac
+
+from falcon.asgi import Request, Response
+
+from tgi.api.errors import Rejection
+
+VARY = "origin, access-control-request-method, access-control-request-headers"
+
+
+class Cors:
+    """Lets browsers call from the given origins, or from anywhere if there are none."""
+
+    def __init__(self, origins: tuple[str, ...]) -> None:
+        self._origins = frozenset(origins) - {"*"} if "*" not in origins else frozenset()
+
+    async def process_request(self, req: Request, resp: Response) -> None:
+        """Answers OPTIONS for every path; decorates everything else, errors included."""
+        resp.set_header("vary", VARY)
+        origin = req.get_header("origin")
+        if not self._origins:
+            resp.set_header("access-control-allow-origin", "*")
+        elif origin in self._origins:
+            resp.set_header("access-control-allow-origin", origin)
+        if req.method == "OPTIONS":
+            resp.set_header("access-control-allow-methods", "GET,POST")
+            resp.set_header("access-control-allow-headers", "content-type,authorization")
+            resp.complete = True
+
+
+class Auth:
+    """Wants `Authorization: Bearer KEY` on every POST, if there are keys."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
+        """Compares with every key, each in constant time. Raises Rejection: 401 with nothing in it."""
+        if req.method != "POST" or not self._keys:
+            return
+        scheme, _, given = (req.get_header("authorization") or "").partition(" ")
+        matches = sum(hmac.compare_digest(given.encode("latin-1", "replace"), key) for key in self._keys)
+        if scheme.lower() != "bearer" or not matches:
+            raise Rejection(401, "")

@@ -1,0 +1,230 @@
+"""Which tokenizer has which request: submits, resumes after a loss, cancels, and hands what comes back to its owner."""
+
+import asyncio
+import itertools
+import logging
+import time
+
+from tgi.api import errors
+from tgi.api.calls import Call, Encoding, Generation
+from tgi.kernel import metrics
+from tgi.kernel.link import Gone, Link, Peer
+from tgi.kernel.messages import Cancel, End, Hello, Limits, Status, Texts, Tokenized
+from tgi.kernel.pack import uints
+
+log = logging.getLogger(__name__)
+
+# A request that has been with this many tokenizers when they died is what kills them.
+MOST_LOSSES = 3
+
+
+class Tokenizer:
+    """One place of the tokenizer pool, and the requests that the process there has."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.peer: Peer | None = None
+        self.status: Status | None = None
+        self.calls: dict[int, Call] = {}
+
+
+class Router:
+    """Spreads the requests of this process over the tokenizers that are up.
+
+    `limit` is the number of requests that may be in flight here. `attach` watches the links from the running loop;
+    libzmq's descriptor only tells of changes, so each link is read until it is empty, and again after each send.
+    """
+
+    def __init__(self, links: list[Link], limit: int) -> None:
+        self.limit = limit
+        self.limits: Limits | None = None  # known once a worker has been ready
+        self._tokenizers = [Tokenizer(link) for link in links]
+        self._rids = itertools.count(1)
+        self._at: dict[Call, tuple[Tokenizer, int]] = {}
+        self._homeless: dict[Call, None] = {}  # wait for a tokenizer to come up
+        self._wanted = 0
+        self._was_ready = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # What the front end asks
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose client waits."""
+        return self._wanted
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether requests have ever been computable: from then on they wait out a restart instead of failing."""
+        return self._was_ready
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a request sent now would be computed."""
+        return any(t.status is not None and t.status.ready and t.status.healthy for t in self._tokenizers)
+
+    @property
+    def stage(self) -> str:
+        """Where start-up is, in words, from the tokenizer that is furthest."""
+        stages = [t.status for t in self._tokenizers if t.status is not None]
+        if not stages:
+            return "starting tokenizers"
+        best = max(stages, key=lambda status: (status.ready, status.percent))
+        return f"{best.stage or 'starting'} {best.percent}%"
+
+    def admit(self) -> None:
+        """Raises ApiError if one more request cannot be taken: not ready yet, or too many in flight."""
+        if not self._was_ready:
+            raise errors.unhealthy(self.stage)
+        if self._wanted >= self.limit:
+            raise errors.overloaded()
+
+    def submit(self, call: Call) -> None:
+        """Gives a request to the tokenizer that has the fewest, or keeps it until one is up."""
+        self._wanted += 1
+        self._place(call)
+        self._pump_soon()
+
+    def cancel(self, call: Call) -> None:
+        """The client of this request is gone. Sent at once; the record stays until the End. May be called twice."""
+        if not call.wanted or call.ended:
+            return
+        self._unwanted(call)
+        call.wake()
+        if call in self._homeless:
+            del self._homeless[call]
+        elif place := self._at.get(call):
+            tokenizer, rid = place
+            if tokenizer.peer is not None:
+                tokenizer.link.send(tokenizer.peer, Cancel(rid))
+                self._pump(tokenizer)
+
+    # What the links say
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts listening."""
+        self._loop = loop
+        for tokenizer in self._tokenizers:
+            loop.add_reader(tokenizer.link.socket.fileno(), self._pump, tokenizer)
+        self._pump_soon()
+
+    def close(self) -> None:
+        """Stops listening and closes the links."""
+        for tokenizer in self._tokenizers:
+            if self._loop is not None:
+                self._loop.remove_reader(tokenizer.link.socket.fileno())
+            tokenizer.link.close()
+
+    def _pump_soon(self) -> None:
+        if self._loop is not None:
+            for tokenizer in self._tokenizers:
+                self._loop.call_soon(self._pump, tokenizer)
+
+    def _pump(self, tokenizer: Tokenizer) -> None:
+        """Sends what is queued and handles what has come; comes back in the next turn of the loop while more comes."""
+        link = tokenizer.link
+        if link.socket.closed:
+            return
+        link.flush()
+        came = False
+        for peer, message in link.receive():
+            came = True
+            self._handle(tokenizer, peer, message)
+        if (came or link.pending) and self._loop is not None:
+            self._loop.call_soon(self._pump, tokenizer)
+
+    def _handle(self, tokenizer: Tokenizer, peer: Peer, message: object) -> None:
+        match message:
+            case Texts():
+                self._texts(tokenizer, message)
+            case End():
+                call = self._release(tokenizer, message.rid)
+                if isinstance(call, Generation) and call.wanted:
+                    self._unwanted(call)
+                    call.finish(message)
+            case Tokenized():
+                call = self._release(tokenizer, message.rid)
+                if isinstance(call, Encoding) and call.wanted:
+                    self._unwanted(call)
+                    call.finish(message)
+            case Status():
+                tokenizer.status = message
+                self._ready(message)
+            case Hello():
+                log.info("%s is up", peer)
+                tokenizer.peer = peer
+                homeless, self._homeless = self._homeless, {}
+                for call in homeless:
+                    self._place(call)
+            case Gone():
+                self._lost(tokenizer, peer)
+            case _:
+                log.warning("unexpected %s from %s", type(message).__name__, peer)
+
+    def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
+        now = time.perf_counter()
+        stop = 0
+        for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
+            start, stop = stop, stop + count
+            call = tokenizer.calls.get(rid)
+            if not isinstance(call, Generation) or not call.wanted:
+                continue
+            if call.first is None:
+                call.first = now
+                metrics.tgi_time_to_first_token_duration.observe(now - call.arrival)
+            else:
+                metrics.tgi_inter_token_duration.observe(now - call.latest)
+            call.latest = now
+            words = slice(4 * start, 4 * stop)
+            texts = message.texts[start:stop]
+            call.receive(message.ids[words], message.logprobs[words], message.special[start:stop], texts)
+
+    def _ready(self, status: Status) -> None:
+        if status.limits is not None and self.limits is None:
+            self.limits = status.limits
+            metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
+        if status.ready and self.limits is not None:
+            self._was_ready = True
+
+    def _place(self, call: Call) -> None:
+        up = [t for t in self._tokenizers if t.peer is not None]
+        if not up:
+            self._homeless[call] = None
+            return
+        best = min(up, key=lambda t: (not (t.status is not None and t.status.ready), len(t.calls)))
+        rid = next(self._rids)
+        best.calls[rid] = call
+        self._at[call] = (best, rid)
+        assert best.peer is not None
+        best.link.send(best.peer, call.order(rid))
+
+    def _release(self, tokenizer: Tokenizer, rid: int) -> Call | None:
+        call = tokenizer.calls.pop(rid, None)
+        if call is None:
+            log.warning("an end for request %d, which is not there", rid)
+        else:
+            del self._at[call]
+        return call
+
+    def _unwanted(self, call: Call) -> None:
+        call.wanted = False
+        self._wanted -= 1
+
+    def _lost(self, tokenizer: Tokenizer, peer: Peer) -> None:
+        """What the dead process had is submitted again, to another one or to its successor."""
+        if tokenizer.peer != peer:
+            return
+        tokenizer.peer = tokenizer.status = None
+        calls, tokenizer.calls = tokenizer.calls, {}
+        again = [call for call in calls.values() if call.wanted]
+        log.warning("%s is gone; %d requests go to another tokenizer", peer, len(again))
+        for call in calls.values():
+            del self._at[call]
+        for call in again:
+            call.losses += 1
+            if call.losses >= MOST_LOSSES:
+                self._unwanted(call)
+                call.fail(f"the tokenizer died {call.losses} times while it had this request")
+            else:
+                self._place(call)
+        self._pump_soon()

@@ -1,0 +1,182 @@
+"""Decoding a JSON body, with errors in the words that TGI's clients know (serde's), with path, line and column."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from tgi.api.errors import Rejection
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+SYNTAX = "Failed to parse the request body as JSON: "
+SHAPE = "Failed to deserialize the JSON body into the target type: "
+
+_AT = re.compile(r"^(?P<reason>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
+_MISSING = re.compile(r"Object missing required field (?P<name>`.*`)")
+_RANGE = re.compile(r"`(?P<name>\w+)` is out of range")
+_BYTE = re.compile(r"^(?:JSON is malformed: )?(?P<reason>.*) \(byte (?P<byte>\d+)\)$")
+_SPACE = re.compile(r"[ \t\n\r]*")
+# Python refuses integers of thousands of digits; no field takes one, so its size as a float says enough.
+_JSON = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) < 40 else float(text))
+
+_NAMES: dict[type, str] = {
+    msgspec.inspect.BoolType: "a boolean",
+    msgspec.inspect.StrType: "a string",
+    msgspec.inspect.ListType: "a sequence",
+}
+
+
+class Body(Generic[T]):
+    """Decodes bodies of one request type. Raises Rejection: 400 for what is not JSON, 422 for another shape."""
+
+    def __init__(self, shape: type[T]) -> None:
+        self._decode = msgspec.json.Decoder(shape).decode
+        self._type = msgspec.inspect.type_info(shape)
+
+    def decode(self, body: bytes) -> T:
+        """The request in `body`."""
+        try:
+            return self._decode(body)
+        except msgspec.ValidationError as error:
+            raise self._rejection(body, str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _syntax(body, error) from None
+
+    def _rejection(self, body: bytes, message: str) -> Rejection:
+        """The answer to a body of the wrong shape, unless it is no JSON behind the place where the shape broke."""
+        try:
+            msgspec.json.decode(body)
+            text = body.decode()
+            found = _AT.match(message)
+            assert found is not None
+            reason, steps = found["reason"], _steps(found["path"] or "")
+            if out := _RANGE.match(reason):
+                steps.append(out["name"])
+            value, end = _locate(text, steps)
+        except (ValueError, RecursionError) as error:
+            return _syntax(body, error)
+        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+        where = f" at {_position(text, end)}"
+        return Rejection(422, SHAPE + (f"{path}: " if path else "") + self._reason(reason, steps, value) + where)
+
+    def _reason(self, reason: str, steps: list[str | int], value: Any) -> str:
+        if missing := _MISSING.match(reason):
+            return f"missing field {missing['name']}"
+        kind = _resolve(self._type, steps)
+        if reason.startswith("Invalid enum value") and isinstance(value, str):
+            inner = _plain(kind)
+            choices = inner.values if isinstance(inner, msgspec.inspect.LiteralType) else ()
+            return f"unknown variant `{value}`, expected one of {', '.join(f'`{choice}`' for choice in choices)}"
+        expected = _expected(kind)
+        numeric = expected not in _NAMES.values() and not expected.startswith("struct")
+        in_kind = type(value) is int or (type(value) is float and expected == "f32")
+        return f"invalid {'value' if numeric and in_kind else 'type'}: {_describe(value)}, expected {expected}"
+
+
+def _syntax(body: bytes, error: Exception) -> Rejection:
+    text = body.decode(errors="replace")
+    if isinstance(error, RecursionError):
+        return Rejection(400, f"{SYNTAX}recursion limit exceeded at {_position(text, len(text))}")
+    if found := _BYTE.match(str(error)):
+        before = body[: int(found["byte"]) + 1].decode(errors="replace")
+        return Rejection(400, f"{SYNTAX}{found['reason']} at {_position(before, len(before))}")
+    if str(error) == "Input data was truncated":
+        return Rejection(400, f"{SYNTAX}EOF while parsing a value at {_position(text, len(text))}")
+    return Rejection(400, f"{SYNTAX}{error} at {_position(text, len(text))}")
+
+
+def _position(text: str, end: int) -> str:
+    """Where the parser stood after reading text[:end], in bytes as serde counts."""
+    line = text.count("\n", 0, end) + 1
+    return f"line {line} column {len(text[text.rfind(chr(10), 0, end) + 1 : end].encode(errors='replace'))}"
+
+
+def _steps(path: str) -> list[str | int]:
+    return [int(step["index"]) if step["index"] else step["key"] for step in _STEP.finditer(path)]
+
+
+def _locate(text: str, steps: list[str | int]) -> tuple[Any, int]:
+    """The value at a path of a JSON text, and the offset just behind it. Raises ValueError if it is not there."""
+    start = _skip(text, 0)
+    for step in steps:
+        start = next((place for name, place in _members(text, start) if name == step), -1)
+        if start < 0:
+            raise ValueError(f"no {step!r} in the body")
+    return _JSON.raw_decode(text, start)
+
+
+def _members(text: str, start: int) -> Iterator[tuple[str | int, int]]:
+    """Key or index of each member of the object or array at `start`, and the offset of its value."""
+    is_object = text[start] == "{"
+    place, index = _skip(text, start + 1), 0
+    while text[place] not in "}]":
+        name: str | int = index
+        if is_object:
+            name, place = _JSON.raw_decode(text, place)
+            place = _skip(text, _skip(text, place) + 1)
+        yield name, place
+        place = _skip(text, _JSON.raw_decode(text, place)[1])
+        if text[place] == ",":
+            place = _skip(text, place + 1)
+        index += 1
+
+
+def _skip(text: str, place: int) -> int:
+    space = _SPACE.match(text, place)
+    assert space is not None
+    return space.end()
+
+
+def _plain(kind: Any) -> Any:
+    """The type without its metadata and its null."""
+    while True:
+        if isinstance(kind, msgspec.inspect.Metadata):
+            kind = kind.type
+        elif isinstance(kind, msgspec.inspect.UnionType):
+            kind = kind.types[0]
+        else:
+            return kind
+
+
+def _resolve(kind: Any, steps: list[str | int]) -> Any:
+    """The type at a path below `kind`."""
+    for step in steps:
+        kind = _plain(kind)
+        if isinstance(kind, msgspec.inspect.StructType):
+            kind = next(field.type for field in kind.fields if field.encode_name == step)
+        elif isinstance(kind, msgspec.inspect.ListType):
+            kind = kind.item_type
+    return kind
+
+
+def _expected(kind: Any) -> str:
+    while isinstance(kind, (msgspec.inspect.UnionType, msgspec.inspect.Metadata)):
+        if isinstance(kind, msgspec.inspect.Metadata) and kind.extra and "expected" in kind.extra:
+            return str(kind.extra["expected"])
+        kind = _plain(kind) if isinstance(kind, msgspec.inspect.Metadata) else kind.types[0]
+    if isinstance(kind, msgspec.inspect.StructType):
+        return f"struct {kind.cls.__name__}"
+    return _NAMES.get(type(kind), "another type")
+
+
+def _describe(value: Any) -> str:
+    """A value as serde names it in `invalid type`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return f"boolean `{str(value).lower()}`"
+        case int():
+            return f"integer `{value}`"
+        case float():
+            return f"floating point `{value!r}`"
+        case str():
+            return "string " + json.dumps(value, ensure_ascii=False)
+        case list():
+            return "sequence"
+        case _:
+            return "map"

@@ -1,0 +1,78 @@
+"""What all resources share: settings, the router, and the steps that each request goes through."""
+
+import random
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from falcon.asgi import Request
+
+from tgi.api import accounting
+from tgi.api.calls import Call, Generation
+from tgi.api.client import Client
+from tgi.api.errors import ClientGone, Rejection
+from tgi.api.router import Router
+from tgi.api.serde import Body
+from tgi.kernel.settings import Settings
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# The key under which the outermost layer leaves ASGI's receive for Client.
+RECEIVE = "tgi.receive"
+
+
+@dataclass
+class Service:
+    """One front end."""
+
+    settings: Settings
+    router: Router
+    model_id: str
+    compute_type: str
+    draws: random.Random = field(default_factory=random.SystemRandom)
+
+    async def read(self, req: Request, body: Body[T]) -> T:
+        """The request in the body. Raises Rejection: 415, 413 as soon as the limit is passed, then 400 and 422."""
+        if not _is_json(req.content_type or ""):
+            raise Rejection(415, "Expected request with `Content-Type: application/json`")
+        limit = self.settings.payload_limit
+        chunks = []
+        size = 0
+        async for chunk in req.stream:
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
+        return body.decode(b"".join(chunks))
+
+    def seed(self, given: int | None) -> int:
+        """The request's seed, or a new one (uint64): drawn here, so that whoever dies below, it stays the same."""
+        return self.draws.getrandbits(64) if given is None else given
+
+    def submit(self, call: Call, req: Request) -> Client:
+        """Sends a request down, and cancels it as soon as its client leaves."""
+
+        def gone() -> None:
+            if not call.ended and isinstance(call, Generation):
+                accounting.dropped()
+            self.router.cancel(call)
+
+        self.router.submit(call)
+        return Client(req.scope[RECEIVE], gone)
+
+    async def finish(self, call: Call, req: Request) -> None:
+        """Sends a request down and waits for its end. Raises ClientGone if the client does not wait that long."""
+        client = self.submit(call, req)
+        try:
+            while not call.ended:
+                if client.gone:
+                    raise ClientGone
+                await call.changed()
+        finally:
+            client.close()
+
+
+def _is_json(content_type: str) -> bool:
+    """application/json or application/*+json, whatever the parameters."""
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

@@ -1,0 +1,117 @@
+"""Request and response types: the single truth for what a body may look like, in JSON names and in order.
+
+`expected` in a field's metadata is the name that a shape error gives the type (that of TGI's Rust field).
+A field that may be absent may also be null.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from tgi.api import float32
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+Float32 = Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX, extra={"expected": "f32"})]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, extra={"expected": "i32"})]
+UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1, extra={"expected": "u32"})]
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1, extra={"expected": "usize"})]
+UInt64 = Annotated[int, Meta(ge=0, extra={"expected": "u64"})]  # msgspec bounds end at 2**63 - 1: checked below
+
+
+class Grammar(Struct):
+    """What the generated text must match."""
+
+    type: Literal["json", "json_object", "regex", "json_schema", "text"]
+    value: Any = None
+    json_schema: Any = None
+
+
+class GenerateParameters(Struct, kw_only=True):
+    """The `parameters` object of the native routes. None means "not given"."""
+
+    best_of: Size | None = None
+    temperature: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    frequency_penalty: Float32 | None = None
+    top_k: Int32 | None = None
+    top_p: Float32 | None = None
+    typical_p: Float32 | None = None
+    do_sample: bool | None = None
+    max_new_tokens: UInt32 | None = None
+    return_full_text: bool | None = None
+    stop: list[str] | str | None = None
+    truncate: Size | None = None
+    watermark: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: UInt64 | None = None
+    top_n_tokens: UInt32 | None = None
+    grammar: Grammar | None = None
+    adapter_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Floats are rounded to float32 as on TGI's side, so that bounds and draws see the same number."""
+        if self.seed is not None and self.seed >= 2**64:
+            raise ValueError("`seed` is out of range")
+        for name in ("temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, float32.rounded(value))
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class GenerateRequest(Struct):
+    """Body of POST /generate and /generate_stream."""
+
+    inputs: str
+    parameters: GenerateParameters | None = None
+
+    @property
+    def effective(self) -> GenerateParameters:
+        """The parameters that hold: a request without any samples."""
+        return GenerateParameters(do_sample=True) if self.parameters is None else self.parameters
+
+
+class CompatGenerateRequest(GenerateRequest):
+    """Body of POST /, where `stream` chooses the form of the answer."""
+
+    stream: bool = False
+
+
+class TokenizeRequest(GenerateRequest):
+    """Body of POST /tokenize; the parameters are looked at for their shape only."""
+
+    add_special_tokens: bool | None = None
+
+
+class Info(Struct):
+    """Answer of GET /info: the keys of TGI 3.3.6, then those that 1.4.2 had besides."""
+
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+    model_dtype: str
+    model_device_type: str
+    max_input_length: int
+    waiting_served_ratio: float
+    max_batch_total_tokens: int
+    max_waiting_tokens: int
+    max_batch_size: int | None

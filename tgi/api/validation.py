@@ -1,0 +1,102 @@
+"""The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tgi.api import errors
+from tgi.api.shapes import GenerateParameters
+from tgi.kernel.settings import Settings
+
+
+class Ask(NamedTuple):
+    """What the rules look at: the request, how it came, and the limits of this server."""
+
+    inputs: str
+    p: GenerateParameters
+    stream: bool
+    settings: Settings
+    max_input_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether anything asks for random draws."""
+        p = self.p
+        return bool(p.do_sample) or any(x is not None for x in (p.temperature, p.top_k, p.top_p, p.typical_p))
+
+
+class Rule(NamedTuple):
+    """A numbered condition that must not hold, and what the client is told if it does."""
+
+    number: str
+    broken: Callable[[Ask], bool]
+    detail: str  # formatted with `ask`
+    counted: bool = True  # in tgi_request_failure
+
+
+def _is(value: float | None, test: Callable[[float], bool]) -> bool:
+    return value is not None and test(value)
+
+
+def _share(value: float) -> bool:
+    """Outside (0, 1]. TGI refuses 1.0 as well; here it means "off"."""
+    return value <= 0 or value > 1
+
+
+# fmt: off
+# Before a place among the concurrent requests is taken.
+EARLY = [
+    Rule("1a", lambda a: a.stream and _is(a.p.best_of, lambda v: v != 1),
+         "`best_of` != 1 is not supported when streaming tokens"),
+    Rule("1b", lambda a: a.stream and bool(a.p.decoder_input_details),
+         "`decoder_input_details` == true is not supported when streaming tokens"),
+    Rule("2a", lambda a: not a.stream and _is(a.p.best_of, lambda v: v > 1) and a.settings.max_best_of == 1,
+         "`best_of` != 1 is not allowed for this endpoint", counted=False),
+    Rule("2b", lambda a: not a.stream and _is(a.p.best_of, lambda v: v > a.settings.max_best_of),
+         "`best_of` must be > 0 and <= {ask.settings.max_best_of}. Given: {ask.p.best_of}", counted=False),
+]
+
+# After it. The rules on token counts (17 to 20) are the tokenizer's.
+RULES = [
+    Rule("4", lambda a: _is(a.p.best_of, lambda v: v > 1) and not a.samples,
+         "you must use sampling when `best_of` is > 1"),
+    Rule("5", lambda a: _is(a.p.temperature, lambda v: v <= 0), "`temperature` must be strictly positive"),
+    Rule("6", lambda a: _is(a.p.repetition_penalty, lambda v: v <= 0),
+         "`repetition_penalty` must be strictly positive"),
+    Rule("7", lambda a: _is(a.p.frequency_penalty, lambda v: not -2 <= v <= 2),
+         "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    Rule("8", lambda a: _is(a.p.top_p, _share), "`top_p` must be > 0.0 and < 1.0"),
+    Rule("9", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
+    Rule("10", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
+    Rule("11", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
+    Rule("12", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
+         "`stop` supports up to {ask.settings.max_stop_sequences} stop sequences. Given: {stops}"),
+    Rule("13", lambda a: a.p.seed is not None and _is(a.p.best_of, lambda v: v > 1),
+         "`seed` must not be set when `best_of` > 1"),
+    Rule("14", lambda a: _is(a.p.top_n_tokens, lambda v: v > a.settings.max_top_n_tokens),
+         "`top_n_tokens` must be >= 0 and <= {ask.settings.max_top_n_tokens}. Given: {ask.p.top_n_tokens}"),
+    Rule("15", lambda a: a.inputs == "", "`inputs` cannot be empty"),
+    Rule("16", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
+         "`truncate` must be strictly positive and less than {ask.max_input_tokens}. Given: {ask.p.truncate}"),
+]
+
+# What this server does not do yet is refused, never ignored.
+NOT_YET = [
+    Rule("best_of", lambda a: _is(a.p.best_of, lambda v: v > 1), "`best_of` > 1 is not supported by this server yet"),
+    Rule("frequency_penalty", lambda a: bool(a.p.frequency_penalty),
+         "`frequency_penalty` is not supported by this server yet"),
+    Rule("typical_p", lambda a: _is(a.p.typical_p, lambda v: v < 1), "`typical_p` is not supported by this server yet"),
+    Rule("watermark", lambda a: bool(a.p.watermark), "`watermark` is not supported by this server yet"),
+    Rule("decoder_input_details", lambda a: bool(a.p.decoder_input_details),
+         "`decoder_input_details` is not supported by this server yet"),
+    Rule("top_n_tokens", lambda a: bool(a.p.top_n_tokens), "`top_n_tokens` is not supported by this server yet"),
+    Rule("grammar", lambda a: a.p.grammar is not None, "`grammar` is not supported by this server yet"),
+    Rule("adapter_id", lambda a: a.p.adapter_id is not None, "`adapter_id` {ask.p.adapter_id} not found"),
+]
+# fmt: on
+
+
+def check(ask: Ask, rules: list[Rule]) -> None:
+    """Raises ApiError for the first rule that is broken."""
+    for rule in rules:
+        if rule.broken(ask):
+            raise errors.validation(rule.detail.format(ask=ask, stops=len(ask.p.stops)), counted=rule.counted)
