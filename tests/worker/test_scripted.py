@@ -1,5 +1,7 @@
 """The scripted worker computes what it says and refuses every step that breaks the protocol, naming the fault."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tgi.kernel.messages import Result, Sampling, Slot, Step, encode
@@ -17,8 +19,8 @@ def slot(number: int, ids: list[int], sampling: bytes = GREEDY) -> Slot:
 def step(
     number: int,
     rows: list[tuple[int, int, int, int]],
-    slots: list[Slot] = [],
-    pages: list[tuple[int, int]] = [],
+    slots: Sequence[Slot] = (),
+    pages: Sequence[tuple[int, int]] = (),
     epoch: int = 1,
 ) -> Step:
     """A step of rows (slot, start, count, draw) and pages (slot, page)."""
@@ -27,7 +29,7 @@ def step(
     return Step(
         number,
         epoch,
-        slots,
+        list(slots),
         pack(INT32, owners[0]),
         pack(INT32, owners[1]),
         pack(INT32, columns[0]),
