@@ -1,1 +1,1 @@
-"""Where models come from: a directory, the Hub, a GGUF file, the default model."""
+"""Where models come from: a directory, the Hub, a GGUF file, the default model. All end in a model directory."""

@@ -1,0 +1,242 @@
+"""The card of a model: what every role needs to know of a model directory, read without torch."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tgi.hub.safetensors import weight_files
+from tgi.kernel.errors import UserError
+
+# fmt: off
+ENCODER_DECODERS = {
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5", "m2m_100",
+    "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers",
+    "t5", "t5gemma", "udop", "umt5", "whisper",
+}
+STATE_SPACE = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "minimax",
+    "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
+}
+# fmt: on
+
+FINGERPRINTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+# The same number under the names that different families give it, the usual one first.
+CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A model directory that can be served. Paths are absolute; None where the model has no such thing."""
+
+    directory: Path
+    model_type: str
+    architecture: str  # the class in config.json, "" if it names none
+    vocab_size: int
+    max_position_embeddings: int  # longest sequence, rope scaling included
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16", "float16": what the weights were saved for
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tokenizer_json: Path | None
+    chat_templates: Mapping[str, str]  # by name; the usual one is "default"
+    bos_token: str | None
+    eos_token: str | None
+    weights: tuple[Path, ...]
+    fingerprint: str  # of the configuration and the tokenizer: equal on hosts that serve the same model
+
+
+def read_card(directory: Path) -> Card:
+    """Reads a model directory. Raises UserError if it is none, is damaged, or cannot be served."""
+    directory = Path(directory).absolute()
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
+    config = _json(directory / "config.json", required=True)
+    _refuse_other_kinds(directory, config)
+    text = config.get("text_config")
+    text = config | text if isinstance(text, dict) else config
+    tokenizer_config = _json(directory / "tokenizer_config.json")
+    tokenizer = directory / "tokenizer.json"
+    numbers = _Numbers(directory / "config.json", text)
+    heads = numbers.first(HEADS)
+    kv_heads = 1 if text.get("multi_query") else numbers.first(KV_HEADS, heads)
+    hidden = numbers.first(HIDDEN)
+    return Card(
+        directory=directory,
+        model_type=str(config.get("model_type", "")),
+        architecture=str((config.get("architectures") or [""])[0]),
+        vocab_size=numbers.first(("vocab_size",)),
+        max_position_embeddings=_context(numbers, text),
+        eos_token_ids=_eos(directory, text, tokenizer_config),
+        dtype=_dtype(config, text),
+        hidden_size=hidden,
+        num_layers=numbers.first(LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=numbers.first(("head_dim",), hidden // heads),
+        tokenizer_json=tokenizer if tokenizer.is_file() else None,
+        chat_templates=MappingProxyType(_chat_templates(directory, tokenizer_config)),
+        bos_token=_token_text(tokenizer_config.get("bos_token")),
+        eos_token=_token_text(tokenizer_config.get("eos_token")),
+        weights=weight_files(directory),
+        fingerprint=_fingerprint(directory),
+    )
+
+
+class _Numbers:
+    """Positive whole numbers of a configuration, under one of several names."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+
+    def first(self, names: tuple[str, ...], default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise UserError(f"{self.path}: {name} is {value!r}; a positive whole number was expected.")
+            return value
+        if default is None:
+            raise UserError(f"{self.path} does not say {names[0]}. Is it the configuration of a language model?")
+        return default
+
+
+def _refuse_other_kinds(directory: Path, config: dict[str, Any]) -> None:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        kind = "ssm" if "ssm_cfg" in config else None
+    if kind is None:
+        raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
+    if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
+        raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
+    if kind in STATE_SPACE or "ssm_cfg" in config:
+        raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
+
+
+def _context(numbers: _Numbers, config: dict[str, Any]) -> int:
+    """The longest sequence. Linear, dynamic and yarn scaling multiply what was trained; others have it counted in."""
+    trained = numbers.first(CONTEXT)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return trained
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or factor <= 0:
+        return trained
+    original = scaling.get("original_max_position_embeddings")
+    if kind == "yarn" and isinstance(original, int):
+        return max(trained, int(original * factor))
+    return int(trained * factor)
+
+
+def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+    for source in (config, text):
+        name = source.get("dtype") or source.get("torch_dtype")
+        if isinstance(name, str):
+            return name.removeprefix("torch.")
+    return "float32"
+
+
+def _eos(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text: generation_config.json's, else the tokenizer's, else config.json's."""
+    generation = _ids(_json(directory / "generation_config.json").get("eos_token_id"))
+    if generation:
+        return generation
+    token = _token_text(tokenizer_config.get("eos_token"))
+    if token is not None:
+        known = tokenizer_config.get("added_tokens_decoder")
+        listed = known.items() if isinstance(known, dict) else ()
+        for number, entry in listed:
+            if _token_text(entry) == token and number.isdecimal():
+                return (int(number),)
+        tokenizer = _json(directory / "tokenizer.json")
+        for entry in tokenizer.get("added_tokens", ()):
+            if entry.get("content") == token:
+                return (entry["id"],)
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+        if isinstance(vocabulary, dict) and token in vocabulary:
+            return (vocabulary[token],)
+    return _ids(config.get("eos_token_id"))
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    listed = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(item for item in listed if isinstance(item, int) and not isinstance(item, bool)))
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token is written as its text or as an object with `content`."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name. Later sources win: tokenizer_config.json, chat_template.json, .jinja files."""
+    found: dict[str, str] = {}
+    for source in (tokenizer_config, _json(directory / "chat_template.json")):
+        template = source.get("chat_template")
+        if isinstance(template, str):
+            found["default"] = template
+        elif isinstance(template, list):
+            for entry in template:
+                if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                    found[str(entry.get("name", "default"))] = entry["template"]
+    main = directory / "chat_template.jinja"
+    named = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    for name, path in [("default", main), *((path.stem, path) for path in named)]:
+        if path.is_file():
+            found[name] = _text(path)
+    return found
+
+
+def _fingerprint(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in FINGERPRINTED:
+        path = directory / name
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{name} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def _json(path: Path, required: bool = False) -> dict[str, Any]:
+    """A JSON object; {} where the file does not exist and need not."""
+    if not required and not path.is_file():
+        return {}
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}, so it is not a model directory. Name another, or a Hub id.")
+    try:
+        value = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: it does not hold a JSON object. Download the model again.")
+    return value

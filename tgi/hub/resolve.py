@@ -1,0 +1,74 @@
+"""From what the user names to a model directory: a directory, a GGUF file, a Hub id, or nothing at all.
+
+What is there already is found without a network and without heavy imports; only work loads what it needs.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from tgi.hub import convert, default
+from tgi.hub.cache import Progress, cached, default_cache
+from tgi.hub.convert import import_gguf
+from tgi.kernel.errors import UserError
+
+__all__ = ["DEFAULT_MODEL", "import_gguf", "model_directory"]
+
+DEFAULT_MODEL = default.SMOLLM2.name
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+SAMPLE = 1 << 20
+
+
+def _quiet(stage: str, percent: int) -> None:
+    """Progress that nobody watches."""
+
+
+def model_directory(
+    model_id: str | None,
+    revision: str | None = None,
+    cache: Path | None = None,
+    *,
+    hub_cache: Path | None = None,
+    token: str | None = None,
+    offline: bool | None = None,
+    progress: Progress = _quiet,
+) -> Path:
+    """The directory of the model that `model_id` names, fetched or imported if need be.
+
+    `cache` holds imported models ($TGI_CACHE, ~/.cache/tgi), `hub_cache` what comes from the Hub (its usual variables).
+    `offline` defaults to HF_HUB_OFFLINE. Raises UserError if there is no such model or it cannot be fetched.
+    """
+    cache = cache or default_cache()
+    if offline is None:
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    if model_id is None:
+        return default.default_model(cache, progress, offline=offline)
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        return path.absolute()
+    if path.suffix.lower() == ".gguf":
+        return _imported(path.absolute(), cache, progress)
+    if path.is_absolute() or not HUB_ID.fullmatch(model_id):
+        raise UserError(f"{model_id} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
+    from tgi.hub import remote
+
+    return remote.snapshot(model_id, revision, hub_cache, token=token, offline=offline, progress=progress)
+
+
+def _imported(file: Path, cache: Path, progress: Progress) -> Path:
+    """The directory that a GGUF file was imported to, now or before."""
+    try:
+        status = file.stat()
+        with file.open("rb") as opened:
+            head = opened.read(SAMPLE)
+            opened.seek(max(0, status.st_size - SAMPLE))
+            tail = opened.read(SAMPLE)
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist. Name a GGUF file, a model directory or a Hub id.") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}.") from error
+    # Hashing gigabytes at every start would take seconds: size, time of change and both ends tell files apart.
+    identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
+    name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default.IMPORTER}"
+    return cached(cache / "models" / name, lambda temporary: convert.fill(file, temporary, progress), progress)
