@@ -1,7 +1,8 @@
-"""What one forward pass needs to know: the tokens of a step, laid out back to back, and where their keys and values live."""
+"""What one forward pass needs: the tokens of a step, back to back, and where their keys and values live."""
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,16 @@ class Batch(NamedTuple):
     draw_at: Tensor  # int64 [D] index into T of the last token of each row that draws
     query_lengths: list[int]  # host copy: tokens computed per row
     context_lengths: list[int]  # host copy of `context`
+
+
+class KVShape(NamedTuple):
+    """What a model keeps per token: one key and one value of head_dim numbers for each KV head of each layer."""
+
+    layers: int
+    heads: int  # query heads; a multiple of kv_heads
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
 
 
 class Attention(Protocol):
@@ -45,6 +56,9 @@ class Model(Protocol):
     """A causal language model over a paged cache."""
 
     vocab_size: int
+    context: int  # the most tokens that a sequence may have
+    kv: KVShape
+    device: torch.device
 
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
         """Raw logits, float32 [D, vocab_size], of the rows that draw."""

@@ -1,0 +1,150 @@
+"""Attention on CUDA through torch's own variable-length attention, torch.nn.attention.varlen.varlen_attn.
+
+torch brings Flash Attention 2, which reads keys in one piece. Flash Attention 3 (Hopper) or 4 (Blackwell), if their
+package is installed, take its place and read pages where they lie. So there are three ways, chosen once:
+
+- "paged": FA3 or FA4. One split of the keys per query (`num_splits=1`) keeps a row's result independent of its batch.
+- "packed": FA2. The pages in use are first copied together, in the order of the rows.
+- "plain": float32, which no flash kernel computes. As packed, then row by row.
+
+The arguments are checked on CPU against a reference in place of the kernels. No GPU has run this file yet.
+"""
+
+import logging
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import attention as flash
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+
+from tgi.worker.batch import Batch, KVShape
+
+log = logging.getLogger(__name__)
+
+CAUSAL = (-1, 0)
+
+
+class Plan(NamedTuple):
+    """One step's arguments, the same in every layer."""
+
+    writes: Tensor  # int64 [T] position in the cache of each token
+    cu_query: Tensor  # int32 [R + 1]
+    context: Tensor  # int32 [R]
+    page_table: Tensor  # int32 [R, P]
+    longest_query: int
+    longest_context: int
+    reads: Tensor | None  # int64 [sum of contexts] positions in the cache, row after row; None when paged
+    cu_context: Tensor | None  # int32 [R + 1]; None when paged
+    query_lengths: list[int]
+    context_lengths: list[int]
+
+
+class CudaAttention:
+    """The backend. The cache of a layer is two tensors [pages, page_size, kv_heads, head_dim], keys and values."""
+
+    page_size = 16
+
+    def __init__(self, kv: KVShape, pages: int, device: torch.device, way: str | None = None) -> None:
+        self._kv = kv
+        self._way = way or _choose(kv.dtype, device)
+        shape = (pages, self.page_size, kv.kv_heads, kv.head_dim)
+        self._keys = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
+        self._values = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
+        log.info("attention on %s is %s", device, self._way)
+
+    def plan(self, batch: Batch) -> Plan:
+        """See Attention."""
+        reads = cu_context = None
+        if self._way != "paged":
+            reads, cu_context = self._reads(batch)
+        return Plan(
+            writes=batch.cache_at,
+            cu_query=batch.cu_query,
+            context=batch.context,
+            page_table=batch.page_table,
+            longest_query=max(batch.query_lengths),
+            longest_context=max(batch.context_lengths),
+            reads=reads,
+            cu_context=cu_context,
+            query_lengths=batch.query_lengths,
+            context_lengths=batch.context_lengths,
+        )
+
+    def write_and_attend(
+        self, plan: Plan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """See Attention. [T, heads, head_dim] in and out."""
+        keys, values = self._keys[layer], self._values[layer]
+        keys.flatten(0, 1).index_copy_(0, plan.writes, key)
+        values.flatten(0, 1).index_copy_(0, plan.writes, value)
+        query = query.contiguous()
+        paged = plan.reads is None
+        if plan.reads is not None:
+            keys = keys.flatten(0, 1).index_select(0, plan.reads)
+            values = values.flatten(0, 1).index_select(0, plan.reads)
+        if self._way == "plain":
+            return self._row_by_row(plan, query, keys, values, scale)
+        found: Tensor = varlen_attn(
+            query,
+            keys,
+            values,
+            plan.cu_query,
+            plan.cu_context,
+            plan.longest_query,
+            plan.longest_context,
+            scale=scale,
+            window_size=CAUSAL,
+            enable_gqa=self._kv.heads != self._kv.kv_heads,
+            seqused_k=plan.context if paged else None,
+            block_table=plan.page_table if paged else None,
+            num_splits=1 if paged else None,
+        )
+        return found
+
+    def _reads(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Where every row's keys lie, and the running sum of their numbers. Computed on the device."""
+        device = batch.context.device
+        total = sum(batch.context_lengths)
+        ends = batch.context.to(torch.int64)
+        rows = torch.repeat_interleave(torch.arange(len(batch.context_lengths), device=device), ends, output_size=total)
+        starts = ends.cumsum(0) - ends
+        inside = torch.arange(total, device=device) - starts[rows]
+        pages = batch.page_table[rows, inside // self.page_size].to(torch.int64)
+        return pages * self.page_size + inside % self.page_size, F.pad(ends.cumsum(0), (1, 0)).to(torch.int32)
+
+    def _row_by_row(self, plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        queries = list(accumulate(plan.query_lengths, initial=0))
+        contexts = list(accumulate(plan.context_lengths, initial=0))
+        found = torch.empty_like(query)
+        for row, (count, context) in enumerate(zip(plan.query_lengths, plan.context_lengths, strict=True)):
+            mine = slice(queries[row], queries[row + 1])
+            seen = slice(contexts[row], contexts[row + 1])
+            found[mine] = F.scaled_dot_product_attention(
+                query[mine].transpose(0, 1)[None],
+                keys[seen].transpose(0, 1)[None],
+                values[seen].transpose(0, 1)[None],
+                attn_mask=causal_lower_right(count, context),
+                scale=scale,
+                enable_gqa=self._kv.heads != self._kv.kv_heads,
+            )[0].transpose(0, 1)
+        return found
+
+
+def _choose(dtype: torch.dtype, device: torch.device) -> str:
+    """The way for this number format on this device. Activates the newest flash attention that is installed for it."""
+    if dtype is torch.float32:
+        return "plain"
+    major, _ = torch.cuda.get_device_capability(device)
+    wanted = {9: "FA3", 10: "FA4"}.get(major)
+    if wanted is None or wanted not in flash.list_flash_attention_impls():
+        return "packed"
+    try:
+        flash.activate_flash_attention_impl(wanted)
+    except ImportError as error:
+        log.info("%s is not installed (%s): pages are copied together for each layer", wanted, error)
+        return "packed"
+    return "paged"

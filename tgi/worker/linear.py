@@ -1,0 +1,170 @@
+"""Linear layers whose every row comes out bit for bit the same, however many rows share the call.
+
+On CPU the weight is reordered once for oneDNN, which then serves every number of rows. A matrix product picks its
+kernel by the number of rows, and kernels differ in the order of their sums. So calls are made with few different
+numbers of rows only, up to a tile, and `choose_rows` tries on this machine which of them agree bit for bit. Those few
+are also all that oneDNN has to generate kernels for, which takes 0.3 to 5 ms for each new number of rows.
+
+The epilogue (silu, add, mul) runs inside the kernel, on the float32 sums: no rounding in between, no second pass.
+It is also what keeps silu exact: an elementwise torch operation takes another exp() for the odd elements at the end
+of each thread's share, so its result would depend on the number of rows and threads.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+# Calls of this many rows are what all others are compared with; every longer call is made of such tiles, or larger.
+TILE = 32
+SMALLER = (2, 4, 8, 16)
+LARGER = (64, 128)
+# A weight with more elements is tried with fewer calls and no larger tiles, so that trying stays quick.
+LARGE_WEIGHT = 1 << 23
+
+_run = torch.ops.mkldnn._linear_pointwise.default
+_run_binary = torch.ops.mkldnn._linear_pointwise.binary
+_UNARY = {"none": "none", "silu": "swish"}
+_BINARY = {"add", "mul"}
+
+
+class Rows(NamedTuple):
+    """The numbers of rows that a call may have, ascending. Empty: any."""
+
+    sizes: tuple[int, ...]
+
+    def padded(self, rows: int) -> int:
+        """How many rows a call for `rows` rows computes."""
+        if not self.sizes:
+            return rows
+        if rows > TILE:
+            return -(-rows // TILE) * TILE
+        return next(size for size in self.sizes if size >= rows)
+
+    def tiles(self, rows: int) -> list[tuple[int, int]]:
+        """The calls, as (start, stop), that compute a padded number of rows: largest first."""
+        if not self.sizes:
+            return [(0, rows)]
+        found, start = [], 0
+        for size in reversed(self.sizes):
+            while rows - start >= size:
+                found.append((start, start + size))
+                start += size
+        return found
+
+
+ANY_ROWS = Rows(())
+ONE_TILE = Rows((TILE,))
+
+
+class Linear:
+    """y = then(x @ weight.T + bias), for x [rows, inputs] and weight [outputs, inputs].
+
+    `then` is "none", "silu", or, with a second argument [rows, outputs] in the call, "add" or "mul".
+    The weight given may be freed afterwards: on CPU this object keeps its own reordered copy.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> None:
+        self.outputs, self.inputs = weight.shape
+        self.then = then
+        self.dtype = weight.dtype
+        self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
+        self._bias = bias
+        self._call: Callable[..., Tensor]
+        if weight.device.type == "cpu" and reorders(weight.dtype):
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._call = self._reordered_binary if then in _BINARY else self._reordered
+        else:
+            self._weight = weight
+            self._call = self._plain
+
+    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        padded = self.rows.padded(rows)
+        if padded != rows:
+            x = F.pad(x, (0, 0, 0, padded - rows))
+            other = None if other is None else F.pad(other, (0, 0, 0, padded - rows))
+        tiles = self.rows.tiles(padded)
+        if len(tiles) == 1:
+            y = self._call(x, other)
+        else:
+            y = torch.cat([self._call(x[a:b], None if other is None else other[a:b]) for a, b in tiles])
+        return y if padded == rows else y[:rows]
+
+    def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
+        return _run(x, self._weight, self._bias, _UNARY[self.then], [], "")
+
+    def _reordered_binary(self, x: Tensor, other: Tensor | None) -> Tensor:
+        return _run_binary(x, other, self._weight, self._bias, self.then)
+
+    def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        if self.then == "silu":
+            return F.silu(y)
+        if other is None:
+            return y
+        return y.add_(other) if self.then == "add" else y.mul_(other)
+
+
+def reorders(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes with this number format on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
+
+
+def choose_rows(layers: Iterable[Linear]) -> Rows:
+    """Finds the numbers of rows for which these layers agree bit for bit, sets them in each layer, and returns what
+    the model should pad its rows to.
+
+    One layer of each shape is tried, with random rows from a fixed seed, so a restart chooses the same.
+    """
+    layers = list(layers)
+    if any(layer.rows is ANY_ROWS for layer in layers):
+        return ANY_ROWS
+    shapes = {(layer.inputs, layer.outputs, layer.then, layer.dtype): layer for layer in layers}
+    agreed = set(SMALLER + LARGER)
+    for layer in shapes.values():
+        for size in sorted(agreed):
+            if _is_large(layer) and size > TILE:
+                continue
+            if not _agrees(layer, size):
+                agreed.discard(size)
+    rows = Rows(tuple(sorted({TILE, *agreed})))
+    small = Rows(tuple(size for size in rows.sizes if size <= TILE))
+    for layer in layers:
+        layer.rows = small if _is_large(layer) else rows
+    log.info("linear layers run with %s rows, which agree bit for bit", ", ".join(map(str, rows.sizes)))
+    return rows
+
+
+def _is_large(layer: Linear) -> bool:
+    return layer.inputs * layer.outputs > LARGE_WEIGHT
+
+
+def _agrees(layer: Linear, size: int) -> bool:
+    """Whether calls of `size` rows give the same bits as calls of TILE rows, at every offset."""
+    count = max(size, TILE)
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(count, layer.inputs, generator=generator).to(layer.dtype)
+    other = None
+    if layer.then in _BINARY:
+        other = torch.randn(count, layer.outputs, generator=generator).to(layer.dtype)
+
+    def call(start: int, stop: int) -> Tensor:
+        return layer._call(x[start:stop], None if other is None else other[start:stop])
+
+    expected = torch.cat([call(start, start + TILE) for start in range(0, count, TILE)])
+    starts = range(0, count, size)
+    if _is_large(layer):
+        starts = starts[:: len(starts) - 1]
+    return all(torch.equal(call(start, start + size), expected[start : start + size]) for start in starts)

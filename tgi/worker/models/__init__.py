@@ -1,0 +1,1 @@
+"""Models: what computes logits from a batch of tokens."""
