@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import make_model as maker
+from tgi.hub.resolve import model_directory
 
 
 def model(kind: str, **options: Any) -> Path:
@@ -35,3 +36,8 @@ def model(kind: str, **options: Any) -> Path:
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return directory
+
+
+def demo_model() -> Path:
+    """The directory of the model that is served by default, fetched and imported on first use."""
+    return model_directory(None)

@@ -51,9 +51,9 @@ def model_directory(
         return _imported(path.absolute(), cache, progress)
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
         raise UserError(f"{model_id} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
-    from tgi.hub import remote
+    from tgi.hub.remote import snapshot
 
-    return remote.snapshot(model_id, revision, hub_cache, token=token, offline=offline, progress=progress)
+    return snapshot(model_id, revision, hub_cache, token=token, offline=offline, progress=progress)
 
 
 def _imported(file: Path, cache: Path, progress: Progress) -> Path:

@@ -16,6 +16,15 @@ ARCHITECTURES = {
 
 MAX_LAYERS = 1024
 
+# Keys that change what is computed start so; one that is not known is refused rather than passed over.
+HEEDED = ("attention.", "rope.", "embedding_scale", "residual_scale", "logit_scale", "final_logit_softcapping")
+KNOWN = {
+    *(f"attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
+    "attention.layer_norm_rms_epsilon",
+    *(f"rope.{key}" for key in ("dimension_count", "freq_base", "scaling.type", "scaling.factor")),
+    *(f"rope.scaling.{key}" for key in ("original_context_length", "finetuned")),
+}
+
 # Llama 3.1's rope scaling is stored as one divisor for each frequency. All published models of that family have these
 # bounds; the factor differs. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -58,6 +67,12 @@ def plan(file: GGUF) -> Plan:
         )
     if metadata.integer(f"{architecture}.expert_count", 0):
         raise UserError(f"{file.path} is a mixture of experts. Use the model's safetensors version instead.")
+    for key in file.metadata:
+        name = key.removeprefix(f"{architecture}.")
+        if name != key and name.startswith(HEEDED) and name not in KNOWN:
+            raise UserError(
+                f"{file.path} has {key!r} set, which import does not know. Use the model's safetensors version instead."
+            )
     config = _config(metadata, architecture)
     wanted = _tensors(config)
     for tensor in wanted:

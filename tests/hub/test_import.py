@@ -1,0 +1,233 @@
+"""A GGUF file that was made from a model turns into that model again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import _type_traits, dequantize
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.hub.gguf_files import write_gguf
+from tests.models import model
+from tgi.hub.card import read_card
+from tgi.hub.gguf import reader, weights
+from tgi.hub.gguf.architecture import Wanted
+from tgi.hub.gguf.convert import convert
+from tgi.hub.resolve import import_gguf
+from tgi.kernel.errors import UserError
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "In 1984 there were 365 days; 3.14159 isn't 22/7",
+    "  spaces\n\n\tand   tabs  ",
+    "今天天气很好 😀👍🏽 crème brûlée Привет",
+    "<|bos|><|user|>\nhello<|eos|>\n<|assistant|>\n",
+    "",
+]
+
+
+def quiet(stage: str, percent: int) -> None:
+    pass
+
+
+def imported(source: Path, directory: Path) -> Path:
+    directory.mkdir()
+    convert(source, directory, quiet)
+    return directory
+
+
+def logits(directory: Path, ids: list[int]) -> torch.Tensor:
+    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return network(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_float32_comes_back_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: Path) -> None:
+    original = model(kind, tie=tie)
+    result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
+    assert set(after) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor.to(torch.bfloat16)), name
+    config, made = (json.loads((d / "config.json").read_text()) for d in (original, result))
+    for key in ("model_type", "architectures", "tie_word_embeddings", "rms_norm_eps", "vocab_size", "rope_parameters"):
+        assert made[key] == config[key], key
+    assert made["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_the_imported_model_computes_what_the_original_does(kind: str, tmp_path: Path) -> None:
+    original = model(kind, dtype="bfloat16")
+    result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    ids = list(range(5, 60))
+    assert torch.equal(logits(result, ids), logits(original, ids))
+
+
+@pytest.mark.parametrize(("quantization", "error"), [("F16", 0.002), ("BF16", 0.01), ("Q8_0", 0.02), ("Q4_0", 0.15)])
+def test_quantized_files_come_back_within_their_error(quantization: str, error: float, tmp_path: Path) -> None:
+    original = model("llama")
+    result = imported(write_gguf(original, tmp_path / "m.gguf", quantization), tmp_path / "out")
+    before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
+    for name, tensor in before.items():
+        largest = tensor.abs().amax(dim=-1, keepdim=True)
+        assert (after[name].float() - tensor).abs().div(largest).max() <= error + 0.004, name
+
+
+@pytest.mark.parametrize("block", sorted(_type_traits, key=int), ids=lambda block: block.name)
+def test_every_block_type_is_dequantized(block: GGMLQuantizationType, tmp_path: Path) -> None:
+    size, stored = GGML_QUANT_SIZES[block]
+    columns = max(256, size)
+    raw = np.random.default_rng(0).integers(0, 60, (6, columns // size * stored), dtype=np.uint8)
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("x", raw, raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wanted = [Wanted("x", "y", (6, columns))]
+    weights.write(reader.read(tmp_path / "m.gguf"), wanted, tmp_path / "y.safetensors", lambda percent: None)
+    expected = torch.from_numpy(np.asarray(dequantize(raw, block), np.float32)).reshape(6, columns)
+    assert expected.abs().sum() > 0
+    assert torch.equal(load_file(tmp_path / "y.safetensors")["y"], expected.to(torch.bfloat16))
+
+
+def test_a_large_tensor_is_converted_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = model("llama")
+    source = write_gguf(original, tmp_path / "m.gguf", "Q8_0")
+    whole = imported(source, tmp_path / "whole")
+    monkeypatch.setattr(weights, "PIECE", 192)  # three rows, so that pieces and heads do not line up
+    assert (imported(source, tmp_path / "pieces") / "model.safetensors").read_bytes() == (
+        whole / "model.safetensors"
+    ).read_bytes()
+
+
+def test_rounding_to_bfloat16_is_torchs() -> None:
+    values = torch.randn(100_000) * torch.logspace(-30, 30, 100_000)
+    values = torch.cat([values, torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, 3.3e38])])
+    mine = torch.from_numpy(weights.bfloat16(values.numpy()).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(mine, values.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_tokenizer_is_the_original_one(kind: str, tmp_path: Path) -> None:
+    original = model(kind)
+    result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    before, after = (Tokenizer.from_file(str(d / "tokenizer.json")) for d in (original, result))
+    assert after.get_vocab_size() == before.get_vocab_size()
+    for text in TEXTS:
+        ids = before.encode(text).ids
+        assert after.encode(text).ids == ids, text
+        assert after.decode(ids, skip_special_tokens=False) == text
+    card, source = read_card(result), read_card(original)
+    assert card.chat_templates == source.chat_templates
+    assert card.eos_token_ids == source.eos_token_ids == (2,)
+    assert (card.bos_token, card.eos_token) == ("<|bos|>", "<|eos|>")
+    assert after.decode([1, 2], skip_special_tokens=True) == ""
+
+
+def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
+    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
+    tokenizer = Tokenizer.from_file(str(imported(source, tmp_path / "out") / "tokenizer.json"))
+    assert tokenizer.encode("1984").tokens == ["1", "9", "8", "4"]
+
+
+def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+    added = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata=added)
+    tokenizer = Tokenizer.from_file(str(imported(source, tmp_path / "out") / "tokenizer.json"))
+    assert tokenizer.encode("a").tokens == ["<|bos|>", "a", "<|eos|>"]
+    assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
+
+
+def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+    scores = [0.0] * 259 + [-1000.0] * 5 + [-1.0, -2.0, -3.0, -4.0, -5.0]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": None,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.add_bos_token": None,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": None,
+    }
+    result = imported(write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata), tmp_path / "out")
+    tokenizer = Tokenizer.from_file(str(result / "tokenizer.json"))
+    assert tokenizer.encode("hello hello").tokens == ["<s>", "▁hello", "▁hello"]
+    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("hello é").ids) == "hello é"
+
+
+def test_several_ends_of_turn(tmp_path: Path) -> None:
+    source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 4})
+    assert read_card(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
+
+
+def test_rope_scaling_is_kept(tmp_path: Path) -> None:
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    yarn = linear | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 512}
+    for name, metadata, limit in (("linear", linear, 8192), ("yarn", yarn, 2048)):
+        result = imported(write_gguf(model("llama"), tmp_path / f"{name}.gguf", metadata=metadata), tmp_path / name)
+        scaling = json.loads((result / "config.json").read_text())["rope_parameters"]
+        assert scaling["rope_type"] == name
+        assert scaling["factor"] == 4.0
+        assert read_card(result).max_position_embeddings == limit
+
+
+def test_llama_3_rope_scaling_is_recognized(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    original = model("llama", head_dim=32)
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=32, rope_parameters=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 500000.0 ** -(torch.arange(0, 32, 2) / 32)
+    divisors = (plain / scaled).numpy().astype(np.float32)
+    metadata = {"llama.rope.freq_base": 500000.0}
+    source = write_gguf(original, tmp_path / "m.gguf", metadata=metadata, extra={"rope_freqs.weight": divisors})
+    result = imported(source, tmp_path / "out")
+    assert json.loads((result / "config.json").read_text())["rope_parameters"] == scaling
+    odd = write_gguf(
+        original, tmp_path / "o.gguf", extra={"rope_freqs.weight": np.linspace(1, 9, 16, dtype=np.float32)}
+    )
+    with pytest.raises(UserError, match="unknown way"):
+        imported(odd, tmp_path / "odd")
+
+
+def test_import_runs_in_a_child_and_makes_a_whole_directory(tmp_path: Path) -> None:
+    stages: list[tuple[str, int]] = []
+    source = write_gguf(model("qwen3"), tmp_path / "m.gguf", "Q8_0")
+    import_gguf(source, tmp_path / "out", lambda stage, percent: stages.append((stage, percent)))
+    read_card(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
+    assert ("importing weights", 100) in stages
+    assert stages[-1] == ("importing tokenizer", 100)
+
+
+def test_import_does_not_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="exists already"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out", quiet)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
