@@ -32,7 +32,7 @@ from tgi.kernel.messages import (
     Tokenize,
     Tokenized,
 )
-from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
+from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 from tgi.kernel.settings import Settings
 
 LIMITS = Limits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
@@ -59,6 +59,14 @@ def two_tokens(message: Generate) -> list[Any]:
         texts(message.rid, (2, "</s>", -0.01, True)),
         End(message.rid, Reason.EOS, "", " a", 3, 2, 0, 1_000, 2_000, 30_000),
     ]
+
+
+def standard(message: Any) -> list[Any]:
+    """The usual answers."""
+    if isinstance(message, Tokenize):
+        ids, starts, stops = (pack(INT32, column) for column in ([1, 7, 9], [0, 0, 2], [0, 2, 4]))
+        return [Tokenized(message.rid, ids, starts, stops, b"\1\0\0")]
+    return two_tokens(message)
 
 
 class FakeTokenizer:
@@ -233,7 +241,7 @@ def serve() -> Iterator[Callable[..., Front]]:
     fronts: list[Front] = []
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
 
-        def start(answer: Callable[[Any], list[Any] | None] = two_tokens, up: bool = True, **settings: Any) -> Front:
+        def start(answer: Callable[[Any], list[Any] | None] = standard, up: bool = True, **settings: Any) -> Front:
             values = {"validation_workers": 1, "hostname": "127.0.0.1"} | settings
             front = Front(Settings(**values), Path(folder), answer)
             fronts.append(front)
@@ -251,24 +259,11 @@ def serve() -> Iterator[Callable[..., Front]]:
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    """A front end that a module shares; generation answers as in the contract's examples."""
-
-    def answer(message: Any) -> list[Any]:
-        if isinstance(message, Tokenize):
-            return [
-                Tokenized(
-                    message.rid, pack(INT32, [1, 7, 9]), pack(INT32, [0, 0, 2]), pack(INT32, [0, 2, 4]), b"\1\0\0"
-                )
-            ]
-        return two_tokens(message)
-
+    """A front end that a module shares; it answers as in the contract's examples."""
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
-        front = Front(Settings(validation_workers=1, hostname="127.0.0.1"), Path(folder), answer)
+        front = Front(Settings(validation_workers=1, hostname="127.0.0.1"), Path(folder), standard)
         front.start()
         front.tokenizers[0].start()
         front.until_ready()
         yield front
         front.stop()
-
-
-__all__ = ["ints"]

@@ -139,9 +139,12 @@ class Router:
                 self._texts(tokenizer, message)
             case End():
                 call = self._release(tokenizer, message.rid)
-                if isinstance(call, Generation) and call.wanted:
+                if call is not None and call.wanted:
                     self._unwanted(call)
-                    call.finish(message)
+                    if isinstance(call, Generation):
+                        call.finish(message)
+                    else:
+                        call.fail(message.message)
             case Tokenized():
                 call = self._release(tokenizer, message.rid)
                 if isinstance(call, Encoding) and call.wanted:

@@ -1,0 +1,89 @@
+"""Routes that tell about the server, and what it answers while it starts."""
+
+import json
+from typing import Any
+
+from tests.api.conftest import LIMITS, READY, Front
+from tgi.kernel.messages import Status
+
+UNHEALTHY = b'{"error":"unhealthy","error_type":"healthcheck"}'
+
+
+def test_health(front: Front) -> None:
+    for path in ("/health", "/ping", "/"):
+        for method in ("GET", "HEAD"):
+            reply = front.get(path, method)
+            assert (reply.status, reply.body) == (200, b"")
+
+
+def test_info(front: Front) -> None:
+    reply = front.get("/info")
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.body.startswith(
+        b'{"model_id":"m","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":128,"max_best_of":2,'
+        b'"max_stop_sequences":4,"max_input_tokens":2047,"max_total_tokens":2048,"validation_workers":1,'
+        b'"max_client_batch_size":4,"router":"text-generation-router","version":"'
+    )
+    older = {"model_dtype": "torch.float32", "model_device_type": "cpu", "max_input_length": 2047}
+    older |= {"waiting_served_ratio": 0.3, "max_batch_total_tokens": 32768, "max_waiting_tokens": 20}
+    info = json.loads(reply.body)
+    assert older | {"max_batch_size": 64, "sha": None, "docker_label": None} == {
+        key: info[key] for key in [*older, "max_batch_size", "sha", "docker_label"]
+    }
+
+
+def test_tokenize(front: Front) -> None:
+    reply = front.post("/tokenize", '{"inputs":"aébc","parameters":{"truncate":1}}')
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    # Offsets are in bytes: the second token begins in the middle of "é".
+    assert reply.body.decode() == (
+        '[{"id":1,"text":"","start":0,"stop":0,"special":true},{"id":7,"text":"a\ufffd","start":0,"stop":2,'
+        '"special":false},{"id":9,"text":"\ufffdb","start":2,"stop":4,"special":false}]'
+    )
+
+
+def test_metrics(front: Front) -> None:
+    front.post("/generate", '{"inputs":"x"}')
+    reply = front.get("/metrics")
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+    text = reply.body.decode()
+    for series in ("tgi_request_count ", "tgi_request_success ", "tgi_request_inference_duration_sum "):
+        assert f"\n{series}" in text
+
+
+def test_while_starting(serve: Any) -> None:
+    front = serve(up=False)
+    tokenizer = front.tokenizers[0]
+    for path in ("/health", "/ping", "/", "/info"):
+        reply = front.get(path)
+        assert (reply.status, reply.body) == (503, UNHEALTHY)
+        assert reply.headers["x-startup-stage"] == "starting tokenizers"
+    tokenizer.start(Status(False, True, "loading weights", 40))
+    while (reply := front.get("/health")).headers["x-startup-stage"] != "loading weights 40%":
+        assert reply.status == 503
+    for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+        reply = front.post(path, '{"inputs":"x"}')
+        assert (reply.status, reply.body) == (503, UNHEALTHY)
+        assert reply.headers["x-startup-stage"] == "loading weights 40%"
+    tokenizer.send(READY)
+    front.until_ready()
+    assert front.post("/generate", '{"inputs":"x"}').status == 200
+
+
+def test_a_stall_shows_in_health_but_not_in_the_stage(serve: Any) -> None:
+    front = serve()
+    front.tokenizers[0].send(Status(True, False, "", 100, LIMITS))
+    while (reply := front.get("/health")).status == 200:
+        pass
+    assert (reply.status, reply.body) == (503, UNHEALTHY)
+    assert "x-startup-stage" not in reply.headers
+
+
+def test_an_unexpected_error_tells_the_client_nothing_of_the_code(front: Front, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tgi.api.info.metrics.render", lambda: 1 / 0)
+    reply = front.get("/metrics")
+    assert reply.status == 500
+    assert reply.body == b'{"error":"Internal server error","error_type":"internal"}'

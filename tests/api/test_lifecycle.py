@@ -1,0 +1,220 @@
+"""Requests over time: clients that leave, tokenizers that die, limits, silence."""
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Front, Reply, request, texts
+from tgi.api import router as router_module
+from tgi.api import sse
+from tgi.kernel.messages import Cancel, End, Generate, Reason, Tokenize, Tokenized
+from tgi.kernel.pack import INT32, ints, pack
+
+
+def silent(message: Any) -> None:
+    """Leaves every answer to the test."""
+
+
+class Stream:
+    """A request whose answer is read as it comes."""
+
+    def __init__(self, front: Front, path: str = "/generate_stream", body: str = '{"inputs":"x"}') -> None:
+        self.connection = front.connect()
+        head = {"content-type": "application/json", "content-length": str(len(body))}
+        self.connection.sendall(request("POST", path, body.encode(), head))
+        self.raw = b""
+
+    def until(self, part: bytes) -> None:
+        while part not in self.raw:
+            more = self.connection.recv(65536)
+            assert more, f"closed before {part!r}: {self.raw!r}"
+            self.raw += more
+
+    def rest(self) -> Reply:
+        while more := self.connection.recv(65536):
+            self.raw += more
+        return Reply(self.raw)
+
+    def leave(self) -> None:
+        self.connection.close()
+
+
+def events(reply: Reply) -> list[dict[str, Any]]:
+    return [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n") if part]
+
+
+def word(rid: int, n: int) -> Any:
+    return texts(rid, (n, f" {n}", -0.5, False))
+
+
+@pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/"])
+def test_a_client_that_leaves_cancels(serve: Any, path: str) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front, path)
+    rid = tokenizer.next(Generate).rid
+    stream.leave()
+    assert tokenizer.next(Cancel).rid == rid
+    assert front.post("/generate", '{"inputs":""}').status == 422  # it goes on
+    assert front.router.in_flight == 0
+
+
+def test_a_client_that_leaves_in_mid_stream_cancels(serve: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front)
+    rid = tokenizer.next(Generate).rid
+    tokenizer.send(word(rid, 1))
+    stream.until(b'"index":1')
+    stream.leave()
+    assert tokenizer.next(Cancel).rid == rid
+
+
+def test_a_client_that_does_not_read_and_leaves_cancels(serve: Any) -> None:
+    """Its socket is full, so the stream waits to write: only the watcher can see that it goes."""
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front)
+    rid = tokenizer.next(Generate).rid
+    tokenizer.send(word(rid, 1))
+    stream.until(b'"index":1')
+    big = "x" * 60_000
+    for n in range(400):
+        tokenizer.send(texts(rid, (n, big, -0.5, False)))
+    # Meanwhile others are served.
+    assert front.get("/health").status == 200
+    stream.leave()
+    assert tokenizer.next(Cancel).rid == rid
+
+
+def test_a_stream_survives_its_tokenizer(serve: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front, body='{"inputs":"x","parameters":{"details":true,"do_sample":true}}')
+    first = tokenizer.next(Generate)
+    for n in (1, 2, 3):
+        tokenizer.send(word(first.rid, n))
+    stream.until(b'"index":3')
+    tokenizer.stop()
+    tokenizer.start()
+    again = tokenizer.next(Generate)
+    assert ints(again.resume) == [1, 2, 3]
+    assert again == first._replace(rid=again.rid, resume=again.resume)  # the same seed, above all
+    tokenizer.send(word(first.rid, 99))  # of the old life: nobody's
+    tokenizer.send(word(again.rid, 4))
+    tokenizer.send(texts(again.rid, (5, " 5", -0.5, False)), End(again.rid, Reason.LENGTH, "", " 1 2 3 4 5", 3, 5))
+    got = events(stream.rest())
+    assert [event["token"]["id"] for event in got] == [1, 2, 3, 4, 5]
+    assert [event["index"] for event in got] == [1, 2, 3, 4, 5]
+    assert got[-1]["generated_text"] == " 1 2 3 4 5"
+    assert got[-1]["details"]["generated_tokens"] == 5
+
+
+def test_plain_requests_and_tokenizing_survive_too(serve: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    plain, encode = Stream(front, "/generate"), Stream(front, "/tokenize")
+    tokenizer.send(word(tokenizer.next(Generate).rid, 1))
+    tokenizer.next(Tokenize)
+    tokenizer.stop()
+    tokenizer.start()
+    again: dict[type, Any] = {}
+    while len(again) < 2:
+        message = tokenizer.received.get(timeout=10)
+        if isinstance(message, (Generate, Tokenize)):
+            again[type(message)] = message
+    assert ints(again[Generate].resume) in ([], [1])
+    zero = pack(INT32, [0])
+    tokenizer.send(Tokenized(again[Tokenize].rid, zero, zero, zero, b"\0"))
+    tokenizer.send(word(again[Generate].rid, 2), End(again[Generate].rid, Reason.EOS, "", "done", 1, 2))
+    assert plain.rest().body == b'{"generated_text":"done"}'
+    assert events(encode.rest())[0] == [{"id": 0, "text": "", "start": 0, "stop": 0, "special": False}]
+
+
+def test_a_request_that_kills_tokenizers_is_given_up(serve: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front, "/generate")
+    for _ in range(router_module.MOST_LOSSES):
+        tokenizer.next(Generate)
+        tokenizer.stop()
+        tokenizer.start()
+    reply = stream.rest()
+    assert reply.status == 424
+    assert b"the tokenizer died 3 times" in reply.body
+
+
+def test_the_client_of_a_lost_request_may_leave(serve: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front)
+    tokenizer.next(Generate)
+    tokenizer.stop()
+    stream.leave()
+    tokenizer.start()
+    front.until_ready()
+    other = Stream(front)
+    message = tokenizer.next(Generate)
+    tokenizer.send(word(message.rid, 1), End(message.rid, Reason.EOS, "", "", 1, 1))
+    assert other.rest().status == 200
+
+
+def test_requests_go_to_the_tokenizer_with_the_fewest(serve: Any) -> None:
+    front = serve(silent, validation_workers=2)
+    one, two = front.tokenizers
+    streams = [Stream(front) for _ in range(4)]
+    rids = [one.next(Generate).rid, one.next(Generate).rid, two.next(Generate).rid, two.next(Generate).rid]
+    assert len(set(rids)) == 4
+    for stream in streams:
+        stream.leave()
+
+
+def test_too_many_requests(serve: Any) -> None:
+    front = serve(silent, max_concurrent_requests=2)
+    tokenizer = front.tokenizers[0]
+    streams = [Stream(front), Stream(front, "/generate")]
+    messages = [tokenizer.next(Generate), tokenizer.next(Generate)]
+    for path in ("/generate", "/generate_stream", "/"):
+        reply = front.post(path, '{"inputs":""}')  # the permit comes before the rules
+        assert reply.status == 429
+        assert reply.body == b'{"error":"Model is overloaded","error_type":"overloaded"}'
+        assert reply.headers["retry-after"] == "1"
+        assert front.post(path, '{"inputs":"","parameters":{"best_of":9}}').status == 422
+    for message in messages:
+        tokenizer.send(word(message.rid, 1), End(message.rid, Reason.EOS, "", "", 1, 1))
+    for stream in streams:
+        assert stream.rest().status == 200
+    assert front.post("/generate", '{"inputs":""}').status == 422
+
+
+def test_silence_is_filled(serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front)
+    rid = tokenizer.next(Generate).rid
+    stream.until(b":\n\n")  # before the first token: the stream is open now
+    tokenizer.send(word(rid, 1))
+    stream.until(b'"index":1')
+    stream.raw = stream.raw[: stream.raw.index(b"\r\n\r\n") + 4]
+    stream.until(b"3\r\n:\n\n\r\n")
+    tokenizer.send(End(rid, Reason.FAILED, "x"))
+    assert stream.rest().body.endswith(
+        b'data: {"error":"Request failed during generation: x","error_type":"generation"}\n\n'
+    )
+
+
+def test_pipelined_requests_on_one_connection(serve: Any) -> None:
+    front = serve()
+    body = b'{"inputs":"x"}'
+    head = {"content-type": "application/json", "content-length": str(len(body))}
+    one = request("POST", "/generate", body, head).replace(b"connection: close\r\n", b"")
+    with socket.create_connection(("127.0.0.1", front.port), timeout=20) as connection:
+        connection.sendall(one * 3)
+        raw = b""
+        while raw.count(b'{"generated_text":" a"}') < 3:
+            more = connection.recv(65536)
+            assert more
+            raw += more

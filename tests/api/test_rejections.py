@@ -1,0 +1,237 @@
+"""What bad input gets: status and bytes, in the order of the checks. Expected texts are written from the contract."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Front, request
+
+SHAPE = "Failed to deserialize the JSON body into the target type: "
+SYNTAX = "Failed to parse the request body as JSON: "
+PATHS = ["/", "/generate", "/generate_stream", "/tokenize"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_content_type(front: Front, path: str) -> None:
+    for kind in (None, "text/plain", "application/jsonx", "application/x-www-form-urlencoded"):
+        reply = front.post(path, "{}", content_type=kind)
+        assert reply.status == 415
+        assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+        assert reply.body == b"Expected request with `Content-Type: application/json`"
+    for kind in ("application/json; charset=utf-8", "application/cloudevents+json", "Application/JSON"):
+        assert front.post(path, '{"inputs":"x"}', content_type=kind).status == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"inputs":"x"', b'{"inputs":"x"} x', b"nope", b'{"inputs":"\xff"}', b"[" * 99999]
+)
+def test_not_json(front: Front, path: str, body: bytes) -> None:
+    reply = front.post(path, body)
+    assert reply.status == 400
+    assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+    assert reply.body.decode().startswith(SYNTAX)
+
+
+def test_syntax_counts_before_shape(front: Front) -> None:
+    assert front.post("/generate", '{"inputs":1,').status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("{}", "missing field `inputs` at line 1 column 2"),
+        ('{\n "x": 1\n}', "missing field `inputs` at line 3 column 1"),
+        ("[]", "invalid type: sequence, expected struct GenerateRequest at line 1 column 2"),
+        ('{"inputs":1}', "inputs: invalid type: integer `1`, expected a string at line 1 column 11"),
+        ('{"inputs":null}', "inputs: invalid type: null, expected a string at line 1 column 14"),
+        (
+            '{"inputs":"x","parameters":{"top_p":"a"}}',
+            'parameters.top_p: invalid type: string "a", expected f32 at line 1 column 39',
+        ),
+        (
+            '{"inputs":"x","parameters":{"max_new_tokens":-1}}',
+            "parameters.max_new_tokens: invalid value: integer `-1`, expected u32 at line 1 column 47",
+        ),
+        (
+            '{"inputs":"x","parameters":{"max_new_tokens":1.5}}',
+            "parameters.max_new_tokens: invalid type: floating point `1.5`, expected u32 at line 1 column 48",
+        ),
+        (
+            '{"inputs":"é","parameters":{"top_k":2147483648}}',
+            "parameters.top_k: invalid value: integer `2147483648`, expected i32 at line 1 column 47",
+        ),
+        (
+            '{"inputs":"x","parameters":{"seed":18446744073709551616}}',
+            "parameters.seed: invalid value: integer `18446744073709551616`, expected u64 at line 1 column 55",
+        ),
+        (
+            '{"inputs":"x","parameters":{"temperature":1e39}}',
+            "parameters.temperature: invalid value: floating point `1e+39`, expected f32 at line 1 column 46",
+        ),
+        (
+            '{"inputs":"x","parameters":{"stop":["a",1]}}',
+            "parameters.stop[1]: invalid type: integer `1`, expected a string at line 1 column 41",
+        ),
+        (
+            '{"inputs":"x","parameters":{"details":"yes"}}',
+            'parameters.details: invalid type: string "yes", expected a boolean at line 1 column 43',
+        ),
+        (
+            '{"inputs":"x","parameters":[]}',
+            "parameters: invalid type: sequence, expected struct GenerateParameters at line 1 column 29",
+        ),
+        (
+            '{"inputs":"x","parameters":{"grammar":{"type":"xml","value":1}}}',
+            "parameters.grammar.type: unknown variant `xml`, expected one of `json`, `json_object`, `json_schema`, "
+            "`regex`, `text` at line 1 column 51",
+        ),
+    ],
+)
+def test_wrong_shape(front: Front, body: str, text: str) -> None:
+    reply = front.post("/generate", body)
+    assert reply.status == 422
+    assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+    assert reply.body.decode() == SHAPE + text
+
+
+def test_stream_is_a_boolean_at_the_root(front: Front) -> None:
+    for value in ("1", "null"):
+        reply = front.post("/", f'{{"inputs":"x","stream":{value}}}')
+        assert reply.status == 422
+        assert reply.body.decode().startswith(f"{SHAPE}stream: invalid type: ")
+        assert "expected a boolean at line 1 column" in reply.body.decode()
+
+
+def test_unknown_fields_are_ignored(front: Front) -> None:
+    body = '{"inputs":"x","model":3,"parameters":{"colour":"red","stop":[]}}'
+    assert front.post("/generate", body).status == 200
+
+
+def test_size_is_limited_while_reading(serve: Any) -> None:
+    front = serve(payload_limit=100)
+    body = '{"inputs":"' + "x" * 87 + '"}'
+    assert len(body) == 100
+    assert front.post("/generate", body).status == 200
+    text = b"Failed to buffer the request body: length limit exceeded"
+    reply = front.post("/generate", body + " ")
+    assert (reply.status, reply.body) == (413, text)
+    assert reply.headers["access-control-allow-origin"] == "*"
+    # A body that never ends is cut off, without a content-length to warn of it.
+    with front.connect() as connection:
+        head = {"content-type": "application/json", "transfer-encoding": "chunked"}
+        connection.sendall(request("POST", "/generate", b"", head) + b"80\r\n" + b"x" * 128 + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_paths_and_methods(front: Front) -> None:
+    reply = front.get("/nothing")
+    assert (reply.status, reply.body, reply.headers["content-length"]) == (404, b"", "0")
+    assert "content-type" not in reply.headers
+    reply = front.get("/generate")
+    assert (reply.status, reply.body, reply.headers["allow"]) == (405, b"", "POST")
+    reply = front.post("/info", "{}")
+    assert (reply.status, reply.body, reply.headers["allow"]) == (405, b"", "GET,HEAD")
+    assert front.post("/generate/", "{}").status == 404
+
+
+def test_options_are_answered_for_browsers(front: Front) -> None:
+    for path in ("/generate", "/nothing"):
+        reply = front.get(path, "OPTIONS", origin="http://a")
+        assert (reply.status, reply.body) == (200, b"")
+        assert reply.headers["access-control-allow-methods"] == "GET,POST"
+        assert reply.headers["access-control-allow-headers"] == "content-type,authorization"
+        assert reply.headers["access-control-allow-origin"] == "*"
+
+
+def test_allowed_origins(serve: Any) -> None:
+    front = serve(cors_allow_origin=("http://a", "http://b"))
+    assert front.get("/health", origin="http://b").headers["access-control-allow-origin"] == "http://b"
+    assert "access-control-allow-origin" not in front.get("/health", origin="http://c").headers
+    assert "access-control-allow-origin" not in front.get("/health").headers
+
+
+def test_keys(serve: Any) -> None:
+    front = serve(api_key=("One", "two"))
+    for path in PATHS:
+        for value in ("", "Bearer", "Bearer one", "Bearer Onex", "One", "Basic One"):
+            reply = front.post(path, "not json", None, authorization=value)
+            assert (reply.status, reply.body) == (401, b"")
+            assert reply.headers["access-control-allow-origin"] == "*"
+        assert front.post(path, "not json", None).status == 401
+        assert front.post(path, "{}", None, authorization="Bearer One").status == 415
+        assert front.post(path, '{"inputs":"x"}', authorization="bearer two").status == 200
+    for path in ("/", "/health", "/ping", "/info", "/metrics"):
+        assert front.get(path).status == 200
+    assert front.post("/nothing", "{}").status == 404
+
+
+def detail(front: Front, path: str, inputs: str, parameters: dict[str, Any]) -> str:
+    """The validation error's text, without its prefix; "" if the request is served."""
+    reply = front.post(path, json.dumps({"inputs": inputs, "parameters": parameters}))
+    if reply.status == 200:
+        return ""
+    assert reply.status == 422
+    error = json.loads(reply.body)
+    assert error["error_type"] == "validation"
+    assert error["error"].startswith("Input validation error: ")
+    return str(error["error"].removeprefix("Input validation error: "))
+
+
+# (inputs, parameters, text). Each row breaks the rule of its text and those of the rows below it that it can.
+LATER = {"top_k": 0, "max_new_tokens": 0, "stop": ["a"] * 5, "top_n_tokens": 6, "truncate": 0}
+ORDER: list[tuple[str, dict[str, Any], str]] = [
+    ("", {"best_of": 2, "repetition_penalty": 0, "stop": ["a"] * 5}, "you must use sampling when `best_of` is > 1"),
+    ("", {"temperature": 0, "repetition_penalty": 0, **LATER}, "`temperature` must be strictly positive"),
+    ("", {"repetition_penalty": 0, "frequency_penalty": 3, **LATER}, "`repetition_penalty` must be strictly positive"),
+    ("", {"frequency_penalty": 2.5, "top_p": 0, **LATER}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ("", {"top_p": 1.5, "typical_p": 0, **LATER}, "`top_p` must be > 0.0 and < 1.0"),
+    ("", {"typical_p": 0, **LATER}, "`typical_p` must be > 0.0 and < 1.0"),
+    ("", LATER, "`top_k` must be strictly positive"),
+    ("", {**LATER, "top_k": 1}, "`max_new_tokens` must be strictly positive"),
+    ("", {"stop": ["a"] * 5, "top_n_tokens": 6}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    ("", {"seed": 0, "best_of": 2, "do_sample": True, "top_n_tokens": 6}, "`seed` must not be set when `best_of` > 1"),
+    ("", {"top_n_tokens": 6, "truncate": 0}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    ("", {"truncate": 0}, "`inputs` cannot be empty"),
+    ("x", {"truncate": 0, "watermark": True}, "`truncate` must be strictly positive and less than 2047. Given: 0"),
+    ("x", {"truncate": 2048}, "`truncate` must be strictly positive and less than 2047. Given: 2048"),
+    ("x", {"truncate": 2047}, ""),
+]
+
+
+@pytest.mark.parametrize(("inputs", "parameters", "text"), ORDER)
+def test_rules_in_their_order(front: Front, inputs: str, parameters: dict[str, Any], text: str) -> None:
+    assert detail(front, "/generate", inputs, parameters) == text
+
+
+def test_rules_before_the_permit(front: Front) -> None:
+    stream = "`best_of` != 1 is not supported when streaming tokens"
+    for best_of in (0, 2):
+        assert detail(front, "/generate_stream", "", {"best_of": best_of}) == stream
+    assert detail(front, "/generate_stream", "", {"decoder_input_details": True}) == (
+        "`decoder_input_details` == true is not supported when streaming tokens"
+    )
+    assert detail(front, "/generate", "", {"best_of": 3}) == "`best_of` must be > 0 and <= 2. Given: 3"
+
+
+def test_best_of_where_there_is_none(serve: Any) -> None:
+    front = serve(max_best_of=1)
+    assert detail(front, "/generate", "", {"best_of": 2}) == "`best_of` != 1 is not allowed for this endpoint"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"best_of": 2, "do_sample": True}, "`best_of` > 1 is not supported by this server yet"),
+        ({"frequency_penalty": 0.5}, "`frequency_penalty` is not supported by this server yet"),
+        ({"typical_p": 0.5}, "`typical_p` is not supported by this server yet"),
+        ({"watermark": True}, "`watermark` is not supported by this server yet"),
+        ({"decoder_input_details": True}, "`decoder_input_details` is not supported by this server yet"),
+        ({"top_n_tokens": 1}, "`top_n_tokens` is not supported by this server yet"),
+        ({"grammar": {"type": "regex", "value": "a"}}, "`grammar` is not supported by this server yet"),
+        ({"adapter_id": "{ask}"}, "`adapter_id` {ask} not found"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused(front: Front, parameters: dict[str, Any], text: str) -> None:
+    assert detail(front, "/generate", "x", parameters) == text
