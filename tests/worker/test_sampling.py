@@ -94,7 +94,7 @@ SAMPLING = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(
     samplings=st.lists(SAMPLING, min_size=1, max_size=6),
-    vocab=st.sampled_from([3, 97, NUCLEUS, NUCLEUS + 1, 5003]),
+    vocab=st.sampled_from([3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 9001]),
     scale=st.sampled_from([0.1, 3.0, 30.0]),
     random=st.integers(0, 2**32 - 1),
 )
@@ -131,7 +131,7 @@ MIX = [
     Sampling(2, temperature=0.7),
     Sampling(3, top_k=5),
     Sampling(4, top_p=0.9),
-    Sampling(5, temperature=3.0, top_p=0.99),  # a nucleus wider than NUCLEUS
+    Sampling(5, temperature=3.0, top_p=0.99),  # a wide nucleus
     Sampling(6, repetition_penalty=1.3),
     Sampling(7, temperature=0.9, top_k=50, top_p=0.8, repetition_penalty=1.1),
 ]
@@ -191,7 +191,7 @@ def test_ties() -> None:
 
 
 def test_top_k_of_one_is_certain() -> None:
-    ids, logprobs = run(torch.randn(1, 100), [Sampling(1, top_k=1)], [[1]])
+    _, logprobs = run(torch.randn(1, 100), [Sampling(1, top_k=1)], [[1]])
     assert logprobs.tolist() == [0.0]
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tgi.worker.noise import Noise, keys
 
-# top_p looks at this many of the likeliest tokens first; only a row whose mass lies wider is sorted whole.
-NUCLEUS = 1024
+# top_p looks at this many of the likeliest tokens first; a row whose mass lies wider at more, and at last at all.
+NUCLEUS = (1024, 8192)
 # Absurd settings must not overflow float32, or a logprob would be no number.
 SMALLEST_TEMPERATURE = 1e-30
 LARGEST_SCORE = 1e8
@@ -118,20 +118,23 @@ def keep_top_p(scores: Tensor, draws: Draws) -> None:
         return
     chosen = _take(scores, rows)
     p = _column(draws.top_p[rows], scores)
-    probabilities = chosen.softmax(-1)
     vocab = scores.shape[1]
-    if scores.device.type != "cpu" or vocab <= NUCLEUS:
-        _put(scores, rows, _nucleus(chosen, probabilities, p, vocab)[0])
+    if scores.device.type != "cpu":  # a GPU sorts quickly, and to ask which rows are wide would stall it
+        _put(scores, rows, _nucleus(chosen, p, vocab)[0])
         return
-    kept, enough = _nucleus(chosen, probabilities, p, NUCLEUS)
-    wide = (~enough).nonzero()[:, 0]
-    if len(wide):
-        kept[wide] = _nucleus(chosen[wide], probabilities[wide], p[wide], vocab)[0]
+    first, *wider = [width for width in NUCLEUS if width < vocab] + [vocab]
+    kept, wide = _nucleus(chosen, p, first)
+    for width in wider:
+        left = wide.nonzero()[:, 0]
+        if not len(left):
+            break
+        kept[left], wide[left] = _nucleus(chosen[left], p[left], width)
     _put(scores, rows, kept)
 
 
-def _nucleus(scores: Tensor, probabilities: Tensor, p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Scores with all but the nucleus at -inf, looking at the `width` likeliest; and whether it ends within these."""
+def _nucleus(scores: Tensor, p: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Scores with all but the nucleus at -inf, looking at the `width` likeliest; and whether it may be wider."""
+    probabilities = scores.softmax(-1)
     if width < scores.shape[1]:
         values, ids = probabilities.topk(width, -1)
     else:
@@ -139,9 +142,8 @@ def _nucleus(scores: Tensor, probabilities: Tensor, p: Tensor, width: int) -> tu
     values = values.double()
     keep = values.cumsum(-1) - values < p
     keep[:, 0] = True
-    enough = ~keep[:, -1]
     top = scores.gather(1, ids).masked_fill_(~keep, -torch.inf)
-    return torch.full_like(scores, -torch.inf).scatter_(1, ids, top), enough
+    return torch.full_like(scores, -torch.inf).scatter_(1, ids, top), keep[:, -1]
 
 
 PROCESSORS = (penalise_repetition, apply_temperature, keep_top_k, keep_top_p)

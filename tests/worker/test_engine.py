@@ -1,0 +1,239 @@
+"""The engine with a toy model: chunks, resumption, reused slots, shared pages and steps ahead change nothing."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.test_sampling import draws
+from tests.worker.test_scripted import slot, step
+from tgi.kernel.messages import Limits, Result, Sampling, encode
+from tgi.kernel.pack import floats, ints
+from tgi.worker.batch import Batch, KVShape
+from tgi.worker.engine import TorchEngine
+from tgi.worker.noise import Noise
+from tgi.worker.sampling import sample
+from tgi.worker.slots import BadStep
+
+CPU = torch.device("cpu")
+VOCAB, PAGES, SIZE, TOTAL = 61, 40, 4, 48
+TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+
+
+class ToyAttention:
+    """KV memory in which a token's key and value are its id."""
+
+    page_size = SIZE
+
+    def __init__(self) -> None:
+        self.memory = torch.full((PAGES * SIZE,), -1, dtype=torch.int64)
+
+    def plan(self, batch: Batch) -> Any:
+        return None
+
+    def write_and_attend(self, plan: Any, layer: int, query: Any, key: Any, value: Any, scale: float) -> Any:
+        raise NotImplementedError
+
+
+class ToyModel:
+    """Logits are a function of all ids of the context, read back from the pages."""
+
+    vocab_size = VOCAB
+    context = TOTAL
+    device = CPU
+    kv = KVShape(1, 1, 1, 1, torch.float32)
+    fails = False
+
+    def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("the model fails")
+        attention.memory[batch.cache_at] = batch.tokens
+        assert batch.cu_query.tolist() == np.cumsum([0, *batch.query_lengths]).tolist()
+        assert batch.context.tolist() == batch.context_lengths
+        ends = (batch.cu_query[1:] - 1).tolist()
+        logits = []
+        for at in batch.draw_at.tolist():
+            row = ends.index(at)
+            context = batch.context_lengths[row]
+            assert int(batch.positions[at]) == context - 1
+            positions = torch.arange(context)
+            ids = attention.memory[batch.page_table[row].long()[positions // SIZE] * SIZE + positions % SIZE]
+            logits.append(toy_logits(ids.tolist()))
+        return torch.stack(logits) if logits else torch.empty(0, VOCAB)
+
+
+def toy_logits(ids: list[int]) -> torch.Tensor:
+    """What the toy model says after these ids."""
+    weights = torch.tensor([0.9 ** (len(ids) - 1 - at) for at in range(len(ids))])
+    return (TABLE[torch.tensor(ids)] * weights[:, None]).sum(0)
+
+
+def expected(prompt: list[int], count: int, sampling: Sampling) -> tuple[list[int], list[float]]:
+    """The tokens of a request that nothing disturbs, without engine and pages."""
+    ids, logprobs = list(prompt), []
+    for _ in range(count):
+        token, logprob = sample(toy_logits(ids)[None], draws([sampling], [ids]), Noise(VOCAB, CPU))
+        ids.append(int(token))
+        logprobs.append(float(logprob))
+    return ids[len(prompt) :], logprobs
+
+
+def make_engine(slots: int = 4) -> TorchEngine:
+    limits = Limits(TOTAL, TOTAL - 1, PAGES * SIZE, 32, slots, PAGES, SIZE, VOCAB, "float32", "cpu")
+    return TorchEngine(ToyModel(), ToyAttention(), limits)
+
+
+def go(engine: TorchEngine, one: Any) -> list[int]:
+    return good(engine.collect(engine.launch(one)))
+
+
+def good(result: Result) -> list[int]:
+    assert result.error == ""
+    ids = ints(result.ids)
+    assert result.counts == b"\x01" * len(ids)
+    assert len(floats(result.logprobs)) == len(ids)
+    return ids
+
+
+SAMPLINGS = [
+    Sampling(0),
+    Sampling(1, do_sample=True),
+    Sampling(2, temperature=1.5, top_k=9, top_p=0.9, repetition_penalty=1.3),
+    Sampling(3, repetition_penalty=1.5),
+]
+PROMPT = [5, 9, 3, 7, 7, 1, 60, 2, 8]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("chunks", [[9], [4, 5], [1, 1, 1, 6], [3, 3, 2, 1]], ids=str)
+def test_chunks_and_steps_launched_ahead(chunks: list[int], sampling: Sampling) -> None:
+    engine = make_engine()
+    ids, logprobs = expected(PROMPT, 20, sampling)
+    pages = [(2, page) for page in (7, 3, 30, 1, 9, 20, 4, 11)]
+    new, start, pending = [slot(2, PROMPT, encode(sampling))], 0, []
+    for number, count in enumerate(chunks):
+        last = start + count == len(PROMPT)
+        one = step(number + 1, [(2, start, count, int(last))], new, pages if number == 0 else [])
+        pending.append(engine.launch(one))
+        new, start = [], start + count
+    for number in range(19):  # each launched before the one before it is collected
+        pending.append(engine.launch(step(len(pending) + 1, [(2, len(PROMPT) + number, 1, 1)])))
+    results = [engine.collect(one) for one in pending]
+    assert [token for result in results for token in good(result)] == ids
+    assert [value for result in results for value in floats(result.logprobs)] == logprobs
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_a_resumed_request_goes_on_identically(sampling: Sampling) -> None:
+    ids, _ = expected(PROMPT, 12, sampling)
+    for cut in (1, 5, 11):
+        engine = make_engine()
+        known = PROMPT + ids[:cut]
+        new = slot(0, known, encode(sampling))
+        drawn = go(engine, step(1, [(0, 0, len(known), 1)], [new], [(0, page) for page in range(10)]))
+        for number in range(len(ids) - cut - 1):
+            drawn += go(engine, step(number + 2, [(0, len(known) + number, 1, 1)]))
+        assert drawn == ids[cut:]
+
+
+def test_many_requests_of_all_kinds_share_steps_slots_and_pages() -> None:
+    """Four requests that start at different steps, one preempted and resumed in another slot; a shared prefix page."""
+    engine = make_engine()
+    prompts = [PROMPT, [*PROMPT[:4], 11, 12, 13], [1], PROMPT[:5]]
+    want = [expected(prompt, 6, sampling)[0] for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
+    new = [slot(at, prompts[at], encode(SAMPLINGS[at])) for at in range(4)]
+    got: list[list[int]] = [[], [], [], []]
+
+    def take(rows: list[int], one: Any) -> None:
+        for row, token in zip(rows, go(engine, one), strict=True):
+            got[row].append(token)
+
+    own = [[(at, at * 8 + n) for n in range(4)] for at in range(4)]
+    take([0], step(1, [(0, 0, 9, 1)], [new[0]], own[0]))
+    # Request 1 finds the first page of request 0's prompt in the cache; request 2 comes in beside it.
+    pages = [(1, 0), *own[1][:3], *own[2]]
+    take([0, 2], step(2, [(0, 9, 1, 1), (1, 4, 2, 0), (2, 0, 1, 1)], [new[1], new[2]], pages))
+    take([1, 0, 2], step(3, [(1, 6, 1, 1), (0, 10, 1, 1), (2, 1, 1, 1)]))
+    # Request 0 is preempted: its slot and pages go to request 3.
+    pages = [(0, page) for _, page in own[0]]
+    take([3, 1, 2], step(4, [(0, 0, 5, 1), (1, 7, 1, 1), (2, 2, 1, 1)], [new[3]._replace(slot=0)], pages))
+    back = slot(3, prompts[0] + got[0], encode(SAMPLINGS[0]))
+    pages = [(3, page) for page in range(32, 36)]
+    take([3, 2], step(5, [(0, 5, 1, 1), (3, 0, 7, 0), (2, 3, 1, 1)], [back], pages))
+    take([3, 2, 0], step(6, [(0, 6, 1, 1), (2, 4, 1, 1), (3, 7, 5, 1)]))
+    take([0, 2, 3, 1], step(7, [(3, 12, 1, 1), (2, 5, 1, 1), (0, 7, 1, 1), (1, 8, 1, 1)]))
+    assert [len(ids) for ids in got] == [5, 3, 6, 4]
+    assert [ids[: len(mine)] for mine, ids in zip(got, want, strict=True)] == got
+
+
+def test_only_the_rows_asked_for_draw() -> None:
+    engine = make_engine()
+    result = engine.collect(engine.launch(step(1, [(0, 0, 3, 0)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])))
+    assert (result.ids, result.logprobs, result.counts) == (b"", b"", b"")
+
+
+FIRST = step(1, [(0, 0, 9, 1)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        (step(2, []), "no rows"),
+        (step(2, [(0, 9, 1, 1), (0, 9, 1, 1)]), "two rows"),
+        (step(2, [(1, 0, 1, 1)]), "slot 1 is empty"),
+        (step(2, [(4, 0, 1, 1)]), "slot 4 is not within"),
+        (step(2, [(0, 8, 1, 1)]), "does not start where"),
+        (step(2, [(0, 9, 0, 1)]), "no token to compute"),
+        (step(2, [(0, 9, 2, 1)]), "beyond its known ids"),
+        (step(2, [(1, 0, 2, 1)], [slot(1, [1, 2, 3])], [(1, 9)]), "draws before its last known id"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3])]), "beyond its pages"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 61])], [(1, 9)]), "token id 61"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, -1])], [(1, 9)]), "token id -1"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [])], [(1, 9)]), "0 ids"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1] * 49)], [(1, 9)]), "49 ids"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3])], [(1, 40)]), "page 40"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3])], [(1, 9)] * 14), "more pages"),
+        (step(2, [(4, 0, 3, 1)], [slot(4, [1, 2, 3])], [(4, 9)]), "slot 4"),
+        (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3], b"\x91\x07")], [(1, 9)]), "Tokenize"),
+    ],
+)  # fmt: skip
+def test_a_bad_step_is_refused_and_nothing_else_suffers(bad: Any, fault: str) -> None:
+    engine = make_engine()
+    drawn = go(engine, FIRST)
+    with pytest.raises(Exception, match=fault):
+        engine.launch(bad)
+    drawn += go(engine, step(3, [(0, 9, 1, 1)]))
+    assert drawn == expected(PROMPT, 2, Sampling(1))[0]
+
+
+def test_a_failed_forward_leaves_its_rows_where_they_were() -> None:
+    engine = make_engine()
+    drawn = go(engine, FIRST)
+    engine._model.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="the model fails"):
+        engine.launch(step(2, [(0, 9, 1, 1)]))
+    engine._model.fails = False  # type: ignore[attr-defined]
+    with pytest.raises(BadStep, match="does not start where"):  # what was sent ahead of the failure's result
+        engine.launch(step(3, [(0, 10, 1, 1)]))
+    drawn += go(engine, step(4, [(0, 9, 1, 1)]))
+    assert drawn == expected(PROMPT, 2, Sampling(1))[0]
+
+
+def test_a_reset_empties_the_slots() -> None:
+    engine = make_engine()
+    go(engine, FIRST)
+    engine.reset()
+    with pytest.raises(BadStep, match="slot 0 is empty"):
+        engine.launch(step(2, [(0, 9, 1, 1)]))
+    assert go(engine, FIRST) == expected(PROMPT, 1, Sampling(1))[0]
+
+
+def test_a_request_may_fill_its_slot() -> None:
+    engine = make_engine()
+    prompt = list(range(TOTAL - 1))
+    pages = [(0, page) for page in range(13)]
+    assert go(engine, step(1, [(0, 0, TOTAL - 1, 1)], [slot(0, prompt)], pages)) == expected(prompt, 1, Sampling(1))[0]
+    go(engine, step(2, [(0, TOTAL - 1, 1, 1)]))
+    with pytest.raises(BadStep, match="draws beyond the longest request"):
+        engine.launch(step(3, [(0, TOTAL, 1, 1)]))

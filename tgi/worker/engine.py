@@ -1,0 +1,178 @@
+"""Runs steps on a model: builds the batch, computes, samples, and brings what was drawn back to the host."""
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgi.kernel.messages import Limits, Result, Step
+from tgi.worker.batch import Attention, Batch, Model
+from tgi.worker.loop import Poisoned
+from tgi.worker.noise import Noise
+from tgi.worker.sampling import Draws, sample
+from tgi.worker.slots import Rows, Slots
+
+
+class Pending(NamedTuple):
+    """A launched step. On CUDA the host copies are there once `end` has happened."""
+
+    number: int
+    epoch: int
+    ids: Tensor  # int64 [D], on the host
+    logprobs: Tensor  # float32 [D], on the host
+    forward_us: int  # on CPU; on CUDA the events tell
+    begin: torch.cuda.Event | None
+    end: torch.cuda.Event | None
+
+
+class TorchEngine:
+    """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes."""
+
+    def __init__(self, model: Model, attention: Attention, limits: Limits) -> None:
+        self.limits = limits
+        self._model = model
+        self._attention = attention
+        self._device = model.device
+        self._cuda = model.device.type == "cuda"
+        self._noise = Noise(model.vocab_size, model.device)
+        self._slots = Slots(
+            limits.max_batch_size,
+            limits.max_total_tokens,
+            limits.pages,
+            attention.page_size,
+            model.vocab_size,
+            model.device,
+        )
+
+    def reset(self) -> None:
+        """Forgets all requests."""
+        self._slots.reset()
+
+    def launch(self, step: Step) -> Pending:
+        """Starts a step. Raises BadStep where it does not fit, and Poisoned where the device is lost.
+
+        After any other error the rows of this step count as not computed, and those of other slots go on.
+        """
+        began = time.monotonic()
+        try:
+            with torch.inference_mode():
+                return self._launch(step, began)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise
+        except torch.AcceleratorError as error:
+            raise Poisoned(str(error)) from error
+
+    def done(self, pending: Pending) -> bool:
+        """Whether the step's result is on the host."""
+        return pending.end is None or pending.end.query()
+
+    def collect(self, pending: Pending) -> Result:
+        """Waits for the step and packs what it drew."""
+        forward_us = pending.forward_us
+        if pending.begin is not None and pending.end is not None:
+            try:
+                pending.end.synchronize()
+            except torch.AcceleratorError as error:
+                raise Poisoned(str(error)) from error
+            forward_us = int(pending.begin.elapsed_time(pending.end) * 1000)
+        ids = pending.ids.numpy().astype(np.int32)
+        return Result(
+            pending.number,
+            pending.epoch,
+            b"\x01" * len(ids),
+            ids.tobytes(),
+            pending.logprobs.numpy().tobytes(),
+            forward_us,
+        )
+
+    def _launch(self, step: Step, began: float) -> Pending:
+        self._slots.apply(step)
+        rows = self._slots.rows(step)
+        begin = end = None
+        if self._cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+        batch = self._batch(rows)
+        logits = self._model.forward(batch, self._attention)
+        ids, logprobs = self._draw(rows, logits)
+        self._slots.advance(rows)
+        if end is not None:
+            ids, logprobs = _to_host(ids), _to_host(logprobs)
+            end.record()
+        forward_us = int((time.monotonic() - began) * 1e6)
+        return Pending(step.number, step.epoch, ids, logprobs, forward_us, begin, end)
+
+    def _batch(self, rows: Rows) -> Batch:
+        """Lays the rows' tokens back to back."""
+        state, size = self._slots, self._slots.page_size
+        counts = rows.ends - rows.starts
+        bounds = np.concatenate(([0], np.cumsum(counts)))
+        positions = np.arange(bounds[-1]) + np.repeat(rows.starts - bounds[:-1], counts)
+        slots = np.repeat(rows.slots, counts)
+        page, offset = np.divmod(positions, size)
+        longest = -(-int(rows.ends.max()) // size)
+        table = state.page_table[rows.slots, :longest].astype(np.int64)
+        ids_at, positions_at, cache_at, cu_query, context, pages, draw_at = self._to_device(
+            slots * state.width + positions,
+            positions,
+            state.page_table[slots, page] * np.int64(size) + offset,
+            bounds,
+            rows.ends,
+            table.ravel(),
+            bounds[1:][rows.drawing] - 1,
+        )
+        return Batch(
+            tokens=state.ids.view(-1)[ids_at].long(),
+            positions=positions_at,
+            cache_at=cache_at,
+            cu_query=cu_query.int(),
+            context=context.int(),
+            page_table=pages.int().view(table.shape),
+            draw_at=draw_at,
+            query_lengths=counts.tolist(),
+            context_lengths=rows.ends.tolist(),
+        )
+
+    def _draw(self, rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws for the rows that do, and writes the ids behind those that are known."""
+        if not len(rows.drawing):
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        state = self._slots
+        slots, position = rows.slots[rows.drawing], rows.ends[rows.drawing]
+
+        def history(chosen: NDArray[np.int64]) -> Tensor:
+            places = np.arange(position[chosen].max())[None]
+            places = np.where(places < position[chosen][:, None], places, 0)
+            (at,) = self._to_device((places + slots[chosen][:, None] * state.width).ravel())
+            return state.ids.view(-1)[at].long().view(places.shape)
+
+        draws = Draws(
+            state.samples[slots],
+            state.temperature[slots],
+            state.top_k[slots],
+            state.top_p[slots],
+            state.repetition_penalty[slots],
+            state.seed[slots],
+            position,
+            history,
+        )
+        ids, logprobs = sample(logits, draws, self._noise)
+        (at,) = self._to_device(slots * state.width + position)
+        state.ids.view(-1)[at] = ids.int()
+        return ids, logprobs
+
+    def _to_device(self, *columns: NDArray[np.int64]) -> list[Tensor]:
+        """Host columns on the device: on CUDA in one copy from pinned memory that does not stall the host."""
+        if not self._cuda:
+            return [torch.from_numpy(column) for column in columns]
+        packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self._device, non_blocking=True)
+        return list(packed.split([len(column) for column in columns]))
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in pinned memory, under way on the current stream."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

@@ -1,0 +1,151 @@
+"""What the worker keeps of each running request: token ids on the device, and on the host all that plans a step."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tgi.kernel.errors import ProtocolError
+from tgi.kernel.messages import Sampling, Slot, Step, decode
+
+EMPTY = -2  # nobody is in the slot
+NEW = -1  # nothing is computed yet: the first row may start behind a cached prefix
+
+Ints = NDArray[np.int64]
+
+
+class BadStep(Exception):
+    """A step that does not fit what the worker knows; the text says how."""
+
+
+class Rows(NamedTuple):
+    """The rows of a step as host columns, checked against the slots."""
+
+    slots: Ints  # [R]
+    starts: Ints  # [R] first position
+    ends: Ints  # [R] context length after the step
+    drawing: Ints  # [D] which rows draw
+
+
+class Slots:
+    """State of `count` slots, each with room for `tokens` ids and the pages of as many.
+
+    Ids live on the device, because drawn ones are read by the next step before the host has seen them. Lengths and
+    page tables are the host's: it knows them one step ahead.
+    """
+
+    def __init__(self, count: int, tokens: int, pages: int, page_size: int, vocab_size: int, device: torch.device):
+        self.width = tokens + 1
+        self.page_size = page_size
+        self._pages = pages
+        self._vocab_size = vocab_size
+        self.ids = torch.empty(count, self.width, dtype=torch.int32, device=device)
+        self.page_table = np.zeros((count, -(-self.width // page_size)), np.int32)
+        self.known = np.zeros(count, np.int64)  # ids, drawn ones included
+        self.computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache
+        self.held = np.zeros(count, np.int64)  # pages
+        self.samples = np.zeros(count, np.bool_)
+        self.temperature = np.ones(count, np.float32)
+        self.top_k = np.zeros(count, np.int64)
+        self.top_p = np.ones(count, np.float64)
+        self.repetition_penalty = np.ones(count, np.float32)
+        self.seed = np.zeros(count, np.uint64)
+
+    def reset(self) -> None:
+        """Empties all slots."""
+        self.computed.fill(EMPTY)
+
+    def apply(self, step: Step) -> None:
+        """Lets the step's new occupants in and appends its pages. Raises BadStep."""
+        for new in step.slots:
+            self._occupy(new)
+        owners, pages = _ints(step.page_slots), _ints(step.page_ids)
+        if len(owners) != len(pages):
+            raise BadStep("page_slots and page_ids differ in length")
+        if not len(owners):
+            return
+        self._need_occupied(owners)
+        _need_within(pages, self._pages, "page")
+        # The n-th page of a slot in this step goes n places behind those that it holds.
+        order = np.argsort(owners, kind="stable")
+        sorted_owners = owners[order]
+        places = self.held[sorted_owners] + np.arange(len(order)) - np.searchsorted(sorted_owners, sorted_owners)
+        if places.max() >= self.page_table.shape[1]:
+            raise BadStep(f"slot {sorted_owners[places.argmax()]} gets more pages than a request can have")
+        self.page_table[sorted_owners, places] = pages[order]
+        np.maximum.at(self.held, sorted_owners, places + 1)
+
+    def rows(self, step: Step) -> Rows:
+        """The step's rows. Raises BadStep if they do not follow what is known of their slots."""
+        slots, starts, counts = _ints(step.rows), _ints(step.starts), _ints(step.counts)
+        draws = np.frombuffer(step.draws, np.uint8)
+        if not len(slots) == len(starts) == len(counts) == len(draws):
+            raise BadStep("rows, starts, counts and draws differ in length")
+        if not len(slots):
+            raise BadStep("no rows")
+        self._need_occupied(slots)
+        if len(np.unique(slots)) != len(slots):
+            raise BadStep("a slot has two rows")
+        ends = starts + counts
+        drawing = np.flatnonzero(draws)
+        computed, known = self.computed[slots], self.known[slots]
+        begun = np.where(computed == NEW, starts, computed)
+        for name, wrong in (
+            ("has no token to compute", counts < 1),
+            ("does not start where its computed tokens end", (starts != begun) | (starts < 0)),
+            ("goes beyond its known ids", ends > known),
+            ("goes beyond its pages", ends > self.held[slots] * self.page_size),
+            ("draws before its last known id", (draws != 0) & (ends != known)),
+            ("draws beyond the longest request", (draws != 0) & (ends >= self.width)),
+        ):
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise BadStep(
+                    f"the row of slot {slots[row]} {name}: positions {starts[row]} to {ends[row] - 1}, "
+                    f"{known[row]} ids known, {computed[row]} computed, {self.held[slots[row]]} pages"
+                )
+        return Rows(slots, starts, ends, drawing)
+
+    def advance(self, rows: Rows) -> None:
+        """The rows are computed, or will be before anything that is launched later."""
+        self.computed[rows.slots] = rows.ends
+        self.known[rows.slots[rows.drawing]] += 1
+
+    def _occupy(self, new: Slot) -> None:
+        slot = new.slot
+        _need_within(np.array([slot]), len(self.known), "slot")
+        ids = _ints(new.tokens)
+        if not 0 < len(ids) < self.width:
+            raise BadStep(f"slot {slot} gets {len(ids)} ids; 1 to {self.width - 1} fit")
+        _need_within(ids, self._vocab_size, "token id")
+        sampling = decode(new.sampling)
+        if not isinstance(sampling, Sampling):
+            raise ProtocolError(f"slot {slot}: expected a Sampling, got {type(sampling).__name__}")
+        self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
+        self.known[slot] = len(ids)
+        self.computed[slot] = NEW
+        self.held[slot] = 0
+        self.samples[slot] = sampling.samples
+        self.temperature[slot] = sampling.temperature
+        self.top_k[slot] = sampling.top_k
+        self.top_p[slot] = sampling.top_p
+        self.repetition_penalty[slot] = sampling.repetition_penalty
+        self.seed[slot] = sampling.seed
+
+    def _need_occupied(self, slots: Ints) -> None:
+        _need_within(slots, len(self.known), "slot")
+        empty = self.computed[slots] == EMPTY
+        if empty.any():
+            raise BadStep(f"slot {slots[empty.argmax()]} is empty")
+
+
+def _need_within(values: Ints, limit: int, what: str) -> None:
+    if values.min() < 0 or values.max() >= limit:
+        worst = values.min() if values.min() < 0 else values.max()
+        raise BadStep(f"{what} {worst} is not within 0 to {limit - 1}")
+
+
+def _ints(column: bytes) -> Ints:
+    """An int32 column as int64, for index arithmetic."""
+    return np.frombuffer(column, np.int32).astype(np.int64)
