@@ -1,5 +1,6 @@
 """What every child process has: its name and boot id, the poll loop, its state file, and the watchdog's beat."""
 
+import contextlib
 import mmap
 import os
 import signal
@@ -112,6 +113,11 @@ class Process:
             pass
         if self._parent_fd is not None and _at_eof(self._parent_fd):
             sys.exit(f"tgi {self.role} {self.place}: the supervisor is gone")
+
+    def wake(self) -> None:
+        """Ends a `wait` early; for threads that have something for the loop."""
+        with contextlib.suppress(BlockingIOError):  # as many wake-ups are on their way as the pipe holds
+            self._wake_write.send(b"\0")
 
     def stop(self) -> None:
         """Asks the loop to drain and return."""

@@ -1,0 +1,59 @@
+"""Text to ids: prompts for the model, and tokens with their byte offsets for the tokenize routes."""
+
+from typing import NamedTuple
+
+from tgi.kernel.messages import Tokenized
+from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.tokenizer.vocabulary import Vocabulary
+
+
+class EncodeError(Exception):
+    """The tokenizer could not read this text. The message is for the client."""
+
+
+class Prompt(NamedTuple):
+    """The ids of a prompt, as an int32 column, and how many."""
+
+    ids: bytes
+    tokens: int
+
+
+def prompt(vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate: int | None) -> Prompt:
+    """The ids of `text`, the last `truncate` of them if that is given. Raises EncodeError."""
+    try:
+        # encode_batch_fast leaves the offsets out and, unlike encode, lets other threads run meanwhile.
+        (encoding,) = vocabulary.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except Exception as error:  # the package raises plain Exception, and TypeError for a lone surrogate
+        raise EncodeError(f"tokenizer error {error}") from error
+    ids = encoding.ids
+    if truncate is not None and truncate < len(ids):
+        ids = ids[len(ids) - truncate :]
+    return Prompt(pack(INT32, ids), len(ids))
+
+
+def tokenized(vocabulary: Vocabulary, rid: int, text: str, add_special_tokens: bool) -> Tokenized:
+    """The tokens of `text` with UTF-8 byte offsets. A text that cannot be read gives a Tokenized with `error` set."""
+    try:
+        (encoding,) = vocabulary.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    except Exception as error:  # as above
+        return Tokenized(rid, b"", b"", b"", b"", f"tokenizer error {error}")
+    ids, offsets = encoding.ids, encoding.offsets
+    starts = [start for start, _ in offsets]
+    stops = [stop for _, stop in offsets]
+    if not text.isascii():
+        at = _byte_positions(text, starts, stops)
+        starts = [at[start] for start in starts]
+        stops = [at[stop] for stop in stops]
+    special = [vocabulary.is_special(number) for number in ids]
+    return Tokenized(rid, pack(INT32, ids), pack(INT32, starts), pack(INT32, stops), pack(UINT8, special))
+
+
+def _byte_positions(text: str, *positions: list[int]) -> dict[int, int]:
+    """Where the given characters of `text` begin in its UTF-8 form. Reads the text once."""
+    found = {}
+    before, size = 0, 0
+    for position in sorted(set().union(*positions)):
+        size += len(text[before:position].encode())
+        found[position] = size
+        before = position
+    return found

@@ -1,0 +1,307 @@
+"""The heart of a tokenizer process, without sockets: messages and encoded texts go in, messages and jobs come out."""
+
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tgi.kernel import metrics
+from tgi.kernel.link import Gone, Peer
+from tgi.kernel.messages import (
+    Cancel,
+    End,
+    Generate,
+    Hello,
+    Limits,
+    Reason,
+    Status,
+    Stop,
+    Texts,
+    Tokenize,
+    Tokenized,
+    Tokens,
+)
+from tgi.kernel.pack import UINT32, ints, uints
+from tgi.tokenizer import encode, limits
+from tgi.tokenizer.request import Request, Stage
+from tgi.tokenizer.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+# A text of more characters than this is encoded in a thread, so that the streams of others go on meanwhile.
+LONG_TEXT = 64 << 10
+NO_SCHEDULER = "waiting for the scheduler"
+
+
+class Job(NamedTuple):
+    """A long text to be encoded elsewhere: `result` is called there, and given to `Pool.finished` with `key`."""
+
+    key: Any
+    result: Callable[[], Any]
+
+
+class _Columns:
+    """What one api gets of this turn's tokens: the columns of a Texts."""
+
+    __slots__ = ("counts", "ids", "logprobs", "rids", "special", "texts")
+
+    def __init__(self) -> None:
+        self.rids = array(UINT32)
+        self.counts = array(UINT32)
+        self.ids = bytearray()
+        self.logprobs = bytearray()
+        self.special = bytearray()
+        self.texts: list[str] = []
+
+    def message(self) -> Texts:
+        return Texts(
+            self.rids.tobytes(),
+            self.counts.tobytes(),
+            bytes(self.ids),
+            bytes(self.logprobs),
+            bytes(self.special),
+            self.texts,
+        )
+
+
+class Pool:
+    """All requests of this process. `clock` gives seconds.
+
+    Call `handle` with what the links receive, run `jobs` somewhere and give their results to `finished`, and send
+    what `outgoing` returns. Each Generate gets one End, and each Add one End from the scheduler: a record lives until
+    both have come.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic) -> None:
+        self.jobs: deque[Job] = deque()
+        self._vocabulary = vocabulary
+        self._clock = clock
+        self._apis: dict[Peer, dict[int, Request]] = {}  # of each api, by its own rid, until the End is sent
+        self._requests: dict[int, Request] = {}  # by our rid
+        self._rid = 0
+        self._scheduler: Peer | None = None
+        self._limits: Limits | None = None
+        self._status = Status(False, True, NO_SCHEDULER, 0)
+        self._columns: dict[Peer, _Columns] = {}
+        self._messages: list[tuple[Peer, Any]] = []
+        self._from_api: dict[type, Callable[[Peer, Any], None]] = {
+            Hello: self._api_up,
+            Gone: self._api_gone,
+            Generate: self._generate,
+            Tokenize: self._tokenize,
+            Cancel: self._cancel,
+        }
+        self._from_scheduler: dict[type, Callable[[Peer, Any], None]] = {
+            Hello: self._scheduler_up,
+            Gone: self._scheduler_gone,
+            Status: self._status_changed,
+            Tokens: self._tokens,
+            End: self._ended,
+        }
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._requests
+
+    def handle(self, peer: Peer, message: Any) -> None:
+        """Takes one message, or event of a link, from a neighbour."""
+        handlers = self._from_scheduler if peer.role == "scheduler" else self._from_api
+        handler = handlers.get(type(message))
+        if handler is None:
+            log.warning("ignored a %s from %s", type(message).__name__, peer)
+        else:
+            handler(peer, message)
+
+    def outgoing(self) -> list[tuple[Peer, Any]]:
+        """What is to be sent, in order: texts first, so that an End is always behind its tokens."""
+        messages = [(api, columns.message()) for api, columns in self._columns.items()] + self._messages
+        self._columns, self._messages = {}, []
+        return messages
+
+    # From an api
+
+    def _api_up(self, api: Peer, hello: Hello) -> None:
+        self._apis[api] = {}
+        self._send(api, self._status)
+
+    def _api_gone(self, api: Peer, gone: Gone) -> None:
+        for request in list(self._apis.get(api, {}).values()):
+            self._withdraw(request)
+            self._close(request)
+        self._apis.pop(api, None)
+        self._columns.pop(api, None)
+
+    def _generate(self, api: Peer, asked: Generate) -> None:
+        self._rid += 1
+        request = Request(self._rid, api, asked, self._clock())
+        self._requests[request.rid] = request
+        self._apis[api][asked.rid] = request
+
+        def prompt() -> encode.Prompt | encode.EncodeError:
+            try:
+                return encode.prompt(self._vocabulary, asked.inputs, asked.add_special_tokens, asked.truncate)
+            except encode.EncodeError as error:
+                return error
+
+        self._start(len(asked.inputs), Job(request, prompt))
+
+    def _tokenize(self, api: Peer, asked: Tokenize) -> None:
+        def tokens() -> Tokenized:
+            return encode.tokenized(self._vocabulary, asked.rid, asked.inputs, asked.add_special_tokens)
+
+        self._start(len(asked.inputs), Job(api, tokens))
+
+    def _start(self, length: int, job: Job) -> None:
+        if length > LONG_TEXT:
+            self.jobs.append(job)
+        else:
+            self.finished(job.key, job.result())
+
+    def finished(self, key: Any, result: Any) -> None:
+        """Takes the result of a job."""
+        if isinstance(result, Tokenized):
+            self._send(key, result)
+        elif key.rid not in self._requests:
+            log.debug("a request left while it was encoded")
+        elif isinstance(result, encode.EncodeError):
+            self._finish(key, Reason.INVALID, str(result))
+        else:
+            key.prompt = result
+            key.stage = Stage.HELD
+            if self._limits is not None:
+                self._admit(key, self._limits)
+
+    def _cancel(self, api: Peer, cancel: Cancel) -> None:
+        request = self._apis[api].get(cancel.rid)
+        if request is None or request.stage is Stage.CANCELLING:
+            return
+        if not self._withdraw(request):
+            self._finish(request, Reason.CANCELLED)
+
+    # From the scheduler
+
+    def _scheduler_up(self, scheduler: Peer, hello: Hello) -> None:
+        self._scheduler = scheduler
+        for request in list(self._requests.values()):
+            if request.stage is Stage.LIVE:
+                self._send(scheduler, request.add())
+
+    def _scheduler_gone(self, scheduler: Peer, gone: Gone) -> None:
+        if scheduler != self._scheduler:
+            return
+        self._scheduler = None
+        for request in list(self._requests.values()):
+            if request.stage is Stage.CANCELLING:
+                self._finish(request, Reason.CANCELLED)
+            elif request.stage is Stage.ENDED:
+                del self._requests[request.rid]
+            elif request.reason is not None:  # its last token has come, only the End is lost
+                self._finish(request, request.reason)
+        self._show(Status(False, True, NO_SCHEDULER, 0, self._limits))
+
+    def _status_changed(self, scheduler: Peer, status: Status) -> None:
+        self._show(status)
+        if status.limits is None:
+            return
+        if self._limits is None:
+            metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
+        self._limits = status.limits
+        for request in list(self._requests.values()):
+            if request.stage is Stage.HELD:
+                self._admit(request, self._limits)
+
+    def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
+        begun = time.perf_counter()
+        ids = ints(tokens.ids)
+        end = 0
+        for rid, count in zip(uints(tokens.rids), uints(tokens.counts), strict=True):
+            first, end = end, end + count
+            request = self._requests.get(rid)
+            if request is None or request.stage is not Stage.LIVE or request.reason is not None:
+                continue  # drawn before the scheduler heard that this request is over
+            columns = self._columns.get(request.api)
+            if columns is None:
+                columns = self._columns[request.api] = _Columns()
+            special = request.special
+            at = first
+            while at < end and request.reason is None:
+                number = ids[at]
+                columns.texts.append(request.push(number))
+                columns.special.append(number < len(special) and special[number])
+                at += 1
+            columns.rids.append(request.asked.rid)
+            columns.counts.append(at - first)
+            columns.ids += tokens.ids[4 * first : 4 * at]
+            columns.logprobs += tokens.logprobs[4 * first : 4 * at]
+            if request.reason is Reason.STOP:
+                self._stop(request)
+        metrics.tgi_batch_decode_duration.labels(method="decode").observe(time.perf_counter() - begun)
+
+    def _ended(self, scheduler: Peer, end: End) -> None:
+        request = self._requests.get(end.rid)
+        if request is None:
+            log.warning("the scheduler ended a request that is not there")
+        elif request.stage is Stage.CANCELLING:
+            self._finish(request, Reason.CANCELLED, below=end)
+        elif request.stage is Stage.ENDED:
+            del self._requests[end.rid]
+        else:
+            self._finish(request, end.reason, end.message, end)
+
+    # The life of a request
+
+    def _admit(self, request: Request, known: Limits) -> None:
+        """Checks an encoded request against the limits and passes it on."""
+        asked = request.asked.max_new_tokens
+        if problem := limits.refusal(known, request.prompt.tokens, asked):
+            self._finish(request, Reason.INVALID, problem)
+            return
+        request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked))
+        request.submitted = self._clock()
+        request.validation_us = int((request.submitted - request.received) * 1e6)
+        if request.reason is not None:  # the ids of an earlier life are all that was asked for
+            self._finish(request, request.reason)
+        elif self._scheduler is not None:
+            self._send(self._scheduler, request.add())
+
+    def _stop(self, request: Request) -> None:
+        """A stop string has come: the api hears at once, what is still in the pipeline is dropped."""
+        assert self._scheduler is not None
+        self._send(self._scheduler, Stop(request.rid))
+        # The scheduler's own durations come with its End, too late: here the time in the queue counts as inference.
+        inference_us = int((self._clock() - request.submitted) * 1e6)
+        self._send(request.api, request.end(Reason.STOP)._replace(inference_us=inference_us))
+        self._close(request)
+
+    def _withdraw(self, request: Request) -> bool:
+        """Nobody wants this request any more. Whether the scheduler knows of it, and has now been told."""
+        if request.stage is not Stage.LIVE or self._scheduler is None:
+            return False
+        self._send(self._scheduler, Cancel(request.rid))
+        request.stage = Stage.CANCELLING
+        return True
+
+    def _close(self, request: Request) -> None:
+        """The api is done with this request. The record stays until the scheduler is, too."""
+        self._apis[request.api].pop(request.asked.rid, None)
+        if request.stage in (Stage.LIVE, Stage.CANCELLING) and self._scheduler is not None:
+            request.stage = Stage.ENDED
+        else:
+            del self._requests[request.rid]
+
+    def _finish(self, request: Request, reason: str, message: str = "", below: End | None = None) -> None:
+        """The End of a request that the scheduler does not know, or no longer."""
+        self._send(request.api, request.end(reason, message, below))
+        self._apis[request.api].pop(request.asked.rid, None)
+        del self._requests[request.rid]
+
+    def _show(self, status: Status) -> None:
+        self._status = status
+        for api in self._apis:
+            self._send(api, status)
+
+    def _send(self, peer: Peer, message: Any) -> None:
+        self._messages.append((peer, message))

@@ -1,0 +1,106 @@
+"""One request as the tokenizer keeps it: all that is needed to begin it again below, and its text so far."""
+
+from array import array
+from enum import StrEnum
+
+from tgi.kernel.link import Peer
+from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.pack import INT32, ints, pack
+from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
+from tgi.tokenizer.encode import Prompt
+from tgi.tokenizer.stop import StopMatcher
+from tgi.tokenizer.vocabulary import Vocabulary
+
+
+class Stage(StrEnum):
+    """Where a request is, seen from here."""
+
+    ENCODING = "encoding"  # its text is in the encoding thread
+    HELD = "held"  # encoded, waiting for the limits
+    LIVE = "live"  # with the scheduler, or will be as soon as there is one
+    CANCELLING = "cancelling"  # the scheduler was told; its End is awaited, and passed on
+    ENDED = "ended"  # the api has its End, or is gone; the scheduler's End is awaited
+
+
+class Request:
+    """`rid` is this tokenizer's number towards the scheduler; `asked.rid` is the api's.
+
+    `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string.
+    """
+
+    __slots__ = (
+        "_decoder", "_stop", "api", "asked", "generated", "max_new_tokens", "prompt", "reason", "received", "rid",
+        "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
+    )  # fmt: skip
+
+    def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
+        self.rid = rid
+        self.api = api
+        self.asked = asked
+        self.received = received  # seconds on this process's clock
+        self.submitted = received
+        self.stage = Stage.ENCODING
+        self.prompt = Prompt(b"", 0)
+        self.max_new_tokens = 0
+        self.stop_ids: frozenset[int] = frozenset()
+        self.validation_us = 0
+        self.generated = array(INT32)
+        self.texts: list[str] = []  # of plain tokens, special ones left out
+        self.special = bytearray()
+        self.reason: Reason | None = None
+        self._stop = StopMatcher(asked.stop) if any(asked.stop) else None
+        self._decoder: Decoder | None = None
+
+    def begin(self, vocabulary: Vocabulary, max_new_tokens: int) -> None:
+        """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent."""
+        self.stage = Stage.LIVE
+        self.max_new_tokens = max_new_tokens
+        self.stop_ids = frozenset() if self.asked.ignore_eos else vocabulary.eos_ids
+        self.special = vocabulary.special
+        self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
+        for number in ints(self.asked.resume):
+            if self.reason is None:
+                self.push(number)
+
+    def push(self, number: int) -> str:
+        """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""
+        assert self._decoder is not None
+        self.generated.append(number)
+        text = self._decoder.feed(number)
+        if len(self.generated) >= self.max_new_tokens:
+            self.reason = Reason.LENGTH
+        elif number in self.stop_ids:
+            self.reason = Reason.EOS
+        elif self._stop is not None and (match := self._stop.feed(text)) is not None:
+            self.reason = Reason.STOP
+            text = text[: match.end]
+        if text and not (number < len(self.special) and self.special[number]):
+            self.texts.append(text)
+        return text
+
+    def add(self) -> Add:
+        """This request for the scheduler, with the ids generated so far."""
+        return Add(
+            self.rid,
+            self.prompt.ids,
+            self.max_new_tokens,
+            encode(self.asked.sampling),
+            pack(INT32, sorted(self.stop_ids)),
+            self.generated.tobytes(),
+            trace=self.asked.trace,
+        )
+
+    def end(self, reason: str, message: str = "", below: End | None = None) -> End:
+        """This request's End for the api. `below` is the scheduler's, for what was measured there."""
+        return End(
+            self.asked.rid,
+            reason,
+            message,
+            "".join(self.texts),
+            self.prompt.tokens,
+            len(self.generated),
+            below.cached_tokens if below else 0,
+            self.validation_us,
+            below.queue_us if below else 0,
+            below.inference_us if below else 0,
+        )

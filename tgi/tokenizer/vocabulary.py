@@ -1,0 +1,129 @@
+"""The tokenizer of a model: tokenizer.json as the `tokenizers` package reads it, and a table from id to text."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tgi.hub.card import Card
+from tgi.kernel.errors import UserError
+
+# Keys of tokenizer_config.json whose value is a special token or a list of them.
+SPECIAL_KEYS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+    "additional_special_tokens", "extra_special_tokens",
+)  # fmt: skip
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Vocabulary:
+    """A model's tokens, shared by all requests of this process.
+
+    `pieces[id]` is what an id adds to the text where that does not depend on its neighbours: a string, or the bytes of
+    an incomplete character. It is filled for byte-level tokenizers; for others `byte_level` is false, and only special
+    tokens and the byte tokens of a fallback (`<0xE2>`) have a piece, the rest None. `special[id]` is 1 for tokens that
+    the final text leaves out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: Iterable[str] = (), eos_ids: Iterable[int] = ()) -> None:
+        tokenizer.no_truncation()  # both would change prompts behind our back
+        tokenizer.no_padding()
+        known = [token for token in special if tokenizer.token_to_id(token) is not None]
+        flagged = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        tokenizer.add_special_tokens([token for token in known if token not in flagged])
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        kinds = _decoder_kinds(tokenizer)
+        self.byte_level = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
+        self.byte_fallback = "ByteFallback" in kinds
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocab.values(), default=-1) + 1
+        self.special = bytearray(size)
+        self.pieces: list[str | bytes | None] = [""] * size
+        for token, number in vocab.items():
+            self.pieces[number] = _byte_level_piece(token) if self.byte_level else self._fallback_piece(token)
+        for number, added in tokenizer.get_added_tokens_decoder().items():
+            if added.special:
+                self.special[number] = 1
+                self.pieces[number] = added.content
+
+    @classmethod
+    def load(cls, card: Card) -> "Vocabulary":
+        """The vocabulary of a model directory. Raises UserError if it has none or it cannot be read."""
+        if card.tokenizer_json is None:
+            raise UserError(
+                f"{card.directory} has no tokenizer.json. Save the model's tokenizer there with "
+                "transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR)."
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(card.tokenizer_json))
+        except Exception as error:  # the package raises plain Exception
+            raise UserError(f"{card.tokenizer_json} is damaged: {error}. Download the model again.") from error
+        return cls(tokenizer, special_tokens(card.directory).values(), card.eos_token_ids)
+
+    def is_special(self, number: int) -> bool:
+        """Whether the final text leaves this id out. An id outside the vocabulary (a padded embedding) is plain."""
+        return number < len(self.special) and self.special[number] == 1
+
+    def _fallback_piece(self, token: str) -> bytes | None:
+        """The byte of a byte token such as `<0xE2>`; None for any other token."""
+        if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return None
+
+
+def special_tokens(directory: Path) -> dict[str, str]:
+    """The special tokens that tokenizer_config.json names: "bos_token" → "<s>", …; those of lists by their own text."""
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, str] = {}
+    for key in SPECIAL_KEYS:
+        value = config.get(key)
+        if isinstance(value, dict) and "content" not in value:  # a newer form gives each of a list a name
+            value = list(value.values())
+        for entry in value if isinstance(value, list) else [value]:
+            content = entry.get("content") if isinstance(entry, dict) else entry
+            if isinstance(content, str) and content:
+                found[content if isinstance(value, list) else key] = content
+    return found
+
+
+def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
+    """The types of the tokenizer's decoders, as tokenizer.json names them."""
+    if tokenizer.decoder is None:
+        return set()
+    spec = json.loads(tokenizer.decoder.__getstate__())
+    return {member["type"] for member in spec.get("decoders", [spec])}
+
+
+def _byte_characters() -> dict[int, int | None]:
+    """For str.translate: the character that stands for a byte in byte-level vocabularies (GPT-2), to that byte.
+
+    Printable Latin-1 stands for itself, the other 68 bytes for U+0100 and on. Characters below 256 that stand for no
+    byte become one that Latin-1 cannot encode.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    table: dict[int, int | None] = dict.fromkeys(others, 0x10FFFF)
+    return table | {byte: byte for byte in printable} | {0x100 + k: byte for k, byte in enumerate(others)}
+
+
+_BYTE_CHARACTERS = _byte_characters()
+
+
+def _byte_level_piece(token: str) -> str | bytes:
+    """What a byte-level token stands for: a string, or bytes if they are no whole characters.
+
+    A token that is not written in byte characters stands for itself, as in the package's own decoder.
+    """
+    try:
+        data = token.translate(_BYTE_CHARACTERS).encode("latin-1")
+    except UnicodeEncodeError:
+        return token
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
