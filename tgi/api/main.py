@@ -13,10 +13,8 @@ import uvloop
 from tgi.api import app
 from tgi.api.router import Router
 from tgi.api.service import Service
-from tgi.kernel.errors import UserError
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
-from tgi.kernel.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,9 @@ async def serve(process: Process) -> None:
     ]
     # --max-concurrent-requests is the whole server's limit; each front end holds an even share of it.
     router = Router(links, max(1, settings.max_concurrent_requests // settings.api_workers))
-    service = Service(settings, router, settings.model_id or "", compute_type="gpu+optimized")
+    assert settings.model_id is not None  # the command line has filled in the default
+    assert process.listen_fd is not None  # and has taken the port
+    service = Service(settings, router, settings.model_id, compute_type="gpu+optimized")
     server = Server(service, process)
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     for fd in process.fds:
@@ -47,7 +47,7 @@ async def serve(process: Process) -> None:
     router.attach(loop)
     process.state("ready")
     try:
-        await server.serve(sockets=[listen(settings, process.listen_fd)])
+        await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:
         router.close()
 
@@ -95,22 +95,3 @@ def configure(service: Service) -> uvicorn.Config:
         proxy_headers=False,
         timeout_graceful_shutdown=int(service.settings.graceful_termination_timeout),
     )
-
-
-def listen(settings: Settings, inherited: int | None) -> socket.socket:
-    """The supervisor's listening socket, or an own one. Raises UserError if the port cannot be had."""
-    if inherited is not None:
-        return socket.socket(fileno=inherited)
-    family = socket.AF_INET6 if ":" in settings.hostname else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if settings.reuse_port:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((settings.hostname, settings.port))
-    except OSError as error:
-        raise UserError(
-            f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. Choose another --port."
-        ) from error
-    sock.set_inheritable(False)
-    return sock

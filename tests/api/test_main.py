@@ -1,0 +1,104 @@
+"""The front end as its own process, as the supervisor starts it."""
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.api.conftest import FakeTokenizer, Reply, request, texts
+from tgi.kernel import rundir
+from tgi.kernel.messages import End, Generate, Reason
+from tgi.kernel.settings import Settings
+from tgi.kernel.spawn import Child, Spec
+from tgi.kernel.supervise import listening_socket
+
+
+class Api:
+    """The process, its port and its only tokenizer."""
+
+    def __init__(self, run: Path) -> None:
+        settings = Settings(validation_workers=1, hostname="127.0.0.1", model_id="m")
+        settings = replace(settings, run_dir=run)
+        rundir.create(run)
+        with listening_socket("127.0.0.1", 0) as listener:
+            self.port = listener.getsockname()[1]
+            self.child = Child(Spec("api", 0, listener.fileno()), settings)
+        self.tokenizer = FakeTokenizer(f"ipc://{run}/tok-0.front", 0, lambda message: None)
+        self.tokenizer.start()
+
+    def get(self, path: str) -> Reply:
+        return self.send(request("GET", path, b"", {}))
+
+    def send(self, data: bytes) -> Reply:
+        with self.connect(data) as connection:
+            return rest(connection)
+
+    def connect(self, data: bytes) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection.sendall(data)
+        return connection
+
+    def until_ready(self) -> None:
+        while self.get("/health").status != 200:
+            assert self.child.poll() is None
+            time.sleep(0.02)
+
+
+def rest(connection: socket.socket) -> Reply:
+    raw = b""
+    while more := connection.recv(65536):
+        raw += more
+    return Reply(raw)
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    with tempfile.TemporaryDirectory(prefix="tgi") as folder:
+        api = Api(Path(folder))
+        yield api
+        api.child.signal(signal.SIGKILL)
+        while api.child.poll() is None:
+            time.sleep(0.01)
+        api.child.close()
+        api.tokenizer.stop()
+
+
+def test_sigterm_lets_requests_finish(api: Api) -> None:
+    api.until_ready()
+    body = b'{"inputs":"x"}'
+    head = {"content-type": "application/json", "content-length": str(len(body))}
+    stream = api.connect(request("POST", "/generate_stream", body, head))
+    rid = api.tokenizer.next(Generate).rid
+    api.tokenizer.send(texts(rid, (1, "a", -1.0, False)))
+    assert stream.recv(1)
+    os.kill(api.child.pid, signal.SIGINT)  # Ctrl-C is the supervisor's to answer
+    os.kill(api.child.pid, signal.SIGTERM)
+    with pytest.raises(OSError):  # nobody else is let in
+        while True:
+            api.connect(b"").close()
+            time.sleep(0.01)
+    assert api.child.poll() is None
+    api.tokenizer.send(texts(rid, (2, "b", -1.0, False)), End(rid, Reason.LENGTH, "", "ab", 1, 2))
+    end = b""
+    while more := stream.recv(65536):
+        end += more
+    assert b'"generated_text":"ab"' in end
+    while (code := api.child.poll()) is None:
+        time.sleep(0.01)
+    assert code == 0
+
+
+def test_memory_and_silence(api: Api) -> None:
+    api.until_ready()
+    process = psutil.Process(api.child.pid)
+    assert process.memory_info().rss < 150e6
+    before = api.child.beat.deadline()
+    while api.child.beat.deadline() == before:  # it gives signs of life
+        time.sleep(0.01)
