@@ -1,0 +1,87 @@
+"""Limits follow from memory and settings; what cannot be had is refused in words."""
+
+from pathlib import Path
+
+import pytest
+
+from tgi.kernel.errors import UserError
+from tgi.kernel.settings import Settings
+from tgi.worker import memory
+from tgi.worker.memory import CPU_MOST_BYTES, Need, available_on_cuda, choose_limits
+
+GB = 1 << 30
+CPU = Need(context=2048, page_size=16, page_bytes=1 << 20, vocab_size=100, dtype="bfloat16", device="cpu")
+CUDA = CPU._replace(device="cuda", context=131072)
+
+
+def test_on_cpu_a_quarter_of_what_is_free() -> None:
+    limits = choose_limits(Settings(), CPU, 2 * GB)
+    assert (limits.pages, limits.max_batch_total_tokens) == (512, 8192)
+    assert (limits.max_total_tokens, limits.max_input_tokens) == (2048, 2047)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (512, 128)
+    assert (limits.page_size, limits.vocab_size, limits.dtype, limits.device) == (16, 100, "bfloat16", "cpu")
+
+
+def test_on_cpu_no_more_than_is_sensible() -> None:
+    assert choose_limits(Settings(), CPU, 1000 * GB).pages == CPU_MOST_BYTES >> 20
+    # Two requests of 64 tokens never fill more than 8 pages.
+    assert choose_limits(Settings(max_batch_size=2, max_total_tokens=64), CPU, 1000 * GB).pages == 8
+
+
+def test_on_cuda_all_that_is_left() -> None:
+    limits = choose_limits(Settings(), CUDA, 20 * GB)
+    assert (limits.pages, limits.max_total_tokens) == (20 << 10, 131072)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (4096, 256)
+    assert choose_limits(Settings(), CUDA, 1 * GB).max_total_tokens == 1024 * 16
+    assert available_on_cuda(70 * GB, 80 * GB, Settings(cuda_memory_fraction=0.5), GB) == 26 * GB
+    assert available_on_cuda(10 * GB, 80 * GB, Settings(cuda_memory_fraction=0.5), GB) == 0
+
+
+def test_the_user_decides() -> None:
+    settings = Settings(
+        max_batch_total_tokens=1000, max_total_tokens=500, max_input_tokens=100, max_batch_prefill_tokens=64,
+        max_batch_size=7,
+    )  # fmt: skip
+    limits = choose_limits(settings, CPU, GB)
+    assert (limits.pages, limits.max_batch_total_tokens) == (63, 1008)
+    assert (limits.max_total_tokens, limits.max_input_tokens) == (500, 100)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_size) == (64, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "available", "words"),
+    [
+        (Settings(max_batch_total_tokens=10**6), GB, "Not enough memory to handle `max_batch_total_tokens=1000000`"),
+        (Settings(max_total_tokens=1000), 64 << 20, "Not enough memory to handle `max_total_tokens=1000`"),
+        (Settings(), 0, "Not enough memory"),
+        (Settings(max_total_tokens=3000), GB, "at most 2048 tokens"),
+        (Settings(max_input_tokens=2048), GB, "`max_input_tokens` must be < `max_total_tokens`"),
+        (
+            Settings(max_batch_prefill_tokens=3000, max_batch_total_tokens=2000),
+            GB << 2,
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(settings: Settings, available: int, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        choose_limits(settings, CPU, available)
+    assert words in str(error.value)
+
+
+def test_a_step_has_room_for_every_running_row() -> None:
+    assert (
+        choose_limits(Settings(max_batch_prefill_tokens=16, max_batch_size=64), CPU, GB).max_batch_prefill_tokens == 64
+    )
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    without = memory.available_on_host()
+    assert without > 0
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1500000\ninactive_file 500000\n")
+    assert memory.available_on_host() == 3500000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_on_host() > 3500000

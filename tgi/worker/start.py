@@ -1,0 +1,109 @@
+"""Starts the torch engine: model, memory, a first step to warm everything up."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from tgi.kernel.errors import UserError
+from tgi.kernel.messages import Limits, Sampling, Slot, Step, encode
+from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.kernel.settings import Settings
+from tgi.worker import memory
+from tgi.worker.attention import build_attention, page_bytes, page_size
+from tgi.worker.batch import Model
+from tgi.worker.engine import TorchEngine
+from tgi.worker.load import build_model
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int], None]
+WARM_PROMPT = 20  # tokens: more than one page
+# Every processor at work.
+WARM_SAMPLING = Sampling(1, temperature=0.9, top_k=10, top_p=0.9, repetition_penalty=1.2)
+
+
+def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
+    """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
+    device = _device(settings.device)
+    model = build_model(settings.model_dir, settings.dtype, device, progress)
+    progress("sizing the KV cache", 96)
+    limits = memory.choose_limits(settings, _need(model), _available(settings, model))
+    engine = TorchEngine(model, build_attention(model.kv, limits.pages, model.device), limits)
+    progress("warming up", 98)
+    rows = min(2, limits.max_batch_size)
+    tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
+    _run(engine, limits, rows, tokens)
+    return engine
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("There is no CUDA device that torch can use. Start with --device cpu.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _need(model: Model) -> memory.Need:
+    return memory.Need(
+        context=model.context,
+        page_size=page_size(model.device),
+        page_bytes=page_bytes(model.kv, model.device),
+        vocab_size=model.vocab_size,
+        dtype=str(model.kv.dtype).removeprefix("torch."),
+        device=model.device.type,
+    )
+
+
+def _available(settings: Settings, model: Model) -> int:
+    """Bytes for the KV cache. On CUDA after a step as large as any to come, which shows what a step itself takes."""
+    if model.device.type != "cuda":
+        return memory.available_on_host()
+    rows = memory.batch_size(settings, "cuda")
+    total = memory.prefill_tokens(settings, "cuda")
+    tokens = max(1, min(total // rows, model.context - 1))
+    need = _need(model)
+    trial = settings.max_total_tokens or tokens + 1
+    pages = rows * -(-(tokens + 1) // need.page_size)
+    limits = Limits(
+        trial,
+        trial - 1,
+        pages * need.page_size,
+        total,
+        rows,
+        pages,
+        need.page_size,
+        need.vocab_size,
+        need.dtype,
+        "cuda",
+    )
+    torch.cuda.reset_peak_memory_stats(model.device)
+    try:
+        engine = TorchEngine(model, build_attention(model.kv, pages, model.device), limits)
+        before = torch.cuda.memory_allocated(model.device)
+        _run(engine, limits, rows, tokens)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
+        ) from error
+    activations = torch.cuda.max_memory_allocated(model.device) - before
+    del engine
+    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info(model.device)
+    log.info("a step takes up to %.2f GB; %.2f of %.2f GB are free", activations / 1e9, free / 1e9, whole / 1e9)
+    return memory.available_on_cuda(free, whole, settings, activations)
+
+
+def _run(engine: TorchEngine, limits: Limits, rows: int, tokens: int) -> None:
+    """One prefill of `rows` prompts of `tokens` tokens, and a decode step behind it; then all is forgotten."""
+    each = -(-(tokens + 1) // limits.page_size)
+    ids = pack(INT32, [0] * tokens)
+    slots = [Slot(slot, ids, tokens, encode(WARM_SAMPLING if slot % 2 else Sampling(0))) for slot in range(rows)]
+    owners = pack(INT32, [slot for slot in range(rows) for _ in range(each)])
+    pages = pack(INT32, [page % limits.pages for page in range(rows * each)])
+    columns = pack(INT32, range(rows))
+    draws = pack(UINT8, [1] * rows)
+    prefill = Step(1, 0, slots, owners, pages, columns, pack(INT32, [0] * rows), pack(INT32, [tokens] * rows), draws)
+    decode = Step(2, 0, [], b"", b"", columns, pack(INT32, [tokens] * rows), pack(INT32, [1] * rows), draws)
+    for step in (prefill, decode):
+        engine.collect(engine.launch(step))
+    engine.reset()
