@@ -26,8 +26,8 @@ class Call:
     """One request to the tokenizers. It has one owner, who waits, and is ended exactly once, by the router."""
 
     def __init__(self) -> None:
-        self.wanted = True  # the client still waits for it
-        self.losses = 0  # tokenizers that died while they had it
+        self.wanted = True  # the client still waits, and there has been no end
+        self.losses = 0  # tokenizers that died while they had it, since its latest token
         self._waiter: asyncio.Future[None] | None = None
 
     def order(self, rid: int) -> tuple[Any, ...]:
@@ -87,6 +87,7 @@ class Generation(Call):
 
     def receive(self, ids: bytes, logprobs: bytes, special: bytes, texts: list[str]) -> None:
         """Takes the tokens of one step."""
+        self.losses = 0
         self.resume.frombytes(ids)
         fresh = self.fresh
         fresh.ids.frombytes(ids)

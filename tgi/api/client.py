@@ -8,19 +8,24 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Client:
-    """The other end of a request whose body has been read. Calls `on_gone` in the loop turn that sees it leave."""
+    """The other end of a request whose body has been read.
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    `release` gives up what the client asked for, if it is still going on: called in the loop turn that sees the client
+    leave, and when the answer is over, however it went.
+    """
+
+    def __init__(self, receive: Receive, release: Callable[[], None]) -> None:
         self.gone = False
-        self._on_gone = on_gone
+        self._release = release
         self._watcher = asyncio.get_running_loop().create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.gone = True
-        self._on_gone()
+        self._release()
 
     def close(self) -> None:
-        """Stops watching. To be called when the answer is complete."""
+        """The answer is over."""
         self._watcher.cancel()
+        self._release()

@@ -22,17 +22,17 @@ def render(value: float) -> str:
     """
     if not 1e-4 <= value < 1e5 and not -1e5 < value <= -1e-4:
         return _unusual(value)
+    if math.frexp(value)[0] in (0.5, -0.5):  # a power of two: see _shortest
+        return _unusual(value)
     text = f"{value:.8g}"
     if _unpack(_pack(float(text)))[0] != value:
-        return _unusual(value)
+        return f"{value:.9g}"
     shorter = f"{value:.7g}"
     if _unpack(_pack(float(shorter)))[0] == value:
         text = shorter
         shorter = f"{value:.6g}"
         if _unpack(_pack(float(shorter)))[0] == value:
             text = shorter
-        elif math.frexp(value)[0] in (0.5, -0.5):
-            return _unusual(value)
     return text if "." in text else text + ".0"
 
 

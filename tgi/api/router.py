@@ -14,7 +14,7 @@ from tgi.kernel.pack import uints
 
 log = logging.getLogger(__name__)
 
-# A request that has been with this many tokenizers when they died is what kills them.
+# A request that has lost this many tokenizers without a token in between is what kills them.
 MOST_LOSSES = 3
 
 
@@ -86,8 +86,8 @@ class Router:
         self._pump_soon()
 
     def cancel(self, call: Call) -> None:
-        """The client of this request is gone. Sent at once; the record stays until the End. May be called twice."""
-        if not call.wanted or call.ended:
+        """Nobody wants this request any more. Sent at once; the record stays until its End. No effect once ended."""
+        if not call.wanted:
             return
         self._unwanted(call)
         call.wake()

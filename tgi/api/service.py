@@ -52,13 +52,13 @@ class Service:
     def submit(self, call: Call, req: Request) -> Client:
         """Sends a request down, and cancels it as soon as its client leaves."""
 
-        def gone() -> None:
-            if not call.ended and isinstance(call, Generation):
+        def release() -> None:
+            if call.wanted and isinstance(call, Generation):
                 accounting.dropped()
             self.router.cancel(call)
 
         self.router.submit(call)
-        return Client(req.scope[RECEIVE], gone)
+        return Client(req.scope[RECEIVE], release)
 
     async def finish(self, call: Call, req: Request) -> None:
         """Sends a request down and waits for its end. Raises ClientGone if the client does not wait that long."""
