@@ -127,7 +127,8 @@ def _with_model(settings: Settings, roles: tuple[str, ...], progress: Any) -> Se
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
     if not {"tokenizer", "worker"} & set(roles):
         return named
-    directory = model_directory(settings.model_id, settings.revision, progress=progress.stage)
+    hub_cache = Path(settings.huggingface_hub_cache) if settings.huggingface_hub_cache else None
+    directory = model_directory(settings.model_id, settings.revision, hub_cache=hub_cache, progress=progress.stage)
     read_card(directory)  # refuses here, once and in the foreground, what no role could serve
     return replace(named, model_dir=directory)
 
