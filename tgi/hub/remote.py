@@ -47,8 +47,8 @@ def snapshot(
             f"{repo} (revision {revision}) is not in the cache {cache}, and HF_HUB_OFFLINE forbids to fetch it. "
             "Unset HF_HUB_OFFLINE, or name a model directory."
         )
-    import httpx
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import HTTPError as ConnectionTrouble  # type: ignore[attr-defined]  # of its HTTP client
 
     try:
         return _download(repo, revision, cache, token or os.environ.get("HF_API_TOKEN") or None, progress)
@@ -63,7 +63,7 @@ def snapshot(
         raise UserError(
             f"{repo} is neither a directory here nor a model on the Hub. Check the name; set HF_TOKEN if it is private."
         ) from error
-    except (httpx.HTTPError, OSError) as error:
+    except (ConnectionTrouble, OSError) as error:
         if held and not isinstance(error, HfHubHTTPError):
             log.warning("The Hub cannot be reached (%s); serving %s as it is in the cache", error, repo)
             return held

@@ -45,12 +45,12 @@ def model_directory(
     if model_id is None:
         return default.default_model(cache, progress, offline=offline)
     path = Path(model_id).expanduser()
-    if path.is_dir():
+    if model_id and path.is_dir():
         return path.absolute()
     if path.suffix.lower() == ".gguf":
         return _imported(path.absolute(), cache, progress)
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
-        raise UserError(f"{model_id} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
+        raise UserError(f"{model_id!r} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
     from tgi.hub.remote import snapshot
 
     return snapshot(model_id, revision, hub_cache, token=token, offline=offline, progress=progress)

@@ -205,12 +205,14 @@ def _llama3(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
         raise UserError(f"{metadata.file.path}: 'rope_freqs.weight' is not {head_dim // 2} float32 numbers.")
     found = tensor.data.cast("f").tolist()
     factor = max(found)
+    if not 0 < factor < math.inf:
+        raise UserError(f"{metadata.file.path} is damaged: 'rope_freqs.weight' holds {factor}.")
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     original = LLAMA3_ROPE["original_max_position_embeddings"]
     for index, divisor in enumerate(found):
         turns = original / (2 * math.pi * theta ** (2 * index / head_dim))
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-        expected = 1 / ((1 - smooth) / factor + smooth) if factor > 0 else math.nan
+        expected = 1 / ((1 - smooth) / factor + smooth)
         if not math.isclose(divisor, expected, rel_tol=1e-3):
             raise UserError(
                 f"{metadata.file.path} scales its rotary frequencies in an unknown way ('rope_freqs.weight'). "

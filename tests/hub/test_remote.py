@@ -1,0 +1,174 @@
+"""Models from the Hub, with a server on this machine that speaks the Hub's protocol."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.models import model
+from tgi.hub.card import read_card
+
+ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+FETCH = textwrap.dedent("""
+    import json, sys
+    from tgi.hub.resolve import model_directory
+    from tgi.kernel.errors import UserError
+    stages = []
+    try:
+        directory = model_directory(sys.argv[1], sys.argv[2] or None, progress=lambda *s: stages.append(s))
+        print(json.dumps([str(directory), stages]))
+    except UserError as error:
+        print(json.dumps(["refused", str(error)]))
+""")
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves `files` as the repository owner/tiny."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = files
+        self.requests: list[str] = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"] and parts[2:4] == ["owner", "tiny"]:
+            if parts[4:] not in (["revision", "main"], ["revision", COMMIT], []):
+                return self.refuse(404, "RevisionNotFound")
+            siblings = [{"rfilename": name, "size": len(body)} for name, body in self.server.files.items()]
+            body = json.dumps({"id": "owner/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+            return self.answer(body, {"Content-Type": "application/json"})
+        if parts[:3] == ["owner", "tiny", "resolve"] and "/".join(parts[4:]) in self.server.files:
+            body = self.server.files["/".join(parts[4:])]
+            return self.answer(body, {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": COMMIT})
+        if "gated" in self.path:
+            return self.refuse(403, "GatedRepo")
+        return self.refuse(404, "RepoNotFound")
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {path.name: path.read_bytes() for path in model("llama").iterdir()}
+    files |= {"README.md": b"words", "onnx/model.onnx": b"of another program", "pytorch_model.bin": b"pickled"}
+    server = Hub(files)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def fetch(hub: Hub, home: Path, name: str = "owner/tiny", revision: str = "", **environment: str) -> list:
+    """What model_directory says in a process of its own: [directory, stages] or ["refused", sentence]."""
+    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    command = [sys.executable, "-c", FETCH, name, revision]
+    done = subprocess.run(
+        command, env=kept | settings | environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_configuration_tokenizer_and_safetensors_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    directory, stages = fetch(hub, tmp_path)
+    assert read_card(Path(directory)).fingerprint == read_card(model("llama")).fingerprint
+    assert sorted(path.name for path in Path(directory).iterdir()) == sorted(p.name for p in model("llama").iterdir())
+    assert Path(directory).name == COMMIT
+    assert ["downloading weights", 100] in stages
+    assert not [path for path in hub.requests if "README" in path or "onnx" in path or ".bin" in path]
+
+
+def test_offline_serves_what_is_in_the_cache(hub: Hub, tmp_path: Path) -> None:
+    said = fetch(hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert said[0] == "refused"
+    assert "HF_HUB_OFFLINE" in said[1]
+    directory, _ = fetch(hub, tmp_path)
+    hub.requests.clear()
+    assert fetch(hub, tmp_path, HF_HUB_OFFLINE="1") == [directory, []]
+    assert fetch(hub, tmp_path, revision=COMMIT) == [directory, []]
+    assert hub.requests == []
+
+
+def test_a_hub_that_cannot_be_reached(hub: Hub, tmp_path: Path) -> None:
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    said = fetch(hub, tmp_path, **nowhere)
+    assert said[0] == "refused"
+    assert "Check the network" in said[1]
+    directory, _ = fetch(hub, tmp_path)
+    assert fetch(hub, tmp_path, **nowhere)[0] == directory
+
+
+def test_an_interrupted_download_is_not_taken_for_a_model(hub: Hub, tmp_path: Path) -> None:
+    directory, _ = fetch(hub, tmp_path)
+    (Path(directory) / "model.safetensors").unlink()
+    assert fetch(hub, tmp_path, HF_HUB_OFFLINE="1")[0] == "refused"
+    assert fetch(hub, tmp_path)[0] == directory
+    read_card(Path(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "words"),
+    [
+        ("owner/none", "", "neither a directory here nor a model on the Hub"),
+        ("owner/tiny", "nonsense", "no revision 'nonsense'"),
+        ("owner/gated", "", "accept its conditions"),
+    ],
+)
+def test_what_the_hub_refuses_is_said(hub: Hub, tmp_path: Path, name: str, revision: str, words: str) -> None:
+    said = fetch(hub, tmp_path, name, revision)
+    assert said[0] == "refused"
+    assert words in said[1]
+
+
+def test_a_repository_without_safetensors_is_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    said = fetch(hub, tmp_path)
+    assert said[0] == "refused"
+    assert "only as pytorch_model.bin" in said[1]
+    assert not [path for path in hub.requests if "resolve" in path]
+
+
+def test_shards_are_those_that_the_index_names(hub: Hub, tmp_path: Path) -> None:
+    weights = hub.files.pop("model.safetensors")
+    hub.files |= {"model-1.safetensors": weights, "consolidated.safetensors": weights, "stray.safetensors": weights}
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
+    directory, _ = fetch(hub, tmp_path)
+    assert [path.name for path in Path(directory).glob("*.safetensors")] == ["model-1.safetensors"]

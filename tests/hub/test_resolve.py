@@ -1,0 +1,120 @@
+"""What a user names leads to a model directory, once and whole, also between processes and after a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.hub.gguf_files import write_gguf
+from tests.models import model
+from tgi.hub.card import read_card
+from tgi.hub.resolve import model_directory
+from tgi.kernel.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+RESOLVE = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from tgi.hub.resolve import model_directory
+    print(model_directory(sys.argv[1], cache=Path(sys.argv[2]), progress=lambda *stage: print(*stage, flush=True)))
+""")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_gguf(model("llama"), tmp_path / "my-model.gguf", "Q8_0")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def visible(cache: Path) -> list[str]:
+    return sorted(path.name for path in (cache / "models").iterdir() if not path.name.endswith(".lock"))
+
+
+def start(source: Path, cache: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RESOLVE, str(source), str(cache)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_a_directory_is_itself(cache: Path) -> None:
+    assert model_directory(str(model("llama")), cache=cache) == model("llama")
+    assert not cache.exists()
+
+
+def test_a_gguf_file_is_imported_once(source: Path, cache: Path) -> None:
+    stages: list[str] = []
+    first = model_directory(str(source), cache=cache, progress=lambda stage, percent: stages.append(stage))
+    assert read_card(first).vocab_size == 512
+    assert visible(cache) == [first.name]
+    assert "importing weights" in stages
+    stages.clear()
+    assert model_directory(str(source), cache=cache, progress=lambda stage, percent: stages.append(stage)) == first
+    assert stages == []
+    write_gguf(model("llama", seed=1), source, "Q8_0")
+    assert model_directory(str(source), cache=cache) != first
+
+
+def test_what_is_there_is_found_without_heavy_imports(source: Path, cache: Path) -> None:
+    model_directory(str(source), cache=cache)
+    heavy = ("torch", "transformers", "huggingface_hub", "gguf", "numpy", "tokenizers", "httpx")
+    script = RESOLVE + f"from tgi.hub.card import read_card\nassert not set({heavy}) & set(sys.modules), sys.modules\n"
+    subprocess.run([sys.executable, "-c", script, str(source), str(cache)], check=True, cwd=ROOT)
+
+
+def test_two_processes_at_once_import_once(source: Path, cache: Path) -> None:
+    both = [start(source, cache) for _ in range(2)]
+    said = [process.communicate()[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert said[0][-1] == said[1][-1]
+    assert sum("reading 0" in lines for lines in said) == 1
+    assert visible(cache) == [Path(said[0][-1]).name]
+
+
+def test_a_killed_import_leaves_no_model_and_the_next_one_cleans_up(source: Path, cache: Path) -> None:
+    process = start(source, cache)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("importing tokenizer"):
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.read()  # ends when the converting child, which holds the pipe's other end, has gone too
+    process.stdout.close()
+    assert all(name.startswith(".") for name in visible(cache))
+    directory = model_directory(str(source), cache=cache)
+    assert visible(cache) == [directory.name]
+    read_card(directory)
+
+
+def test_a_bad_file_leaves_nothing_in_the_cache(source: Path, cache: Path) -> None:
+    source.write_bytes(source.read_bytes()[:5000])
+    with pytest.raises(UserError, match="not a sound GGUF file"):
+        model_directory(str(source), cache=cache)
+    assert visible(cache) == []
+
+
+@pytest.mark.parametrize("name", ["none.gguf", "/no/such/model", "../nowhere", "a/b/c", "what ever", ""])
+def test_names_that_lead_nowhere(name: str, cache: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        model_directory(name, cache=cache)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    with pytest.raises(UserError, match="TGI_CACHE"):
+        model_directory(str(source), cache=tmp_path / "closed")
+
+
+def test_a_cache_that_is_a_file(source: Path, cache: Path) -> None:
+    cache.write_text("not a directory")
+    with pytest.raises(UserError, match="TGI_CACHE"):
+        model_directory(str(source), cache=cache)
