@@ -1,7 +1,9 @@
 """Requests over time: clients that leave, tokenizers that die, limits, silence."""
 
 import json
+import random
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -218,3 +220,37 @@ def test_pipelined_requests_on_one_connection(serve: Any) -> None:
             more = connection.recv(65536)
             assert more
             raw += more
+
+
+def test_nothing_is_lost_or_repeated_however_often_tokenizers_die(serve: Any, monkeypatch: Any) -> None:
+    """Each life of a tokenizer goes on for three tokens at most, and is cut off at any moment."""
+    monkeypatch.setattr(router_module, "MOST_LOSSES", 10**6)
+    total = 12
+
+    def three_more(message: Generate) -> list[Any]:
+        known = ints(message.resume)
+        assert known == list(range(1, len(known) + 1))
+        last = min(len(known) + 3, total)
+        tokens: list[Any] = [word(message.rid, n) for n in range(len(known) + 1, last + 1)]
+        return [*tokens, End(message.rid, Reason.LENGTH, "", "text", 1, total)] if last == total else tokens
+
+    front = serve(three_more, validation_workers=2)
+    paths = ["/generate_stream", "/generate"] * 6
+    body = '{"inputs":"x","parameters":{"details":true}}'
+    streams = [Stream(front, path, body) for path in paths]
+    while front.router.in_flight < len(streams):
+        time.sleep(0.001)
+    restarts = random.Random(1)
+    while front.router.in_flight:
+        tokenizer = restarts.choice(front.tokenizers)
+        time.sleep(restarts.uniform(0, 0.02))
+        tokenizer.stop()
+        tokenizer.start()
+    for path, stream in zip(paths, streams, strict=True):
+        reply = stream.rest()
+        assert reply.status == 200
+        if path == "/generate":
+            tokens = json.loads(reply.body)["details"]["tokens"]
+        else:
+            tokens = [event["token"] for event in events(reply)]
+        assert [token["id"] for token in tokens] == list(range(1, total + 1))

@@ -57,6 +57,11 @@ class Api:
             assert self.child.poll() is None
             time.sleep(0.02)
 
+    def until_ended(self) -> int:
+        while (code := self.child.poll()) is None:
+            time.sleep(0.01)
+        return code
+
 
 def rest(connection: socket.socket) -> Reply:
     raw = b""
@@ -71,9 +76,7 @@ def api() -> Iterator[Api]:
         api = Api(Path(folder))
         yield api
         api.child.signal(signal.SIGKILL)
-        while api.child.poll() is None:
-            time.sleep(0.01)
-        api.child.close()
+        api.until_ended()
         api.tokenizer.stop()
 
 
@@ -95,9 +98,7 @@ def test_sigterm_lets_requests_finish(api: Api) -> None:
     while more := stream.recv(65536):
         end += more
     assert b'"generated_text":"ab"' in end
-    while (code := api.child.poll()) is None:
-        time.sleep(0.01)
-    assert code == 0
+    assert api.until_ended() == 0
 
 
 def test_memory_and_silence(api: Api) -> None:
@@ -107,3 +108,10 @@ def test_memory_and_silence(api: Api) -> None:
     before = api.child.beat.deadline()
     while api.child.beat.deadline() == before:  # it gives signs of life
         time.sleep(0.01)
+
+
+def test_it_ends_with_its_supervisor(api: Api) -> None:
+    """The pipe's end is all that this test takes away: the process that started it lives on."""
+    api.until_ready()
+    api.child.close()
+    assert api.until_ended() == 1
