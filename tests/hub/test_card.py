@@ -116,6 +116,14 @@ def test_state_space_models_are_refused_by_name(copy: Path, values: dict[str, An
         read_card(copy)
 
 
+def test_models_with_other_layers_than_attention_are_refused(copy: Path) -> None:
+    change(copy / "config.json", model_type="qwen3_next", layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UserError, match="qwen3_next has layers of kind linear_attention"):
+        read_card(copy)
+    change(copy / "config.json", model_type="qwen2", layer_types=["sliding_attention", "full_attention"])
+    assert read_card(copy).model_type == "qwen2"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

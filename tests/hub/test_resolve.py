@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.hub.gguf_files import write_gguf
@@ -84,10 +85,12 @@ def test_a_killed_import_leaves_no_model_and_the_next_one_cleans_up(source: Path
     for line in process.stdout:
         if line.startswith("importing tokenizer"):
             break
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 1
     process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.read()  # ends when the converting child, which holds the pipe's other end, has gone too
-    process.stdout.close()
+    process.communicate()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
     assert all(name.startswith(".") for name in visible(cache))
     directory = model_directory(str(source), cache=cache)
     assert visible(cache) == [directory.name]

@@ -22,6 +22,7 @@ STATE_SPACE = {
     "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
 }
 # fmt: on
+ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
 
 FINGERPRINTED = (
     "config.json",
@@ -70,9 +71,9 @@ def read_card(directory: Path) -> Card:
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
     config = _json(directory / "config.json", required=True)
-    _refuse_other_kinds(directory, config)
     text = config.get("text_config")
     text = config | text if isinstance(text, dict) else config
+    _refuse_other_kinds(directory, config, text)
     tokenizer_config = _json(directory / "tokenizer_config.json")
     tokenizer = directory / "tokenizer.json"
     numbers = _Numbers(directory / "config.json", text)
@@ -121,7 +122,7 @@ class _Numbers:
         return default
 
 
-def _refuse_other_kinds(directory: Path, config: dict[str, Any]) -> None:
+def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         kind = "ssm" if "ssm_cfg" in config else None
@@ -129,6 +130,12 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any]) -> None:
         raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
     if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
         raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
+    layers = text.get("layer_types")
+    others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
+    if others:
+        raise UserError(
+            f"{kind} has layers of kind {min(others)}. Only models with attention in every layer are served."
+        )
     if kind in STATE_SPACE or "ssm_cfg" in config:
         raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
 

