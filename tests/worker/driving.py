@@ -1,0 +1,95 @@
+"""Drives an engine without a scheduler: requests go through slots and pages, in chunks and batches as a test likes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.worker.test_scripted import slot, step
+from tgi.kernel.messages import Limits, Sampling, encode
+from tgi.kernel.pack import floats, ints
+from tgi.worker.attention import build_attention
+from tgi.worker.batch import Model
+from tgi.worker.engine import TorchEngine
+
+
+class Drawn(NamedTuple):
+    """What one request drew."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+def make_engine(model: Model, slots: int = 16, pages: int = 256) -> TorchEngine:
+    attention = build_attention(model.kv, pages, model.device)
+    size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
+    total = min(model.context, pages * size)
+    limits = Limits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
+    return TorchEngine(model, attention, limits)
+
+
+def drive(
+    engine: TorchEngine,
+    prompts: Sequence[list[int]],
+    count: int,
+    samplings: Sequence[Sampling] | None = None,
+    chunk: int = 4096,
+    stagger: int = 0,
+) -> list[Drawn]:
+    """`count` tokens behind each prompt, all at once; request n comes in `stagger` * n steps later than the first."""
+    size = engine.limits.page_size
+    samplings = samplings or [Sampling(0)] * len(prompts)
+    drawn = [Drawn([], []) for _ in prompts]
+    computed = [0] * len(prompts)
+    free = list(range(engine.limits.pages))[::-1]
+    number = 0
+    engine.reset()
+    while any(len(one.ids) < count for one in drawn):
+        rows: list[tuple[int, int, int, int]] = []
+        new, pages = [], []
+        for at, prompt in enumerate(prompts):
+            known = len(prompt) + len(drawn[at].ids)
+            if number < at * stagger or len(drawn[at].ids) == count:
+                continue
+            if computed[at] == 0:
+                new.append(slot(at, prompt, encode(samplings[at])))
+                pages += [(at, free.pop()) for _ in range(-(-(len(prompt) + count) // size))]
+            tokens = min(chunk, known - computed[at])
+            rows.append((at, computed[at], tokens, int(computed[at] + tokens == known)))
+            computed[at] += tokens
+        number += 1
+        if rows:
+            result = engine.collect(engine.launch(step(number, rows, new, pages)))
+            assert result.error == ""
+            drawing = [at for at, _, _, draw in rows if draw]
+            for at, token, logprob in zip(drawing, ints(result.ids), floats(result.logprobs), strict=True):
+                drawn[at].ids.append(token)
+                drawn[at].logprobs.append(logprob)
+    return drawn
+
+
+def generate(directory: Any, prompt: list[int], count: int) -> Drawn:
+    """The same from transformers, greedy and in float32."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return generate_with(model, prompt, count)
+
+
+def generate_with(model: Any, prompt: list[int], count: int) -> Drawn:
+    """Greedy tokens and logprobs of a loaded transformers model."""
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    ids = out.sequences[0, len(prompt) :].tolist()
+    logprobs = [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(out.logits, ids, strict=True)]
+    return Drawn(ids, logprobs)

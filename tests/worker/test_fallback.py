@@ -1,0 +1,116 @@
+"""The fallback: transformers' own tokens, over the paged cache, bit-equal under load for GPT-2; refusals by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.models import model
+from tests.worker.driving import Drawn, drive, generate_with, make_engine
+from tgi.kernel.errors import UserError
+from tgi.kernel.messages import Sampling
+from tgi.worker.models.fallback import Fallback, build_fallback
+
+CPU = torch.device("cpu")
+
+
+def quiet(stage: str, percent: int) -> None:
+    """Progress that nobody watches."""
+
+
+def build(directory: Path, dtype: torch.dtype = torch.float32) -> Fallback:
+    return build_fallback(directory, dtype, CPU, quiet)
+
+
+def prompts(count: int, vocab: int = 512) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = [1, 2, 3, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 7, 130, 9, 5, 21, 40, 77][:count]
+    return [torch.randint(6, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def same(got: Drawn, want: Drawn) -> None:
+    assert got.ids == want.ids
+    assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "mistral"])
+def test_tokens_equal_transformers(kind: str) -> None:
+    directory = model(kind)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    engine = make_engine(build(directory))
+    asked = prompts(20)
+    want = [generate_with(reference, prompt, 12) for prompt in asked]
+    for prompt, one in zip(asked[:4] + asked[12:14], want[:4] + want[12:14], strict=True):
+        same(drive(engine, [prompt], 12)[0], one)
+    for together, expected in ((asked[:16], want[:16]), (asked[16:], want[16:])):
+        for got, one in zip(drive(engine, together, 12, stagger=1), expected, strict=True):
+            same(got, one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gpt2_has_the_same_bits_under_any_load(dtype: torch.dtype, threads: int) -> None:
+    engine = make_engine(build(model("gpt2"), dtype))
+    asked = prompts(16) if threads == 1 else prompts(13)[8:]
+    count = 10 if threads == 1 else 4
+    samplings = [Sampling(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0) for at in range(16)]
+    samplings = samplings[: len(asked)]
+    alone = [drive(engine, [prompt], count, [one])[0] for prompt, one in zip(asked, samplings, strict=True)]
+    torch.set_num_threads(threads)
+    for chunk, stagger in ((4096, 0), (5, 0), (16, 1)):
+        assert drive(engine, asked, count, samplings, chunk, stagger) == alone
+    # Resumed ids come back as prefill.
+    resumed = [prompt + one.ids[:3] for prompt, one in zip(asked, alone, strict=True)]
+    for got, one in zip(drive(engine, resumed, count - 3, samplings), alone, strict=True):
+        assert got == Drawn(one.ids[3:], one.logprobs[3:])
+
+
+def test_steps_without_a_draw() -> None:
+    engine = make_engine(build(model("gpt2")))
+    prompt = prompts(13)[12]
+    assert drive(engine, [prompt], 3, chunk=7) == drive(engine, [prompt], 3)
+
+
+def test_a_sliding_window_and_its_limit(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=24, max_position_embeddings=100,
+    )  # fmt: skip
+    assert build(save(config, tmp_path)).context == 24
+
+
+def save(config: Any, directory: Path) -> Path:
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2), "bloom does not support"),
+        (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "mamba does not support"),
+        (transformers.Gemma2Config(**SMALL, intermediate_size=32, head_dim=16), "gemma2 uses softcap"),
+    ],
+    ids=["bloom", "mamba", "gemma2"],
+)
+def test_what_cannot_run_is_refused_by_name(tmp_path: Path, config: Any, words: str) -> None:
+    directory = save(config, tmp_path)
+    with pytest.raises(UserError, match=words):
+        build(directory)
+
+
+def test_encoder_decoders_are_refused_by_name(tmp_path: Path) -> None:
+    transformers.T5Config(vocab_size=64, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="t5 is an encoder-decoder model"):
+        build(tmp_path)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="transformers cannot load the model"):
+        build(tmp_path)

@@ -1,0 +1,214 @@
+"""Any causal model of transformers that speaks its attention interface, over our paged cache.
+
+transformers computes everything but attention. A step's tokens go in as one sequence of T tokens with their positions;
+a function registered as attention implementation hands queries, keys and values to our backend, which knows the rows.
+
+What load does to results, on CPU: every nn.Linear and Conv1D is replaced by our batch-invariant linear layer, and
+normalizations work row by row. So GPT-2's logits have the same bits under any load, and those of most models do whose
+activation is built from tanh. Others (silu, erf-gelu) may differ in the last bit with the number of rows and threads,
+because torch computes the odd elements at the end of a thread's share with another exponential; mixtures of experts
+may differ more, because they multiply as many rows at a time as an expert is given. On CUDA nothing is replaced.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from tgi.kernel.errors import UserError
+from tgi.worker.batch import Attention, Batch, KVShape
+from tgi.worker.linear import ANY_ROWS, Linear, choose_rows
+
+log = logging.getLogger(__name__)
+
+IMPLEMENTATION = "tgi_paged"
+# Arguments of attention functions that change what is computed and that the backends do not know.
+UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
+# Rotary types whose angles depend on the longest sequence of the batch, once it is longer than what was trained.
+BY_LENGTH = ("dynamic", "longrope")
+
+
+class Step(NamedTuple):
+    """What travels through the model to its attention layers. The first `tokens` are real, the rest padding."""
+
+    attention: Attention
+    plan: Any
+    tokens: int
+
+
+def build_fallback(
+    directory: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int], None]
+) -> "Fallback":
+    """The model in `directory`. Raises UserError where transformers or its attention interface cannot run it."""
+    progress("loading weights", 0)
+    transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        name = config.model_type
+        if config.is_encoder_decoder:
+            raise UserError(f"{name} is an encoder-decoder model. Only decoder-only language models are served.")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True,
+            use_safetensors=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(f"transformers cannot load the model in {directory}: {error}") from error
+    if not model._supports_attention_backend:
+        raise UserError(f"{name} does not support transformers' attention interface, so it cannot be served.")
+    progress("loading weights", 80)
+    model.eval().requires_grad_(False).to(device)
+    if device.type == "cpu":
+        _replace_linears(model)
+    progress("measuring kernels", 90)
+    return Fallback(model, dtype, device)
+
+
+class Fallback:
+    """A Model around one of transformers'."""
+
+    @torch.inference_mode()
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self._model = model
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        linears = [module.linear for module in model.modules() if isinstance(module, _Linear)]
+        self._rows = choose_rows(linears) if linears else ANY_ROWS
+        config = model.config.get_text_config(decoder=True)
+        layers = config.num_hidden_layers
+        probe = _Probe(config.model_type)
+        ids = torch.zeros(2, dtype=torch.int64, device=device)
+        try:
+            logits = self._run(ids, torch.arange(2, device=device), ids[:1], Step(probe, None, 2))
+        except (TypeError, AttributeError, KeyError) as error:
+            raise UserError(f"{config.model_type} cannot run over a paged cache: {error}") from error
+        if sorted(probe.seen) != list(range(layers)):
+            raise UserError(
+                f"{config.model_type} keeps state of its own in some layers: {len(probe.seen)} of {layers} use "
+                "transformers' attention interface. Only models with attention in every layer are served."
+            )
+        if len(shapes := set(probe.seen.values())) > 1:
+            raise UserError(f"{config.model_type} has layers with different heads {sorted(shapes)}; expected one kind.")
+        self.vocab_size = logits.shape[-1]
+        self.kv = KVShape(layers, *shapes.pop(), dtype)
+        self.context = _context(config, probe.window)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        """See Model. Tokens are padded once to a number of rows that the linear layers take as it is."""
+        count = batch.tokens.shape[0]
+        pad = (0, self._rows.padded(count) - count)
+        step = Step(attention, attention.plan(batch), count)
+        draw_at = batch.draw_at if len(batch.draw_at) else batch.cu_query[:1].long()
+        logits = self._run(F.pad(batch.tokens, pad), F.pad(batch.positions, pad), draw_at, step)
+        return logits[: len(batch.draw_at)].float()
+
+    def _run(self, tokens: Tensor, positions: Tensor, draw_at: Tensor, step: Step) -> Tensor:
+        """Logits [D, vocab] at `draw_at`."""
+        keep = {"logits_to_keep": draw_at} if self._keeps else {}
+        logits = self._model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged_step=step, **keep
+        ).logits[0]
+        return logits if self._keeps else logits.index_select(0, draw_at)
+
+
+class _Probe:
+    """An attention backend that only looks at what it is given: layer -> (heads, kv_heads, head_dim)."""
+
+    page_size = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: dict[int, tuple[int, int, int]] = {}
+        self.window: int | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """Never asked."""
+
+    def write_and_attend(
+        self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Zeros."""
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise UserError(
+                f"{self.name} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers per head, "
+                "which the paged cache does not hold."
+            )
+        self.seen[layer] = (query.shape[1], key.shape[1], query.shape[2])
+        return torch.zeros_like(query)
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """Looks at the arguments of an attention function, once."""
+        for unknown in UNKNOWN:
+            if arguments.get(unknown) is not None:
+                raise UserError(f"{self.name} uses {unknown} in its attention, which the paged cache does not compute.")
+        if arguments.get("is_causal") is False:
+            raise UserError(f"{self.name} attends to later tokens; only causal language models are served.")
+        window = arguments.get("sliding_window")
+        if window is not None:
+            self.window = min(window, self.window or window)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    paged_step: Step,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out."""
+    attention, plan, tokens = paged_step
+    if isinstance(attention, _Probe):
+        attention.check(arguments)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = [states[0, :, :tokens].transpose(0, 1).contiguous() for states in (query, key, value)]
+    found = attention.write_and_attend(plan, module.layer_idx, rows[0], rows[1], rows[2], scale)
+    return F.pad(found, (0, 0, 0, 0, 0, query.shape[2] - tokens))[None], None
+
+
+class _Linear(nn.Module):
+    """Stands where an nn.Linear or a Conv1D stood."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _replace_linears(model: nn.Module) -> None:
+    """Swaps the linear layers one by one, so that few weights exist twice at a time."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                weight = child.weight.detach()
+            elif type(child) is Conv1D:  # the same with its weight transposed
+                weight = child.weight.detach().T.contiguous()
+            else:
+                continue
+            bias = None if child.bias is None else child.bias.detach()
+            setattr(parent, name, _Linear(Linear(weight, bias)))
+
+
+def _context(config: Any, window: int | None) -> int:
+    """The longest sequence that is computed as the model would: within its window, and its rotary angles' length."""
+    longest: int = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = [longest] if window is None else [longest, window]
+    if rope.get("rope_type") in BY_LENGTH:
+        limits.append(rope.get("original_max_position_embeddings") or longest)
+    if min(limits) < longest:
+        log.warning("sequences are limited to %d tokens instead of %d: %s", min(limits), longest, config.model_type)
+    return min(limits)
