@@ -6,6 +6,7 @@ import queue
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,11 +180,11 @@ class Front:
             tokenizer.stop()
 
     def until_ready(self) -> None:
-        """Waits until the tokenizers' status has come through."""
-        for _ in range(1000):
-            if self.get("/health").status == 200:
-                return
-        raise AssertionError("never ready")
+        """Waits until the status of every tokenizer has come through."""
+        end = time.monotonic() + 30
+        while not all(tokenizer.status and tokenizer.status.ready for tokenizer in self.router.tokenizers):
+            assert time.monotonic() < end, "never ready"
+            time.sleep(0.002)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -49,7 +49,7 @@ class Call:
             self._waiter.set_result(None)
 
     async def changed(self) -> None:
-        """Waits until something has come since the owner last looked. One owner at a time."""
+        """Waits for the next wake(). The owner, of whom there is one, looks first and waits if there is nothing."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -58,11 +58,15 @@ class Call:
 
 
 class Generation(Call):
-    """A request for tokens. `resume` keeps all ids ever received, so that another tokenizer can go on behind them."""
+    """A request for tokens. `resume` keeps all ids ever received, so that another tokenizer can go on behind them.
 
-    def __init__(self, request: Generate) -> None:
+    With `stream` the owner is woken for tokens, without it for the end alone.
+    """
+
+    def __init__(self, request: Generate, stream: bool) -> None:
         super().__init__()
         self.request = request
+        self.stream = stream
         self.resume = array("i")
         self.fresh = Columns.empty()  # not yet taken by the owner
         self.end: End | None = None
@@ -94,7 +98,8 @@ class Generation(Call):
         fresh.logprobs.frombytes(logprobs)
         fresh.special.extend(special)
         fresh.texts.extend(texts)
-        self.wake()
+        if self.stream:
+            self.wake()
 
     def finish(self, end: End) -> None:
         """Takes the End."""

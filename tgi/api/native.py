@@ -107,7 +107,7 @@ class _Native:
         service.router.admit()
         check(ask, RULES)
         check(ask, NOT_YET)
-        return Generation(order(service, inputs, p))
+        return Generation(order(service, inputs, p), stream)
 
     async def _whole(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> str:
         """Answers when all is there: the JSON, with the headers set."""

@@ -38,7 +38,7 @@ class Router:
     def __init__(self, links: list[Link], limit: int) -> None:
         self.limit = limit
         self.limits: Limits | None = None  # known once a worker has been ready
-        self._tokenizers = [Tokenizer(link) for link in links]
+        self.tokenizers = [Tokenizer(link) for link in links]
         self._rids = itertools.count(1)
         self._at: dict[Call, tuple[Tokenizer, int]] = {}
         self._homeless: dict[Call, None] = {}  # wait for a tokenizer to come up
@@ -61,12 +61,12 @@ class Router:
     @property
     def healthy(self) -> bool:
         """Whether a request sent now would be computed."""
-        return any(t.status is not None and t.status.ready and t.status.healthy for t in self._tokenizers)
+        return any(t.status is not None and t.status.ready and t.status.healthy for t in self.tokenizers)
 
     @property
     def stage(self) -> str:
         """Where start-up is, in words, from the tokenizer that is furthest."""
-        stages = [t.status for t in self._tokenizers if t.status is not None]
+        stages = [t.status for t in self.tokenizers if t.status is not None]
         if not stages:
             return "starting tokenizers"
         best = max(stages, key=lambda status: (status.ready, status.percent))
@@ -104,20 +104,20 @@ class Router:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts listening."""
         self._loop = loop
-        for tokenizer in self._tokenizers:
+        for tokenizer in self.tokenizers:
             loop.add_reader(tokenizer.link.socket.fileno(), self._pump, tokenizer)
         self._pump_soon()
 
     def close(self) -> None:
         """Stops listening and closes the links."""
-        for tokenizer in self._tokenizers:
+        for tokenizer in self.tokenizers:
             if self._loop is not None:
                 self._loop.remove_reader(tokenizer.link.socket.fileno())
             tokenizer.link.close()
 
     def _pump_soon(self) -> None:
         if self._loop is not None:
-            for tokenizer in self._tokenizers:
+            for tokenizer in self.tokenizers:
                 self._loop.call_soon(self._pump, tokenizer)
 
     def _pump(self, tokenizer: Tokenizer) -> None:
@@ -190,7 +190,7 @@ class Router:
             self._was_ready = True
 
     def _place(self, call: Call) -> None:
-        up = [t for t in self._tokenizers if t.peer is not None]
+        up = [t for t in self.tokenizers if t.peer is not None]
         if not up:
             self._homeless[call] = None
             return
