@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +31,8 @@ KEY_BLOCK = 512
 SHORT_BLOCKS = (128, 256)
 # A row with more tiles than this gathers its keys once for all of them; others gather them for each tile.
 FEW_TILES = 4
+
+CACHE_LINE = 64
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -74,7 +77,7 @@ class CpuAttention:
         self._rows = -(-self._group // TILE_ROWS) * TILE_ROWS
         self._last = _last_blocks(kv, self._rows)
         shape = (2 * kv.kv_heads * self._pages, self.page_size * kv.head_dim)
-        self._cache = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
+        self._cache = [_zeros(shape, kv.dtype) for _ in range(kv.layers)]
         heads = torch.arange(2 * kv.kv_heads).view(2 * kv.kv_heads, 1)
         self._head_pages = heads * self._pages
         self._head_positions = (heads * (self._pages * self.page_size)).view(2, 1, kv.kv_heads)
@@ -226,6 +229,14 @@ class CpuAttention:
         shared.masked_fill_(torch.arange(width) > reach[:, None], float("-inf"))
         mask = shared.as_strided((len(tiles), 1, self._rows, keys), (size, 0, width, 1))
         return Part(queries, outputs, mask, len(tiles), keys)
+
+
+def _zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until they are written: numpy asks the system for pages, torch.zeros fills them."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    begin = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)
 
 
 def _last_blocks(kv: KVShape, rows: int) -> tuple[int, ...]:
