@@ -97,6 +97,18 @@ def test_a_killed_import_leaves_no_model_and_the_next_one_cleans_up(source: Path
     read_card(directory)
 
 
+def test_the_converting_process_ends_with_its_parent(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "endless.gguf")  # keeps it waiting
+    command = [sys.executable, "-m", "tgi.hub.gguf.convert", str(tmp_path / "endless.gguf"), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert "reading" in child.stdout.readline()
+        assert child.poll() is None
+        child.stdin.close()
+        assert child.wait() == 1
+
+
 def test_a_bad_file_leaves_nothing_in_the_cache(source: Path, cache: Path) -> None:
     source.write_bytes(source.read_bytes()[:5000])
     with pytest.raises(UserError, match="not a sound GGUF file"):
