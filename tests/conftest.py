@@ -1,10 +1,17 @@
-"""Models that many tests share."""
+"""What many tests share: models, and a place for the samples of metrics."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.models import demo_model as demo
 from tests.models import model
+from tgi.kernel import metrics
+
+# prometheus_client looks once, when it is first imported, whether samples go to files.
+SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")
+metrics.use(Path(SAMPLES.name))
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +22,4 @@ def tiny_llama() -> Path:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The real model that is served by default; fetched on the first use."""
-    from tgi.hub.resolve import model_directory
-
-    return model_directory(None, None, progress=lambda stage, percent: None)
+    return demo()

@@ -39,7 +39,7 @@ async def serve(process: Process) -> None:
     router = Router(links, max(1, settings.max_concurrent_requests // settings.api_workers))
     assert settings.model_id is not None  # the command line has filled in the default
     assert process.listen_fd is not None  # and has taken the port
-    service = Service(settings, router, settings.model_id, compute_type="gpu+optimized")
+    service = Service(settings, router, settings.model_id, settings.compute_type)
     server = Server(service, process)
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     for fd in process.fds:

@@ -98,6 +98,7 @@ class Settings:
     validation_workers: int = _option(2, "Tokenizer processes.", parse=int)
     api_key: tuple[str, ...] = _option((), "Bearer key that clients must send. Repeatable.", repeat=True)
     cors_allow_origin: tuple[str, ...] = _option((), "Origins that browsers may call from. Repeatable.", repeat=True)
+    compute_type: str = _option("gpu+optimized", "What the header x-compute-type says.")
     reuse_port: bool = _option(
         False, "Let front ends that are started alone share the port (SO_REUSEPORT).", env=("TGI_REUSE_PORT",),
         parse=boolean,

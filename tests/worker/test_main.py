@@ -1,0 +1,82 @@
+"""The worker as a supervised process with a real, tiny model: loads, serves, and says what it cannot load."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.models import model
+from tests.worker.driving import drive, make_engine
+from tests.worker.test_loop import TIMEOUT, Scheduler
+from tests.worker.test_scripted import good, slot, step
+from tgi.kernel import rundir
+from tgi.kernel.messages import Sampling, Status, encode
+from tgi.kernel.pack import floats
+from tgi.kernel.settings import Settings
+from tgi.kernel.spawn import FATAL, Child, Spec
+from tgi.worker.load import build_model
+
+PROMPT = [9, 8, 7, 6, 5, 4, 3]
+
+
+def end(child: Child) -> int | None:
+    """The exit code, or None if it does not end."""
+    deadline = time.monotonic() + TIMEOUT
+    while child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return child.poll()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path: Path) -> None:
+    rundir.create(tmp_path)
+    directory = model(kind)
+    settings = Settings(dtype="bfloat16", max_batch_size=4, max_total_tokens=64, model_dir=directory, run_dir=tmp_path)
+    sampling = Sampling(7, temperature=0.8, top_p=0.95)
+    local = make_engine(build_model(directory, "bfloat16", "cpu", lambda stage, percent: None))
+    (want,) = drive(local, [PROMPT], 6, [sampling])
+    scheduler = Scheduler(tmp_path)
+    child = Child(Spec("worker", 0), settings)
+    try:
+        scheduler.until(lambda message: isinstance(message, Status) and message.stage == "loading weights")
+        limits = scheduler.ready().limits
+        assert limits is not None
+        assert (limits.pages, limits.max_batch_total_tokens, limits.max_total_tokens) == (16, 256, 64)
+        assert (limits.vocab_size, limits.dtype, limits.device) == (512, "bfloat16", "cpu")
+        steps = [step(1, [(3, 0, 7, 1)], [slot(3, PROMPT, encode(sampling))], [(3, 5)])]
+        steps += [step(number, [(3, number + 5, 1, 1)]) for number in range(2, 7)]
+        scheduler.send(*steps)
+        results = [scheduler.result() for _ in steps]
+        assert [token for result in results for token in good(result)] == want.ids
+        assert [value for result in results for value in floats(result.logprobs)] == want.logprobs
+        child.signal(signal.SIGTERM)
+        assert end(child) == 0
+    finally:
+        child.signal(signal.SIGKILL)
+        child.close()
+        scheduler.link.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(device="cuda"), "There is no CUDA device"),
+        (Settings(max_total_tokens=4000), "at most 2048 tokens"),
+        (Settings(model_dir=Path("/nowhere")), "/nowhere has no config.json"),
+    ],
+)
+def test_what_the_user_must_mend_ends_it_for_good(
+    settings: Settings, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rundir.create(tmp_path)
+    values = {"run_dir": tmp_path} | ({} if settings.model_dir != Path(".") else {"model_dir": model("llama")})
+    child = Child(Spec("worker", 0), Settings(**{**vars(settings), **values}))
+    try:
+        assert end(child) == FATAL
+    finally:
+        child.signal(signal.SIGKILL)
+        child.close()
+    written = "".join(capfd.readouterr())
+    assert words in written
+    assert "Traceback" not in written
