@@ -69,10 +69,9 @@ def test_what_cannot_be_had_is_refused(settings: Settings, available: int, words
     assert words in str(error.value)
 
 
-def test_a_step_has_room_for_every_running_row() -> None:
-    assert (
-        choose_limits(Settings(max_batch_prefill_tokens=16, max_batch_size=64), CPU, GB).max_batch_prefill_tokens == 64
-    )
+def test_a_step_has_room_for_every_running_row_unless_the_user_says_otherwise() -> None:
+    assert choose_limits(Settings(max_batch_size=600), CPU, GB).max_batch_prefill_tokens == 600
+    assert choose_limits(Settings(max_batch_prefill_tokens=16), CPU, GB).max_batch_prefill_tokens == 16
 
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

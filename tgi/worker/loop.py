@@ -62,7 +62,7 @@ class Loop:
         self._process.state("starting", stage, percent)
         for peer, message in self._link.receive():
             if isinstance(message, Hello):
-                self._link.send(peer, status)
+                self._scheduler = peer
         self._link.broadcast(status)
         self._link.flush()
 
@@ -80,6 +80,7 @@ class Loop:
             self._launch(engine)
             self._collect(engine)
         self._process.state("draining")
+        self._drain(engine)
 
     def _patience(self) -> float:
         if self._steps:

@@ -39,9 +39,8 @@ def batch_size(settings: Settings, device: str) -> int:
 
 
 def prefill_tokens(settings: Settings, device: str) -> int:
-    """Tokens computed in one step. At least one for each request that runs."""
-    tokens = settings.max_batch_prefill_tokens or PREFILL_TOKENS[device]
-    return max(tokens, batch_size(settings, device))
+    """Tokens computed in one step; by default at least one for each request that runs."""
+    return settings.max_batch_prefill_tokens or max(PREFILL_TOKENS[device], batch_size(settings, device))
 
 
 def available_on_host() -> int:

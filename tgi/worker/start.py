@@ -60,13 +60,12 @@ def _available(settings: Settings, model: Model) -> int:
         return memory.available_on_host()
     rows = memory.batch_size(settings, "cuda")
     total = memory.prefill_tokens(settings, "cuda")
-    tokens = max(1, min(total // rows, model.context - 1))
+    tokens = max(1, min(total // rows, (settings.max_total_tokens or model.context) - 1))
     need = _need(model)
-    trial = settings.max_total_tokens or tokens + 1
     pages = rows * -(-(tokens + 1) // need.page_size)
     limits = Limits(
-        trial,
-        trial - 1,
+        tokens + 1,
+        tokens,
         pages * need.page_size,
         total,
         rows,

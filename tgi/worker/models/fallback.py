@@ -50,6 +50,7 @@ def build_fallback(
     progress("loading weights", 0)
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # its warnings are about padding and masks that we do not use
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         name = config.model_type
