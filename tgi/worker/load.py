@@ -100,7 +100,7 @@ class _Reader:
             # On CPU the embedding stays in the mapped file: only rows that are looked up come into memory.
             embedding=embedding if self._device.type == "cpu" else embedding.to(self._device, self._dtype),
             layers=layers,
-            norm=self._tensor("model.norm.weight", config.hidden),
+            norm=self._norm("model.norm.weight", config.hidden),
             head=self._linear(False, config.hidden, (head, config.vocab_size)),
         )
 
@@ -112,29 +112,31 @@ class _Reader:
         output = (attention + "o_proj", config.hidden)
         bias = config.mlp_bias
         return Layer(
-            attention_norm=self._tensor(prefix + "input_layernorm.weight", config.hidden),
+            attention_norm=self._norm(prefix + "input_layernorm.weight", config.hidden),
             qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
             head_norm=self._head_norm(attention) if config.head_norm else None,
             output=self._linear(config.output_bias, heads, output, then="add"),
-            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", config.hidden),
+            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight", config.hidden),
             gate=self._linear(bias, config.hidden, (mlp + "gate_proj", config.intermediate), then="silu"),
             up=self._linear(bias, config.hidden, (mlp + "up_proj", config.intermediate), then="mul"),
             down=self._linear(bias, config.intermediate, (mlp + "down_proj", config.hidden), then="add"),
         )
 
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        """A small tensor, in memory of its own."""
-        return self._checkpoint.tensor(name, *shape).to(self._device, self._dtype, copy=True)
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._checkpoint.tensor(name, size).to(self._device, torch.float32, copy=True)
 
     def _head_norm(self, prefix: str) -> Tensor:
         config = self._config
-        query = self._tensor(prefix + "q_norm.weight", config.head_dim)
-        key = self._tensor(prefix + "k_norm.weight", config.head_dim)
+        query = self._norm(prefix + "q_norm.weight", config.head_dim)
+        key = self._norm(prefix + "k_norm.weight", config.head_dim)
         return torch.cat([query.expand(config.heads, -1), key.expand(config.kv_heads, -1)])
 
     def _linear(self, bias: bool, inputs: int, *parts: tuple[str, int], then: str = "none") -> Linear:
         """One linear layer from the weights of `parts` (name, outputs), one above the other."""
         weights = [self._checkpoint.tensor(f"{name}.weight", outputs, inputs) for name, outputs in parts]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        biases = [self._tensor(f"{name}.bias", outputs) for name, outputs in parts] if bias else None
-        return Linear(weight.to(self._device, self._dtype), None if biases is None else torch.cat(biases), then)
+        weight = weight.to(self._device, self._dtype)
+        if not bias:
+            return Linear(weight, None, then)
+        biases = torch.cat([self._checkpoint.tensor(f"{name}.bias", outputs) for name, outputs in parts])
+        return Linear(weight, biases.to(self._device, self._dtype), then)

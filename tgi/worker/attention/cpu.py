@@ -1,22 +1,22 @@
 """Attention on CPU over paged keys and values, with bit-equal results however queries are batched or chunked.
 
-Queries are computed in tiles of 16 rows: the query heads of one KV head, times as many queries as fit. Each tile is
-one item of torch's flash attention kernel for CPU, which walks over the keys in blocks of 512 in the order of their
-positions and sums in float32. What a query gets out depends on its tile's shape alone:
+Queries are computed in tiles: the query heads of one KV head, times as many queries as fit, padded to a fixed number
+of rows. Each tile is one item of torch's flash attention kernel for CPU, which walks over the keys in blocks of 512 in
+the order of their positions and sums in float32. What a query gets out depends on the shapes alone:
 
-- A tile has 16 rows always; short ones are padded.
+- The rows of a tile do not touch each other, but their number may choose another order of sums.
 - Keys behind the query are masked. They add exact zeros, so it does not matter how many follow.
-- Only the size of the last block of keys may change the order of sums. `_last_blocks` finds which sizes agree with the
-  full block on this machine; other lengths are padded to the next of them.
+- The number of keys in the last block may choose another order of sums.
 
+`choose_shapes` finds the numbers of rows and of keys that agree bit for bit on this machine, and no others are used.
 So a token's result is the same in prefill and in decode, in any chunk, beside any other row, with any thread count.
 """
 
 import logging
+import mmap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,25 +25,46 @@ from tgi.worker.batch import Batch, KVShape
 
 log = logging.getLogger(__name__)
 
-TILE_ROWS = 16
+# Rows of a tile. All are compared with the base; more than the widest the kernel divides into such tiles by itself.
+TILES = (4, 8, 16, 32)
+BASE_TILE = 16
+WIDEST_TILE = 32
 # The kernel's own block of keys, and shorter last blocks that are tried.
 KEY_BLOCK = 512
 SHORT_BLOCKS = (128, 256)
 # A row with more tiles than this gathers its keys once for all of them; others gather them for each tile.
 FEW_TILES = 4
-
-CACHE_LINE = 64
+# Keys and values are gathered about this many bytes at a time, to be still in the core's cache when they are used.
+GATHER_BYTES = 1 << 20
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Part(NamedTuple):
-    """Tiles that one kernel call computes. B tiles of Q queries, over the first `keys` positions of what was gathered."""
+class Shapes(NamedTuple):
+    """Sizes that agree bit for bit."""
 
-    queries: Tensor | None  # int64 [B * Q] index into T; None: the batch's tokens as they are
-    outputs: Tensor | None  # int64 [B * Q] where the results go; T for queries that only fill up a tile
-    mask: Tensor  # [B, 1, 16 or 1, keys] zeros and -inf
+    thin: int  # rows of a tile that holds one query
+    wide: int  # rows of a tile that holds several
+    last_blocks: tuple[int, ...]  # keys in the last block, ascending
+
+
+class Tile(NamedTuple):
+    """Consecutive queries of one row of the batch."""
+
+    row: int
+    first: int  # index into T of its first query
+    start: int  # position of its first query
+    queries: int
+
+
+class Part(NamedTuple):
+    """Tiles that one kernel call computes: B of Q queries, over the first `keys` positions of what was gathered."""
+
+    queries: Tensor | slice  # int64 [B * Q] index into T
+    outputs: Tensor | slice  # int64 [B * Q] where the results go; T for queries that only fill up a tile
+    mask: Tensor  # [B, 1, rows or 1, keys] zeros and -inf
     tiles: int
+    rows: int
     keys: int
 
 
@@ -59,7 +80,7 @@ class Gather(NamedTuple):
 class Plan(NamedTuple):
     """One step's work, the same in every layer."""
 
-    writes: Tensor  # int64 [2, T * kv_heads] rows of the cache, seen as one row per position
+    writes: Tensor  # int64 [T * 2 * kv_heads] rows of the cache, seen as one row per position
     gathers: list[Gather]
     tokens: int
 
@@ -73,19 +94,22 @@ class CpuAttention:
         self._kv = kv
         self._pages = pages + 1
         self._group = kv.heads // kv.kv_heads
-        self._per_tile = max(1, TILE_ROWS // self._group)
-        self._rows = -(-self._group // TILE_ROWS) * TILE_ROWS
-        self._last = _last_blocks(kv, self._rows)
-        shape = (2 * kv.kv_heads * self._pages, self.page_size * kv.head_dim)
-        self._cache = [_zeros(shape, kv.dtype) for _ in range(kv.layers)]
-        heads = torch.arange(2 * kv.kv_heads).view(2 * kv.kv_heads, 1)
-        self._head_pages = heads * self._pages
-        self._head_positions = (heads * (self._pages * self.page_size)).view(2, 1, kv.kv_heads)
+        self._shapes = choose_shapes(kv)
+        self._per_tile = max(1, self._shapes.wide // self._group)
+        self._page_bytes = 2 * kv.kv_heads * self.page_size * kv.head_dim * kv.dtype.itemsize
+        self._cache = [self._memory() for _ in range(kv.layers)]
+        self._head_pages = torch.arange(2 * kv.kv_heads).view(-1, 1) * self._pages
+        self._scratch = torch.empty(0, self.page_size * kv.head_dim, dtype=kv.dtype)
+
+    def _memory(self) -> Tensor:
+        """One layer's cache, [2 * kv_heads * pages, page_size * head_dim]. Zeros that take memory once written to."""
+        zeros = mmap.mmap(-1, self._pages * self._page_bytes)
+        return torch.frombuffer(zeros, dtype=self._kv.dtype).view(-1, self.page_size * self._kv.head_dim)
 
     def plan(self, batch: Batch) -> Plan:
         """Divides the rows into tiles. Rows with few tiles are grouped by context length, the others stand alone."""
-        writes = (batch.cache_at[:, None] + self._head_positions).view(2, -1)
-        together: dict[tuple[int, bool], list[tuple[int, int, int, int]]] = {}
+        writes = (batch.cache_at + self._head_pages * self.page_size).t().reshape(-1)
+        together: dict[tuple[int, bool], list[Tile]] = {}
         gathers: list[Gather] = []
         first = 0
         for row, (count, context) in enumerate(zip(batch.query_lengths, batch.context_lengths, strict=True)):
@@ -96,11 +120,12 @@ class CpuAttention:
                 for done in range(0, count, self._per_tile):
                     n = min(self._per_tile, count - done)
                     keys = self._padded(start + done + n)
-                    together.setdefault((keys, n == 1), []).append((row, first + done, start + done, n))
+                    together.setdefault((keys, n == 1), []).append(Tile(row, first + done, start + done, n))
             first += count
-        only = not gathers and len(together) == 1
         for (keys, single), tiles in together.items():
-            gathers.append(self._together(batch, keys, 1 if single else self._per_tile, tiles, single and only))
+            at_once = max(1, GATHER_BYTES // (keys // self.page_size * self._page_bytes))
+            groups = (tiles[begin : begin + at_once] for begin in range(0, len(tiles), at_once))
+            gathers.extend(self._together(batch, keys, single, group) for group in groups)
         return Plan(writes, gathers, first)
 
     def write_and_attend(
@@ -109,37 +134,47 @@ class CpuAttention:
         """See Attention. [T, heads, head_dim] in and out."""
         kv = self._kv
         cache = self._cache[layer]
-        positions = cache.view(-1, kv.head_dim)
+        pairs = torch.cat([key, value], dim=1)
         if kv.dtype is torch.float16:  # an overflow in one request must not reach the next owner of its pages
-            key, value = key.nan_to_num(), value.nan_to_num()
-        positions.index_copy_(0, plan.writes[0], key.reshape(-1, kv.head_dim))
-        positions.index_copy_(0, plan.writes[1], value.reshape(-1, kv.head_dim))
-        result: Tensor | None = None
+            pairs.nan_to_num_()
+        cache.view(-1, kv.head_dim).index_copy_(0, plan.writes, pairs.view(-1, kv.head_dim))
+        # One more row takes what tiles are filled up with.
+        result = torch.empty(plan.tokens + 1, kv.heads, kv.head_dim, dtype=kv.dtype)
         for gather in plan.gathers:
-            found = cache.index_select(0, gather.index)
-            found = found.view(2, kv.kv_heads, gather.sequences, gather.length, kv.head_dim).transpose(1, 2)
+            found = self._gathered(cache, gather)
             for part in gather.parts:
                 out = self._attend(part, query, found, scale)
-                if part.outputs is None:
-                    return out
-                if result is None:  # one more row takes what tiles are filled up with
-                    result = torch.empty(plan.tokens + 1, kv.heads, kv.head_dim, dtype=kv.dtype)
-                result.index_copy_(0, part.outputs, out)
-        assert result is not None
+                if isinstance(part.outputs, slice):
+                    result[part.outputs] = out
+                else:
+                    result.index_copy_(0, part.outputs, out)
         return result[: plan.tokens]
+
+    def _gathered(self, cache: Tensor, gather: Gather) -> Tensor:
+        """Keys and values, [2, sequences, kv_heads, length, head_dim], in memory that the next call reuses."""
+        kv = self._kv
+        if gather.index.shape[0] > self._scratch.shape[0]:
+            self._scratch = torch.empty(gather.index.shape[0], cache.shape[1], dtype=kv.dtype)
+        found = self._scratch[: gather.index.shape[0]]
+        torch.index_select(cache, 0, gather.index, out=found)
+        return found.view(2, kv.kv_heads, gather.sequences, gather.length, kv.head_dim).transpose(1, 2)
 
     def _attend(self, part: Part, query: Tensor, found: Tensor, scale: float) -> Tensor:
         """The results of a part's queries, [B * Q, heads, head_dim]."""
         kv, group = self._kv, self._group
-        if part.queries is not None:
-            query = query.index_select(0, part.queries)
+        query = query[part.queries] if isinstance(part.queries, slice) else query.index_select(0, part.queries)
         count = query.shape[0] // part.tiles
-        tiles = query.view(part.tiles, count, kv.kv_heads, group, kv.head_dim).transpose(1, 2)
-        tiles = tiles.reshape(part.tiles, kv.kv_heads, count * group, kv.head_dim)
-        tiles = F.pad(tiles, (0, 0, 0, self._rows - count * group))
+        if count == 1:
+            tiles = query.view(part.tiles, kv.kv_heads, group, kv.head_dim)
+        else:
+            tiles = query.view(part.tiles, count, kv.kv_heads, group, kv.head_dim).transpose(1, 2)
+            tiles = tiles.reshape(part.tiles, kv.kv_heads, count * group, kv.head_dim)
+        tiles = F.pad(tiles, (0, 0, 0, part.rows - count * group))
         keys, values = found[:, :, :, : part.keys].expand(2, part.tiles, -1, -1, -1)
         out, _ = _flash(tiles, keys, values, 0.0, False, attn_mask=part.mask, scale=scale)
-        out = out[:, :, : count * group].unflatten(2, (count, group)).transpose(1, 2)
+        out = out[:, :, : count * group]
+        if count > 1:
+            out = out.unflatten(2, (count, group)).transpose(1, 2)
         return out.reshape(-1, kv.heads, kv.head_dim)
 
     def _padded(self, keys: int) -> int:
@@ -147,7 +182,7 @@ class CpuAttention:
         full, rest = divmod(keys, KEY_BLOCK)
         if not rest:
             return keys
-        return full * KEY_BLOCK + next(size for size in self._last if size >= rest)
+        return full * KEY_BLOCK + next(size for size in self._shapes.last_blocks if size >= rest)
 
     def _index(self, batch: Batch, rows: list[int], keys: int) -> Tensor:
         """The cache rows of the first `keys` positions of batch rows, those behind their context from the zero page."""
@@ -158,40 +193,35 @@ class CpuAttention:
         table.masked_fill_(torch.arange(wanted) >= used[:, None], self._pages - 1)
         return (self._head_pages + table.view(1, -1)).view(-1)
 
-    def _together(
-        self, batch: Batch, keys: int, count: int, tiles: list[tuple[int, int, int, int]], whole: bool
-    ) -> Gather:
-        """Tiles (row, first query, its position, queries) that each have keys of their own.
-
-        `whole`: they are all of the batch, one query each, in its order.
-        """
-        rows, firsts, starts, numbers = (torch.tensor(column) for column in zip(*tiles, strict=True))
+    def _together(self, batch: Batch, keys: int, single: bool, tiles: list[Tile]) -> Gather:
+        """Tiles that each have keys of their own. `single`: of one query each."""
+        count = 1 if single else self._per_tile
+        rows = self._shapes.thin if single else self._shapes.wide
+        firsts, starts, numbers = (torch.tensor(column) for column in list(zip(*tiles, strict=True))[1:])
         offsets = torch.arange(count)
-        mask = self._mask(starts[:, None] + offsets, keys)
-        if whole:
-            queries = outputs = None
-        else:
+        mask = self._mask(starts[:, None] + offsets, rows, keys)
+        queries: Tensor | slice = slice(tiles[0].first, tiles[-1].first + 1)
+        outputs = queries
+        if not single or tiles[-1].first - tiles[0].first != len(tiles) - 1:
             missing = offsets >= numbers[:, None]
             queries = (firsts[:, None] + offsets).masked_fill_(missing, 0).view(-1)
             outputs = (firsts[:, None] + offsets).masked_fill_(missing, batch.tokens.shape[0]).view(-1)
-        index = self._index(batch, rows.tolist(), keys)
-        return Gather(index, len(tiles), keys, [Part(queries, outputs, mask, len(tiles), keys)])
+        index = self._index(batch, [tile.row for tile in tiles], keys)
+        return Gather(index, len(tiles), keys, [Part(queries, outputs, mask, len(tiles), rows, keys)])
 
-    def _mask(self, positions: Tensor, keys: int) -> Tensor:
-        """For tiles of queries at `positions` [B, Q]."""
+    def _mask(self, positions: Tensor, rows: int, keys: int) -> Tensor:
+        """For tiles of `rows` rows, of queries at `positions` [B, Q]."""
         tiles, count = positions.shape
         mask = torch.zeros(tiles, count, keys, dtype=self._kv.dtype)
         mask.masked_fill_(torch.arange(keys) > positions[:, :, None], float("-inf"))
         if count > 1:
             mask = mask.repeat_interleave(self._group, dim=1)
-            mask = F.pad(mask, (0, 0, 0, self._rows - mask.shape[1]))
+            mask = F.pad(mask, (0, 0, 0, rows - mask.shape[1]))
         return mask[:, None]
 
     def _alone(self, batch: Batch, row: int, first: int, start: int, count: int) -> Gather:
         """One row's many tiles, over keys that are gathered once. Later tiles see more keys than earlier ones."""
-        parts = [
-            self._slope(batch, first, start, count, tiles, keys) for tiles, keys in self._stretches(start, count)
-        ]
+        parts = [self._slope(batch, first, start, count, tiles, keys) for tiles, keys in self._stretches(start, count)]
         longest = parts[-1].keys
         return Gather(self._index(batch, [row], longest), 1, longest, parts)
 
@@ -213,10 +243,10 @@ class CpuAttention:
         """Tiles that follow each other in one row, last tile first.
 
         Tile by tile the border between seen and masked keys moves by the same number of positions, so all masks are
-        windows on one [16, keys + queries] tensor that begin ever further to the right. Strides cannot be negative:
+        windows on one [rows, keys + queries] tensor that begin ever further to the right. Strides cannot be negative:
         hence the reversed order.
         """
-        total, size = batch.tokens.shape[0], self._per_tile
+        total, size, rows = batch.tokens.shape[0], self._per_tile, self._shapes.wide
         order = torch.arange(tiles.stop - 1, tiles.start - 1, -1)
         inside = (order[:, None] * size + torch.arange(size)).view(-1)
         missing = inside >= count
@@ -224,45 +254,46 @@ class CpuAttention:
         outputs = (first + inside).masked_fill_(missing, total)
         last = start + (tiles.stop - 1) * size  # position of the last tile's first query: the first window begins at 0
         width = keys + (len(tiles) - 1) * size
-        reach = last + torch.arange(self._rows) // self._group
-        shared = torch.zeros(self._rows, width, dtype=self._kv.dtype)
+        reach = last + torch.arange(rows) // self._group
+        shared = torch.zeros(rows, width, dtype=self._kv.dtype)
         shared.masked_fill_(torch.arange(width) > reach[:, None], float("-inf"))
-        mask = shared.as_strided((len(tiles), 1, self._rows, keys), (size, 0, width, 1))
-        return Part(queries, outputs, mask, len(tiles), keys)
+        mask = shared.as_strided((len(tiles), 1, rows, keys), (size, 0, width, 1))
+        return Part(queries, outputs, mask, len(tiles), rows, keys)
 
 
-def _zeros(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory until they are written: numpy asks the system for pages, torch.zeros fills them."""
-    size = shape[0] * shape[1] * dtype.itemsize
-    memory = np.zeros(size + CACHE_LINE, np.uint8)
-    begin = -memory.ctypes.data % CACHE_LINE
-    return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)
+def choose_shapes(kv: KVShape) -> Shapes:
+    """Finds the shapes that give the same bits as a base tile over whole blocks of keys, by trying.
 
-
-def _last_blocks(kv: KVShape, rows: int) -> tuple[int, ...]:
-    """Sizes of the last block of keys, ascending, that give the same bits as a whole one."""
+    What is drawn for the trial is fixed, so a restart chooses the same.
+    """
     generator = torch.Generator().manual_seed(0)
+    group = kv.heads // kv.kv_heads
+    query = torch.randn(8, 1, WIDEST_TILE, kv.head_dim, generator=generator).to(kv.dtype)
+    keys, values = torch.randn(2, 8, 1, 2 * KEY_BLOCK, kv.head_dim, generator=generator).to(kv.dtype)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(kv.dtype)
-
-    tiles = 8
-    query = draw(tiles, 1, rows, kv.head_dim)
-    keys, values = draw(2, tiles, 1, 2 * KEY_BLOCK, kv.head_dim)
-
-    def attend(seen: int, length: int) -> Tensor:
+    def attend(rows: int, seen: int, length: int) -> Tensor:
+        """With tiles of `rows` rows, the first `seen` of `length` keys."""
         mask = torch.zeros(1, 1, 1, length, dtype=kv.dtype)
         mask[..., seen:] = float("-inf")
-        out, _ = _flash(query, keys[:, :, :length], values[:, :, :length], 0.0, False, attn_mask=mask, scale=0.1)
-        return out
+        key, value = keys[:, :, :length], values[:, :, :length]
+        tiles = query.split(rows, dim=2)
+        return torch.cat([_flash(tile, key, value, 0.0, False, attn_mask=mask, scale=0.1)[0] for tile in tiles], 2)
 
-    def agrees(size: int) -> bool:
-        return all(
-            torch.equal(attend(before + seen, before + size), attend(before + seen, before + KEY_BLOCK))
-            for before in (0, KEY_BLOCK)
-            for seen in (1, size // 2 + 1, size)
-        )
+    def agrees(rows: int, block: int) -> bool:
+        for before in (0, KEY_BLOCK):
+            for seen in (before + 1, before + block // 2 + 1, before + block):
+                if not torch.equal(attend(rows, seen, before + block), attend(BASE_TILE, seen, before + KEY_BLOCK)):
+                    return False
+        return True
 
-    sizes = (*(size for size in SHORT_BLOCKS if agrees(size)), KEY_BLOCK)
-    log.info("attention pads the last block of keys to %s positions, which agree bit for bit", " or ".join(map(str, sizes)))
-    return sizes
+    rows = [size for size in TILES if agrees(size, KEY_BLOCK)]
+    blocks = [size for size in SHORT_BLOCKS if all(agrees(tile, size) for tile in rows)]
+    fitting = [size for size in rows if size >= group] or [-(-group // rows[-1]) * rows[-1]]
+    shapes = Shapes(fitting[0], fitting[-1], (*blocks, KEY_BLOCK))
+    log.info(
+        "attention runs with tiles of %d and %d rows over last blocks of %s keys, which agree bit for bit",
+        shapes.thin,
+        shapes.wide,
+        ", ".join(map(str, shapes.last_blocks)),
+    )
+    return shapes

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -44,7 +45,8 @@ def _llama3(inverse: Tensor, parameters: dict[str, Any]) -> Tensor:
 class Rotary:
     """cos and sin for every position, kept as a table that grows as far as it is used.
 
-    The table is made in float64 and then rounded, so that it does not depend on the machine's fast cos and sin.
+    The table is made in float64 and then rounded, so that it does not depend on a fast cos and sin that computes
+    some elements otherwise than others.
     """
 
     def __init__(self, head_dim: int, parameters: dict[str, Any], device: torch.device) -> None:
@@ -52,18 +54,21 @@ class Rotary:
         self._device = device
         self._table = torch.empty(0, 2, head_dim, device=device)
 
-    def angles(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [T, 1, head_dim], of positions [T], all less than `longest`."""
+    def angles(self, positions: Tensor, longest: int, heads: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [T], all less than `longest`, repeated for each head: float32 [T, heads, head_dim].
+
+        Repeated in memory, since every layer multiplies with them and long runs of numbers are quick.
+        """
         if longest > self._table.shape[0]:
             self._extend(-(-longest // BLOCK) * BLOCK)
-        found = self._table.index_select(0, positions)
-        return found[:, 0:1], found[:, 1:2]
+        cos, sin = self._table.index_select(0, positions).unbind(1)
+        return cos[:, None].repeat(1, heads, 1), sin[:, None].repeat(1, heads, 1)
 
     def _extend(self, size: int) -> None:
         positions = torch.arange(self._table.shape[0], size, dtype=torch.float32)
-        angles = (positions[:, None] * self._inverse).to(torch.float64)
-        rows = torch.stack([angles.cos(), angles.sin()], dim=1).to(torch.float32).repeat(1, 1, 2)
-        self._table = torch.cat([self._table, rows.to(self._device)])
+        angles = (positions[:, None] * self._inverse).to(torch.float64).numpy()
+        rows = torch.from_numpy(numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1)).to(torch.float32)
+        self._table = torch.cat([self._table, rows.repeat(1, 1, 2).to(self._device)])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,8 +78,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     depending on how many there are.
     """
     half = x.shape[-1] // 2
-    turned = x * cos
-    across = x * sin
+    wide = x.to(torch.float32)
+    turned = wide * cos
+    across = wide * sin
     turned[..., :half] -= across[..., half:]
     turned[..., half:] += across[..., :half]
     return turned.to(x.dtype)

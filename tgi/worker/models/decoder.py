@@ -27,7 +27,8 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """All weights of a model. The embedding may have another dtype: its rows are converted when they are looked up."""
+    """All weights of a model. Norms are float32. The embedding may have another dtype than the rest: its rows are
+    converted when they are looked up."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[Layer]
@@ -56,7 +57,7 @@ class Decoder:
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = F.pad(batch.tokens, pad), F.pad(batch.positions, pad)
-        cos, sin = self._rotary.angles(positions, max(batch.context_lengths))
+        cos, sin = self._rotary.angles(positions, max(batch.context_lengths), self.kv.heads + self.kv.kv_heads)
         hidden = self._weights.embedding.index_select(0, tokens).to(self.kv.dtype)
         plan = attention.plan(batch)
         for number, layer in enumerate(self._weights.layers):
