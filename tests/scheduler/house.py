@@ -1,0 +1,326 @@
+"""A house in one thread: the core between tokenizers that check everything they hear and a strict scripted worker.
+
+Time is virtual. Nothing happens unless a test asks for it: `plan` lets the core send steps, `compute` lets the worker
+run the oldest one, `deliver` brings its result up.
+"""
+
+from collections import deque
+from typing import Any
+
+from tgi.kernel.link import Gone, Peer
+from tgi.kernel.messages import (
+    PROTOCOL,
+    Add,
+    Cancel,
+    End,
+    Hello,
+    Reason,
+    Result,
+    Sampling,
+    Slot,
+    Status,
+    Step,
+    Stop,
+    Tokens,
+    decode,
+    encode,
+)
+from tgi.kernel.pack import INT32, UINT8, floats, ints, pack, uints
+from tgi.scheduler.core import Config, Core
+from tgi.worker.scripted import Script, ScriptedWorker
+
+GREEDY = encode(Sampling(1))
+
+
+class Asked:
+    """A request as its tokenizer knows it."""
+
+    def __init__(self, prompt: list[int], new: int, stop_ids: list[int], seed: int | None, resume: list[int]) -> None:
+        self.prompt = prompt
+        self.new = new
+        self.stop_ids = stop_ids
+        self.sampling = GREEDY if seed is None else encode(Sampling(seed, do_sample=True))
+        self.ids = list(resume)
+        self.end: End | None = None
+        self.told_to_stop = False
+
+
+class Tokenizer:
+    """One life of a tokenizer: holds the core to its promises."""
+
+    def __init__(self, place: int, life: int) -> None:
+        self.peer = Peer("tokenizer", place, f"boot-{life}".encode())
+        self.requests: dict[int, Asked] = {}
+        self.statuses: list[Status] = []
+
+    def hears(self, message: Any) -> None:
+        if isinstance(message, Status):
+            self.statuses.append(message)
+            return
+        if isinstance(message, Tokens):
+            rids, counts, ids, logprobs = (
+                uints(message.rids), uints(message.counts), ints(message.ids), floats(message.logprobs),
+            )  # fmt: skip
+            assert len(rids) == len(set(rids)) == len(counts) == len(ids) == len(logprobs)
+            assert set(counts) == {1}
+            for rid, token in zip(rids, ids, strict=True):
+                asked = self.requests[rid]
+                assert asked.end is None, "a token after the end"
+                assert not asked.told_to_stop, "a token after a cancel"
+                asked.ids.append(token)
+            return
+        assert isinstance(message, End), message
+        asked = self.requests[message.rid]
+        assert asked.end is None, "two ends"
+        asked.end = message
+        assert message.prompt_tokens == len(asked.prompt)
+        assert message.generated_tokens == len(asked.ids)
+        assert message.queue_us >= 0
+        assert message.inference_us >= 0
+
+
+class House:
+    """Call its methods in any order; `check` at any time."""
+
+    def __init__(self, script: Script, config: Config = Config(), tokenizers: int = 1) -> None:  # noqa: B008
+        self.script = script
+        self.core = Core(config)
+        self.journal: list[tuple[Any, ...]] = []  # the inputs of this core
+        self.now = 0.0
+        self.lives = 0
+        self.rids = 0
+        self.tokenizers: dict[int, Tokenizer] = {}
+        self.worker: Peer | None = None
+        self.engine = ScriptedWorker(script)
+        self.steps: deque[Step] = deque()  # on their way to the worker
+        self.results: deque[Result] = deque()  # on their way back
+        self.sent: list[Step] = []  # all steps of this core
+        self.heard: list[tuple[Peer, Any]] = []
+        self.poison: set[int] = set()  # a worker dies when it computes a request whose prompt begins so
+        self.poisoned: dict[int, int] = {}
+        for place in range(tokenizers):
+            self.tokenizer_up(place)
+
+    # --- who is there ---------------------------------------------------------------------------------------------
+
+    def tokenizer_up(self, place: int) -> Tokenizer:
+        """A new life of a tokenizer; the old one, if any, is gone."""
+        if place in self.tokenizers:
+            self.handle(Gone(), self.tokenizers[place].peer)
+        self.lives += 1
+        tokenizer = self.tokenizers[place] = Tokenizer(place, self.lives)
+        self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
+        return tokenizer
+
+    def worker_up(self, script: Script | None = None) -> None:
+        """A new worker that is ready at once."""
+        if self.worker is not None:
+            self.worker_down()
+        self.lives += 1
+        self.worker = Peer("worker", 0, f"boot-{self.lives}".encode())
+        self.engine = ScriptedWorker(script or self.script)
+        self.poisoned.clear()
+        self.handle(Hello(PROTOCOL, *self.worker), self.worker)
+        self.handle(Status(True, True, "ready", 100, self.engine.limits), self.worker)
+
+    def worker_down(self) -> None:
+        """The worker dies with all that was under way in both directions."""
+        assert self.worker is not None
+        worker, self.worker = self.worker, None
+        self.steps.clear()
+        self.results.clear()
+        self.handle(Gone(), worker)
+
+    def new_core(self) -> None:
+        """The scheduler dies; the next one hears of everybody, and every tokenizer submits again what it has."""
+        self.core = Core(self.core.config)
+        self.journal.clear()
+        self.sent.clear()
+        self.heard.clear()
+        self.steps.clear()
+        self.results.clear()
+        self.engine.reset()
+        for tokenizer in self.tokenizers.values():
+            self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
+        if self.worker is not None:
+            self.handle(Hello(PROTOCOL, *self.worker), self.worker)
+            self.handle(Status(True, True, "ready", 100, self.engine.limits), self.worker)
+        for place, tokenizer in self.tokenizers.items():
+            for rid, asked in tokenizer.requests.items():
+                if asked.end is None:
+                    self._submit(place, rid, asked)
+                    if asked.told_to_stop:
+                        self.handle(Cancel(rid), tokenizer.peer)
+
+    # --- what tokenizers do ---------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: list[int],
+        new: int = 4,
+        *,
+        place: int = 0,
+        stop_ids: list[int] | None = None,
+        seed: int | None = None,
+        resume: list[int] | None = None,
+    ) -> Asked:
+        asked = Asked(prompt, new, stop_ids or [], seed, resume or [])
+        self.rids += 1
+        self.tokenizers[place].requests[self.rids] = asked
+        self._submit(place, self.rids, asked)
+        return asked
+
+    def _submit(self, place: int, rid: int, asked: Asked) -> None:
+        columns = [pack(INT32, values) for values in (asked.prompt, asked.stop_ids, asked.ids)]
+        add = Add(rid, columns[0], asked.new, asked.sampling, columns[1], columns[2])
+        self.handle(add, self.tokenizers[place].peer)
+
+    def cancel(self, asked: Asked, kind: Any = Cancel) -> None:
+        for tokenizer in self.tokenizers.values():
+            for rid, other in tokenizer.requests.items():
+                if other is asked:
+                    self.handle(kind(rid), tokenizer.peer)
+                    asked.told_to_stop = True
+
+    def stop(self, asked: Asked) -> None:
+        self.cancel(asked, Stop)
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, source: Peer) -> None:
+        self.now += 0.001
+        self.journal.append(("handle", message, source, self.now))
+        self.core.handle(message, source, self.now)
+        self._listen()
+
+    def plan(self) -> int:
+        """Lets the core send what it wants to. Returns how many steps that were."""
+        self.now += 0.001
+        count = 0
+        while True:
+            self.journal.append(("plan", self.now))
+            step = self.core.plan(self.now)
+            if step is None:
+                break
+            assert self.worker is not None
+            self.sent.append(step)
+            self.steps.append(step)
+            count += 1
+        assert len(self.steps) + len(self.results) <= 2
+        return count
+
+    def compute(self) -> Result | None:
+        """The worker runs the next step."""
+        if not self.steps:
+            return None
+        step = self.steps.popleft()
+        if step.slots or self.poisoned:
+            self._occupy(step)
+            if any(slot in self.poisoned for slot in ints(step.rows)):
+                self.worker_down()
+                return None
+        result = self.engine.run_step(step)
+        assert result.error == "", result.error
+        self.results.append(result._replace(forward_us=1000 + 10 * sum(ints(step.counts))))
+        return result
+
+    def _occupy(self, step: Step) -> None:
+        for slot in step.slots:
+            first = ints(slot.tokens)[0]
+            self.poisoned.pop(slot.slot, None)
+            if first in self.poison:
+                self.poisoned[slot.slot] = first
+
+    def deliver(self) -> bool:
+        """The oldest result reaches the core."""
+        if not self.results:
+            return False
+        assert self.worker is not None
+        self.handle(self.results.popleft(), self.worker)
+        return True
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.journal.append(("tick", self.now))
+        self.core.tick(self.now)
+        self._listen()
+
+    def _listen(self) -> None:
+        for peer, message in self.core.outgoing():
+            message = decode(encode(message))
+            self.heard.append((peer, message))
+            for tokenizer in self.tokenizers.values():
+                if tokenizer.peer == peer:
+                    tokenizer.hears(message)
+
+    def step(self) -> bool:
+        """One result, with the next step planned ahead. Returns whether anything happened."""
+        planned = self.plan()
+        self.compute()
+        if self.worker is None and self.core.counters.worker_losses:
+            return True
+        return self.deliver() or planned > 0
+
+    def run(self, steps: int = 10_000) -> int:
+        """Until nothing is left to do. Returns how many steps that took."""
+        for count in range(steps):
+            if self.worker is None:
+                self.worker_up()
+            if not self.step():
+                self.check()
+                return count
+        raise AssertionError(f"not finished after {steps} steps")
+
+    def check(self) -> None:
+        self.core.check()
+
+    @property
+    def asked(self) -> list[Asked]:
+        return [asked for tokenizer in self.tokenizers.values() for asked in tokenizer.requests.values()]
+
+
+def expected(asked: Asked, script: Script) -> list[int]:
+    """What a request generates when it is alone: the reference for any schedule."""
+    worker = ScriptedWorker(script)
+    size = script.page_size
+    known = len(asked.prompt)
+    drawn: list[int] = []
+    while len(drawn) < asked.new:
+        slots = [] if drawn else [Slot(0, pack(INT32, asked.prompt), known, asked.sampling)]
+        start = 0 if not drawn else known - 1
+        held = 0 if not drawn else -(-start // size)
+        pages = list(range(held, -(-known // size)))
+        step = Step(
+            len(drawn) + 1, 1, slots, pack(INT32, [0] * len(pages)), pack(INT32, pages), pack(INT32, [0]),
+            pack(INT32, [start]), pack(INT32, [known - start]), pack(UINT8, [1]),
+        )  # fmt: skip
+        # The reference knows no limit of a step.
+        worker.limits = worker.limits._replace(max_batch_prefill_tokens=1 << 30)
+        result = worker.run_step(step)
+        assert not result.error, result.error
+        drawn += ints(result.ids)
+        known += 1
+        if drawn[-1] in asked.stop_ids:
+            break
+    return drawn
+
+
+def replay(journal: list[tuple[Any, ...]], config: Config) -> tuple[list[tuple[Peer, Any]], list[Step]]:
+    """A fresh core fed with recorded inputs: what it says and plans."""
+    core = Core(config)
+    heard: list[tuple[Peer, Any]] = []
+    steps: list[Step] = []
+    for kind, *arguments in journal:
+        answer = getattr(core, kind)(*arguments)
+        if kind == "plan" and answer is not None:
+            steps.append(answer)
+        heard += core.outgoing()
+    return heard, steps
+
+
+def ok(asked: Asked, script: Script) -> None:
+    """A request that ended as if it had been alone."""
+    assert asked.end is not None
+    want = expected(asked, script)
+    assert asked.ids == want
+    assert asked.end.reason == (Reason.LENGTH if len(want) == asked.new else Reason.EOS)

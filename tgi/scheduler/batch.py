@@ -1,0 +1,46 @@
+"""The requests that hold slots of the worker, sorted by what they need next."""
+
+from collections.abc import Iterator
+
+from tgi.scheduler.request import NO_SLOT, Request
+
+
+class Batch:
+    """A request holds a slot from admission until it ends or is sent back to the queue. In between it is prefilling,
+    then decoding, and at last, when all its tokens are planned, it only waits for results."""
+
+    def __init__(self, slots: int) -> None:
+        self.prefilling: dict[Request, None] = {}  # in the order of admission
+        self.decoding: dict[Request, None] = {}
+        self._slots: list[Request | None] = [None] * slots
+        self._free = list(range(slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._slots) - len(self._free)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for request in self._slots if request is not None)
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return not self._free
+
+    def enter(self, request: Request) -> None:
+        """Gives a slot to a request that is to be prefilled."""
+        request.slot = self._free.pop()
+        self._slots[request.slot] = request
+        self.prefilling[request] = None
+
+    def leave(self, request: Request) -> None:
+        """Takes the slot back."""
+        self._slots[request.slot] = None
+        self._free.append(request.slot)
+        self.prefilling.pop(request, None)
+        self.decoding.pop(request, None)
+        request.slot = NO_SLOT
+
+    def youngest(self, besides: Request) -> Request | None:
+        """The last to arrive of all others that still need steps."""
+        candidates = [request for request in (*self.prefilling, *self.decoding) if request is not besides]
+        return max(candidates, key=lambda request: request.order) if candidates else None

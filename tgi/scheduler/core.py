@@ -1,0 +1,385 @@
+"""The scheduler without sockets and clocks: messages go in with the time, steps and messages come out."""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tgi.kernel.link import Gone, Peer
+from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, State, Status, Step, Stop
+from tgi.kernel.pack import floats, ints
+from tgi.scheduler.counters import Counters, StepDone
+from tgi.scheduler.deployment import misfit, shortfall
+from tgi.scheduler.outbox import Client, Outbox
+from tgi.scheduler.pace import Pace
+from tgi.scheduler.plan import Flight, Planner
+from tgi.scheduler.queue import Queue
+from tgi.scheduler.request import SUSPECT, Request
+
+log = logging.getLogger(__name__)
+
+# Steps that may be under way at once.
+DEPTH = 2
+# Tokens that a suspect must draw alone: one by prefill and one by decode.
+TRIAL_TOKENS = 2
+# Changes of queue length and batch size alone are told no more often than this.
+LOAD_SECONDS = 1.0
+
+WAITING = Status(False, True, "waiting for the worker", 0)
+
+
+class Config(NamedTuple):
+    """How a core behaves."""
+
+    prefix_caching: bool = True
+    step_target: float = 0.2  # seconds that a step may take while requests decode and prompts are computed
+    stall_limit: float = 60.0  # seconds without a finished step, with work under way, until unhealthy
+
+
+class Core:
+    """Knows all requests of all tokenizers and one worker.
+
+    Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `worker` until it
+    returns None, and what `outgoing` yields to the tokenizers. The same inputs always give the same outputs.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.worker: Peer | None = None
+        self.limits: Limits | None = None
+        self.epoch = 1
+        self._planner: Planner | None = None
+        self._queue = Queue()
+        self._pace = Pace(config.step_target * 1e6)
+        self._outbox = Outbox()
+        self._clients: dict[Peer, Client] = {}
+        self._arrivals = 0
+        self._number = 0
+        self._flight: deque[Flight] = deque()
+        self._moved = 0.0  # when a step was last answered, or sent into silence
+        self._trial: Request | None = None  # computed alone because workers died under it
+        self._trial_began_at = 0  # ids that it had
+        self._below = WAITING  # the worker's status, as far as it counts
+        self._told = WAITING
+        self._load_told_at = 0.0
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, source: Peer, now: float) -> None:
+        """Takes one message or event of a link. `now` is in seconds and never decreases."""
+        if source.role == "worker":
+            self._from_worker(message, source, now)
+        else:
+            self._from_tokenizer(message, source, now)
+
+    def _from_tokenizer(self, message: Any, source: Peer, now: float) -> None:
+        client = self._clients.get(source)
+        if isinstance(message, Hello):
+            self._clients[source] = Client(source)
+            self._outbox.put(source, self._status(now))
+        elif client is None:
+            return  # said before its Gone
+        elif isinstance(message, Add):
+            self._add(message, client, now)
+        elif isinstance(message, Cancel | Stop):
+            # Crossing messages: an unknown number is one whose End is on its way up.
+            if (request := client.requests.get(message.rid)) is not None:
+                self._end(request, Reason.STOP if isinstance(message, Stop) else Reason.CANCELLED, now)
+        elif isinstance(message, Gone):
+            for request in list(client.requests.values()):
+                self._end(request, Reason.CANCELLED, now)
+            del self._clients[source]
+        else:
+            log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
+
+    def _from_worker(self, message: Any, source: Peer, now: float) -> None:
+        if isinstance(message, Hello):
+            if self.worker is not None:
+                log.error("%s is ignored: %s is the worker of this scheduler", source, self.worker)
+                return
+            self.worker = source
+        elif source != self.worker:
+            return
+        elif isinstance(message, Result):
+            self._result(message, now)
+        elif isinstance(message, Status):
+            self._worker_status(message, now)
+        elif isinstance(message, Gone):
+            self._worker_gone(now)
+        else:
+            log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
+
+    def tick(self, now: float) -> None:
+        """To be called after every batch of messages, and when `deadline` has come."""
+        self._tell(now)
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Step | None:
+        """The next step for the worker; None if it has enough to do, or there is nothing to do."""
+        planner = self._planner
+        if planner is None or not self._below.ready or len(self._flight) >= DEPTH:
+            return None
+        if self._trial is None and (head := self._queue.head()) is not None and head.suspected:
+            if self._flight:
+                return None  # first let the others land
+            self._trial = head
+            self._trial_began_at = len(head.ids)
+        flight = planner.plan(self._number + 1, self.epoch, self._trial, now)
+        if flight is None:
+            return None
+        if not self._flight:
+            self._moved = now
+        self._number += 1
+        self._flight.append(flight)
+        self.counters.steps[_method(flight)] += 1
+        if flight.admitted:
+            self.counters.admitted.append((flight.admitted, flight.joined))
+        return flight.step
+
+    def outgoing(self) -> Iterator[tuple[Peer, tuple[Any, ...]]]:
+        """(tokenizer, message) for all that has come about since the last call."""
+        return self._outbox.take()
+
+    def deadline(self, now: float) -> float:
+        """When `tick` has something to do even if no message comes."""
+        times = [now + 3600.0]
+        if self._flight and not self._stalled(now):
+            times.append(self._moved + self.config.stall_limit)
+        if (self.queued, self.running) != (self._told.queued, self._told.running):
+            times.append(self._load_told_at + LOAD_SECONDS)
+        return max(now, min(times))
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot of the worker."""
+        return len(self._planner.batch) if self._planner else 0
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that running requests hold."""
+        return self._planner.pool.used if self._planner else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be computed now."""
+        return self._below.ready
+
+    def check(self) -> None:
+        """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
+        known = [request for client in self._clients.values() for request in client.requests.values()]
+        waiting = self._queue.waiting()
+        assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
+        batch = list(self._planner.batch) if self._planner else []
+        assert set(known) == set(waiting) | set(batch), "a request is lost or left behind"
+        assert all(request.state in (State.PREFILL, State.DECODE) for request in batch), "a slot of no use"
+        if self._planner:
+            self._planner.pool.check(request.pages for request in batch)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _add(self, add: Add, client: Client, now: float) -> None:
+        if add.rid in client.requests:
+            # Its first Add lives on and gets the one End that this number can have.
+            log.error("%s has used number %d twice; the second request is ignored", client.peer, add.rid)
+            return
+        try:
+            request = Request(
+                client,
+                add.rid,
+                self._arrivals,
+                now,
+                prompt=add.prompt,
+                resume=add.resume,
+                max_new_tokens=add.max_new_tokens,
+                sampling=add.sampling,
+                stop_ids=ints(add.stop_ids),
+                salt=add.salt,
+            )
+        except ValueError as error:  # columns of odd length
+            self._outbox.put(client.peer, End(add.rid, Reason.INVALID, f"malformed request: {error}"))
+            return
+        self._arrivals += 1
+        client.requests[add.rid] = request
+        self._queue.push(request)
+        self.counters.resumed_tokens += request.generated
+        if not request.prompt_tokens:
+            self._end(request, Reason.INVALID, now, "`inputs` cannot be empty")
+        elif add.max_new_tokens < 1:
+            self._end(request, Reason.INVALID, now, "`max_new_tokens` must be strictly positive")
+        elif request.generated and (reason := _finished(request, request.ids[-1])):
+            self._end(request, reason, now)  # whoever resumes it missed only its End
+        elif self.limits is not None:
+            self._refuse_misfit(request, self.limits, now)
+
+    def _refuse_misfit(self, request: Request, limits: Limits, now: float) -> None:
+        if fault := misfit(limits, request.prompt_tokens, request.limit - request.prompt_tokens):
+            self._end(request, Reason.INVALID, now, fault)
+
+    def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
+        """The only way out, taken once by each request."""
+        if request.state is State.QUEUED:
+            self._queue.leave()
+        elif self._planner is not None:
+            self._planner.let_go(request)
+        request.become("end")
+        if self._trial is request:
+            self._trial = None
+        del request.client.requests[request.rid]
+        begun = now if request.first_planned is None else request.first_planned
+        self._outbox.put(
+            request.client.peer,
+            End(
+                request.rid,
+                reason,
+                message,
+                prompt_tokens=request.prompt_tokens,
+                generated_tokens=request.generated,
+                cached_tokens=request.cached_tokens,
+                queue_us=int((begun - request.received) * 1e6),
+                inference_us=int((now - begun) * 1e6),
+            ),
+        )
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _result(self, result: Result, now: float) -> None:
+        if result.epoch != self.epoch or not self._flight:
+            return  # of a life that is over
+        planner = self._planner
+        assert planner is not None
+        flight = self._flight[0]
+        fault = result.error or _misshapen(result, flight)
+        self.counters.done.append(
+            StepDone(_method(flight), bool(fault), now - max(self._moved, flight.sent), result.forward_us / 1e6)
+        )
+        self._moved = now
+        if fault:
+            # Whatever else is under way builds on what this step did not compute.
+            self._begin_again([flight], SUSPECT, f"Server error: {fault}", now)
+            return
+        self._flight.popleft()
+        self._pace.learn(flight.decode_rows, flight.prefill_tokens, result.forward_us)
+        number = flight.step.number
+        ended: list[tuple[Request, Reason]] = []
+        for request, token, logprob in zip(flight.drawing, ints(result.ids), floats(result.logprobs), strict=True):
+            if number < request.since:
+                continue  # it has left its slot since this step was planned
+            ids = request.ids
+            ids.append(token)
+            client = request.client
+            client.rids.append(request.rid)
+            client.ids.append(token)
+            client.logprobs.append(logprob)
+            known = len(ids)
+            if known > request.publish_at:
+                planner.publish_generated(request)
+            if (known == request.limit or token in request.stop_ids) and (reason := _finished(request, token)):
+                ended.append((request, reason))
+        for client in self._clients.values():
+            if client.rids:
+                self._outbox.put(client.peer, client.take_tokens())
+        for request, reason in ended:
+            self._end(request, reason, now)
+        if self._trial is not None and len(self._trial.ids) - self._trial_began_at >= TRIAL_TOKENS:
+            self._trial.strikes = 0
+            self._trial = None
+
+    # --- the worker ---------------------------------------------------------------------------------------------------
+
+    def _worker_status(self, status: Status, now: float) -> None:
+        if status.ready and status.limits is not None and not self._below.ready:
+            if self.limits is None:
+                self._adopt(status.limits, now)
+            elif fault := shortfall(self.limits, status.limits):
+                log.error(
+                    "The restarted worker does not meet this deployment's limits: %s. Free the memory that it lacks, "
+                    "or restart the whole server with smaller limits.",
+                    fault,
+                )
+                status = Status(False, False, "the worker does not meet the limits", 0)
+        self._below = status
+        self._tell(now)
+
+    def _adopt(self, limits: Limits, now: float) -> None:
+        """The first worker's limits hold for the deployment's life."""
+        self.limits = limits
+        self._planner = Planner(limits, self.config.prefix_caching, self._pace, self._queue, self.counters)
+        for request in self._queue.waiting():
+            self._refuse_misfit(request, limits, now)
+
+    def _worker_gone(self, now: float) -> None:
+        self.worker = None
+        self._below = WAITING
+        self.counters.worker_losses += 1
+        self._begin_again(self._flight, 1, "Server error: the worker died while it computed this request alone", now)
+        self._tell(now)
+
+    def _begin_again(self, blamed: "deque[Flight] | list[Flight]", strikes: int, message: str, now: float) -> None:
+        """What the worker held is void: all running requests go back to the queue. Those with rows in the blamed
+        steps get strikes; one that was computed alone ends with `message`."""
+        under_way = {
+            request: None for flight in blamed for request in flight.requests if flight.step.number >= request.since
+        }
+        for request in under_way:
+            request.strikes += strikes
+        if self._trial in under_way:
+            self._end(self._trial, Reason.FAILED, now, message)
+        self._trial = None
+        self._flight.clear()
+        self.epoch += 1
+        self._number = 0
+        if self._planner is not None:
+            self._planner.forget_worker()
+
+    # --- status -------------------------------------------------------------------------------------------------------
+
+    def _stalled(self, now: float) -> bool:
+        return bool(self._flight) and now >= self._moved + self.config.stall_limit
+
+    def _status(self, now: float) -> Status:
+        below = self._below
+        stalled = self._stalled(now)
+        stage = "the worker finishes no step" if stalled else below.stage
+        healthy = below.healthy and not stalled
+        return Status(below.ready, healthy, stage, below.percent, self.limits, self.queued, self.running)
+
+    def _tell(self, now: float) -> None:
+        """Tells every tokenizer how things are, if that has changed."""
+        status = self._status(now)
+        told = self._told
+        if status == told:
+            return
+        if status[:5] == told[:5] and now - self._load_told_at < LOAD_SECONDS:
+            return
+        self._told = status
+        self._load_told_at = now
+        for peer in self._clients:
+            self._outbox.put(peer, status)
+
+
+def _finished(request: Request, last: int) -> Reason | None:
+    """Why a request with these ids is complete; None if it is not. Length counts first, as in TGI."""
+    if len(request.ids) >= request.limit:
+        return Reason.LENGTH
+    return Reason.EOS if last in request.stop_ids else None
+
+
+def _method(flight: Flight) -> str:
+    return "prefill" if flight.prefill_tokens else "decode"
+
+
+def _misshapen(result: Result, flight: Flight) -> str:
+    """In what a result does not answer its step; "" if it does."""
+    rows = len(flight.drawing)
+    if result.number != flight.step.number:
+        return f"the result of step {result.number} came where that of {flight.step.number} was due"
+    if result.counts != b"\1" * rows or len(result.ids) != 4 * rows or len(result.logprobs) != 4 * rows:
+        return f"the result of step {result.number} does not have one token for each of {rows} rows"
+    return ""

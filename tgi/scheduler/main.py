@@ -1,0 +1,61 @@
+"""`tgi scheduler`: the loop between the tokenizers' link and the worker's."""
+
+import gc
+import logging
+import time
+
+from tgi.kernel.link import Gone, Link
+from tgi.kernel.messages import Hello, Result
+from tgi.kernel.process import Process
+from tgi.scheduler.core import Config, Core
+from tgi.scheduler.meter import Meter
+
+log = logging.getLogger(__name__)
+
+
+def main(process: Process) -> None:
+    """Runs until SIGTERM, then until the requests that run have ended or the supervisor's patience has."""
+    settings = process.settings
+    front = Link.bind(process.address("sched-0.front"), process.hello())
+    back = Link.bind(process.address("sched-0.back"), process.hello())
+    process.watch(front)
+    process.watch(back)
+    core = Core(Config(settings.prefix_caching, settings.step_target, settings.stall_limit))
+    meter = Meter()
+    gc.collect()
+    gc.freeze()
+    try:
+        while not process.stopping or core.running:
+            now = time.monotonic()
+            process.state(*_state(process, core))
+            process.wait(core.deadline(now) - now)
+            _turn(core, front, back, meter)
+    finally:
+        front.close()
+        back.close()
+
+
+def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
+    """Takes what has come, keeps the worker busy first, then tells the tokenizers."""
+    now = time.monotonic()
+    for link in (back, front):
+        for peer, message in link.receive():
+            if isinstance(message, Hello | Gone):
+                log.info("%s is %s", peer, "up" if isinstance(message, Hello) else "gone")
+            core.handle(message, peer, now)
+            if isinstance(message, Result):
+                meter.handled(time.monotonic() - now)
+    core.tick(now)
+    while core.worker is not None and (step := core.plan(now)) is not None:
+        back.send(core.worker, step)
+    back.flush()
+    for peer, message in core.outgoing():
+        front.send(peer, message)
+    front.flush()
+    meter.publish(core)
+
+
+def _state(process: Process, core: Core) -> tuple[str, str, int]:
+    if process.stopping:
+        return "draining", "", 0
+    return ("ready", "", 100) if core.ready else ("starting", "waiting for the worker", 0)

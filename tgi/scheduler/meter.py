@@ -1,0 +1,69 @@
+"""Turns what the core has counted into metrics, once a turn of the loop."""
+
+from tgi.kernel import metrics
+from tgi.scheduler.core import Core
+
+
+class Meter:
+    """Remembers what was published, so that only changes cost anything."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, int] = {}
+        self._gauges: dict[str, int] = {}
+        self._handled: list[float] = []
+
+    def handled(self, seconds: float) -> None:
+        """A result was taken in this time."""
+        self._handled.append(seconds)
+
+    def publish(self, core: Core) -> None:
+        """To be called at the end of a turn."""
+        self._steps(core)
+        counters = core.counters
+        self._count("tgi_resumed_tokens", counters.resumed_tokens)
+        self._count("tgi_preemptions", counters.preemptions)
+        self._count("tgi_prefix_cache_hit_tokens", counters.cache_hit_tokens)
+        self._count("tgi_worker_losses", counters.worker_losses)
+        self._set("tgi_queue_size", core.queued)
+        self._set("tgi_batch_current_size", core.running)
+        if core.limits is not None:
+            used, size = core.pages_used, core.limits.page_size
+            self._set("tgi_batch_current_max_tokens", used * size)
+            self._set("tgi_pages_used", used)
+            self._set("tgi_pages_free", core.limits.pages - used)
+            self._set("tgi_batch_max_total_tokens", core.limits.pages * size)
+
+    def _steps(self, core: Core) -> None:
+        counters = core.counters
+        for method, sent in counters.steps.items():
+            before = self._sums.get(method, 0)
+            if sent != before:
+                metrics.tgi_batch_inference_count.labels(method=method).inc(sent - before)
+                self._sums[method] = sent
+        while counters.admitted:
+            requests, joined = counters.admitted.popleft()
+            metrics.tgi_batch_next_size.observe(requests)
+            if joined:
+                metrics.tgi_batch_concat.labels(reason="chunking").inc()
+        while counters.done:
+            step = counters.done.popleft()
+            if step.failed:
+                metrics.tgi_batch_inference_failure.labels(method=step.method).inc()
+                continue
+            metrics.tgi_batch_inference_success.labels(method=step.method).inc()
+            metrics.tgi_batch_inference_duration.labels(method=step.method).observe(step.seconds)
+            metrics.tgi_batch_forward_duration.labels(method=step.method).observe(step.forward_seconds)
+            if self._handled:
+                metrics.tgi_batch_filter_duration.labels(method=step.method).observe(self._handled.pop())
+        self._handled.clear()
+
+    def _count(self, name: str, total: int) -> None:
+        before = self._sums.get(name, 0)
+        if total != before:
+            getattr(metrics, name).inc(total - before)
+            self._sums[name] = total
+
+    def _set(self, name: str, value: int) -> None:
+        if self._gauges.get(name) != value:
+            getattr(metrics, name).set(value)
+            self._gauges[name] = value

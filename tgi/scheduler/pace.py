@@ -1,0 +1,33 @@
+"""How many prompt tokens fit into a step while others wait for their next token: learned from the steps so far."""
+
+# Weight of the newest step in the running averages.
+NEWEST = 0.2
+
+
+class Pace:
+    """Averages of what a step costs: with decode rows alone, and each prompt token on top of that."""
+
+    def __init__(self, target_us: float) -> None:
+        self._target_us = target_us
+        self._decode_us = 0.0  # a step of decode rows alone
+        self._token_us = 0.0  # a prompt token on top
+
+    def learn(self, decode_rows: int, prefill_tokens: int, step_us: int) -> None:
+        """A step with these rows took this long. 0: the worker did not measure."""
+        if step_us <= 0:
+            return
+        if not prefill_tokens:
+            self._decode_us = _average(self._decode_us, step_us)
+            return
+        base = self._decode_us if decode_rows else 0.0
+        self._token_us = _average(self._token_us, max(step_us - base, 0.0) / prefill_tokens)
+
+    def prefill_tokens(self, at_least: int, at_most: int) -> int:
+        """Prompt tokens for a step with decode rows, so that the step meets its target; between the two bounds."""
+        if not self._token_us:
+            return at_most
+        return min(at_most, max(at_least, int((self._target_us - self._decode_us) / self._token_us)))
+
+
+def _average(old: float, new: float) -> float:
+    return new if not old else old + NEWEST * (new - old)

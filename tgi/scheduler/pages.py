@@ -1,0 +1,105 @@
+"""The pages of the KV cache: who holds them, and which prefixes they can be found by."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+HASH_BYTES = 16
+
+
+def chain(hashes: list[bytes], ids: "array[int]", page_size: int, salt: bytes) -> None:
+    """Extends `hashes` by the pages that `ids` fill. The hash of a page covers all ids up to its end, and the salt:
+    hash(parent, ids of the page), with hash(salt) as the first parent."""
+    first, last = len(hashes), len(ids) // page_size
+    if first == last:
+        return
+    parent = hashes[-1] if hashes else blake2b(salt, digest_size=HASH_BYTES).digest()
+    column = ids[first * page_size : last * page_size].tobytes()
+    width = page_size * ids.itemsize
+    for start in range(0, len(column), width):
+        parent = blake2b(parent + column[start : start + width], digest_size=HASH_BYTES).digest()
+        hashes.append(parent)
+
+
+class PagePool:
+    """Every page is in one of three places: free, held by one or more requests, or idle: held by nobody, but
+    full of a prefix that may be asked for again. Idle pages are taken last, the longest unused first.
+
+    All operations cost O(1) per page.
+    """
+
+    def __init__(self, pages: int, caching: bool = True) -> None:
+        self._caching = caching
+        self._holders = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._by_hash: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken now."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Pages that are held."""
+        return len(self._holders) - self.available
+
+    def take(self) -> int:
+        """A page with nothing in it that matters, held once. Raises IndexError if none is available."""
+        if self._free:
+            page = self._free.pop()
+        elif self._idle:
+            page, _ = self._idle.popitem(last=False)
+            del self._by_hash[self._hash_of.pop(page)]
+        else:
+            raise IndexError("no page is available")
+        self._holders[page] = 1
+        return page
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages of the longest known prefix, each held once more."""
+        found = []
+        for key in hashes:
+            page = self._by_hash.get(key)
+            if page is None:
+                break
+            if self._holders[page] == 0:
+                del self._idle[page]
+            self._holders[page] += 1
+            found.append(page)
+        return found
+
+    def publish(self, page: int, key: bytes) -> None:
+        """A held page is full of this prefix. Where another page is known by it already, that one stays."""
+        if self._caching and key not in self._by_hash:
+            self._by_hash[key] = page
+            self._hash_of[page] = key
+
+    def release(self, pages: list[int]) -> None:
+        """Each is held once less. The end of a prefix goes idle before its beginning, without which it is no use."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                if page in self._hash_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def check(self, tables: Iterable[list[int]] = ()) -> None:
+        """Raises AssertionError unless `tables` are all that is held, and every page is in exactly one place."""
+        holders = [0] * len(self._holders)
+        for table in tables:
+            assert len(set(table)) == len(table), f"a page twice in the table {table}"
+            for page in table:
+                holders[page] += 1
+        assert holders == self._holders, "pages are held by nobody, or not held by somebody"
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & idle, "a page is free and idle"
+        assert free | idle == {page for page, count in enumerate(holders) if count == 0}, "a page is lost"
+        assert {page: key for key, page in self._by_hash.items()} == self._hash_of, "hashes and pages disagree"
+        assert idle <= set(self._hash_of), "an idle page without a hash"
+        assert not free & set(self._hash_of), "a free page with a hash"

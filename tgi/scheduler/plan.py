@@ -1,0 +1,276 @@
+"""Decides what the next step computes: decode rows first, then prompts in the order of arrival."""
+
+from array import array
+from typing import NamedTuple
+
+from tgi.kernel.messages import Limits, Slot, Step
+from tgi.kernel.pack import INT32
+from tgi.scheduler.batch import Batch
+from tgi.scheduler.counters import Counters
+from tgi.scheduler.pace import Pace
+from tgi.scheduler.pages import PagePool, chain
+from tgi.scheduler.queue import Queue
+from tgi.scheduler.request import NO_SLOT, Request
+
+# Share of the pages that admission leaves to the requests that run, so that they need not preempt at once.
+SPARE_PAGES = 0.01
+
+
+class Flight(NamedTuple):
+    """A step that was sent and not yet answered."""
+
+    step: Step
+    drawing: list[Request]  # the rows that draw, in their order
+    prefilling: list[Request]  # rows of chunks that do not finish their prompt
+    decode_rows: int
+    prefill_tokens: int
+    admitted: int  # requests that came from the queue
+    joined: bool  # they joined others that ran already
+    sent: float
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have a row."""
+        return self.drawing + self.prefilling
+
+
+class _Draft:
+    """The columns of a step that is being planned."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.page_slots: list[int] = []
+        self.page_ids: list[int] = []
+        self.rows = array(INT32)
+        self.starts = array(INT32)
+        self.counts = array(INT32)
+        self.draws = bytearray()
+        self.drawing: list[Request] = []
+        self.prefilling: list[Request] = []
+        self.full: list[tuple[int, bytes]] = []  # pages that this step completes, and their hashes
+
+    def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
+        """The draft as a step to send."""
+        step = Step(
+            number,
+            epoch,
+            self.slots,
+            array(INT32, self.page_slots).tobytes(),
+            array(INT32, self.page_ids).tobytes(),
+            self.rows.tobytes(),
+            self.starts.tobytes(),
+            self.counts.tobytes(),
+            bytes(self.draws),
+        )
+        tokens = sum(self.counts[decode_rows:])
+        return Flight(
+            step, self.drawing, self.prefilling, decode_rows, tokens, len(self.slots), joined and bool(self.slots), now
+        )
+
+
+class Planner:
+    """Owns what a plan is made of: the queue, the batch and the pages.
+
+    A plan may be made while earlier steps are still under way: the worker runs steps in order, so whatever is free
+    when a step is planned may be used by it, and a decode row needs no id, only a position.
+    """
+
+    def __init__(self, limits: Limits, caching: bool, pace: Pace, queue: Queue, counters: Counters) -> None:
+        self.limits = limits
+        self.queue = queue
+        self.batch = Batch(limits.max_batch_size)
+        self.pool = PagePool(limits.pages, caching)
+        self._caching = caching
+        self._pace = pace
+        self._counters = counters
+        self._spare = int(limits.pages * SPARE_PAGES)
+
+    def plan(self, number: int, epoch: int, alone: Request | None, now: float) -> Flight | None:
+        """The next step, or None if there is nothing to compute. `alone`: only this request may have a row."""
+        draft = _Draft()
+        running = len(self.batch)
+        self._decode(draft, number, alone)
+        decode_rows = len(draft.drawing)
+        self._prefill(draft, number, alone, now)
+        if not draft.rows:
+            return None
+        # From the next step on others may find these pages; this step has yet to write them.
+        for page, key in draft.full:
+            self.pool.publish(page, key)
+        return draft.flight(number, epoch, decode_rows, running > 0, now)
+
+    # --- decode -------------------------------------------------------------------------------------------------------
+
+    def _decode(self, draft: _Draft, number: int, alone: Request | None) -> None:
+        """One row for each request whose prompt is computed. Those that find no page wait."""
+        decoding = self.batch.decoding
+        rows = [request for request in decoding if alone is None or request is alone]
+        needy = [request for request in rows if request.planned == request.room]
+        if needy:
+            for request in sorted(needy, key=_order):
+                if request.slot != NO_SLOT and self._make_room(request, anyone=request is alone):
+                    self._append_page(draft, request)
+            rows = [request for request in rows if request.planned < request.room]
+        draft.rows.extend([request.slot for request in rows])
+        draft.starts.extend([request.planned for request in rows])
+        draft.counts.extend([1] * len(rows))
+        draft.draws += b"\1" * len(rows)
+        draft.drawing += rows
+        for request in rows:
+            planned = request.planned = request.planned + 1
+            if planned == request.limit - 1:
+                del decoding[request]  # all its tokens are planned
+
+    def _make_room(self, request: Request, anyone: bool) -> bool:
+        """Sees to it that a page is available; takes it from requests that arrived later if need be."""
+        while not self.pool.available:
+            victim = self.batch.youngest(besides=request)
+            if victim is None or not (anyone or victim.order > request.order):
+                return False
+            self._preempt(victim)
+        return True
+
+    def _append_page(self, draft: _Draft, request: Request) -> None:
+        page = self.pool.take()
+        request.pages.append(page)
+        request.room += self.limits.page_size
+        draft.page_slots.append(request.slot)
+        draft.page_ids.append(page)
+
+    def _preempt(self, request: Request) -> None:
+        self._counters.preemptions += 1
+        self.send_back(request, "preempt")
+
+    # --- prefill ------------------------------------------------------------------------------------------------------
+
+    def _prefill(self, draft: _Draft, number: int, alone: Request | None, now: float) -> None:
+        """Chunks of the prompts under way, then of new ones, as many tokens as the step may compute."""
+        budget = self.limits.max_batch_prefill_tokens - len(draft.drawing)
+        if draft.drawing:
+            budget = self._pace.prefill_tokens(min(self.limits.page_size, budget), budget)
+        if alone is not None:
+            if alone.slot == NO_SLOT:
+                self._admit_alone(draft, alone, number, now)
+            if alone in self.batch.prefilling:
+                self._chunk(draft, alone, budget)
+            return
+        for request in list(self.batch.prefilling):
+            if budget <= 0:
+                return
+            budget -= self._chunk(draft, request, budget)
+        while budget > 0 and not self.batch.full and (head := self.queue.head()) is not None:
+            if not self._admit(draft, head, number, now):
+                return
+            budget -= self._chunk(draft, head, budget)
+
+    def _chunk(self, draft: _Draft, request: Request, budget: int) -> int:
+        """A row of at most `budget` tokens. Returns how many it has."""
+        start, known = request.planned, len(request.ids)
+        count = min(budget, known - start)
+        request.planned = end = start + count
+        size = self.limits.page_size
+        draft.full += zip(
+            request.pages[start // size : end // size], request.hashes[start // size : end // size], strict=False
+        )
+        draft.rows.append(request.slot)
+        draft.starts.append(start)
+        draft.counts.append(count)
+        if end < known:
+            request.become("chunk")
+            draft.draws.append(0)
+            draft.prefilling.append(request)
+            return count
+        request.become("last chunk")
+        draft.draws.append(1)
+        draft.drawing.append(request)
+        del self.batch.prefilling[request]
+        if end < request.limit - 1:
+            self.batch.decoding[request] = None
+        return count
+
+    def _admit(self, draft: _Draft, request: Request, number: int, now: float) -> bool:
+        """Moves the head of the queue into a slot, with pages for all its ids. False: too few are available.
+
+        Nobody is preempted for it, and nothing is reserved for what it may generate.
+        """
+        available = self.pool.available
+        running = len(self.batch) > 0
+        if running and available < request.wanted:
+            return False  # nothing has changed since the last try
+        size = self.limits.page_size
+        if self._caching:
+            chain(request.hashes, request.ids, size, request.salt)
+        # The last id is always computed, since its row draws the next.
+        found = self.pool.find(request.hashes[: (len(request.ids) - 1) // size])
+        missing = -(-len(request.ids) // size) - len(found)
+        spare = self._spare if running else 0
+        if self.pool.available < missing + spare:
+            request.wanted = missing + spare + available - self.pool.available
+            self.pool.release(found)
+            return False
+        self.queue.pop()
+        self._enter(draft, request, found, missing, number, now)
+        return True
+
+    def _admit_alone(self, draft: _Draft, request: Request, number: int, now: float) -> None:
+        """Admits a suspect, whoever has to give up slot and pages for it."""
+        while True:
+            request.wanted = 0
+            if not self.batch.full and self._admit(draft, request, number, now):
+                return
+            victim = self.batch.youngest(besides=request)
+            if victim is None:
+                return
+            self._preempt(victim)
+
+    def _enter(self, draft: _Draft, request: Request, found: list[int], missing: int, number: int, now: float) -> None:
+        size = self.limits.page_size
+        request.become("admit")
+        self.batch.enter(request)
+        request.since = number
+        request.pages = found + [self.pool.take() for _ in range(missing)]
+        request.room = len(request.pages) * size
+        request.planned = len(found) * size
+        if self._caching:
+            request.publish_at = (len(request.ids) // size + 1) * size
+        if request.first_planned is None:
+            request.first_planned = now
+            request.cached_tokens = min(request.planned, request.prompt_tokens)
+        self._counters.cache_hit_tokens += request.planned
+        draft.slots.append(Slot(request.slot, request.ids.tobytes(), request.prompt_tokens, request.sampling))
+        draft.page_slots += [request.slot] * len(request.pages)
+        draft.page_ids += request.pages
+
+    # --- between steps ------------------------------------------------------------------------------------------------
+
+    def publish_generated(self, request: Request) -> None:
+        """The request has just drawn the first id behind a full page, so that page is computed: others may find it."""
+        size = self.limits.page_size
+        chain(request.hashes, request.ids, size, request.salt)
+        at = request.publish_at // size - 1
+        self.pool.publish(request.pages[at], request.hashes[at])
+        request.publish_at += size
+
+    def let_go(self, request: Request) -> None:
+        """Takes slot and pages from a request that has them. Steps under way may still write there: they run first."""
+        self.batch.leave(request)
+        self.pool.release(request.pages)
+        request.leave_slot()
+
+    def send_back(self, request: Request, event: str) -> None:
+        """Back to the queue, with all ids it has: those that were generated come back as prefill."""
+        self.let_go(request)
+        request.become(event)
+        request.wanted = 0
+        self._counters.resumed_tokens += request.generated
+        self.queue.push(request)
+
+    def forget_worker(self) -> None:
+        """The worker's tensors are gone: everybody back to the queue, no page holds anything."""
+        for request in list(self.batch):
+            self.send_back(request, "worker lost")
+        self.pool = PagePool(self.limits.pages, self._caching)
+
+
+def _order(request: Request) -> int:
+    return request.order
