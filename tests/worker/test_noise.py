@@ -49,9 +49,12 @@ def test_neighbours_are_independent() -> None:
 
 
 def test_small_values_are_fine_grained() -> None:
-    """The least of 49,152 numbers decides a race: over many draws it must not fall on a coarse grid."""
+    """The least of 49,152 numbers decides a race: over many draws it must not fall on a coarse grid.
+
+    They lie some 2e-5 apart; on a grid of 2^-31 a few of 400 coincide, on one of 2^-24 half of them would.
+    """
     least = uniform([3] * 400, list(range(400)), 49152).min(1)
-    assert len(set(least)) == 400
+    assert len(set(least)) > 390
     assert abs(np.mean(least) * 49152 - 1) < 0.25
 
 
@@ -70,4 +73,4 @@ def test_known_values() -> None:
 
 
 KEYS = [[1293516399, -1492722385], [-698682850, -369270711], [1695124641, -997122386]]
-DRAWN = [1.2241075038909912, 1.0071117877960205, 2.1665456295013428, 0.6125425100326538, 1.1206759214401245]
+DRAWN = [0.31832355260849, 3.3910062313079834, 0.43463224172592163, 0.3508296608924866, 1.6298506259918213]

@@ -2,8 +2,8 @@
 
 No generator and no state: what a request draws depends on nothing but these four numbers, so not on its batch mates,
 and a request that is resumed, preempted or verified later draws what it would have drawn. Built from two public
-integer mixers: splitmix64's (Steele, Lea, Flood 2014) makes a 64-bit key of (seed, choice, position), and a 32-bit
-xorshift-multiply mixer ("lowbias32", Wellons 2018) stretches it over the vocabulary.
+integer mixers: splitmix64's (Steele, Lea, Flood 2014) makes a 64-bit key of (seed, choice, position), and rounds of a
+32-bit multiply-xorshift (factors of "lowbias32" and "triple32", Wellons 2018) stretch it over the vocabulary.
 """
 
 import numpy as np
@@ -16,7 +16,8 @@ CPU_BLOCK_BYTES = 512 << 10
 CUDA_BLOCK_ROWS = 64
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-M32 = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as int32
+FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x31848BAB)  # as int32
+LEAST = -(2.0**-33)
 
 
 def keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64], choice: int = 0) -> NDArray[np.int32]:
@@ -38,8 +39,10 @@ class Noise:
         self._hash = torch.empty(shape, dtype=torch.int32, device=device)
         self._shifted = torch.empty(shape, dtype=torch.int32, device=device)
         self._float = torch.empty(shape, dtype=torch.float32, device=device)
-        ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-        self._ids = _mix32(ids, torch.empty_like(ids)).clone()
+        self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        scratch = torch.empty_like(self._ids)
+        for factor, bits in zip(FACTORS, (16, 15, 16), strict=True):
+            _fold(self._ids.add_(1).mul_(factor), bits, scratch)
 
     def exponentials(self, row_keys: Tensor) -> Tensor:
         """Exponential(1) numbers, float32 [n, vocab], for int32 keys [n, 2], n <= self.rows.
@@ -49,11 +52,12 @@ class Noise:
         count = row_keys.shape[0]
         bits, shifted, result = self._hash[:count], self._shifted[:count], self._float[:count]
         torch.bitwise_xor(self._ids, row_keys[:, :1], out=bits)
-        _mix32(bits, shifted)
-        _mix32(bits.add_(row_keys[:, 1:]), shifted)
-        # |signed 31-bit fraction| is uniform in [0, 1); the ends are kept out so that the logarithm stays finite.
-        result.copy_(bits).mul_(2.0**-31).abs_().clamp_(2.0**-33, 1 - 2.0**-24)
-        return result.neg_().log1p_().neg_()
+        _fold(bits.mul_(FACTORS[0]), 16, shifted)
+        _fold(bits.add_(row_keys[:, 1:]).mul_(FACTORS[1]), 15, shifted)
+        # The signed number's size is uniform in [0, 1), kept off both ends so that the logarithm stays finite.
+        result.copy_(bits.mul_(FACTORS[2])).abs_()
+        torch.add(LEAST, result, alpha=-(2.0**-31) * (1 - 2.0**-24), out=result)
+        return result.log1p_().neg_()
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -62,12 +66,7 @@ def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _mix32(x: Tensor, shifted: Tensor) -> Tensor:
-    """Mixes int32 `x` in place. The masks make torch's arithmetic shifts logical ones."""
-    for bits, factor in ((16, M32[0]), (15, M32[1]), (16, 0)):
-        torch.bitwise_right_shift(x, bits, out=shifted)
-        shifted.bitwise_and_((1 << (32 - bits)) - 1)
-        x.bitwise_xor_(shifted)
-        if factor:
-            x.mul_(factor)
-    return x
+def _fold(x: Tensor, bits: int, shifted: Tensor) -> None:
+    """x ^= x >>> bits on int32, in place; the mask makes torch's arithmetic shift a logical one."""
+    torch.bitwise_right_shift(x, bits, out=shifted)
+    x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - bits)) - 1))
