@@ -86,7 +86,7 @@ SAMPLING = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(
     samplings=st.lists(SAMPLING, min_size=1, max_size=6),
-    vocab=st.sampled_from([3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 9001]),
+    vocab=st.sampled_from([3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 2003, 9001]),
     scale=st.sampled_from([0.1, 3.0, 30.0]),
     random=st.integers(0, 2**32 - 1),
 )

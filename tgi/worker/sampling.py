@@ -18,7 +18,7 @@ from torch import Tensor
 from tgi.worker.noise import Noise, keys
 
 # top_p looks at this many of the likeliest tokens first; a row whose mass lies wider at more, and at last at all.
-NUCLEUS = (1024, 8192)
+NUCLEUS = (256, 8192)
 # Absurd settings must not overflow float32, or a logprob would be no number.
 SMALLEST_TEMPERATURE = 1e-30
 LARGEST_SCORE = 1e8
