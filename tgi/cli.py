@@ -106,7 +106,7 @@ def _run(settings: Settings, roles: tuple[str, ...]) -> None:
                 "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
             ) from error
         specs += [Spec("api", place, listener.fileno()) for place in range(settings.api_workers)]
-    settings = _with_model(settings, roles, progress)
+    settings = progress.settings = _with_model(settings, roles, progress)
     if "tokenizer" in roles:
         specs += [Spec("tokenizer", place) for place in range(settings.validation_workers)]
     if "scheduler" in roles:

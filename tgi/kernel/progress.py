@@ -13,7 +13,7 @@ class Progress:
     """Shows stages on standard error and, once every process is ready, the URL on standard output."""
 
     def __init__(self, settings: Settings | None, title: str) -> None:
-        self._settings = settings
+        self.settings = settings
         self._title = title
         self._began = time.monotonic()
         self._shown = ""
@@ -32,9 +32,9 @@ class Progress:
 
     def tick(self) -> None:
         """Looks at the processes' states; called by the supervisor many times a second."""
-        if self._done or self._settings is None:
+        if self._done or self.settings is None:
             return
-        states = [state for state in rundir.read_states(self._settings.run_dir) if state.state != "draining"]
+        states = [state for state in rundir.read_states(self.settings.run_dir) if state.state != "draining"]
         waiting = [state for state in states if state.state != "ready"]
         if not states or waiting:
             slowest = next((state for state in waiting if state.stage), None)
@@ -45,7 +45,7 @@ class Progress:
         if sys.stderr.isatty():
             sys.stderr.write("\r\x1b[K")
         if any(state.role == "api" for state in states):
-            host = self._settings.hostname.replace("0.0.0.0", "127.0.0.1")
-            url = f"http://{f'[{host}]' if ':' in host else host}:{self._settings.port}"
+            host = self.settings.hostname.replace("0.0.0.0", "127.0.0.1")
+            url = f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
             took = time.monotonic() - self._began
-            print(f"Ready in {took:.1f} s: {self._settings.model_id} on {url}", flush=True)
+            print(f"Ready in {took:.1f} s: {self.settings.model_id} on {url}", flush=True)
