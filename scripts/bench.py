@@ -101,7 +101,7 @@ def measure(port: int, concurrency: int, arguments: argparse.Namespace, tree: li
 
 def cpu(tree: list[psutil.Process]) -> dict[str, float]:
     """CPU seconds spent so far, by process title."""
-    return {" ".join(p.cmdline()): sum(p.cpu_times()[:2]) for p in tree}
+    return {" ".join(p.cmdline()).strip(): sum(p.cpu_times()[:2]) for p in tree}
 
 
 def start(arguments: argparse.Namespace, run: str) -> tuple[subprocess.Popen[bytes], int, float]:
@@ -151,7 +151,7 @@ def main() -> None:
             tree = psutil.Process(server.pid).children(recursive=True)
             asyncio.run(burst(port, 2, 1, 16, 8))  # first use of every path
             results = {n: measure(port, n, arguments, tree) for n in map(int, arguments.concurrency.split(","))}
-            memory = {" ".join(p.cmdline()): p.memory_info().rss / 2**20 for p in tree}
+            memory = {" ".join(p.cmdline()).strip(): p.memory_info().rss / 2**20 for p in tree}
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait()

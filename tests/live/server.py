@@ -89,8 +89,10 @@ class Server:
         return {row["name"]: psutil.Process(row["pid"]) for row in rows if row["name"] != "supervisor"}
 
     def kill(self, name: str) -> None:
-        """kill -9 of one process of the tree."""
-        self.processes()[name].kill()
+        """kill -9 of one process of the tree; back when it is dead."""
+        victim = self.processes()[name]
+        victim.kill()
+        victim.wait(PATIENCE_SECONDS)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Signals every command and waits for its end."""
