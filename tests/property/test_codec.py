@@ -71,10 +71,9 @@ def survives(frame: bytes) -> None:
     """Decodes to a message, or raises ProtocolError; any other exception fails the test."""
     try:
         message = decode(frame)
-    except ProtocolError as error:
-        assert str(error)
-    else:
-        assert type(message) in MESSAGES
+    except ProtocolError:
+        return
+    assert type(message) in MESSAGES
 
 
 @given(st.binary(max_size=200))

@@ -30,6 +30,7 @@ from tgi.tokenizer.vocabulary import Vocabulary
 
 LIMITS = Limits(2048, 2000, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
 READY = Status(True, True, "", 100, LIMITS, 3, 4)
+TOGETHER = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: "
 API, OTHER = Peer("api", 0, b"a"), Peer("api", 1, b"b")
 EOS = 2
 
@@ -163,12 +164,12 @@ def test_several_apis_and_requests_in_one_step() -> None:
         (10, 5000, 2038),
         (1024, 1024, 1024),
         (2000, None, 48),
-        (1025, 1024, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 1025 `inputs` tokens and 1024 `max_new_tokens`"),
-        (1025, 9999, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 1025 `inputs` tokens and 1024 `max_new_tokens`"),
-        (2001, 100, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 2001 `inputs` tokens and 100 `max_new_tokens`"),
+        (1025, 1024, TOGETHER + "1025 `inputs` tokens and 1024 `max_new_tokens`"),
+        (1025, 9999, TOGETHER + "1025 `inputs` tokens and 1024 `max_new_tokens`"),
+        (2001, 100, TOGETHER + "2001 `inputs` tokens and 100 `max_new_tokens`"),
         (2001, 10, "`inputs` must have less than 2000 tokens. Given: 2001"),
         (2048, None, "`inputs` must have less than 2000 tokens. Given: 2048"),
-        (2049, None, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 2049 `inputs` tokens and 0 `max_new_tokens`"),
+        (2049, None, TOGETHER + "2049 `inputs` tokens and 0 `max_new_tokens`"),
     ],
 )  # fmt: skip
 def test_limits(n_in: int, asked: int | None, expected: int | str) -> None:

@@ -29,7 +29,8 @@ TOOLS = """{{ bos_token }}{% if tools %}
 {{ tool | tojson(indent=2) }}{% endfor %}{% endif %}
 {%- set ns = namespace(last=none) %}
 {%- for message in messages %}
-{%- if message.tool_calls is defined %}{% for call in message.tool_calls %}[{{ call.function.name }}({{ call.function.arguments | tojson }})]{% endfor %}
+{%- if message.tool_calls is defined %}
+{%- for call in message.tool_calls %}[{{ call.function.name }}({{ call.function.arguments | tojson }})]{% endfor %}
 {%- elif message.role == 'tool' %}({{ message.tool_call_id }}: {{ message.content }})
 {%- elif message.content is string %}{{ message.content.strip().title() }}
 {%- else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
@@ -93,9 +94,7 @@ def test_continues_the_last_message_as_transformers_does(
     template: str, last: str, reference: Any, tiny_llama: Path
 ) -> None:
     chat = [TALK[0], {"role": "assistant", "content": last}]
-    expected = reference.apply_chat_template(
-        chat, chat_template=template, continue_final_message=True, tokenize=False
-    )
+    expected = reference.apply_chat_template(chat, chat_template=template, continue_final_message=True, tokenize=False)
     rendered = ours(template, tiny_llama).render(chat, add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected
     assert rendered.endswith(last.strip()) or rendered.endswith(last)
@@ -146,7 +145,7 @@ def test_templates_that_fail_or_break_out(template: str, says: str) -> None:
 
 
 def test_no_template() -> None:
-    with pytest.raises(TemplateError, match="^template not found$"):
+    with pytest.raises(TemplateError, match=r"^template not found$"):
         ChatTemplates({}, {}).render(TALK)
 
 
