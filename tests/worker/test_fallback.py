@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from scripts.make_model import fill
 from tests.models import model
 from tests.worker.driving import Drawn, drive, generate_with, make_engine
 from tgi.kernel.errors import UserError
@@ -73,20 +74,39 @@ def test_steps_without_a_draw() -> None:
     assert drive(engine, [prompt], 3, chunk=7) == drive(engine, [prompt], 3)
 
 
+def save(config: Any, directory: Path) -> Path:
+    network = transformers.AutoModelForCausalLM.from_config(config)
+    fill(network, seed=1)
+    network.save_pretrained(directory)
+    return directory
+
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+OTHERS = [
+    transformers.GPTNeoXConfig(**SMALL, intermediate_size=64),
+    transformers.PhiConfig(**SMALL, intermediate_size=64),
+    transformers.OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32),
+    transformers.GPTBigCodeConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=200),
+    transformers.Olmo2Config(**SMALL, intermediate_size=64),
+    transformers.MixtralConfig(**SMALL, num_key_value_heads=1, intermediate_size=64, sliding_window=None),
+]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
+def test_other_architectures_equal_transformers(config: Any, tmp_path: Path) -> None:
+    directory = save(config, tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    asked = prompts(6, vocab=64)
+    for got, prompt in zip(drive(make_engine(build(directory)), asked, 6, stagger=1), asked, strict=True):
+        same(got, generate_with(reference, prompt, 6))
+
+
 def test_a_sliding_window_and_its_limit(tmp_path: Path) -> None:
     config = transformers.MistralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, sliding_window=24, max_position_embeddings=100,
     )  # fmt: skip
     assert build(save(config, tmp_path)).context == 24
-
-
-def save(config: Any, directory: Path) -> Path:
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    return directory
-
-
-SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """`tgi worker`: connects to its scheduler, loads the model, measures its limits, and serves steps."""
 
 import json
+import logging
+import sys
 from pathlib import Path
 
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
-from tgi.worker.loop import Engine, Loop
+from tgi.worker.loop import Engine, Loop, Poisoned
 from tgi.worker.scripted import Script, ScriptedEngine
+
+log = logging.getLogger(__name__)
 
 
 def main(process: Process) -> None:
@@ -17,6 +21,9 @@ def main(process: Process) -> None:
     loop.progress("starting", 0)
     try:
         loop.serve(_engine(process.settings, loop))
+    except Poisoned:
+        log.critical("this worker cannot go on; its supervisor starts another", exc_info=True)
+        sys.exit(1)
     finally:
         link.close()
 
