@@ -25,7 +25,7 @@ from tgi.kernel.messages import (
     decode,
     encode,
 )
-from tgi.kernel.pack import INT32, UINT8, floats, ints, pack, uints
+from tgi.kernel.pack import FLOAT32, INT32, UINT8, floats, ints, pack, uints
 from tgi.scheduler.core import Config, Core
 from tgi.worker.scripted import Script, ScriptedWorker
 
@@ -96,8 +96,10 @@ class House:
         self.results: deque[Result] = deque()  # on their way back
         self.sent: list[Step] = []  # all steps of this core
         self.heard: list[tuple[Peer, Any]] = []
-        self.poison: set[int] = set()  # a worker dies when it computes a request whose prompt begins so
-        self.poisoned: dict[int, int] = {}
+        self.poison: set[int] = set()  # the worker dies when it computes a request whose prompt begins so
+        self.broken: set[int] = set()  # a step fails when it computes a request whose prompt begins so
+        self.firsts: dict[int, int] = {}  # the first id of each slot of the worker
+        self.failed = 0  # an epoch in which a step has failed: later ones compute nonsense
         for place in range(tokenizers):
             self.tokenizer_up(place)
 
@@ -119,7 +121,7 @@ class House:
         self.lives += 1
         self.worker = Peer("worker", 0, f"boot-{self.lives}".encode())
         self.engine = ScriptedWorker(script or self.script)
-        self.poisoned.clear()
+        self.firsts.clear()
         self.handle(Hello(PROTOCOL, *self.worker), self.worker)
         self.handle(Status(True, True, "ready", 100, self.engine.limits), self.worker)
 
@@ -140,6 +142,7 @@ class House:
         self.steps.clear()
         self.results.clear()
         self.engine.reset()
+        self.failed = 0
         for tokenizer in self.tokenizers.values():
             self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
         if self.worker is not None:
@@ -206,7 +209,8 @@ class House:
             self.sent.append(step)
             self.steps.append(step)
             count += 1
-        assert len(self.steps) + len(self.results) <= 2
+        under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.epoch]
+        assert len(under_way) <= 2
         return count
 
     def compute(self) -> Result | None:
@@ -214,22 +218,26 @@ class House:
         if not self.steps:
             return None
         step = self.steps.popleft()
-        if step.slots or self.poisoned:
-            self._occupy(step)
-            if any(slot in self.poisoned for slot in ints(step.rows)):
-                self.worker_down()
-                return None
-        result = self.engine.run_step(step)
-        assert result.error == "", result.error
+        self.firsts |= {slot.slot: ints(slot.tokens)[0] for slot in step.slots}
+        computed = {self.firsts[slot] for slot in ints(step.rows)}
+        if computed & self.poison:
+            self.worker_down()
+            return None
+        if step.epoch == self.failed:
+            result = self._nonsense(step)
+        elif computed & self.broken:
+            self.failed = step.epoch
+            result = Result(step.number, step.epoch, b"", b"", b"", error="ValueError: broken")
+        else:
+            result = self.engine.run_step(step)
+            assert result.error == "", result.error
         self.results.append(result._replace(forward_us=1000 + 10 * sum(ints(step.counts))))
         return result
 
-    def _occupy(self, step: Step) -> None:
-        for slot in step.slots:
-            first = ints(slot.tokens)[0]
-            self.poisoned.pop(slot.slot, None)
-            if first in self.poison:
-                self.poisoned[slot.slot] = first
+    def _nonsense(self, step: Step) -> Result:
+        """What a real worker may answer to a step that builds on a failed one."""
+        rows = sum(step.draws)
+        return Result(step.number, step.epoch, b"\1" * rows, pack(INT32, [1] * rows), pack(FLOAT32, [0.0] * rows))
 
     def deliver(self) -> bool:
         """The oldest result reaches the core."""
@@ -285,7 +293,7 @@ def expected(asked: Asked, script: Script) -> list[int]:
     size = script.page_size
     known = len(asked.prompt)
     drawn: list[int] = []
-    while len(drawn) < asked.new:
+    while len(drawn) < asked.new and known < script.limits().max_total_tokens:
         slots = [] if drawn else [Slot(0, pack(INT32, asked.prompt), known, asked.sampling)]
         start = 0 if not drawn else known - 1
         held = 0 if not drawn else -(-start // size)

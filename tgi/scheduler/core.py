@@ -273,17 +273,14 @@ class Core:
                 continue  # it has left its slot since this step was planned
             ids = request.ids
             ids.append(token)
-            client = request.client
-            client.rids.append(request.rid)
-            client.ids.append(token)
-            client.logprobs.append(logprob)
+            request.client.rows.append((request.rid, token, logprob))
             known = len(ids)
             if known > request.publish_at:
                 planner.publish_generated(request)
             if (known == request.limit or token in request.stop_ids) and (reason := _finished(request, token)):
                 ended.append((request, reason))
         for client in self._clients.values():
-            if client.rids:
+            if client.rows:
                 self._outbox.put(client.peer, client.take_tokens())
         for request, reason in ended:
             self._end(request, reason, now)

@@ -10,21 +10,18 @@ from tgi.scheduler.request import Request
 
 
 class Client:
-    """One life of a tokenizer: its requests by its own numbers, and the columns of the step being handled."""
+    """One life of a tokenizer: its requests by its own numbers, and its rows of the result being handled."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.requests: dict[int, Request] = {}
-        self.rids: list[int] = []
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.rows: list[tuple[int, int, float]] = []  # rid, id, logprob
 
     def take_tokens(self) -> Tokens:
-        """The columns as a message; then they are empty."""
-        rids, ids, logprobs = self.rids, self.ids, self.logprobs
-        self.rids, self.ids, self.logprobs = [], [], []
-        counts = b"\1\0\0\0" * len(rids)
-        return Tokens(pack(UINT32, rids), counts, pack(INT32, ids), pack(FLOAT32, logprobs))
+        """The rows as columns; then there are none."""
+        rids, ids, logprobs = zip(*self.rows, strict=True)
+        self.rows = []
+        return Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
 
 
 class Outbox:

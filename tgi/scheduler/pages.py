@@ -35,7 +35,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._hash_of: list[bytes | None] = [None] * pages
 
     @property
     def available(self) -> int:
@@ -47,17 +47,25 @@ class PagePool:
         """Pages that are held."""
         return len(self._holders) - self.available
 
-    def take(self) -> int:
-        """A page with nothing in it that matters, held once. Raises IndexError if none is available."""
-        if self._free:
-            page = self._free.pop()
-        elif self._idle:
+    def take(self, count: int) -> list[int]:
+        """Pages with nothing in them that matters, held once. Raises IndexError if fewer are available."""
+        if count > self.available:
+            raise IndexError(f"{count} pages wanted, {self.available} available")
+        taken = self._free[max(0, len(self._free) - count) :]
+        del self._free[len(self._free) - len(taken) :]
+        for _ in range(count - len(taken)):
             page, _ = self._idle.popitem(last=False)
-            del self._by_hash[self._hash_of.pop(page)]
-        else:
-            raise IndexError("no page is available")
-        self._holders[page] = 1
-        return page
+            self._unpublish(page)
+            taken.append(page)
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def _unpublish(self, page: int) -> None:
+        key = self._hash_of[page]
+        assert key is not None
+        del self._by_hash[key]
+        self._hash_of[page] = None
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The pages of the longest known prefix, each held once more."""
@@ -72,18 +80,21 @@ class PagePool:
             found.append(page)
         return found
 
-    def publish(self, page: int, key: bytes) -> None:
-        """A held page is full of this prefix. Where another page is known by it already, that one stays."""
-        if self._caching and key not in self._by_hash:
-            self._by_hash[key] = page
-            self._hash_of[page] = key
+    def publish(self, pages: list[int], hashes: list[bytes]) -> None:
+        """Held pages are full of these prefixes. Where another page is known by one already, that one stays."""
+        if not self._caching:
+            return
+        for page, key in zip(pages, hashes, strict=True):
+            if self._by_hash.setdefault(key, page) == page:
+                self._hash_of[page] = key
 
     def release(self, pages: list[int]) -> None:
         """Each is held once less. The end of a prefix goes idle before its beginning, without which it is no use."""
+        holders, hash_of = self._holders, self._hash_of
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
-                if page in self._hash_of:
+            left = holders[page] = holders[page] - 1
+            if left == 0:
+                if hash_of[page] is not None:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
@@ -100,6 +111,7 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & idle, "a page is free and idle"
         assert free | idle == {page for page, count in enumerate(holders) if count == 0}, "a page is lost"
-        assert {page: key for key, page in self._by_hash.items()} == self._hash_of, "hashes and pages disagree"
-        assert idle <= set(self._hash_of), "an idle page without a hash"
-        assert not free & set(self._hash_of), "a free page with a hash"
+        known = {page: key for page, key in enumerate(self._hash_of) if key is not None}
+        assert {page: key for key, page in self._by_hash.items()} == known, "hashes and pages disagree"
+        assert idle <= set(known), "an idle page without a hash"
+        assert not free & set(known), "a free page with a hash"

@@ -47,7 +47,7 @@ class _Draft:
         self.draws = bytearray()
         self.drawing: list[Request] = []
         self.prefilling: list[Request] = []
-        self.full: list[tuple[int, bytes]] = []  # pages that this step completes, and their hashes
+        self.full: list[tuple[list[int], list[bytes]]] = []  # pages that this step completes, and their hashes
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
         """The draft as a step to send."""
@@ -95,8 +95,8 @@ class Planner:
         if not draft.rows:
             return None
         # From the next step on others may find these pages; this step has yet to write them.
-        for page, key in draft.full:
-            self.pool.publish(page, key)
+        for pages, hashes in draft.full:
+            self.pool.publish(pages, hashes)
         return draft.flight(number, epoch, decode_rows, running > 0, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Planner:
         return True
 
     def _append_page(self, draft: _Draft, request: Request) -> None:
-        page = self.pool.take()
+        (page,) = self.pool.take(1)
         request.pages.append(page)
         request.room += self.limits.page_size
         draft.page_slots.append(request.slot)
@@ -168,10 +168,9 @@ class Planner:
         start, known = request.planned, len(request.ids)
         count = min(budget, known - start)
         request.planned = end = start + count
-        size = self.limits.page_size
-        draft.full += zip(
-            request.pages[start // size : end // size], request.hashes[start // size : end // size], strict=False
-        )
+        if self._caching:
+            first, last = start // self.limits.page_size, end // self.limits.page_size
+            draft.full.append((request.pages[first:last], request.hashes[first:last]))
         draft.rows.append(request.slot)
         draft.starts.append(start)
         draft.counts.append(count)
@@ -228,7 +227,7 @@ class Planner:
         request.become("admit")
         self.batch.enter(request)
         request.since = number
-        request.pages = found + [self.pool.take() for _ in range(missing)]
+        request.pages = found + self.pool.take(missing)
         request.room = len(request.pages) * size
         request.planned = len(found) * size
         if self._caching:
@@ -248,7 +247,7 @@ class Planner:
         size = self.limits.page_size
         chain(request.hashes, request.ids, size, request.salt)
         at = request.publish_at // size - 1
-        self.pool.publish(request.pages[at], request.hashes[at])
+        self.pool.publish(request.pages[at : at + 1], request.hashes[at : at + 1])
         request.publish_at += size
 
     def let_go(self, request: Request) -> None:

@@ -1,0 +1,113 @@
+"""Measures the scheduler's whole pass for one step: handle the result, plan the next step, encode all that goes out.
+
+    python scripts/bench_scheduler.py [--rows 64,256,1024] [--changing 0.1]
+
+In each pass a share of the rows ends and as many new requests arrive and are admitted. Messages come in decoded, as a
+link hands them over; what goes out is encoded. Results are made up beforehand: nothing but the scheduler is measured.
+"""
+
+import argparse
+import gc
+import os
+import platform
+import random
+import statistics
+import time
+from collections import deque
+
+from tgi.kernel.link import Peer
+from tgi.kernel.messages import PROTOCOL, Add, Hello, Limits, Result, Sampling, Status, Step, encode
+from tgi.kernel.pack import FLOAT32, INT32, pack
+from tgi.scheduler.core import Config, Core
+
+WORKER = Peer("worker", 0, b"worker")
+TOKENIZERS = [Peer("tokenizer", place, b"tokenizer") for place in range(2)]
+
+
+class Bench:
+    """A core at a steady number of rows, two steps deep."""
+
+    def __init__(self, rows: int, changing: float, prompt: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.prompt = prompt
+        self.life = max(2, round(1 / changing))  # tokens per request, so that this share ends in each step
+        self.core = Core(Config())
+        self.now = 0.0
+        self.rid = 0
+        self.steps: deque[Step] = deque()
+        limits = Limits(8192, 8191, 1 << 20, 16384, rows, 1 << 16, 16, 49152, "bfloat16", "cpu")
+        for peer in TOKENIZERS:
+            self.core.handle(Hello(PROTOCOL, *peer), peer, 0.0)
+        self.core.handle(Hello(PROTOCOL, *WORKER), WORKER, 0.0)
+        self.core.handle(Status(True, True, "ready", 100, limits), WORKER, 0.0)
+        # Ends spread evenly over the steps from the beginning.
+        for row in range(rows):
+            self.take([self.add(1 + row % self.life)])
+
+    def add(self, new: int) -> Add:
+        """A request with a prompt of its own."""
+        self.rid += 1
+        ids = pack(INT32, [self.random.randrange(40000) for _ in range(self.prompt)])
+        return Add(self.rid, ids, new, encode(Sampling(self.rid)), pack(INT32, [49000]))
+
+    def take(self, adds: list[Add]) -> None:
+        """Adds reach the core, half of them from each tokenizer."""
+        for k, add in enumerate(adds):
+            self.core.handle(add, TOKENIZERS[k % 2], self.now)
+
+    def result(self) -> Result:
+        """What a worker answers to the oldest step."""
+        step = self.steps.popleft()
+        rows = sum(step.draws)
+        ids = pack(INT32, [self.random.randrange(40000) for _ in range(rows)])
+        return Result(step.number, step.epoch, b"\1" * rows, ids, pack(FLOAT32, [-0.5] * rows), 1000)
+
+    def one_pass(self, result: Result | None, adds: list[Add]) -> float:
+        """Seconds for one turn of the loop."""
+        begin = time.perf_counter()
+        self.now += 0.001
+        if result is not None:
+            self.core.handle(result, WORKER, self.now)
+        self.take(adds)
+        self.core.tick(self.now)
+        while (step := self.core.plan(self.now)) is not None:
+            encode(step)
+            self.steps.append(step)
+        for _, message in self.core.outgoing():
+            encode(message)
+        return time.perf_counter() - begin
+
+    def run(self, passes: int, rows: int) -> list[float]:
+        """Keeps the number of requests steady and times each pass."""
+        self.one_pass(None, [])
+        times = []
+        for _ in range(passes):
+            result = self.result()
+            missing = rows - self.core.running - self.core.queued
+            times.append(self.one_pass(result, [self.add(self.life) for _ in range(missing)]))
+        return times
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="64,256,1024", help="rows that run at once, comma separated")
+    parser.add_argument("--changing", type=float, default=0.1, help="share of the rows that end and begin in each step")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each request")
+    parser.add_argument("--passes", type=int, default=1500)
+    arguments = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(f"{arguments.changing:.0%} of the rows change in each step, prompts of {arguments.prompt} tokens\n")
+    print(f"{'rows':>6} {'median µs':>10} {'p99 µs':>10} {'µs/row':>8}")
+    for rows in map(int, arguments.rows.split(",")):
+        bench = Bench(rows, arguments.changing, arguments.prompt, rows)
+        bench.run(200, rows)
+        gc.collect()
+        gc.freeze()
+        times = sorted(1e6 * seconds for seconds in bench.run(arguments.passes, rows))
+        middle = statistics.median(times)
+        print(f"{rows:>6} {middle:>10.0f} {times[int(len(times) * 0.99)]:>10.0f} {middle / rows:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

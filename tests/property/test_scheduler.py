@@ -1,0 +1,150 @@
+"""Whatever comes in whatever order: every request ends once, with the tokens that it would have drawn alone.
+
+The house checks on the way that steps are what a strict worker accepts, that no token follows an end or a cancel, and
+that slots, pages and queue agree; here hypothesis decides what happens next.
+"""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.scheduler.house import Asked, House, expected, replay
+from tgi.kernel.messages import Cancel, Reason, Result, Stop
+from tgi.scheduler.core import Config
+from tgi.worker.scripted import Script
+
+# A prompt that begins so kills the worker, or makes its step fail. Other prompts begin with smaller ids.
+DEADLY, BROKEN = 100, 101
+LIMIT = 24
+
+
+class Scheduler(RuleBasedStateMachine):
+    """Two tokenizers, one scheduler, one worker; any of them may die at any time."""
+
+    @initialize(
+        pages=st.integers(6, 20),
+        slots=st.integers(1, 4),
+        budget=st.integers(4, 16),
+        caching=st.booleans(),
+        pace=st.sampled_from([0.2, 0.001]),
+    )
+    def start(self, pages: int, slots: int, budget: int, caching: bool, pace: float) -> None:
+        self.script = Script(pages, 4, slots, 128, LIMIT, budget)
+        self.house = House(self.script, Config(caching, pace), tokenizers=2)
+        self.house.poison.add(DEADLY)
+        self.house.broken.add(BROKEN)
+        self.old: list[Result] = []
+        self.deaths = 0
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=LIMIT - 1),
+        first=st.sampled_from([1, 1, 1, 2, DEADLY, BROKEN]),
+        new=st.integers(1, 12),
+        place=st.integers(0, 1),
+        eos=st.booleans(),
+        seed=st.none() | st.integers(0, 3),
+    )
+    def add(self, prompt: list[int], first: int, new: int, place: int, eos: bool, seed: int | None) -> None:
+        stop_ids = list(range(40, 50)) if eos else []
+        self.house.add([first, *prompt[1:]], new, place=place, stop_ids=stop_ids, seed=seed)
+
+    @rule()
+    def plan(self) -> None:
+        self.house.plan()
+
+    @rule()
+    def compute(self) -> None:
+        if (result := self.house.compute()) is not None:
+            self.old.append(result)
+
+    @rule()
+    def deliver(self) -> None:
+        self.house.deliver()
+
+    @rule(times=st.integers(1, 10))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.house.step()
+
+    @precondition(lambda self: self.house.asked)
+    @rule(data=st.data(), kind=st.sampled_from([Cancel, Stop]))
+    def cancel(self, data: st.DataObject, kind: type) -> None:
+        self.house.cancel(data.draw(st.sampled_from(self.house.asked)), kind)
+
+    @rule()
+    def worker_up(self) -> None:
+        self.deaths += self.house.worker is not None
+        self.house.worker_up()
+
+    @precondition(lambda self: self.house.worker)
+    @rule()
+    def worker_down(self) -> None:
+        self.house.worker_down()
+        self.deaths += 1
+
+    @rule(place=st.integers(0, 1))
+    def tokenizer_dies(self, place: int) -> None:
+        self.house.tokenizer_up(place)
+
+    @rule()
+    def scheduler_dies(self) -> None:
+        self.house.new_core()
+        self.old.clear()
+
+    @precondition(lambda self: self.house.worker)
+    @rule(data=st.data())
+    def late_result(self, data: st.DataObject) -> None:
+        late = [result for result in self.old if result.epoch < self.house.core.epoch]
+        if late:
+            self.house.handle(data.draw(st.sampled_from(late)), self.house.worker)
+
+    @rule(seconds=st.floats(0.0, 5.0))
+    def time_passes(self, seconds: float) -> None:
+        self.house.tick(seconds)
+
+    @invariant()
+    def nothing_contradicts(self) -> None:
+        if hasattr(self, "house"):
+            self.house.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "house"):
+            return
+        house = self.house
+        house.run(3000)
+        for asked in house.asked:
+            self.ended_well(asked)
+        assert house.core.queued == house.core.running == house.core.pages_used == 0
+        heard, steps = replay(house.journal, house.core.config)
+        assert heard == house.heard
+        assert steps == house.sent
+
+    def ended_well(self, asked: Asked) -> None:
+        assert asked.end is not None, "no end"
+        if asked.end.reason == Reason.INVALID:
+            assert len(asked.prompt) + asked.new > min(LIMIT, self.script.pages * 4)
+            assert not asked.ids
+            return
+        want = expected(asked, self.script)
+        match asked.end.reason:
+            case Reason.LENGTH:
+                assert asked.ids == want
+                assert len(want) == asked.new
+            case Reason.EOS:
+                assert asked.ids == want
+                assert want[-1] in asked.stop_ids
+            case Reason.STOP | Reason.CANCELLED:
+                assert asked.told_to_stop
+                assert asked.ids == want[: len(asked.ids)]
+            case Reason.FAILED:
+                # A worker that is killed three times under an innocent request makes it guilty.
+                assert asked.prompt[0] in (DEADLY, BROKEN) or self.deaths >= 1
+                assert asked.ids == want[: len(asked.ids)]
+            case other:
+                raise AssertionError(f"ended with {other}")
+        if asked.prompt[0] in (DEADLY, BROKEN):
+            assert asked.end.reason in (Reason.FAILED, Reason.CANCELLED, Reason.STOP)
+
+
+TestScheduler = Scheduler.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
