@@ -26,6 +26,12 @@ class Thread:
         self._executor = ThreadPoolExecutor(1, "encode")
         self._wake = wake
         self._results: queue.SimpleQueue[tuple[Job, Future[Any]]] = queue.SimpleQueue()
+        self._open = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no result is to come."""
+        return self._open == 0
 
     def start(self, job: Job) -> None:
         """Takes a job."""
@@ -34,17 +40,19 @@ class Thread:
             self._results.put((job, future))
             self._wake()
 
+        self._open += 1
         self._executor.submit(job.result).add_done_callback(done)
 
     def results(self) -> Iterator[tuple[Job, Any]]:
         """The jobs that are done, each once, with what they returned. What a job raised is raised here."""
         while not self._results.empty():
             job, future = self._results.get()
+            self._open -= 1
             yield job, future.result()
 
     def close(self) -> None:
-        """Waits for the job that runs and drops the others."""
-        self._executor.shutdown(cancel_futures=True)
+        """To be called when it is idle."""
+        self._executor.shutdown()
 
 
 def main(process: Process) -> None:
@@ -60,7 +68,7 @@ def main(process: Process) -> None:
     gc.freeze()
     process.state("ready")
     thread = Thread(process.wake)
-    while not (process.stopping and pool.idle):
+    while not (process.stopping and pool.idle and thread.idle):
         if process.stopping:
             process.state("draining")
         process.wait(IDLE_SECONDS)

@@ -30,8 +30,8 @@ from tgi.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
-# A text of more characters than this is encoded in a thread, so that the streams of others go on meanwhile.
-LONG_TEXT = 64 << 10
+# A text of more characters than this (some 3 ms) is encoded in a thread: the streams of others go on meanwhile.
+LONG_TEXT = 8 << 10
 NO_SCHEDULER = "waiting for the scheduler"
 
 
@@ -170,6 +170,7 @@ class Pool:
             self._finish(key, Reason.INVALID, str(result))
         else:
             key.prompt = result
+            key.asked = key.asked._replace(inputs="")  # may be megabytes, and is not needed any more
             key.stage = Stage.HELD
             if self._limits is not None:
                 self._admit(key, self._limits)
