@@ -147,4 +147,4 @@ class Scheduler(RuleBasedStateMachine):
 
 
 TestScheduler = Scheduler.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
