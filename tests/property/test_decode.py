@@ -12,8 +12,12 @@ TEXTS = st.text(max_size=60)
 
 
 def ids_of(vocabulary: Vocabulary) -> st.SearchStrategy[list[int]]:
-    """Any ids, among them some beyond the vocabulary, as the padding of an embedding has."""
-    return st.lists(st.integers(0, len(vocabulary.pieces) + 3), max_size=60)
+    """Any ids, many of them special or parts of characters, and some beyond the vocabulary, as padding is."""
+    special = [number for number in range(len(vocabulary.pieces)) if vocabulary.is_special(number)]
+    parts = [number for number, piece in enumerate(vocabulary.pieces) if isinstance(piece, bytes)]
+    return st.lists(
+        st.integers(0, len(vocabulary.pieces) + 3) | st.sampled_from(special) | st.sampled_from(parts), max_size=60
+    )
 
 
 def fed(vocabulary: Vocabulary, ids: list[int], context: list[int] | None = None) -> list[str]:
@@ -66,9 +70,11 @@ def test_sentencepiece_streams_any_text_with_its_byte_tokens(text: str) -> None:
 def test_byte_tokens_become_characters_as_utf8_says(data: bytes) -> None:
     vocabulary = sentencepiece()
     number = {piece: number for number, piece in enumerate(vocabulary.pieces) if isinstance(piece, bytes)}
-    end = next(number for token, number in vocabulary.tokenizer.get_vocab().items() if token == "a")
+    vocab = vocabulary.tokenizer.get_vocab()
     ids = [number[bytes([byte])] for byte in data]
-    assert "".join(fed(vocabulary, [*ids, end])) == data.decode(errors="replace") + "a"
+    whole = data.decode(errors="replace")
+    assert "".join(fed(vocabulary, [*ids, vocab["a"]])) == whole + "a"
+    assert "".join(fed(vocabulary, [*ids, vocab["▁a"]])) == whole + (" a" if data else "a")
 
 
 @given(TEXTS, TEXTS)

@@ -189,7 +189,7 @@ def test_limits(n_in: int, asked: int | None, expected: int | str) -> None:
 
 
 def test_truncate_counts_before_the_limits() -> None:
-    add = House().ask(1, "<|pad|>" * 5000 + "x", truncate=3)
+    add = House().ask(1, "<|pad|>" * 1000 + "x", truncate=3)
     assert ints(add.prompt) == [0, 0, *ids_of("x")]
 
 
@@ -235,18 +235,20 @@ def test_status_reaches_every_api_and_says_when_the_scheduler_is_gone() -> None:
 
 def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
     house = House()
-    add = house.ask(9, stop=["nowhere", "c Fr"])
-    first, second = ids_of("of"), ids_of(" France is")
-    assert byte_level().tokenizer.decode(second) == " France is"
-    house.tokens((add.rid, [*first, *ids_of("c")]))
-    house.tokens((add.rid, [*second, *first]))
+    plain = [piece for piece in byte_level().pieces if isinstance(piece, str) and "<" not in piece]
+    word = max(plain, key=len)
+    assert len(word) >= 4
+    add = house.ask(9, stop=["nowhere", "x" + word[:2]])
+    number = byte_level().pieces.index(word)
+    house.tokens((add.rid, ids_of("of")))
+    house.tokens((add.rid, ids_of("x")), (add.rid, [number]))
     said = house.said(API)
-    ids, text = shown(said, 9)
-    assert text == "ofc Fr"
+    assert shown(said, 9) == ([*ids_of("of"), *ids_of("x"), number], "ofx" + word[:2])
     (end,) = ends(said)
-    assert (end.reason, end.text, end.generated_tokens) == (Reason.STOP, "ofc Fr", len(ids))
+    assert (end.reason, end.text) == (Reason.STOP, "ofx" + word[:2])
+    assert end.generated_tokens == len(ids_of("of")) + 2
     assert house.said(house.scheduler) == [Stop(add.rid)]
-    house.tokens((add.rid, second))
+    house.tokens((add.rid, [number]))
     house.pool.handle(API, Cancel(9))
     assert (house.said(API), house.said(house.scheduler)) == ([], [])
     assert not house.pool.idle
@@ -268,8 +270,11 @@ def test_length_and_eos_come_before_a_stop_string() -> None:
     house = House()
     add = house.ask(1, max_new_tokens=2, stop=["b", "<|eos|>"])
     house.tokens((add.rid, ids_of("a") + ids_of("b")))
+    assert shown(house.said(API), 1)[1] == "ab"
+    house.tokens((add.rid, ids_of("c")))  # more than was asked for
     house.end(add.rid, Reason.LENGTH)
-    assert [end.reason for end in ends(house.said(API))] == [Reason.LENGTH]
+    (end,) = house.said(API)
+    assert (end.reason, end.text) == (Reason.LENGTH, "ab")
     add = house.ask(2, stop=["<|eos|>"])
     house.tokens((add.rid, [EOS]))
     house.end(add.rid, Reason.EOS)
@@ -447,6 +452,13 @@ def test_ids_that_are_already_complete_end(
     (end,) = house.said(API)
     assert (end.reason, end.text, end.generated_tokens) == (reason, text, len(resume))
     assert house.pool.idle
+
+
+def test_ids_behind_the_end_of_what_was_shown_do_not_count() -> None:
+    house = House()
+    house.pool.handle(API, Generate(1, "Hello", Sampling(1), stop=["b"], resume=pack(INT32, ids_of("abc"))))
+    (end,) = house.said(API)
+    assert (end.reason, end.text, end.generated_tokens) == (Reason.STOP, "ab", 2)
 
 
 # Encoding
