@@ -1,0 +1,234 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.batches import PAGE, Row, make_batch
+from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
+from tgi.worker.attention.cpu import KEY_BLOCK, CpuAttention, choose_shapes
+from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.batch import Attention, KVShape
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS = ((4, 4), (9, 3), (8, 2), (40, 1))
+
+
+class Sequence:
+    """Random queries, keys and values of one sequence, and the pages where it lives."""
+
+    def __init__(self, length: int, kv: KVShape, first_page: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(heads: int) -> Tensor:
+            return torch.randn(length, heads, kv.head_dim, generator=generator).to(kv.dtype)
+
+        self.query, self.key, self.value = draw(kv.heads), draw(kv.kv_heads), draw(kv.kv_heads)
+        self.pages = [first_page + 3 * n for n in range(-(-length // PAGE))][::-1]
+
+
+Chunk = tuple[Sequence, int, int]
+
+
+def run(attention: Attention, *chunks: Chunk, layer: int = 0, scale: float = 0.3) -> list[Tensor]:
+    """One step with positions start .. stop - 1 of each sequence. Returns their results, [stop - start, heads, dim]."""
+    batch = make_batch([Row([0] * (stop - start), start, sequence.pages) for sequence, start, stop in chunks])
+    query, key, value = (
+        torch.cat([getattr(sequence, name)[start:stop] for sequence, start, stop in chunks])
+        for name in ("query", "key", "value")
+    )
+    found = attention.write_and_attend(attention.plan(batch), layer, query, key, value, scale)
+    return list(found.split([stop - start for _, start, stop in chunks]))
+
+
+def expected(sequence: Sequence, scale: float = 0.3) -> Tensor:
+    """Causal attention in float64, [length, heads, head_dim]."""
+    group = sequence.query.shape[1] // sequence.key.shape[1]
+    query = sequence.query.double().transpose(0, 1)
+    key, value = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
+    scores = query @ key.transpose(1, 2) * scale
+    scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), -math.inf)
+    return (scores.softmax(-1) @ value).transpose(0, 1)
+
+
+def split(attention: Attention, sequence: Sequence, sizes: list[int]) -> Tensor:
+    """The whole sequence in chunks of these sizes, the last one as often as needed."""
+    found, start, length = [], 0, len(sequence.query)
+    while start < length:
+        stop = min(length, start + sizes[min(len(found), len(sizes) - 1)])
+        found += run(attention, (sequence, start, stop))
+        start = stop
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_it_is_causal_attention(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    kv = KVShape(2, heads, kv_heads, 16, dtype)
+    attention = build_attention(kv, 200, CPU)
+    sequence = Sequence(700, kv, 5)
+    (found,) = run(attention, (sequence, 0, 700), layer=1)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(found.double(), expected(sequence), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 4, 16), (9, 3, 64), (8, 2, 128), (40, 1, 16), (14, 2, 64)]
+)
+def test_a_token_is_the_same_in_any_chunk_and_batch(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    kv = KVShape(1, heads, kv_heads, head_dim, dtype)
+    long, short, other = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
+    attention = build_attention(kv, 300, CPU)
+    whole = [run(attention, (sequence, 0, len(sequence.query)))[0] for sequence in (long, short, other)]
+
+    again = build_attention(kv, 300, CPU)
+    assert torch.equal(split(again, long, [7, 500, 100]), whole[0])
+    assert torch.equal(split(again, short, [1]), whole[1])
+    assert torch.equal(split(again, other, [120, 1, 1, 2, 3, 5, 9, 40, 1, 1, 90]), whole[2])
+
+    mixed = build_attention(kv, 300, CPU)
+    run(mixed, (long, 0, 1099), (short, 0, 33), (other, 0, 380))
+    decode, chunk, few = run(mixed, (long, 1099, 1100), (short, 33, 140), (other, 380, 385))
+    assert torch.equal(decode, whole[0][1099:])
+    assert torch.equal(chunk, whole[1][33:140])
+    assert torch.equal(few, whole[2][380:385])
+    ones = run(mixed, (other, 385, 386), (short, 140, 141), (long, 600, 601))
+    for found, sequence, at in zip(ones, (2, 1, 0), (385, 140, 600), strict=True):
+        assert torch.equal(found[0], whole[sequence][at])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    kv = KVShape(1, 6, 1, 64, dtype)
+    sequence = Sequence(600, kv, 0)
+    (one,) = run(build_attention(kv, 200, CPU), (sequence, 0, 600))
+    torch.set_num_threads(2)
+    attention = build_attention(kv, 200, CPU)
+    assert torch.equal(split(attention, sequence, [599, 1]), one)
+
+
+def test_many_rows_decode_at_once() -> None:
+    kv = KVShape(1, 9, 3, 64, torch.bfloat16)
+    sequences = [Sequence(40 + 37 * n, kv, 200 * n, seed=n) for n in range(20)]
+    attention = build_attention(kv, 4000, CPU)
+    run(attention, *((sequence, 0, len(sequence.query) - 1) for sequence in sequences))
+    together = run(attention, *((sequence, len(sequence.query) - 1, len(sequence.query)) for sequence in sequences))
+    for sequence, found in zip(sequences, together, strict=True):
+        last = len(sequence.query) - 1
+        assert torch.equal(run(attention, (sequence, last, last + 1))[0], found)
+        torch.testing.assert_close(found[0].double(), expected(sequence)[-1], rtol=2e-2, atol=2e-2)
+
+
+def test_what_other_sequences_leave_behind_does_not_show() -> None:
+    kv = KVShape(1, 4, 2, 16, torch.float32)
+    attention = build_attention(kv, 100, CPU)
+    sequence = Sequence(50, kv, 0)
+    (fresh,) = run(attention, (sequence, 0, 50))
+    for seed in (7, 8):  # page 0 too, which stands for no page in the padding of page tables
+        run(attention, (Sequence(400, kv, seed - 7, seed=seed), 0, 400))
+    (used,) = run(attention, (sequence, 0, 50))
+    assert torch.equal(used, fresh)
+
+
+def test_an_overflow_stays_with_its_request() -> None:
+    kv = KVShape(1, 4, 2, 16, torch.float16)
+    attention = build_attention(kv, 100, CPU)
+    broken = Sequence(64, kv, 0)
+    broken.key.fill_(math.inf)
+    broken.value.fill_(math.nan)
+    run(attention, (broken, 0, 64))
+    sequence = Sequence(35, kv, 0)
+    (found,) = run(attention, (sequence, 0, 35))
+    torch.testing.assert_close(found.double(), expected(sequence), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 8, 20, 40])
+def test_shapes_hold_a_group_and_end_with_a_whole_block(dtype: torch.dtype, group: int) -> None:
+    shapes = choose_shapes(KVShape(1, 2 * group, 2, 64, dtype))
+    assert group <= shapes.thin <= shapes.wide
+    assert shapes.last_blocks[-1] == KEY_BLOCK
+    assert shapes == choose_shapes(KVShape(1, 2 * group, 2, 64, dtype))
+
+
+def test_pages_take_what_is_said() -> None:
+    kv = KVShape(3, 4, 2, 16, torch.bfloat16)
+    assert page_size(CPU) == PAGE
+    assert page_bytes(kv, CPU) == 3 * 2 * 2 * 16 * 2 * PAGE
+    assert isinstance(build_attention(kv, 2, CPU), CpuAttention)
+
+
+# --- CUDA: the arguments, with a reference in place of the kernels ----------------------------------------------------
+
+
+def reference(calls: list[dict[str, Any]]) -> Callable[..., Tensor]:
+    """Does what varlen_attn documents, for both ways of giving the keys."""
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        seqused_k: Tensor | None,
+        block_table: Tensor | None,
+        num_splits: int | None,
+    ) -> Tensor:
+        calls.append({"num_splits": num_splits, "enable_gqa": enable_gqa})
+        assert window_size == (-1, 0)
+        assert query.is_contiguous()
+        found = []
+        for row in range(len(cu_seq_q) - 1):
+            mine = query[cu_seq_q[row] : cu_seq_q[row + 1]]
+            if block_table is None:
+                assert cu_seq_k is not None
+                assert cu_seq_k.dtype == torch.int32
+                seen = slice(int(cu_seq_k[row]), int(cu_seq_k[row + 1]))
+                keys, values = key[seen], value[seen]
+            else:
+                assert seqused_k is not None
+                assert block_table.dtype == seqused_k.dtype == torch.int32
+                used = int(seqused_k[row])
+                keys, values = (x[block_table[row].long()].flatten(0, 1)[:used] for x in (key, value))
+            assert len(mine) <= max_q
+            assert len(keys) <= max_k
+            whole = Sequence.__new__(Sequence)
+            whole.query = torch.cat([mine.new_zeros(len(keys) - len(mine), *mine.shape[1:]), mine])
+            whole.key, whole.value = keys, values
+            found.append(expected(whole, scale)[len(keys) - len(mine) :])
+        return torch.cat(found).to(query.dtype)
+
+    return varlen_attn
+
+
+@pytest.mark.parametrize("way", ["paged", "packed", "plain"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_cuda_gives_the_kernels_what_they_ask_for(
+    way: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(cuda, "varlen_attn", reference(calls))
+    kv = KVShape(2, heads, kv_heads, 16, torch.float32)
+    attention = CudaAttention(kv, 100, CPU, way)
+    one, two = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
+    run(attention, (one, 0, 60), (two, 0, 36), layer=1)
+    chunk, decode = run(attention, (one, 60, 90), (two, 36, 37), layer=1)
+    torch.testing.assert_close(chunk.double(), expected(one)[60:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(decode.double(), expected(two)[36:], rtol=1e-5, atol=1e-5)
+    if way == "plain":
+        assert calls == []
+    else:
+        splits = 1 if way == "paged" else None
+        assert calls == [{"num_splits": splits, "enable_gqa": heads != kv_heads}] * 2

@@ -1,0 +1,85 @@
+"""How many threads compute on CPU, and how they wait for each other. No result depends on either.
+
+torch's OpenMP (libgomp) lets a thread that waits for others spin for a while. Where another process has taken the core
+of one thread, all others spin until it comes back, at every one of some two hundred parallel regions of a step: a step
+then takes ten to forty times as long. Threads that sleep at once instead lose a little when they are alone and bound
+the loss when they are not, which makes more than one thread safe to use on a machine that does other things too.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+WAIT_POLICY = "OMP_WAIT_POLICY"
+THREADS = "OMP_NUM_THREADS"
+CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+# A larger number of threads has to be this much quicker than a smaller one.
+WORTH = 0.85
+# The work of the trial: weights that do not fit the core's own cache, read as a decode step reads them.
+TRIAL_LAYERS, TRIAL_WIDTH, TRIAL_ROUNDS = 4, 1536, 5
+
+
+def wait_asleep() -> None:
+    """Makes waiting threads sleep, unless the environment says otherwise. Must come before torch is imported."""
+    os.environ.setdefault(WAIT_POLICY, "passive")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and what its container's quota amounts to."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CGROUP_CPU.read_text().split()
+    except (OSError, ValueError):
+        return cores  # no cgroup v2 here
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def choose_threads() -> int:
+    """Sets torch's threads to OMP_NUM_THREADS if that is set, else to what is quickest in a short trial."""
+    import torch  # here, so that `wait_asleep` can be called before
+
+    named = os.environ.get(THREADS, "")
+    if named.isdigit() and int(named) > 0:
+        torch.set_num_threads(int(named))
+        log.info("computing with %s threads, as %s says", named, THREADS)
+        return int(named)
+    cores = usable_cores()
+    numbers = sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
+    measure = _trial()
+    best, best_time = 1, float("inf")
+    for threads in numbers:
+        torch.set_num_threads(threads)
+        needed = measure()
+        if needed < WORTH * best_time:
+            best, best_time = threads, needed
+    torch.set_num_threads(best)
+    log.info("computing with %d threads of %d cores, %.1f ms in the trial", best, cores, 1000 * best_time)
+    return best
+
+
+def _trial() -> Callable[[], float]:
+    """Something to measure: computes a part of a decode step and returns the seconds it took, the median of a few."""
+    import torch
+
+    from tgi.worker.linear import SMALLER, Linear, Rows
+
+    layers = [Linear(torch.zeros(TRIAL_WIDTH, TRIAL_WIDTH)) for _ in range(TRIAL_LAYERS)]
+    for layer in layers:
+        layer.rows = Rows(SMALLER)
+    x = torch.zeros(SMALLER[0], TRIAL_WIDTH)
+
+    def once() -> float:
+        began = time.perf_counter()
+        for layer in layers:
+            layer(x)
+        return time.perf_counter() - began
+
+    def median() -> float:
+        once()
+        return sorted(once() for _ in range(TRIAL_ROUNDS))[TRIAL_ROUNDS // 2]
+
+    return median
