@@ -15,7 +15,9 @@ from tgi.kernel.messages import Sampling, Status, encode
 from tgi.kernel.pack import floats
 from tgi.kernel.settings import Settings
 from tgi.kernel.spawn import FATAL, Child, Spec
+from tgi.worker import memory
 from tgi.worker.load import build_model
+from tgi.worker.start import PAGES_FILE, start_engine
 
 PROMPT = [9, 8, 7, 6, 5, 4, 3]
 
@@ -80,3 +82,17 @@ def test_what_the_user_must_mend_ends_it_for_good(
     written = "".join(capfd.readouterr())
     assert words in written
     assert "Traceback" not in written
+
+
+def test_a_restarted_worker_has_as_many_pages_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits hold for a deployment's life, so a worker that finds a little less memory free must not come up smaller."""
+    settings = Settings(model_dir=model("llama"), run_dir=tmp_path, max_batch_size=4096, device="cpu")
+
+    def pages(free: int) -> int:
+        monkeypatch.setattr(memory, "available_on_host", lambda: free)
+        return start_engine(settings, lambda stage, percent: None).limits.pages
+
+    first = pages(100 << 20)
+    assert pages(90 << 20) == first
+    (tmp_path / PAGES_FILE).unlink()  # another deployment
+    assert pages(90 << 20) < first

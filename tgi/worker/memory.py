@@ -33,6 +33,13 @@ class Need(NamedTuple):
     device: str
 
 
+class Room(NamedTuple):
+    """Bytes for the cache."""
+
+    default: int  # what it takes if nobody says otherwise
+    most: int  # what is there
+
+
 def batch_size(settings: Settings, device: str) -> int:
     """Requests that run at once."""
     return settings.max_batch_size or BATCH_SIZE[device]
@@ -57,14 +64,21 @@ def available_on_host() -> int:
     return max(0, free)
 
 
-def available_on_cuda(free: int, total: int, settings: Settings, activations: int) -> int:
-    """Bytes for the cache of `free` bytes on a GPU of `total`: less what the user reserves and a forward pass takes."""
-    reserved = (1.0 - settings.cuda_memory_fraction) * total
-    return max(0, int((free - reserved) * settings.memory_fraction) - activations)
+def room_on_cuda(free: int, total: int, settings: Settings, activations: int) -> Room:
+    """Room on a GPU with `free` bytes of `total`: less what the user reserves and what a forward pass takes."""
+    most = free - (1.0 - settings.cuda_memory_fraction) * total
+    return Room(max(0, int(most * settings.memory_fraction) - activations), max(0, int(most) - activations))
 
 
-def choose_limits(settings: Settings, need: Need, available: int) -> Limits:
-    """The limits of a worker with `available` bytes of memory for its cache.
+def room_on_host() -> Room:
+    """Room in the host's memory, which everything else on the host wants too."""
+    most = available_on_host()
+    return Room(min(int(most * CPU_SHARE), CPU_MOST_BYTES), most)
+
+
+def choose_limits(settings: Settings, need: Need, room: Room, held: int | None = None) -> Limits:
+    """The limits of a worker. `held` pages are what the same deployment had before this worker was restarted: limits
+    hold for a deployment's life, though the memory that is free just now may be a little less.
 
     Raises UserError where the settings ask for more than there is, in TGI's words where TGI has some.
     """
@@ -76,7 +90,7 @@ def choose_limits(settings: Settings, need: Need, available: int) -> Limits:
             f"`max_total_tokens` is {longest}, but the model's sequences have at most {need.context} tokens. "
             "Lower --max-total-tokens or leave it out."
         )
-    pages = _pages(settings, need, available, rows * -(-longest // need.page_size))
+    pages = _pages(settings, need, room, held, rows * -(-longest // need.page_size))
     capacity = pages * need.page_size
     if capacity < (settings.max_total_tokens or 2):
         raise UserError(
@@ -113,17 +127,17 @@ def choose_limits(settings: Settings, need: Need, available: int) -> Limits:
     )
 
 
-def _pages(settings: Settings, need: Need, available: int, enough: int) -> int:
+def _pages(settings: Settings, need: Need, room: Room, held: int | None, enough: int) -> int:
     """How many pages: as many as the user says, else as fit, and no more than all requests at their longest fill."""
     if settings.max_batch_total_tokens is not None:
         pages = -(-settings.max_batch_total_tokens // need.page_size)
-        if pages * need.page_bytes > available:
+        if pages * need.page_bytes > room.most:
             raise UserError(
                 f"Not enough memory to handle `max_batch_total_tokens={settings.max_batch_total_tokens}`: that takes "
-                f"{pages * need.page_bytes / 1e9:.2f} GB and {available / 1e9:.2f} GB are free. "
+                f"{pages * need.page_bytes / 1e9:.2f} GB and {room.most / 1e9:.2f} GB are free. "
                 "Lower --max-batch-total-tokens."
             )
         return pages
-    if need.device == "cpu":
-        available = min(int(available * CPU_SHARE), CPU_MOST_BYTES)
-    return min(available // need.page_bytes, enough)
+    if held is not None and held * need.page_bytes <= room.most:
+        return held
+    return min(room.default // need.page_bytes, enough)

@@ -1,7 +1,9 @@
 """Starts the torch engine: model, memory, a first step to warm everything up."""
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -14,10 +16,12 @@ from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model
 from tgi.worker.engine import TorchEngine
 from tgi.worker.load import build_model
+from tgi.worker.threads import choose_threads
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]
+PAGES_FILE = "worker.pages"  # in the run directory: supervisor's pid, pages
 WARM_PROMPT = 20  # tokens: more than one page
 # Every processor at work.
 WARM_SAMPLING = Sampling(1, temperature=0.9, top_k=10, top_p=0.9, repetition_penalty=1.2)
@@ -26,14 +30,17 @@ WARM_SAMPLING = Sampling(1, temperature=0.9, top_k=10, top_p=0.9, repetition_pen
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
+    if device == "cpu":
+        choose_threads()
     model = build_model(settings.model_dir, settings.dtype, device, progress)
     progress("sizing the KV cache", 96)
-    limits = memory.choose_limits(settings, _need(model), _available(settings, model))
+    limits = memory.choose_limits(settings, _need(model), _room(settings, model), _held(settings.run_dir))
     engine = TorchEngine(model, build_attention(model.kv, limits.pages, model.device), limits)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     _run(engine, limits, rows, tokens)
+    _hold(settings.run_dir, limits.pages)
     return engine
 
 
@@ -54,10 +61,24 @@ def _need(model: Model) -> memory.Need:
     )
 
 
-def _available(settings: Settings, model: Model) -> int:
-    """Bytes for the KV cache. On CUDA after a step as large as any to come, which shows what a step itself takes."""
+def _held(run: Path) -> int | None:
+    """The number of pages that an earlier worker of this supervisor had, if there was one."""
+    try:
+        supervisor, pages = (run / PAGES_FILE).read_text().split()
+    except (FileNotFoundError, ValueError):
+        return None
+    return int(pages) if supervisor == str(os.getppid()) else None
+
+
+def _hold(run: Path, pages: int) -> None:
+    """Leaves the number of pages to a worker that may take this one's place."""
+    (run / PAGES_FILE).write_text(f"{os.getppid()} {pages}")
+
+
+def _room(settings: Settings, model: Model) -> memory.Room:
+    """Room for the KV cache. On CUDA after a step as large as any to come, which shows what a step itself takes."""
     if model.device.type != "cuda":
-        return memory.available_on_host()
+        return memory.room_on_host()
     rows = memory.batch_size(settings, "cuda")
     total = memory.prefill_tokens(settings, "cuda")
     tokens = max(1, min(total // rows, (settings.max_total_tokens or model.context) - 1))
@@ -89,7 +110,7 @@ def _available(settings: Settings, model: Model) -> int:
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info(model.device)
     log.info("a step takes up to %.2f GB; %.2f of %.2f GB are free", activations / 1e9, free / 1e9, whole / 1e9)
-    return memory.available_on_cuda(free, whole, settings, activations)
+    return memory.room_on_cuda(free, whole, settings, activations)
 
 
 def _run(engine: TorchEngine, limits: Limits, rows: int, tokens: int) -> None:
