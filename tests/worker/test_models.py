@@ -1,0 +1,261 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.models import model as make
+from tests.worker.batches import Row, in_chunks, make_batch, prefill
+from tgi.worker.attention import build_attention
+from tgi.worker.batch import Attention, Model
+from tgi.worker.layers.rotary import Rotary, rotate
+from tgi.worker.load import build_model
+from tgi.worker.models.config import Unsupported, decoder_config
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+DTYPES = ("float32", "bfloat16", "float16")
+CPU = torch.device("cpu")
+# Two logits this close may come in either order.
+TIE = 1e-5
+
+
+def load(directory: Path, dtype: str = "auto") -> Model:
+    return build_model(directory, dtype, "cpu", lambda stage, percent: None)
+
+
+def memory(model: Model) -> Attention:
+    return build_attention(model.kv, 400, CPU)
+
+
+def pages(first: int, count: int = 20) -> list[int]:
+    return list(range(first, first + count))
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 2, 7, 16, 17, 61, 128, 190][:count]
+    return [torch.randint(3, 512, (length,), generator=generator).tolist() for length in lengths]
+
+
+def reference(directory: Path, ids: list[int]) -> Tensor:
+    """transformers' logits in float32, [length, vocab]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        found: Tensor = model(torch.tensor([ids])).logits[0]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tie", [False, True])
+def test_logprobs_equal_those_of_transformers(kind: str, tie: bool) -> None:
+    directory = make(kind, tie=tie)
+    ours = load(directory)
+    for ids in prompts():
+        expected = reference(directory, ids).log_softmax(-1)
+        found = prefill(ours, memory(ours), ids, pages(3)).log_softmax(-1)
+        torch.testing.assert_close(found, expected[-1], rtol=0, atol=1e-4)
+        step = in_chunks(ours, memory(ours), ids, pages(7), [1] * len(ids)).log_softmax(-1)
+        torch.testing.assert_close(step, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_ids_equal_those_of_transformers(kind: str) -> None:
+    directory, count = make(kind), 24
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ours = load(directory)
+    attention = memory(ours)
+    rows = [(ids, pages(20 * n)) for n, ids in enumerate(prompts())]
+    logits = ours.forward(make_batch([Row(ids, 0, where) for ids, where in rows]), attention)
+    drawn: list[list[int]] = [[] for _ in rows]
+    close = [False] * len(rows)
+    for _ in range(count):
+        best = logits.topk(2)
+        for n, (values, indices) in enumerate(zip(*best, strict=True)):
+            close[n] = close[n] or bool(values[0] - values[1] < TIE)
+            drawn[n].append(int(indices[0]))
+        logits = ours.forward(
+            make_batch(
+                [Row(drawn[n][-1:], len(ids) + len(drawn[n]) - 1, where) for n, (ids, where) in enumerate(rows)]
+            ),
+            attention,
+        )
+    assert not all(close)
+    for n, (ids, _) in enumerate(rows):
+        expected = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(ids) :].tolist()
+        assert close[n] or drawn[n] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> None:
+    model = load(make(kind), dtype)
+    chosen = prompts()
+    alone = [prefill(model, memory(model), ids, pages(3)) for ids in chosen]
+
+    attention = memory(model)
+    together = model.forward(make_batch([Row(ids, 0, pages(20 * n)) for n, ids in enumerate(chosen)]), attention)
+    assert torch.equal(together, torch.stack(alone))
+
+    longest = chosen[-1]
+    for sizes in ([1] * 190, [100, 90], [16] * 11 + [14], [33, 1, 5, 150, 1]):
+        assert torch.equal(in_chunks(model, memory(model), longest, pages(9), sizes)[-1], alone[-1]), sizes
+
+    # A decode row beside a prefill chunk: the last token of each prompt, the rest of which is there already.
+    attention = memory(model)
+    model.forward(make_batch([Row(ids[:-1], 0, pages(20 * n)) for n, ids in enumerate(chosen) if ids[:-1]]), attention)
+    last = [Row(ids[-1:], len(ids) - 1, pages(20 * n)) for n, ids in enumerate(chosen)]
+    mixed = model.forward(make_batch([*last[:-1], Row(longest, 0, pages(300))]), attention)
+    assert torch.equal(mixed, torch.stack(alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_threads(dtype: str) -> None:
+    directory, ids = make("qwen3"), prompts()[-1]
+    one = prefill(load(directory, dtype), memory(load(directory, dtype)), ids, pages(3))
+    torch.set_num_threads(2)
+    model = load(directory, dtype)
+    assert torch.equal(prefill(model, memory(model), ids, pages(3)), one)
+
+
+def test_rows_that_do_not_draw_cost_no_logits() -> None:
+    model = load(make("llama"))
+    ids = prompts()[-1]
+    attention = memory(model)
+    silent = make_batch([Row(ids[:100], 0, pages(0))])._replace(draw_at=torch.empty(0, dtype=torch.int64))
+    assert model.forward(silent, attention).shape == (0, 512)
+    found = model.forward(make_batch([Row(ids[100:], 100, pages(0))]), attention)
+    assert torch.equal(found[0], prefill(model, memory(model), ids, pages(3)))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "parameters", [LLAMA3, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, {"rope_theta": 1000000.0}]
+)
+@pytest.mark.parametrize("old", [False, True])
+def test_rotary_scalings_equal_those_of_transformers(tmp_path: Path, parameters: dict[str, Any], old: bool) -> None:
+    directory = changed(make("llama"), tmp_path, **spelled(parameters, old))
+    ids = prompts()[-1]
+    model = load(directory)
+    found = prefill(model, memory(model), ids, pages(3)).log_softmax(-1)
+    torch.testing.assert_close(found, reference(directory, ids)[-1].log_softmax(-1), rtol=0, atol=1e-4)
+
+
+def spelled(parameters: dict[str, Any], old: bool) -> dict[str, Any]:
+    """The rotary parameters as transformers 5 writes them, or as version 4 did."""
+    if not old:
+        return {"rope_parameters": {"rope_type": "default", **parameters}}
+    rest = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    return {"rope_parameters": None, "rope_theta": parameters["rope_theta"], "rope_scaling": rest or None}
+
+
+def changed(source: Path, target: Path, **changes: Any) -> Path:
+    """The same weights with another config."""
+    config = json.loads((source / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (target / "model.safetensors").symlink_to(source / "model.safetensors")
+    return target
+
+
+def test_the_rotary_table_grows_and_keeps_its_rows() -> None:
+    rotary = Rotary(16, {"rope_theta": 10000.0}, CPU)
+    positions = torch.tensor([0, 5, 2000])
+    before = rotary.angles(positions, 2001, 3)
+    rotary.angles(torch.tensor([9000]), 9001, 3)
+    after = rotary.angles(positions, 2001, 3)
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+    rotary = Rotary(16, {"rope_theta": 10000.0}, CPU)
+    query, key = torch.randn(2, 1, 1, 16)
+
+    def score(at: int, seen: int) -> float:
+        turned = [
+            rotate(x, *rotary.angles(torch.tensor([position]), position + 1, 1))
+            for x, position in ((query, at), (key, seen))
+        ]
+        torch.testing.assert_close(turned[0].norm(), query.norm())
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(17, 3) == pytest.approx(score(1017, 1003), abs=1e-3)
+    assert score(17, 3) != pytest.approx(score(17, 4), abs=1e-3)
+
+
+def config_of(kind: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32768,
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({}, 32768),
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": None}, 32768),
+        ({"sliding_window": 65536}, 32768),
+    ],
+)
+def test_a_sliding_window_bounds_mistral(changes: dict[str, Any], context: int) -> None:
+    assert decoder_config(config_of("mistral", **changes)).context == context
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"sliding_window": 4096, "use_sliding_window": False}, 32768),
+        ({"sliding_window": 4096, "use_sliding_window": True}, 4096),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 2}, 32768),
+        ({"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}, 4096),
+    ],
+)
+def test_a_sliding_window_bounds_qwen_only_when_it_is_on(changes: dict[str, Any], context: int) -> None:
+    assert decoder_config(config_of("qwen2", **changes)).context == context
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "falcon"}, "falcon"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(Unsupported, match=named):
+        decoder_config(config_of("llama", **changes))
+
+
+def test_biases_follow_the_kind_and_the_config() -> None:
+    assert decoder_config(config_of("qwen2")).qkv_bias
+    assert not decoder_config(config_of("qwen2")).output_bias
+    biased = decoder_config(config_of("llama", attention_bias=True, mlp_bias=True))
+    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+    assert decoder_config(config_of("qwen3", head_dim=32)).head_dim == 32
