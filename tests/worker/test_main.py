@@ -85,7 +85,7 @@ def test_what_the_user_must_mend_ends_it_for_good(
 
 
 def test_a_restarted_worker_has_as_many_pages_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits hold for a deployment's life, so a worker that finds a little less memory free must not come up smaller."""
+    """Limits hold for a deployment's life: a worker that finds a little less memory free does not come up smaller."""
     settings = Settings(model_dir=model("llama"), run_dir=tmp_path, max_batch_size=4096, device="cpu")
 
     def pages(free: int) -> int:
