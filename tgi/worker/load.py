@@ -74,8 +74,16 @@ def _build_decoder(
     progress("loading weights", 0)
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         weights = _Reader(checkpoint, config, dtype, device).weights(progress)
+    if device.type == "cpu":
+        # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
+        with Checkpoint(directory) as checkpoint:
+            weights = weights._replace(embedding=_embedding(checkpoint, config))
     progress("measuring kernels", 95)
     return Decoder(config, weights, dtype, device)
+
+
+def _embedding(checkpoint: Checkpoint, config: DecoderConfig) -> Tensor:
+    return checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden)
 
 
 class _Reader:
@@ -93,12 +101,10 @@ class _Reader:
         for number in range(config.layers):
             layers.append(self._layer(f"model.layers.{number}."))
             progress("loading weights", 90 * (number + 1) // config.layers)
-        embedding = self._checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden)
         tied = config.tied or "lm_head.weight" not in self._checkpoint
         head = "model.embed_tokens" if tied else "lm_head"
         return Weights(
-            # On CPU the embedding stays in the mapped file: only rows that are looked up come into memory.
-            embedding=embedding if self._device.type == "cpu" else embedding.to(self._device, self._dtype),
+            embedding=_embedding(self._checkpoint, config).to(self._device),
             layers=layers,
             norm=self._norm("model.norm.weight", config.hidden),
             head=self._linear(False, config.hidden, (head, config.vocab_size)),
