@@ -35,7 +35,8 @@ class Bench:
         self.now = 0.0
         self.rid = 0
         self.steps: deque[Step] = deque()
-        limits = Limits(8192, 8191, 1 << 20, 16384, rows, 1 << 16, 16, 49152, "bfloat16", "cpu")
+        pages = 64 * rows  # 1024 tokens for each row
+        limits = Limits(8192, 8191, 16 * pages, 16384, rows, pages, 16, 49152, "bfloat16", "cpu")
         for peer in TOKENIZERS:
             self.core.handle(Hello(PROTOCOL, *peer), peer, 0.0)
         self.core.handle(Hello(PROTOCOL, *WORKER), WORKER, 0.0)

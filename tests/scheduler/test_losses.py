@@ -126,13 +126,28 @@ def test_a_failed_step_is_retried_one_by_one_and_its_cause_told() -> None:
     assert one.core.counters.worker_losses == 0
 
 
+def test_nobody_is_blamed_for_a_death_by_the_step_behind_a_failed_one() -> None:
+    one = house(requests=2)
+    one.plan()
+    failing, behind = one.steps
+    assert one.worker is not None
+    one.handle(Result(failing.number, failing.epoch, b"", b"", b"", error="ValueError: broken"), one.worker)
+    assert one.plan() == 0  # the step behind is still at the worker
+    one.worker_up()
+    one.run()
+    for asked in one.asked:
+        ok(asked, SCRIPT)
+    assert behind.epoch < one.core.epoch
+
+
 def test_a_result_of_the_wrong_shape_counts_as_a_failed_step() -> None:
     one = house(requests=2)
     one.plan()
-    step = one.steps.popleft()
+    one.compute()
+    result = one.results.popleft()
     assert one.worker is not None
-    one.handle(Result(step.number, step.epoch, b"\1", b"\0" * 4, b"\0" * 4), one.worker)
-    one.steps.clear()
+    one.handle(result._replace(counts=b"\1", ids=b"\0" * 4, logprobs=b"\0" * 4), one.worker)
+    one.failed = result.epoch
     one.run()
     for asked in one.asked:
         ok(asked, SCRIPT)

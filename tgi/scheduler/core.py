@@ -3,8 +3,10 @@
 import logging
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, State, Status, Step, Stop
 from tgi.kernel.pack import floats, ints
@@ -57,6 +59,7 @@ class Core:
         self._arrivals = 0
         self._number = 0
         self._flight: deque[Flight] = deque()
+        self._leftover: set[tuple[int, int]] = set()  # (epoch, number) of steps behind a failed one, to be answered yet
         self._moved = 0.0  # when a step was last answered, or sent into silence
         self._trial: Request | None = None  # computed alone because workers died under it
         self._trial_began_at = 0  # ids that it had
@@ -119,7 +122,7 @@ class Core:
     def plan(self, now: float) -> Step | None:
         """The next step for the worker; None if it has enough to do, or there is nothing to do."""
         planner = self._planner
-        if planner is None or not self._below.ready or len(self._flight) >= DEPTH:
+        if planner is None or not self._below.ready or len(self._flight) >= DEPTH or self._leftover:
             return None
         if self._trial is None and (head := self._queue.head()) is not None and head.suspected:
             if self._flight:
@@ -145,7 +148,7 @@ class Core:
     def deadline(self, now: float) -> float:
         """When `tick` has something to do even if no message comes."""
         times = [now + 3600.0]
-        if self._flight and not self._stalled(now):
+        if (self._flight or self._leftover) and not self._stalled(now):
             times.append(self._moved + self.config.stall_limit)
         if (self.queued, self.running) != (self._told.queued, self._told.running):
             times.append(self._load_told_at + LOAD_SECONDS)
@@ -199,10 +202,10 @@ class Core:
                 resume=add.resume,
                 max_new_tokens=add.max_new_tokens,
                 sampling=add.sampling,
-                stop_ids=ints(add.stop_ids),
+                stop_ids=_id_set(add.stop_ids),
                 salt=add.salt,
             )
-        except ValueError as error:  # columns of odd length
+        except (ValueError, ProtocolError) as error:  # columns of odd length
             self._outbox.put(client.peer, End(add.rid, Reason.INVALID, f"malformed request: {error}"))
             return
         self._arrivals += 1
@@ -251,6 +254,7 @@ class Core:
 
     def _result(self, result: Result, now: float) -> None:
         if result.epoch != self.epoch or not self._flight:
+            self._leftover.discard((result.epoch, result.number))
             return  # of a life that is over
         planner = self._planner
         assert planner is not None
@@ -261,7 +265,9 @@ class Core:
         )
         self._moved = now
         if fault:
-            # Whatever else is under way builds on what this step did not compute.
+            # Whatever else is under way builds on what this step did not compute. It is waited for, so that nobody
+            # is blamed for what it may do to the worker.
+            self._leftover = {(self.epoch, other.step.number) for other in self._flight if other is not flight}
             self._begin_again([flight], SUSPECT, f"Server error: {fault}", now)
             return
         self._flight.popleft()
@@ -313,6 +319,7 @@ class Core:
 
     def _worker_gone(self, now: float) -> None:
         self.worker = None
+        self._leftover.clear()
         self._below = WAITING
         self.counters.worker_losses += 1
         self._begin_again(self._flight, 1, "Server error: the worker died while it computed this request alone", now)
@@ -338,7 +345,7 @@ class Core:
     # --- status -------------------------------------------------------------------------------------------------------
 
     def _stalled(self, now: float) -> bool:
-        return bool(self._flight) and now >= self._moved + self.config.stall_limit
+        return bool(self._flight or self._leftover) and now >= self._moved + self.config.stall_limit
 
     def _status(self, now: float) -> Status:
         below = self._below
@@ -359,6 +366,12 @@ class Core:
         self._load_told_at = now
         for peer in self._clients:
             self._outbox.put(peer, status)
+
+
+@lru_cache(maxsize=64)
+def _id_set(column: bytes) -> frozenset[int]:
+    """The ids of a column. Nearly all requests have the same few."""
+    return frozenset(ints(column))
 
 
 def _finished(request: Request, last: int) -> Reason | None:

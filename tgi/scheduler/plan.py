@@ -106,10 +106,13 @@ class Planner:
         decoding = self.batch.decoding
         rows = [request for request in decoding if alone is None or request is alone]
         needy = [request for request in rows if request.planned == request.room]
-        if needy:
+        if len(needy) <= self.pool.available:
+            for request, page in zip(needy, self.pool.take(len(needy)), strict=True):
+                self._append_page(draft, request, page)
+        else:
             for request in sorted(needy, key=_order):
                 if request.slot != NO_SLOT and self._make_room(request, anyone=request is alone):
-                    self._append_page(draft, request)
+                    self._append_page(draft, request, *self.pool.take(1))
             rows = [request for request in rows if request.planned < request.room]
         draft.rows.extend([request.slot for request in rows])
         draft.starts.extend([request.planned for request in rows])
@@ -130,8 +133,7 @@ class Planner:
             self._preempt(victim)
         return True
 
-    def _append_page(self, draft: _Draft, request: Request) -> None:
-        (page,) = self.pool.take(1)
+    def _append_page(self, draft: _Draft, request: Request, page: int) -> None:
         request.pages.append(page)
         request.room += self.limits.page_size
         draft.page_slots.append(request.slot)

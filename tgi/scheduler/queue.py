@@ -28,11 +28,10 @@ class Queue:
         return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Request:
-        """Takes the head out. Raises IndexError if nobody waits."""
-        if self.head() is None:
-            raise IndexError("nobody waits")
+        """Takes out what `head` has just returned. Raises IndexError if nobody waits."""
+        request = heappop(self._heap)[2]
         self._waiting -= 1
-        return heappop(self._heap)[2]
+        return request
 
     def leave(self) -> None:
         """Somebody in the line has ended. Its entry is dropped when it comes to the front."""

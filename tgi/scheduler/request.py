@@ -1,7 +1,6 @@
 """One request as the scheduler knows it: its ids, where it is, and which slot and pages it holds."""
 
 from array import array
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tgi.kernel.messages import State, transition
@@ -57,7 +56,7 @@ class Request:
         resume: bytes,
         max_new_tokens: int,
         sampling: bytes,
-        stop_ids: Iterable[int],
+        stop_ids: frozenset[int],
         salt: bytes,
     ) -> None:
         """Raises ValueError if `prompt` or `resume` is no int32 column."""
@@ -71,7 +70,7 @@ class Request:
         self.ids.frombytes(resume)
         self.limit = self.prompt_tokens + max_new_tokens  # so many ids end it
         self.sampling = sampling
-        self.stop_ids = frozenset(stop_ids)
+        self.stop_ids = stop_ids
         self.salt = salt
         self.state = State.QUEUED
         self.strikes = 0  # deaths of workers that were computing it
