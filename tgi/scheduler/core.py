@@ -17,6 +17,7 @@ from tgi.scheduler.pace import Pace
 from tgi.scheduler.plan import Flight, Planner
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Request
+from tgi.scheduler.status import REFUSED, WAITING, Report
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,6 @@ log = logging.getLogger(__name__)
 DEPTH = 2
 # Tokens that a suspect must draw alone: one by prefill and one by decode.
 TRIAL_TOKENS = 2
-# Changes of queue length and batch size alone are told no more often than this.
-LOAD_SECONDS = 1.0
-
-WAITING = Status(False, True, "waiting for the worker", 0)
 
 
 class Config(NamedTuple):
@@ -63,9 +60,7 @@ class Core:
         self._moved = 0.0  # when a step was last answered, or sent into silence
         self._trial: Request | None = None  # computed alone because workers died under it
         self._trial_began_at = 0  # ids that it had
-        self._below = WAITING  # the worker's status, as far as it counts
-        self._told = WAITING
-        self._load_told_at = 0.0
+        self._report = Report()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
@@ -122,7 +117,7 @@ class Core:
     def plan(self, now: float) -> Step | None:
         """The next step for the worker; None if it has enough to do, or there is nothing to do."""
         planner = self._planner
-        if planner is None or not self._below.ready or len(self._flight) >= DEPTH or self._leftover:
+        if planner is None or not self._report.below.ready or len(self._flight) >= DEPTH or self._leftover:
             return None
         if self._trial is None and (head := self._queue.head()) is not None and head.suspected:
             if self._flight:
@@ -136,7 +131,7 @@ class Core:
             self._moved = now
         self._number += 1
         self._flight.append(flight)
-        self.counters.steps[_method(flight)] += 1
+        self.counters.steps[flight.method] += 1
         if flight.admitted:
             self.counters.admitted.append((flight.admitted, flight.joined))
         return flight.step
@@ -150,8 +145,8 @@ class Core:
         times = [now + 3600.0]
         if (self._flight or self._leftover) and not self._stalled(now):
             times.append(self._moved + self.config.stall_limit)
-        if (self.queued, self.running) != (self._told.queued, self._told.running):
-            times.append(self._load_told_at + LOAD_SECONDS)
+        if (due := self._report.due(self.queued, self.running)) is not None:
+            times.append(due)
         return max(now, min(times))
 
     @property
@@ -172,7 +167,7 @@ class Core:
     @property
     def ready(self) -> bool:
         """Whether a request would be computed now."""
-        return self._below.ready
+        return self._report.below.ready
 
     def check(self) -> None:
         """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
@@ -216,7 +211,7 @@ class Core:
             self._end(request, Reason.INVALID, now, "`inputs` cannot be empty")
         elif add.max_new_tokens < 1:
             self._end(request, Reason.INVALID, now, "`max_new_tokens` must be strictly positive")
-        elif request.generated and (reason := _finished(request, request.ids[-1])):
+        elif request.generated and (reason := request.finished()):
             self._end(request, reason, now)  # whoever resumes it missed only its End
         elif self.limits is not None:
             self._refuse_misfit(request, self.limits, now)
@@ -259,9 +254,9 @@ class Core:
         planner = self._planner
         assert planner is not None
         flight = self._flight[0]
-        fault = result.error or _misshapen(result, flight)
+        fault = result.error or flight.fault(result)
         self.counters.done.append(
-            StepDone(_method(flight), bool(fault), now - max(self._moved, flight.sent), result.forward_us / 1e6)
+            StepDone(flight.method, bool(fault), now - max(self._moved, flight.sent), result.forward_us / 1e6)
         )
         self._moved = now
         if fault:
@@ -283,7 +278,7 @@ class Core:
             known = len(ids)
             if known > request.publish_at:
                 planner.publish_generated(request)
-            if (known == request.limit or token in request.stop_ids) and (reason := _finished(request, token)):
+            if (known == request.limit or token in request.stop_ids) and (reason := request.finished()):
                 ended.append((request, reason))
         for client in self._clients.values():
             if client.rows:
@@ -297,7 +292,7 @@ class Core:
     # --- the worker ---------------------------------------------------------------------------------------------------
 
     def _worker_status(self, status: Status, now: float) -> None:
-        if status.ready and status.limits is not None and not self._below.ready:
+        if status.ready and status.limits is not None and not self._report.below.ready:
             if self.limits is None:
                 self._adopt(status.limits, now)
             elif fault := shortfall(self.limits, status.limits):
@@ -306,8 +301,8 @@ class Core:
                     "or restart the whole server with smaller limits.",
                     fault,
                 )
-                status = Status(False, False, "the worker does not meet the limits", 0)
-        self._below = status
+                status = REFUSED
+        self._report.below = status
         self._tell(now)
 
     def _adopt(self, limits: Limits, now: float) -> None:
@@ -320,7 +315,7 @@ class Core:
     def _worker_gone(self, now: float) -> None:
         self.worker = None
         self._leftover.clear()
-        self._below = WAITING
+        self._report.below = WAITING
         self.counters.worker_losses += 1
         self._begin_again(self._flight, 1, "Server error: the worker died while it computed this request alone", now)
         self._tell(now)
@@ -348,48 +343,17 @@ class Core:
         return bool(self._flight or self._leftover) and now >= self._moved + self.config.stall_limit
 
     def _status(self, now: float) -> Status:
-        below = self._below
-        stalled = self._stalled(now)
-        stage = "the worker finishes no step" if stalled else below.stage
-        healthy = below.healthy and not stalled
-        return Status(below.ready, healthy, stage, below.percent, self.limits, self.queued, self.running)
+        return self._report.status(self._stalled(now), self.limits, self.queued, self.running)
 
     def _tell(self, now: float) -> None:
         """Tells every tokenizer how things are, if that has changed."""
         status = self._status(now)
-        told = self._told
-        if status == told:
-            return
-        if status[:5] == told[:5] and now - self._load_told_at < LOAD_SECONDS:
-            return
-        self._told = status
-        self._load_told_at = now
-        for peer in self._clients:
-            self._outbox.put(peer, status)
+        if self._report.is_news(status, now):
+            for peer in self._clients:
+                self._outbox.put(peer, status)
 
 
 @lru_cache(maxsize=64)
 def _id_set(column: bytes) -> frozenset[int]:
     """The ids of a column. Nearly all requests have the same few."""
     return frozenset(ints(column))
-
-
-def _finished(request: Request, last: int) -> Reason | None:
-    """Why a request with these ids is complete; None if it is not. Length counts first, as in TGI."""
-    if len(request.ids) >= request.limit:
-        return Reason.LENGTH
-    return Reason.EOS if last in request.stop_ids else None
-
-
-def _method(flight: Flight) -> str:
-    return "prefill" if flight.prefill_tokens else "decode"
-
-
-def _misshapen(result: Result, flight: Flight) -> str:
-    """In what a result does not answer its step; "" if it does."""
-    rows = len(flight.drawing)
-    if result.number != flight.step.number:
-        return f"the result of step {result.number} came where that of {flight.step.number} was due"
-    if result.counts != b"\1" * rows or len(result.ids) != 4 * rows or len(result.logprobs) != 4 * rows:
-        return f"the result of step {result.number} does not have one token for each of {rows} rows"
-    return ""

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 HASH_BYTES = 16
+# Instead of a hash: the page cannot be found.
+NOT_KNOWN = b""
 
 
 def chain(hashes: list[bytes], ids: "array[int]", page_size: int, salt: bytes) -> None:
@@ -35,7 +37,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
-        self._hash_of: list[bytes | None] = [None] * pages
+        self._hash_of = [NOT_KNOWN] * pages
 
     @property
     def available(self) -> int:
@@ -53,19 +55,15 @@ class PagePool:
             raise IndexError(f"{count} pages wanted, {self.available} available")
         taken = self._free[max(0, len(self._free) - count) :]
         del self._free[len(self._free) - len(taken) :]
+        by_hash, hash_of, holders = self._by_hash, self._hash_of, self._holders
         for _ in range(count - len(taken)):
             page, _ = self._idle.popitem(last=False)
-            self._unpublish(page)
+            del by_hash[hash_of[page]]
+            hash_of[page] = NOT_KNOWN
             taken.append(page)
         for page in taken:
-            self._holders[page] = 1
+            holders[page] = 1
         return taken
-
-    def _unpublish(self, page: int) -> None:
-        key = self._hash_of[page]
-        assert key is not None
-        del self._by_hash[key]
-        self._hash_of[page] = None
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The pages of the longest known prefix, each held once more."""
@@ -84,9 +82,10 @@ class PagePool:
         """Held pages are full of these prefixes. Where another page is known by one already, that one stays."""
         if not self._caching:
             return
+        by_hash, hash_of = self._by_hash, self._hash_of
         for page, key in zip(pages, hashes, strict=True):
-            if self._by_hash.setdefault(key, page) == page:
-                self._hash_of[page] = key
+            if by_hash.setdefault(key, page) == page:
+                hash_of[page] = key
 
     def release(self, pages: list[int]) -> None:
         """Each is held once less. The end of a prefix goes idle before its beginning, without which it is no use."""
@@ -94,7 +93,7 @@ class PagePool:
         for page in reversed(pages):
             left = holders[page] = holders[page] - 1
             if left == 0:
-                if hash_of[page] is not None:
+                if hash_of[page]:
                     self._idle[page] = None
                 else:
                     self._free.append(page)
@@ -111,7 +110,7 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & idle, "a page is free and idle"
         assert free | idle == {page for page, count in enumerate(holders) if count == 0}, "a page is lost"
-        known = {page: key for page, key in enumerate(self._hash_of) if key is not None}
+        known = {page: key for page, key in enumerate(self._hash_of) if key}
         assert {page: key for key, page in self._by_hash.items()} == known, "hashes and pages disagree"
         assert idle <= set(known), "an idle page without a hash"
         assert not free & set(known), "a free page with a hash"

@@ -3,7 +3,7 @@
 from array import array
 from typing import NamedTuple
 
-from tgi.kernel.messages import Limits, Slot, Step
+from tgi.kernel.messages import Limits, Result, Slot, Step
 from tgi.kernel.pack import INT32
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
@@ -32,6 +32,20 @@ class Flight(NamedTuple):
     def requests(self) -> list[Request]:
         """Those that have a row."""
         return self.drawing + self.prefilling
+
+    @property
+    def method(self) -> str:
+        """TGI's word for what it computes."""
+        return "prefill" if self.prefill_tokens else "decode"
+
+    def fault(self, result: Result) -> str:
+        """In what a result does not answer this step; "" if it does."""
+        number, rows = self.step.number, len(self.drawing)
+        if result.number != number:
+            return f"the result of step {result.number} came where that of step {number} was due"
+        if result.counts != b"\1" * rows or len(result.ids) != 4 * rows or len(result.logprobs) != 4 * rows:
+            return f"the result of step {number} does not have one token for each of {rows} rows"
+        return ""
 
 
 class _Draft:

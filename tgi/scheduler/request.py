@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING
 
-from tgi.kernel.messages import State, transition
+from tgi.kernel.messages import Reason, State, transition
 from tgi.kernel.pack import INT32
 
 if TYPE_CHECKING:
@@ -101,3 +101,9 @@ class Request:
     def suspected(self) -> bool:
         """Whether it is to be tried alone."""
         return self.strikes >= SUSPECT
+
+    def finished(self) -> Reason | None:
+        """Why it is complete, if it is. Length counts before an end token, as in TGI."""
+        if len(self.ids) >= self.limit:
+            return Reason.LENGTH
+        return Reason.EOS if self.generated and self.ids[-1] in self.stop_ids else None
