@@ -70,3 +70,28 @@ def test_a_request_that_needs_every_page_is_served() -> None:
     house.run()
     ok(small, SCRIPT)
     ok(big, SCRIPT)
+
+
+def test_it_is_the_youngest_that_goes_first() -> None:
+    house = House(SCRIPT)
+    house.worker_up()
+    everybody = [house.add([n, 2, 3, 4], 16) for n in range(4)]
+    while not house.core.counters.preemptions:
+        house.step()
+    shown = len(everybody[3].ids)
+    while len(everybody[0].ids) < shown + 2:
+        house.step()
+    assert len(everybody[3].ids) == shown
+    assert min(len(asked.ids) for asked in everybody[:3]) > shown
+
+
+def test_what_admission_spares_for_others_keeps_nobody_waiting_for_ever() -> None:
+    script = SCRIPT._replace(pages=200, max_total_tokens=800, max_batch_prefill_tokens=800)
+    house = House(script)
+    house.worker_up()
+    small = house.add([1], 8)
+    house.step()
+    everything = house.add([5] * 799, 1)
+    house.run()
+    ok(small, script)
+    ok(everything, script)
