@@ -40,8 +40,11 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
     now = time.monotonic()
     for link in (back, front):
         for peer, message in link.receive():
-            if isinstance(message, Hello | Gone):
-                log.info("%s is %s", peer, "up" if isinstance(message, Hello) else "gone")
+            if isinstance(message, Hello):
+                log.info("%s is up", peer)
+                _agree(message.model, front, back)
+            elif isinstance(message, Gone):
+                log.info("%s is gone", peer)
             core.handle(message, peer, now)
             if isinstance(message, Result):
                 meter.handled(time.monotonic() - now)
@@ -53,6 +56,13 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
         front.send(peer, message)
     front.flush()
     meter.publish(core)
+
+
+def _agree(model: str, *links: Link) -> None:
+    """The first neighbour that names its model sets it for this scheduler's life: links refuse any other."""
+    for link in links:
+        if model and not link.me.model:
+            link.me = link.me._replace(model=model)
 
 
 def _state(process: Process, core: Core) -> tuple[str, str, int]:

@@ -5,7 +5,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 
-HASH_BYTES = 16
+# 128 bits: that two prefixes collide is less likely than any failure of the machine. A copy of the empty hash is
+# cheaper than a new one.
+EMPTY = blake2b(digest_size=16)
 # Instead of a hash: the page cannot be found.
 NOT_KNOWN = b""
 
@@ -16,11 +18,13 @@ def chain(hashes: list[bytes], ids: "array[int]", page_size: int, salt: bytes) -
     first, last = len(hashes), len(ids) // page_size
     if first == last:
         return
-    parent = hashes[-1] if hashes else blake2b(salt, digest_size=HASH_BYTES).digest()
+    parent = hashes[-1] if hashes else blake2b(salt, digest_size=EMPTY.digest_size).digest()
     column = ids[first * page_size : last * page_size].tobytes()
     width = page_size * ids.itemsize
     for start in range(0, len(column), width):
-        parent = blake2b(parent + column[start : start + width], digest_size=HASH_BYTES).digest()
+        page = EMPTY.copy()
+        page.update(parent + column[start : start + width])
+        parent = page.digest()
         hashes.append(parent)
 
 

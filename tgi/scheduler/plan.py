@@ -118,7 +118,7 @@ class Planner:
     def _decode(self, draft: _Draft, number: int, alone: Request | None) -> None:
         """One row for each request whose prompt is computed. Those that find no page wait."""
         decoding = self.batch.decoding
-        rows = [request for request in decoding if alone is None or request is alone]
+        rows = list(decoding) if alone is None else [alone] * (alone in decoding)
         needy = [request for request in rows if request.planned == request.room]
         if len(needy) <= self.pool.available:
             for request, page in zip(needy, self.pool.take(len(needy)), strict=True):
