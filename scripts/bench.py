@@ -46,7 +46,9 @@ def prompt(seed: int, words: int) -> str:
 async def stream(port: int, text: str, inputs: int, outputs: int) -> Stream:
     """One POST /generate_stream over a connection of its own."""
     body = json.dumps({"inputs": text, "parameters": {"max_new_tokens": outputs, "truncate": inputs}}).encode()
-    head = "POST /generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = (
+        "POST /generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     sent = time.perf_counter()
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -60,8 +62,6 @@ async def stream(port: int, text: str, inputs: int, outputs: int) -> Stream:
         tail += data
         events += [now] * tail.count(b"data: ")
         tail = tail[-5:]  # shorter than what is counted, so nothing is counted twice
-        if data.endswith(b"0\r\n\r\n"):
-            break
     writer.close()
     return Stream(sent, events)
 

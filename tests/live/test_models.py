@@ -91,6 +91,47 @@ def test_the_demo_model_gives_the_same_answer_under_any_load(demo_model: Path, d
     check(demo_model, dtype, tmp_path, tokens=12, few_pages=288)
 
 
+STORIES = [f"Write a long story about {what}." for what in ("a river", "two friends", "a ship", "the moon")] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "demo"])
+def test_kill_9_of_the_worker_changes_nothing(name: str, dtype: str, tmp_path: Path, demo_model: Path) -> None:
+    """Eight streams, greedy and seeded; the worker dies when each has shown 20 tokens. Nothing is decoded again."""
+    directory, prompts = (
+        (demo_model, [chat(story) for story in STORIES]) if name == "demo" else (model("llama"), PROMPTS)
+    )
+    with Server(
+        tmp_path / "run", "--model-id", str(directory), "--dtype", dtype, "--validation-workers", "1"
+    ) as server:
+        server.start().ready()
+        undisturbed = streams(server, prompts)
+        before = server.metric("tgi_resumed_tokens")
+        assert streams(server, prompts, act=lambda: server.kill("worker-0")) == undisturbed
+        assert server.metric("tgi_resumed_tokens") - before >= 8 * 20
+
+
+def streams(server: Server, prompts: list[str], act: Any = None) -> list[Answer]:
+    """Eight streams at once, the second half with seeds; `act` is called when each has shown 20 tokens."""
+    shown = [0] * 8
+
+    def one(number: int) -> Answer:
+        seeded = {**SEEDED, "seed": number} if number >= 4 else {}
+        answer: Answer = []
+        for event in server.stream(prompts[number], max_new_tokens=60, **seeded):
+            answer.append((event["token"]["id"], event["token"]["logprob"]))
+            shown[number] += 1
+        return answer
+
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(one, number) for number in range(8)]
+        if act:
+            server.until(lambda: min(shown) >= 20 or all(stream.done() for stream in running), "20 tokens of each")
+            assert not any(stream.done() for stream in running), "too late to act"
+            act()
+        return [stream.result() for stream in running]
+
+
 def chat(text: str) -> str:
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.live.server import PATIENCE_SECONDS, Server
+from tests.models import model
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
@@ -242,3 +243,12 @@ def test_not_ready_is_told_with_a_stage(server: Server) -> None:
     for role in ("scheduler", "worker"):
         server.start(role)
     server.ready()
+
+
+def test_a_floor_with_another_model_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "run", *SCRIPTED) as server:
+        for role, kind in (("scheduler", "llama"), ("worker", "llama"), ("tokenizer", "qwen2"), ("api", "llama")):
+            server.start(role, "--model-id", str(model(kind)))
+            time.sleep(1.0)
+        server.until(lambda: "it serves another model" in server.said(), "the tokenizer is refused in words")
+        assert not server.healthy()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.models import model
 from tests.worker.test_scripted import SCRIPT, good, slot, step
 from tgi.kernel import rundir
 from tgi.kernel.link import Gone, Link, Peer
@@ -160,7 +161,8 @@ def expected(*steps: Step) -> list[list[int]]:
 def test_a_worker_process_serves_one_scheduler_after_another(tmp_path: Path) -> None:
     """Results come in order, a scheduler's new life finds a clean worker, and SIGTERM ends it with code 0."""
     rundir.create(tmp_path)
-    settings = Settings(worker="scripted", max_batch_size=3, max_total_tokens=24, run_dir=tmp_path)
+    limits = {"max_batch_size": 3, "max_total_tokens": 24}
+    settings = Settings(worker="scripted", model_dir=model("llama"), run_dir=tmp_path, **limits)
     child = Child(Spec("worker", 0), settings)
     try:
         for boot in (b"first---", b"second--"):

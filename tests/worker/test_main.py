@@ -65,7 +65,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
     [
         (Settings(device="cuda"), "There is no CUDA device"),
         (Settings(max_total_tokens=4000), "at most 2048 tokens"),
-        (Settings(model_dir=Path("/nowhere")), "/nowhere has no config.json"),
+        (Settings(model_dir=Path("/nowhere")), "/nowhere is not a directory"),
     ],
 )
 def test_what_the_user_must_mend_ends_it_for_good(

@@ -59,9 +59,11 @@ def main(process: Process) -> None:
     """Serves apis on "tok-<place>.front" through the scheduler at "sched-0.front", until told to stop and drained."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
     process.state("starting", "loading the tokenizer")
-    pool = Pool(Vocabulary.load(read_card(process.settings.model_dir)))
-    front = Link.bind(process.address(f"tok-{process.place}.front"), process.hello())
-    down = Link.connect(process.address("sched-0.front"), process.hello())
+    card = read_card(process.settings.model_dir)
+    pool = Pool(Vocabulary.load(card))
+    hello = process.hello(card.fingerprint)
+    front = Link.bind(process.address(f"tok-{process.place}.front"), hello)
+    down = Link.connect(process.address("sched-0.front"), hello)
     process.watch(front)
     process.watch(down)
     gc.collect()

@@ -5,6 +5,7 @@ import logging
 import sys
 from pathlib import Path
 
+from tgi.hub.card import read_card
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
@@ -17,7 +18,8 @@ log = logging.getLogger(__name__)
 
 def main(process: Process) -> None:
     """Runs until SIGTERM. Raises UserError where the model or the settings cannot work."""
-    link = Link.connect(process.address("sched-0.back"), process.hello())
+    model = read_card(process.settings.model_dir).fingerprint
+    link = Link.connect(process.address("sched-0.back"), process.hello(model))
     loop = Loop(process, link)
     loop.progress("starting", 0)
     try:
