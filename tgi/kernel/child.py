@@ -2,7 +2,6 @@
 
 import ctypes
 import faulthandler
-import gc
 import importlib
 import logging
 import os
@@ -37,7 +36,6 @@ def main() -> None:
     except UserError as error:
         logging.getLogger(__name__).error("%s", error)
         sys.exit(FATAL)
-    gc.unfreeze()
 
 
 def _die_with_parent(parent: int) -> None:
