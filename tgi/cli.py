@@ -1,5 +1,6 @@
 """The command `tgi`: up, one command per role, ps, down, import. Everything it starts is a supervised child process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -89,6 +90,8 @@ def _run(settings: Settings, roles: tuple[str, ...]) -> None:
     from tgi.kernel.supervise import Supervisor, listening_socket
 
     log.configure("tgi", settings.log_level, settings.json_output)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a supervisor: as Ctrl-C, with everything cleaned up
+        signal.signal(number, signal.default_int_handler)
     rundir.create(settings.run_dir)
     first = not rundir.holders(settings.run_dir)
     locks = [rundir.Lock(settings.run_dir, role) for role in roles]
@@ -105,6 +108,7 @@ def _run(settings: Settings, roles: tuple[str, ...]) -> None:
                 f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. "
                 "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
             ) from error
+        settings = replace(settings, port=listener.getsockname()[1])  # port 0 has become a real one
         specs += [Spec("api", place, listener.fileno()) for place in range(settings.api_workers)]
     settings = progress.settings = _with_model(settings, roles, progress)
     if "tokenizer" in roles:
@@ -113,10 +117,11 @@ def _run(settings: Settings, roles: tuple[str, ...]) -> None:
         specs.append(Spec("scheduler", 0))
     if "worker" in roles:
         specs.append(Spec("worker", 0))
-    code = Supervisor(settings, specs, progress.tick).run()
-    for lock in locks:
-        lock.release()
-    sys.exit(code)
+    try:
+        Supervisor(settings, specs, lambda: progress.tick(spec.name for spec in specs)).run()
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def _with_model(settings: Settings, roles: tuple[str, ...], progress: Any) -> Settings:
@@ -176,24 +181,28 @@ def _processes(run: Path) -> list[dict[str, Any]]:
 
 
 @main.command()
-@click.option("--port", "-p", type=int, help="The server on this port; without it, the only one that runs.")
+@click.option("--port", "-p", type=int, help="The server on this port; without it, that in TGI_RUN or the only one.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for its end.")
 def down(port: int | None, timeout: float) -> None:
     """Drain and end a running server."""
     from tgi.kernel import rundir
 
-    runs = [rundir.default(port)] if port is not None else rundir.all_of_user()
+    named = port is not None or bool(os.environ.get("TGI_RUN"))
+    runs = [rundir.default(port or 0)] if named else rundir.all_of_user()
     alive = {run: holders for run in runs if run.is_dir() and (holders := rundir.holders(run))}
     if not alive:
         raise UserError("No tgi server of yours is running" + (f" on port {port}." if port is not None else "."))
     if len(alive) > 1:
         names = ", ".join(run.name for run in alive)
         raise UserError(f"Several servers are running ({names}): say which one with --port.")
-    ((run, holders),) = alive.items()
-    for pid in set(holders.values()):
-        os.kill(pid, signal.SIGTERM)
+    (run,) = alive
+    asked: set[int] = set()
     deadline = time.monotonic() + timeout
-    while rundir.holders(run):
+    while holders := rundir.holders(run):
+        for pid in set(holders.values()) - asked - {rundir.NAMELESS}:
+            with contextlib.suppress(ProcessLookupError):  # has just ended
+                os.kill(pid, signal.SIGTERM)
+            asked.add(pid)
         if time.monotonic() > deadline:
             raise UserError(f"The server in {run} did not end within {timeout:g} s; it may still be draining.")
         time.sleep(0.05)

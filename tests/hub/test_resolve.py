@@ -50,6 +50,11 @@ def test_a_directory_is_itself(cache: Path) -> None:
     assert not cache.exists()
 
 
+def test_a_file_that_is_no_gguf_file_is_told_from_one_that_is_missing(cache: Path) -> None:
+    with pytest.raises(UserError, match=r"is a file and not a \.gguf file. Name the directory"):
+        model_directory(str(model("llama") / "config.json"), cache=cache)
+
+
 def test_a_gguf_file_is_imported_once(source: Path, cache: Path) -> None:
     stages: list[str] = []
     first = model_directory(str(source), cache=cache, progress=lambda stage, percent: stages.append(stage))

@@ -39,6 +39,9 @@ def test_the_container_s_hostname_and_honcho_s_port_are_not_ours() -> None:
         ({"validation_workers": 0}, "`validation_workers` must be > 0"),
         ({"hostname": "localhost"}, "`hostname` must be an IP address"),
         ({"port": 70000}, "`port` must be a port number"),
+        ({"graceful_termination_timeout": float("inf")}, "`graceful_termination_timeout` must be a number of seconds"),
+        ({"start_timeout": 0.0}, "`start_timeout` must be a number of seconds above 0"),
+        ({"step_target": float("nan")}, "`step_target` must be a number of seconds above 0"),
     ],
 )
 def test_arguments_that_contradict_are_refused(flags: dict[str, object], said: str) -> None:

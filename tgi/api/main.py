@@ -46,6 +46,8 @@ async def serve(process: Process) -> None:
         loop.add_reader(fd, process.woken)
     router.attach(loop)
     process.state("ready")
+    if process.stopping:  # the signal came before this loop listened to it
+        server.stop()
     try:
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:

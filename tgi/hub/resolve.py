@@ -49,6 +49,8 @@ def model_directory(
         return path.absolute()
     if path.suffix.lower() == ".gguf":
         return _imported(path.absolute(), cache, progress)
+    if path.is_file():
+        raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
         raise UserError(f"{model_id!r} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
     from tgi.hub.remote import snapshot

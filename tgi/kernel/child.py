@@ -12,7 +12,7 @@ from tgi.kernel import log, metrics
 from tgi.kernel.errors import UserError
 from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import FATAL, LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS
+from tgi.kernel.spawn import FATAL, LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS, last_words
 
 PR_SET_PDEATHSIG = 1
 
@@ -22,6 +22,7 @@ def main() -> None:
     role, place = sys.argv[1], int(sys.argv[2])
     _die_with_parent(int(os.environ[PARENT_PID]))
     _name_process(f"tgi {role} {place}")
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # not the terminal's own group: `stty tostop` must not stop its logs
     faulthandler.enable()
     settings = Settings.from_json(os.environ.pop(SETTINGS))
     log.configure(f"{role}-{place}", settings.log_level, settings.json_output)
@@ -34,7 +35,10 @@ def main() -> None:
     try:
         importlib.import_module(f"tgi.{role}.main").main(process)
     except UserError as error:
-        logging.getLogger(__name__).error("%s", error)
+        try:
+            last_words(settings.run_dir, process.name).write_text(str(error))
+        except OSError:
+            logging.getLogger(__name__).error("%s", error)
         sys.exit(FATAL)
 
 

@@ -13,11 +13,10 @@ import zmq
 from tgi.kernel.codec import MAX_FRAME_BYTES
 from tgi.kernel.errors import ProtocolError, UserError
 from tgi.kernel.messages import PROTOCOL, Hello, Refused, decode, encode
+from tgi.kernel.rundir import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
 
-# A sockaddr_un holds 108 bytes on Linux and 104 on macOS; libzmq needs a few for itself.
-MAX_SOCKET_PATH = 100
 # Messages taken from the socket in one receive(); the rest waits for the next turn of the loop.
 RECEIVE_AT_ONCE = 256
 

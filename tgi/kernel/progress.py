@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterable
 
 from tgi.kernel import rundir
 from tgi.kernel.settings import Settings
@@ -30,13 +31,13 @@ class Progress:
             print(f"{self._title}: {stage}", file=sys.stderr, flush=True)
         self._shown = stage
 
-    def tick(self) -> None:
-        """Looks at the processes' states; called by the supervisor many times a second."""
+    def tick(self, expected: Iterable[str]) -> None:
+        """Looks at the states of the processes that are to be; called by the supervisor many times a second."""
         if self._done or self.settings is None:
             return
         states = [state for state in rundir.read_states(self.settings.run_dir) if state.state != "draining"]
         waiting = [state for state in states if state.state != "ready"]
-        if not states or waiting:
+        if waiting or not set(expected) <= {state.name for state in states}:
             slowest = next((state for state in waiting if state.stage), None)
             if slowest:
                 self.stage(f"{slowest.role}: {slowest.stage}", slowest.percent)

@@ -1,13 +1,23 @@
 """The run directory: where the processes of one deployment meet. Sockets, locks, state files, metrics."""
 
+import contextlib
 import fcntl
 import json
 import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from tgi.kernel.errors import UserError
+
+# A sockaddr_un holds 108 bytes on Linux and 104 on macOS; libzmq needs a few for itself.
+MAX_SOCKET_PATH = 100
+LONGEST_NAME = "sched-0.front"
+# The pid of a holder that has not written it yet, or not any more.
+NAMELESS = 0
+# How long a lock may be in the way: whoever looks for holders takes it for a moment.
+GLANCE_SECONDS = 0.5
 
 
 def base() -> Path:
@@ -28,14 +38,20 @@ def all_of_user() -> list[Path]:
     found = sorted(base().iterdir()) if base().is_dir() else []
     if os.environ.get("TGI_RUN"):
         found.append(Path(os.environ["TGI_RUN"]).absolute())
-    return [path for path in found if path.is_dir()]
+    return [path for path in dict.fromkeys(found) if path.is_dir()]
 
 
 def create(path: Path) -> None:
-    """Makes the directory, private to this user."""
+    """Makes the directory, private to this user; one that is there keeps its mode."""
+    socket = str(path / LONGEST_NAME)
+    if len(socket.encode()) > MAX_SOCKET_PATH:
+        raise UserError(
+            f"The run directory {path} has too long a name: sockets in it may have {MAX_SOCKET_PATH} bytes, and "
+            f"{len(socket.encode())} would be needed. Set TGI_RUN to a shorter one."
+        )
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        path.chmod(0o700)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         for part in ("state", "metrics"):
             (path / part).mkdir(exist_ok=True)
     except OSError as error:
@@ -66,8 +82,9 @@ def write_state(run: Path, state: ProcessState) -> None:
     """Replaces the state file of one process, never leaving half of it."""
     path = run / "state" / f"{state.name}.json"
     draft = path.with_suffix(f".{state.pid}")
-    draft.write_text(json.dumps(asdict(state) | {"since": time.time()}))
-    draft.replace(path)
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed: the supervisor sees it and ends the tree
+        draft.write_text(json.dumps(asdict(state) | {"since": time.time()}))
+        draft.replace(path)
 
 
 def read_states(run: Path) -> list[ProcessState]:
@@ -91,15 +108,20 @@ class Lock:
 
     def __init__(self, run: Path, name: str) -> None:
         self.path = run / f"{name}.lock"
-        self._file = self.path.open("a+")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._file = self.path.open("a+")
+        except OSError as error:
+            raise UserError(f"Cannot use {self.path}: {error.strerror}. Set TGI_RUN to another directory.") from error
+        end = time.monotonic() + GLANCE_SECONDS
+        while not _locked(self._file, fcntl.LOCK_EX):
+            if time.monotonic() < end:
+                time.sleep(0.01)
+                continue
             holder = self.path.read_text().strip() or "unknown"
             raise UserError(
                 f"Another tgi (pid {holder}) runs `{name}` in {run}. "
                 "Stop it with `tgi down`, or choose another --port or TGI_RUN."
-            ) from None
+            )
         self._file.truncate(0)
         self._file.write(str(os.getpid()))
         self._file.flush()
@@ -111,12 +133,19 @@ class Lock:
 
 
 def holders(run: Path) -> dict[str, int]:
-    """The living supervisors of a run directory: name of the claim -> pid."""
+    """The living supervisors of a run directory: name of the claim -> pid, or NAMELESS."""
     found = {}
     for path in sorted(run.glob("*.lock")):
         with path.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                found[path.stem] = int(path.read_text() or 0)
+            if not _locked(file, fcntl.LOCK_SH):
+                found[path.stem] = int(path.read_text() or NAMELESS)
     return found
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    """Whether the lock could be had at once."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

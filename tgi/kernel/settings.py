@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,11 @@ class Settings:
         ):  # fmt: skip
             value = getattr(self, name)
             must(value is None or value > 0, f"`{name}` must be > 0")
+        for name in (
+            "graceful_termination_timeout", "start_timeout", "hang_timeout", "step_target", "stall_limit",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            must(0 < value < inf, f"`{name}` must be a number of seconds above 0. Given: {value}")
         must(0 <= self.port < 65536, f"`port` must be a port number. Given: {self.port}")
         try:
             ip_address(self.hostname)

@@ -5,14 +5,20 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tgi.kernel.process import Beat
 from tgi.kernel.settings import Settings
 
 # What a child finds in its environment.
 SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
-# Exit code of a child whose user must act: starting it again would only fail again.
+# Exit code of a child whose user must act: starting it again would only fail again. `last_words` holds what to do.
 FATAL = 3
+
+
+def last_words(run: Path, name: str) -> Path:
+    """The file in which a child that ends with FATAL says why."""
+    return run / "state" / f"{name}.error"
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class Child:
             env=environment,
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
+            # A group of its own: what a terminal sends to all of its group (Ctrl-C, hang-up) reaches the supervisor
+            # alone, which drains the floors in order.
+            process_group=0,
         )
         os.close(parent_end)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import zmq
 
 from tgi.kernel import metrics, rundir
+from tgi.kernel.errors import UserError
 from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import FATAL, Child, Spec
+from tgi.kernel.spawn import FATAL, Child, Spec, last_words
 
 log = logging.getLogger(__name__)
 
@@ -36,19 +37,25 @@ class Supervisor:
         self._due: dict[str, float] = {}  # when to start a process that is down
         self._backoff: dict[str, float] = {}
         self._signals = 0
-        self._failed = False
+        self._failure = ""  # why the tree must end, for the user
 
-    def run(self) -> int:
-        """Starts everything and stays until a signal or a fatal failure. Returns the exit code."""
+    def run(self) -> None:
+        """Starts everything and stays until a signal. Raises UserError, when all have ended, if one cannot run."""
         wake = self._listen_to_signals()
         try:
             for spec in self._specs:
                 self._start(spec)
             poller = zmq.Poller()
             poller.register(wake.fileno(), zmq.POLLIN)
-            while not self._signals and not self._failed:
+            while not self._signals and not self._failure:
                 poller.poll(int(TICK_SECONDS * 1000))
                 _drain(wake)
+                if not (self.settings.run_dir / "state").is_dir():
+                    self._failure = (
+                        f"The run directory {self.settings.run_dir} was removed while the server ran. Start it again; "
+                        "set TGI_RUN to a directory that nothing cleans up."
+                    )
+                    break
                 self._reap()
                 self._replace_hung()
                 self._restart_due()
@@ -60,7 +67,8 @@ class Supervisor:
             while self._children:
                 self._reap(restart=False)
                 time.sleep(0.01)
-        return 1 if self._failed else 0
+        if self._failure:
+            raise UserError(self._failure)
 
     def _listen_to_signals(self) -> socket.socket:
         read, write = socket.socketpair()
@@ -92,10 +100,18 @@ class Supervisor:
             if not restart:
                 continue
             if code == FATAL:
-                log.error("%s cannot run, see its message above", name)
-                self._failed = True
+                self._failure = self._failure or self._why(name)
             else:
                 self._schedule(child, code)
+
+    def _why(self, name: str) -> str:
+        try:
+            words = last_words(self.settings.run_dir, name)
+            text = words.read_text()
+            words.unlink()
+            return text
+        except OSError as error:
+            return f"{name} cannot run; its last message says why ({error})"
 
     def _schedule(self, child: Child, code: int) -> None:
         """Restarts at once a process that had settled, and with growing patience one that keeps dying."""
@@ -128,7 +144,8 @@ class Supervisor:
         """
         asked = self._signals
         for floor in FLOORS:
-            grace = self.settings.graceful_termination_timeout if floor == "api" and not self._failed else FLOOR_SECONDS
+            patient = floor == "api" and not self._failure
+            grace = self.settings.graceful_termination_timeout if patient else FLOOR_SECONDS
             deadline = time.monotonic() + grace
             for child in self._on(floor):
                 child.signal(signal.SIGTERM)

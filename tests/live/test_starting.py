@@ -1,0 +1,105 @@
+"""`tgi up` from the outside: interrupted while it starts, told what is wrong, left without its run directory."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.live.server import PATIENCE_SECONDS, Server
+
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+
+
+@pytest.fixture
+def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
+        yield made
+
+
+def up(model: Path, run: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """`tgi up` as the leader of a process group, as a shell starts it."""
+    command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", "0", "--model-id", str(model)]
+    return subprocess.Popen(
+        [*command, *SCRIPTED, *arguments],
+        env=os.environ | {"TGI_RUN": str(run), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("after", ["api-0.beat", "worker-0.beat", "state/api-0.json", "state/worker-0.json"])
+def test_it_ends_at_once_when_it_is_interrupted_while_it_starts(
+    tiny_llama: Path, tmp_path: Path, number: signal.Signals, after: str
+) -> None:
+    server = up(tiny_llama, tmp_path / "run", "--graceful-termination-timeout", "1000")
+    while not (tmp_path / "run" / after).exists():
+        assert server.poll() is None
+        time.sleep(0.001)
+    if number == signal.SIGINT:
+        os.killpg(server.pid, number)
+    else:
+        server.send_signal(number)
+    try:
+        said, _ = server.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        server.kill()
+    assert server.returncode == 0, said
+    assert "Traceback" not in said
+
+
+def test_what_a_child_cannot_mend_is_the_last_thing_on_the_terminal(tiny_llama: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    (model / "tokenizer.json").write_text('{"version": ')
+    server = up(model, tmp_path / "run")
+    said, _ = server.communicate(timeout=PATIENCE_SECONDS)
+    assert server.returncode == 1
+    assert re.fullmatch(r"Error: .*tokenizer\.json is damaged: .*", said.splitlines()[-1])
+    assert said.count("is damaged") == 1
+    assert "Traceback" not in said
+
+
+def test_the_line_with_the_url_comes_when_all_are_ready_and_has_the_true_port(tiny_llama: Path, tmp_path: Path) -> None:
+    server = up(tiny_llama, tmp_path / "run")
+    assert server.stdout is not None
+    try:
+        line = next(line for line in server.stdout if line.startswith("Ready in"))
+        states = {path.stem for path in (tmp_path / "run" / "state").glob("*.json")}
+        assert states == {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
+        found = re.search(r"http://127\.0\.0\.1:(\d+)$", line.strip())
+        assert found
+        assert int(found[1]) > 0
+    finally:
+        server.terminate()
+        server.communicate(timeout=PATIENCE_SECONDS)
+
+
+def test_a_hang_up_of_the_terminal_drains(tiny_llama: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        server.start().ready()
+        stream = server.stream("Hello", max_new_tokens=40)
+        events = [next(stream) for _ in range(5)]
+        for process in [server.commands["up"], *server.processes().values()]:
+            if os.getpgid(process.pid) == os.getpgid(server.commands["up"].pid):
+                process.send_signal(signal.SIGHUP)
+        assert len(events + list(stream)) == 40
+        assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_run_directory_that_is_removed_ends_it_with_a_message(server: Server) -> None:
+    server.start().ready()
+    shutil.rmtree(server.run)
+    assert server.commands["up"].wait(PATIENCE_SECONDS) == 1
+    assert "was removed while the server ran" in server.said()
+    assert "Traceback" not in server.said()
