@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -135,8 +135,25 @@ class Server:
         for process in self.commands.values():
             process.kill()
             process.wait()
-        _, alive = psutil.wait_procs(children, timeout=30)
+        left = left_of(children)
         self.client.close()
         if kind is not None:
             print(self.said())
-        assert not alive, f"left behind: {alive}"
+        assert not left, f"left behind: {left}"
+
+
+def left_of(processes: Iterable[psutil.Process], timeout: float = 30) -> list[psutil.Process]:
+    """Which of these still run after `timeout` seconds. A zombie does not run: its new parent has not looked yet."""
+    end = time.monotonic() + timeout
+    running = list(processes)
+    while running and time.monotonic() < end:
+        running = [process for process in running if process.is_running() and not _is_zombie(process)]
+        time.sleep(0.005)
+    return running
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

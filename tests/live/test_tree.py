@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, Server
+from tests.live.server import PATIENCE_SECONDS, Server, left_of
 from tests.models import model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -165,8 +164,7 @@ def test_sigterm_drains(server: Server) -> None:
     streams = all_streams(server, 80, act=lambda: server.commands["up"].send_signal(signal.SIGTERM), after=5)
     assert [len(events) for events in streams] == [80] * 8
     assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
-    _, alive = psutil.wait_procs(list(processes.values()), timeout=5)
-    assert not alive
+    assert not left_of(processes.values(), timeout=5)
 
 
 def test_down_ends_it(server: Server) -> None:
@@ -181,8 +179,7 @@ def test_no_process_outlives_a_killed_supervisor(server: Server) -> None:
     processes = server.processes()
     assert len(processes) == 5
     server.commands["up"].kill()
-    _, alive = psutil.wait_procs(list(processes.values()), timeout=20)
-    assert not alive
+    assert not left_of(processes.values())
 
 
 def test_a_hung_worker_is_replaced(server: Server) -> None:
