@@ -105,6 +105,43 @@ def test_suspects_that_make_progress_alone_are_cleared() -> None:
         ok(asked, SCRIPT)
 
 
+def test_streams_that_get_on_between_deaths_are_never_suspected() -> None:
+    one = house(requests=8)
+    for _ in range(4):
+        for _ in range(3):
+            one.step()
+        one.worker_up()
+        one.plan()
+        assert len(ints(one.sent[-1].rows)) == 8
+    one.run()
+    for asked in one.asked:
+        ok(asked, SCRIPT)
+
+
+def test_a_request_that_survives_prefill_and_kills_in_decode_is_tried_alone_and_refused() -> None:
+    one = house(requests=3)
+    for _ in range(4):
+        one.step()
+    culprit = one.add([99, 2, 3], 20)
+    while culprit.end is None:
+        if one.worker is None:
+            one.worker_up()
+        one.plan()
+        step = one.steps[0]
+        rows = zip(ints(step.rows), ints(step.counts), strict=True)
+        if any(count == 1 and one.firsts.get(slot) == 99 for slot, count in rows):
+            one.worker_down()
+        else:
+            one.compute()
+            one.deliver()
+    assert culprit.end.reason == Reason.FAILED
+    assert one.core.counters.worker_losses == 3
+    one.run()
+    for asked in one.asked:
+        if asked is not culprit:
+            ok(asked, SCRIPT)
+
+
 def test_who_was_not_being_computed_gets_no_blame() -> None:
     script = SCRIPT._replace(slots=1)
     one = house(requests=3, script=script)

@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 # Steps that may be under way at once.
 DEPTH = 2
-# Tokens that a suspect must draw alone: one by prefill and one by decode.
-TRIAL_TOKENS = 2
+# Tokens that clear a request of the last worker's death: one drawn by prefill and one by decode. Whatever in it kills
+# a worker does so in a step of its own, so it would not have come so far.
+CLEARING_TOKENS = 2
 
 
 class Config(NamedTuple):
@@ -59,7 +60,7 @@ class Core:
         self._leftover: set[tuple[int, int]] = set()  # (epoch, number) of steps behind a failed one, to be answered yet
         self._moved = 0.0  # when a step was last answered, or sent into silence
         self._trial: Request | None = None  # computed alone because workers died under it
-        self._trial_began_at = 0  # ids that it had
+        self._struck: dict[Request, int] = {}  # requests with strikes, and how many ids they had at the last one
         self._report = Report()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -123,7 +124,6 @@ class Core:
             if self._flight:
                 return None  # first let the others land
             self._trial = head
-            self._trial_began_at = len(head.ids)
         flight = planner.plan(self._number + 1, self.epoch, self._trial, now)
         if flight is None:
             return None
@@ -227,6 +227,7 @@ class Core:
         elif self._planner is not None:
             self._planner.let_go(request)
         request.become("end")
+        self._struck.pop(request, None)
         if self._trial is request:
             self._trial = None
         del request.client.requests[request.rid]
@@ -285,9 +286,11 @@ class Core:
                 self._outbox.put(client.peer, client.take_tokens())
         for request, reason in ended:
             self._end(request, reason, now)
-        if self._trial is not None and len(self._trial.ids) - self._trial_began_at >= TRIAL_TOKENS:
-            self._trial.strikes = 0
-            self._trial = None
+        for request in [one for one, known in self._struck.items() if len(one.ids) - known >= CLEARING_TOKENS]:
+            request.strikes = 0
+            del self._struck[request]
+            if self._trial is request:
+                self._trial = None
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
@@ -328,6 +331,7 @@ class Core:
         }
         for request in under_way:
             request.strikes += strikes
+            self._struck[request] = len(request.ids)
         if self._trial in under_way:
             self._end(self._trial, Reason.FAILED, now, message)
         self._trial = None

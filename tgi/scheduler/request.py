@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
 NEVER = 1 << 62
-# So many times a worker may die under a request before the request is tried alone.
+# So many times a worker may die under a request that does not get on, before the request is tried alone.
 SUSPECT = 2
 
 
@@ -73,7 +73,7 @@ class Request:
         self.stop_ids = stop_ids
         self.salt = salt
         self.state = State.QUEUED
-        self.strikes = 0  # deaths of workers that were computing it
+        self.strikes = 0  # deaths of workers that were computing it, since it last got on
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.hashes: list[bytes] = []  # of its full pages, as far as they were asked for
         self.wanted = 0  # pages that were missing when it was last refused admission
