@@ -14,6 +14,8 @@ from tgi.scheduler.request import NO_SLOT, Request
 
 # Share of the pages that admission leaves to the requests that run, so that they need not preempt at once.
 SPARE_PAGES = 0.01
+# The counts of one decode row.
+ONE = array(INT32, [1])
 
 
 class Flight(NamedTuple):
@@ -61,7 +63,8 @@ class _Draft:
         self.draws = bytearray()
         self.drawing: list[Request] = []
         self.prefilling: list[Request] = []
-        self.full: list[tuple[list[int], list[bytes]]] = []  # pages that this step completes, and their hashes
+        self.full_pages: list[int] = []  # pages that this step completes
+        self.full_hashes: list[bytes] = []  # what they can be found by
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
         """The draft as a step to send."""
@@ -94,6 +97,7 @@ class Planner:
         self.queue = queue
         self.batch = Batch(limits.max_batch_size)
         self.pool = PagePool(limits.pages, caching)
+        self._page_size = limits.page_size
         self._caching = caching
         self._pace = pace
         self._counters = counters
@@ -109,8 +113,7 @@ class Planner:
         if not draft.rows:
             return None
         # From the next step on others may find these pages; this step has yet to write them.
-        for pages, hashes in draft.full:
-            self.pool.publish(pages, hashes)
+        self.pool.publish(draft.full_pages, draft.full_hashes)
         return draft.flight(number, epoch, decode_rows, running > 0, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
@@ -128,14 +131,15 @@ class Planner:
                 if request.slot != NO_SLOT and self._make_room(request, anyone=request is alone):
                     self._append_page(draft, request, *self.pool.take(1))
             rows = [request for request in rows if request.planned < request.room]
+        starts = [request.planned for request in rows]
         draft.rows.extend([request.slot for request in rows])
-        draft.starts.extend([request.planned for request in rows])
-        draft.counts.extend([1] * len(rows))
+        draft.starts.extend(starts)
+        draft.counts.extend(ONE * len(rows))
         draft.draws += b"\1" * len(rows)
         draft.drawing += rows
-        for request in rows:
-            planned = request.planned = request.planned + 1
-            if planned == request.limit - 1:
+        for request, start in zip(rows, starts, strict=True):
+            request.planned = start + 1
+            if start == request.last_start:
                 del decoding[request]  # all its tokens are planned
 
     def _make_room(self, request: Request, anyone: bool) -> bool:
@@ -149,7 +153,7 @@ class Planner:
 
     def _append_page(self, draft: _Draft, request: Request, page: int) -> None:
         request.pages.append(page)
-        request.room += self.limits.page_size
+        request.room += self._page_size
         draft.page_slots.append(request.slot)
         draft.page_ids.append(page)
 
@@ -185,8 +189,9 @@ class Planner:
         count = min(budget, known - start)
         request.planned = end = start + count
         if self._caching:
-            first, last = start // self.limits.page_size, end // self.limits.page_size
-            draft.full.append((request.pages[first:last], request.hashes[first:last]))
+            first, last = start // self._page_size, end // self._page_size
+            draft.full_pages += request.pages[first:last]
+            draft.full_hashes += request.hashes[first:last]
         draft.rows.append(request.slot)
         draft.starts.append(start)
         draft.counts.append(count)
@@ -199,7 +204,7 @@ class Planner:
         draft.draws.append(1)
         draft.drawing.append(request)
         del self.batch.prefilling[request]
-        if end < request.limit - 1:
+        if end <= request.last_start:
             self.batch.decoding[request] = None
         return count
 
@@ -208,20 +213,19 @@ class Planner:
 
         Nobody is preempted for it, and nothing is reserved for what it may generate.
         """
-        available = self.pool.available
         running = len(self.batch) > 0
-        if running and available < request.wanted:
+        if running and request.wanted and self.pool.available < request.wanted:
             return False  # nothing has changed since the last try
-        size = self.limits.page_size
+        size = self._page_size
         if self._caching:
             chain(request.hashes, request.ids, size, request.salt)
         # The last id is always computed, since its row draws the next.
         found = self.pool.find(request.hashes[: (len(request.ids) - 1) // size])
         missing = -(-len(request.ids) // size) - len(found)
         spare = self._spare if running else 0
-        if self.pool.available < missing + spare:
-            request.wanted = missing + spare + available - self.pool.available
+        if (available := self.pool.available) < missing + spare:
             self.pool.release(found)
+            request.wanted = missing + spare + self.pool.available - available
             return False
         self.queue.pop()
         self._enter(draft, request, found, missing, number, now)
@@ -239,12 +243,12 @@ class Planner:
             self._preempt(victim)
 
     def _enter(self, draft: _Draft, request: Request, found: list[int], missing: int, number: int, now: float) -> None:
-        size = self.limits.page_size
+        size = self._page_size
         request.become("admit")
         self.batch.enter(request)
         request.since = number
-        request.pages = found + self.pool.take(missing)
-        request.room = len(request.pages) * size
+        request.pages = pages = found + self.pool.take(missing)
+        request.room = len(pages) * size
         request.planned = len(found) * size
         if self._caching:
             request.publish_at = (len(request.ids) // size + 1) * size
@@ -253,14 +257,14 @@ class Planner:
             request.cached_tokens = min(request.planned, request.prompt_tokens)
         self._counters.cache_hit_tokens += request.planned
         draft.slots.append(Slot(request.slot, request.ids.tobytes(), request.prompt_tokens, request.sampling))
-        draft.page_slots += [request.slot] * len(request.pages)
-        draft.page_ids += request.pages
+        draft.page_slots += [request.slot] * len(pages)
+        draft.page_ids += pages
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def publish_generated(self, request: Request) -> None:
         """The request has just drawn the first id behind a full page, so that page is computed: others may find it."""
-        size = self.limits.page_size
+        size = self._page_size
         chain(request.hashes, request.ids, size, request.salt)
         at = request.publish_at // size - 1
         self.pool.publish(request.pages[at : at + 1], request.hashes[at : at + 1])

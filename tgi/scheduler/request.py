@@ -26,6 +26,7 @@ class Request:
         "first_planned",
         "hashes",
         "ids",
+        "last_start",
         "limit",
         "order",
         "pages",
@@ -69,6 +70,7 @@ class Request:
         self.prompt_tokens = len(self.ids)
         self.ids.frombytes(resume)
         self.limit = self.prompt_tokens + max_new_tokens  # so many ids end it
+        self.last_start = self.limit - 2  # the position that the last decode row computes
         self.sampling = sampling
         self.stop_ids = stop_ids
         self.salt = salt
