@@ -25,11 +25,14 @@ class Progress:
         if sys.stderr.isatty():
             full = BAR_CELLS * percent // 100
             bar = "━" * full + "╌" * (BAR_CELLS - full)
-            sys.stderr.write(f"\r\x1b[K{self._title} {bar} {percent:3d} % {stage}")
+            # The cursor returns to the line's start, so that a log line takes the bar's place.
+            shown = f"\x1b[K{self._title} {bar} {percent:3d} % {stage}\r"
+        else:
+            shown = f"{self._title}: {stage}\n"
+        if shown != self._shown:
+            sys.stderr.write(shown)
             sys.stderr.flush()
-        elif stage != self._shown:
-            print(f"{self._title}: {stage}", file=sys.stderr, flush=True)
-        self._shown = stage
+            self._shown = shown
 
     def tick(self, expected: Iterable[str]) -> None:
         """Looks at the states of the processes that are to be; called by the supervisor many times a second."""
@@ -38,13 +41,13 @@ class Progress:
         states = [state for state in rundir.read_states(self.settings.run_dir) if state.state != "draining"]
         waiting = [state for state in states if state.state != "ready"]
         if waiting or not set(expected) <= {state.name for state in states}:
-            slowest = next((state for state in waiting if state.stage), None)
-            if slowest:
-                self.stage(f"{slowest.role}: {slowest.stage}", slowest.percent)
+            lowest = next((state for state in reversed(waiting) if state.stage), None)  # what the others wait for
+            if lowest:
+                self.stage(f"{lowest.role}: {lowest.stage}", lowest.percent)
             return
         self._done = True
         if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
+            sys.stderr.write("\x1b[K")
         if any(state.role == "api" for state in states):
             host = self.settings.hostname.replace("0.0.0.0", "127.0.0.1")
             url = f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
