@@ -47,6 +47,18 @@ def events(reply: Reply) -> list[dict[str, Any]]:
     return [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n") if part]
 
 
+def test_a_client_that_leaves_cancels_what_it_has_pipelined(serve: Any) -> None:
+    front = serve(silent)
+    stream = Stream(front)
+    body = b'{"inputs":"y"}'
+    head = {"content-type": "application/json", "content-length": str(len(body))}
+    stream.connection.sendall(request("POST", "/generate", body, head))
+    rid = front.tokenizers[0].next(Generate).rid
+    time.sleep(0.1)  # the second request is read as well
+    stream.leave()
+    assert front.tokenizers[0].next(Cancel).rid == rid
+
+
 def word(rid: int, n: int) -> Any:
     return texts(rid, (n, f" {n}", -0.5, False))
 

@@ -1,6 +1,8 @@
 """What bad input gets: status and bytes, in the order of the checks. Expected texts are written from the contract."""
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -123,6 +125,49 @@ def test_size_is_limited_while_reading(serve: Any) -> None:
         head = {"content-type": "application/json", "transfer-encoding": "chunked"}
         connection.sendall(request("POST", "/generate", b"", head) + b"80\r\n" + b"x" * 128 + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_over_the_limit_gets_its_answer_even_when_it_is_sent_first(serve: Any) -> None:
+    front = serve(payload_limit=100)
+    with front.connect() as connection:
+        head = {"content-type": "application/json", "content-length": str(8 << 20), "connection": "close"}
+        connection.sendall(request("POST", "/generate", b"x" * (8 << 20), head))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_headers_have_a_limit(front: Front) -> None:
+    with front.connect() as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\n")
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # it may close while we still send
+            for _ in range(1000):
+                connection.sendall(b"x-more: " + b"y" * 1000 + b"\r\n")
+            answer = connection.recv(65536)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    assert front.get("/health").status == 200
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30])
+def test_an_offered_upgrade_is_not_taken_up_and_the_body_is_read(front: Front, cut: int) -> None:
+    body = b'{"inputs":"x"}'
+    head = {
+        "connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB",
+        "content-type": "application/json", "content-length": str(len(body)),
+    }  # fmt: skip
+    data = request("POST", "/generate", body, head).replace(b"connection: close\r\n", b"", 1)
+    with front.connect() as connection:
+        for part in (data[: len(data) - cut], data[len(data) - cut :]):
+            connection.sendall(part)
+            time.sleep(0.02)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(request("GET", "/health", b"", {}))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_number_out_of_range_is_told_without_a_path_that_says_nothing(front: Front) -> None:
+    reply = front.post("/generate", '{"inputs":"x","parameters":{"temperature":1e400}}')
+    assert reply.status == 400
+    assert b"$[" not in reply.body
 
 
 def test_paths_and_methods(front: Front) -> None:

@@ -11,6 +11,7 @@ import uvicorn
 import uvloop
 
 from tgi.api import app
+from tgi.api.protocol import Protocol
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.kernel.link import Link
@@ -19,6 +20,8 @@ from tgi.kernel.process import Process
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+# How long a silent connection stays open: longer than the usual load balancer (60 s) keeps it for its next request.
+KEEP_ALIVE_SECONDS = 75
 
 
 def main(process: Process) -> None:
@@ -88,7 +91,8 @@ def configure(service: Service) -> uvicorn.Config:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(
         app.build(service),
-        http="httptools",
+        http=Protocol,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -86,7 +86,8 @@ def _syntax(body: bytes, error: Exception) -> Rejection:
         return Rejection(400, f"{SYNTAX}{found['reason']} at {_position(before, len(before))}")
     if str(error) == "Input data was truncated":
         return Rejection(400, f"{SYNTAX}EOF while parsing a value at {_position(text, len(text))}")
-    return Rejection(400, f"{SYNTAX}{error} at {_position(text, len(text))}")
+    reason = str(error).partition(" - at `")[0]  # the path is no more than $[...] here
+    return Rejection(400, f"{SYNTAX}{reason} at {_position(text, len(text))}")
 
 
 def _position(text: str, end: int) -> str:

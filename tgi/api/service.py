@@ -1,6 +1,9 @@
 """What all resources share: settings, the router, and the steps that each request goes through."""
 
+import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,6 +22,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 # The key under which the outermost layer leaves ASGI's receive for Client.
 RECEIVE = "tgi.receive"
+# What is left of a body that is too long is read for this long.
+DROP_SECONDS = 2.0
 
 
 @dataclass
@@ -38,10 +43,12 @@ class Service:
         limit = self.settings.payload_limit
         chunks = []
         size = 0
-        async for chunk in req.stream:
+        stream = aiter(req.stream)
+        async for chunk in stream:
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
+                await _drop(stream)
                 raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
         return body.decode(b"".join(chunks))
 
@@ -70,6 +77,14 @@ class Service:
                 await call.changed()
         finally:
             client.close()
+
+
+async def _drop(stream: AsyncIterator[bytes]) -> None:
+    """Reads on for a while: a client that is cut off while it sends sees a broken connection, not the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DROP_SECONDS):
+            async for _ in stream:
+                pass
 
 
 def _is_json(content_type: str) -> bool:
