@@ -97,6 +97,8 @@ def _run(settings: Settings, roles: tuple[str, ...]) -> None:
     locks = [rundir.Lock(settings.run_dir, role) for role in roles]
     if first:
         metrics.clear(settings.run_dir / "metrics")
+    else:
+        metrics.forget_dead(settings.run_dir / "metrics")
     metrics.use(settings.run_dir / "metrics")
     specs: list[Spec] = []
     progress = Progress(settings, title=" + ".join(roles) if len(roles) < 4 else "tgi")
@@ -109,7 +111,8 @@ def _run(settings: Settings, roles: tuple[str, ...]) -> None:
                 "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
             ) from error
         settings = replace(settings, port=listener.getsockname()[1])  # port 0 has become a real one
-        specs += [Spec("api", place, listener.fileno()) for place in range(settings.api_workers)]
+        port = listener.detach()  # the supervisor's from here on
+        specs += [Spec("api", place, port) for place in range(settings.api_workers)]
     settings = progress.settings = _with_model(settings, roles, progress)
     if "tokenizer" in roles:
         specs += [Spec("tokenizer", place) for place in range(settings.validation_workers)]

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,6 +96,50 @@ def test_a_hang_up_of_the_terminal_drains(tiny_llama: Path, tmp_path: Path) -> N
                 process.send_signal(signal.SIGHUP)
         assert len(events + list(stream)) == 40
         assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
+
+
+def test_while_it_drains_new_connections_are_refused(server: Server) -> None:
+    server.start().ready()
+    stream = server.stream("Hello", max_new_tokens=100)
+    events = [next(stream) for _ in range(5)]
+    server.commands["up"].terminate()
+
+    def refuses() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", server.port)).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    server.until(refuses, "the port is closed")
+    events.append(next(stream))
+    assert events[-1]["generated_text"] is None, "the stream was over before the port closed"
+    assert len(events + list(stream)) == 100
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0"])
+def test_who_dies_while_it_drains_is_replaced(server: Server, victim: str) -> None:
+    server.start("up", "--validation-workers", "1", "--graceful-termination-timeout", "100").ready()
+    process = server.processes()[victim]
+    stream = server.stream("Hello", max_new_tokens=100)
+    events = [next(stream) for _ in range(5)]
+    server.commands["up"].terminate()
+    process.kill()
+    assert len(events + list(stream)) == 100
+    assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
+
+
+def test_gauges_of_a_scheduler_whose_supervisor_was_killed_are_gone(server: Server) -> None:
+    for role in ("api", "tokenizer", "scheduler", "worker"):
+        server.start(role)
+    server.ready()
+    stream = server.stream("Hello", max_new_tokens=40)
+    events = [next(stream) for _ in range(5)]
+    server.commands["scheduler"].kill()
+    server.commands["scheduler"].wait()
+    server.start("scheduler")
+    assert len(events + list(stream)) == 40
+    server.until(lambda: server.metric("tgi_batch_current_size") == 0, "nothing runs any more")
 
 
 def test_a_run_directory_that_is_removed_ends_it_with_a_message(server: Server) -> None:

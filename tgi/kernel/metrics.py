@@ -112,6 +112,23 @@ def forget(directory: Path, pid: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def forget_dead(directory: Path) -> None:
+    """The same for all processes that have ended while nobody looked: their supervisor was killed."""
+    for path in directory.glob("gauge_live*_*.db"):
+        pid = path.stem.rpartition("_")[2]
+        if pid.isdecimal() and not _alive(int(pid)):
+            path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def clear(directory: Path) -> None:
     """Starts from zero: a new deployment in an old run directory."""
     for path in directory.glob("*.db"):

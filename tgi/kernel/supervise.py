@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -27,7 +27,7 @@ FLOOR_SECONDS = 5.0
 
 
 class Supervisor:
-    """Runs in the main thread of `tgi up`, and of a role command for that role alone."""
+    """Runs in the main thread of `tgi up`, and of a role command for that role alone. Closes the sockets in `specs`."""
 
     def __init__(self, settings: Settings, specs: list[Spec], on_tick: Callable[[], None] = lambda: None) -> None:
         self.settings = settings
@@ -56,7 +56,7 @@ class Supervisor:
                         "set TGI_RUN to a directory that nothing cleans up."
                     )
                     break
-                self._reap()
+                self._reap(FLOORS)
                 self._replace_hung()
                 self._restart_due()
                 self._on_tick()
@@ -65,7 +65,7 @@ class Supervisor:
             for child in self._children.values():
                 child.signal(signal.SIGKILL)
             while self._children:
-                self._reap(restart=False)
+                self._reap(restart=())
                 time.sleep(0.01)
         if self._failure:
             raise UserError(self._failure)
@@ -88,7 +88,8 @@ class Supervisor:
         self._children[spec.name] = Child(spec, self.settings)
         log.debug("started %s", spec.name, extra={"pid": self._children[spec.name].pid})
 
-    def _reap(self, restart: bool = True) -> None:
+    def _reap(self, restart: Sequence[str]) -> None:
+        """Buries who has ended; those of the roles in `restart` are to live again."""
         for name, child in list(self._children.items()):
             code = child.poll()
             if code is None:
@@ -97,7 +98,7 @@ class Supervisor:
             del self._children[name]
             rundir.remove_state(self.settings.run_dir, name)
             metrics.forget(self.settings.run_dir / "metrics", child.pid)
-            if not restart:
+            if child.spec.role not in restart:
                 continue
             if code == FATAL:
                 self._failure = self._failure or self._why(name)
@@ -138,20 +139,27 @@ class Supervisor:
                 self._start(spec)
 
     def _stop(self) -> None:
-        """Drains the floors from the top, so that whatever is in flight finds the floors below still standing.
+        """Drains the floors from the top, so that whatever is in flight finds the floors below still standing: one of
+        them that dies meanwhile is replaced.
 
         The api gets the grace of the settings to finish its streams; a second signal ends the patience.
         """
-        asked = self._signals
-        for floor in FLOORS:
+        asked, failure = self._signals, self._failure
+        for fd in {spec.listen_fd for spec in self._specs if spec.listen_fd is not None}:
+            os.close(fd)  # who comes now is refused, not left waiting in the port's queue
+        for height, floor in enumerate(FLOORS, 1):
+            self._due = {name: due for name, due in self._due.items() if not name.startswith(floor)}
             patient = floor == "api" and not self._failure
             grace = self.settings.graceful_termination_timeout if patient else FLOOR_SECONDS
             deadline = time.monotonic() + grace
             for child in self._on(floor):
                 child.signal(signal.SIGTERM)
-            while self._on(floor) and time.monotonic() < deadline and self._signals == asked:
+            while (
+                self._on(floor) and time.monotonic() < deadline and (self._signals, self._failure) == (asked, failure)
+            ):
                 time.sleep(0.02)
-                self._reap(restart=False)
+                self._reap(restart=FLOORS[height:])
+                self._restart_due()
             for child in self._on(floor):
                 log.warning("%s did not end in time; killing it", child.spec.name)
                 child.signal(signal.SIGKILL)
