@@ -134,3 +134,9 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="transformers cannot load the model"):
         build(tmp_path)
+
+
+def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch", "architectures": ["Nonesuch"]}')
+    with pytest.raises(UserError, match="Unsupported model type nonesuch"):
+        build_fallback(tmp_path, torch.float32, torch.device("cpu"), lambda stage, percent: None)

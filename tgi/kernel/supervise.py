@@ -21,7 +21,8 @@ FLOORS = ("api", "tokenizer", "scheduler", "worker")
 # A process that dies within this time of its start is restarted with growing patience.
 SETTLED_SECONDS = 10.0
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.1, 10.0
-TICK_SECONDS = 0.1
+# How often a supervisor looks while its processes start, and later. A process that ends wakes it at once.
+STARTING_TICK_SECONDS, TICK_SECONDS = 0.1, 1.0
 # After draining was asked for: what a floor other than the api gets before it is killed.
 FLOOR_SECONDS = 5.0
 
@@ -36,6 +37,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._due: dict[str, float] = {}  # when to start a process that is down
         self._backoff: dict[str, float] = {}
+        self._latest = 0.0  # when a process was last started
         self._signals = 0
         self._failure = ""  # why the tree must end, for the user
 
@@ -48,7 +50,7 @@ class Supervisor:
             poller = zmq.Poller()
             poller.register(wake.fileno(), zmq.POLLIN)
             while not self._signals and not self._failure:
-                poller.poll(int(TICK_SECONDS * 1000))
+                poller.poll(int(1000 * self._tick_seconds()))
                 _drain(wake)
                 if not (self.settings.run_dir / "state").is_dir():
                     self._failure = (
@@ -70,6 +72,10 @@ class Supervisor:
         if self._failure:
             raise UserError(self._failure)
 
+    def _tick_seconds(self) -> float:
+        settled = not self._due and time.monotonic() - self._latest > SETTLED_SECONDS
+        return TICK_SECONDS if settled else STARTING_TICK_SECONDS
+
     def _listen_to_signals(self) -> socket.socket:
         read, write = socket.socketpair()
         read.setblocking(False)
@@ -85,6 +91,7 @@ class Supervisor:
         self._signals += 1
 
     def _start(self, spec: Spec) -> None:
+        self._latest = time.monotonic()
         self._children[spec.name] = Child(spec, self.settings)
         log.debug("started %s", spec.name, extra={"pid": self._children[spec.name].pid})
 

@@ -11,6 +11,7 @@ may differ more, because they multiply as many rows at a time as an expert is gi
 """
 
 import inspect
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,11 @@ def build_fallback(
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # its warnings are about padding and masks that we do not use
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UserError(
+            f"Unsupported model type {kind}: neither this server nor transformers {transformers.__version__} knows it."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         name = config.model_type
