@@ -2,12 +2,12 @@
 
 import logging
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tgi.api.calls import Generation
 from tgi.api.errors import ApiError
 from tgi.kernel import metrics
-from tgi.kernel.messages import End
+from tgi.kernel.messages import End, Generate
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def succeeded(call: Generation, end: End) -> Times:
     log.info(
         "Success",
         extra={
-            "parameters": repr(call.request._replace(inputs="", resume=b"")),
+            "parameters": _parameters(call.request),
             "total_time": duration(times.total),
             "validation_time": duration(times.validation),
             "queue_time": duration(times.queue),
@@ -77,6 +77,12 @@ def succeeded(call: Generation, end: End) -> Times:
         },
     )
     return times
+
+
+def _parameters(request: Generate) -> dict[str, Any]:
+    """What was asked for, without the text."""
+    asked = {name: getattr(request, name) for name in ("max_new_tokens", "truncate", "stop")}
+    return asked | request.sampling._asdict()
 
 
 def duration(seconds: float) -> str:
