@@ -1,65 +1,105 @@
 """Whatever is done to the pages: none is lost or given away twice, and a prefix is found only where it lies."""
 
-from array import array
-from hashlib import blake2b
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tgi.scheduler.pages import PagePool, chain
+from tgi.kernel.pack import INT32, pack
+from tgi.scheduler.pages import PagePool
 
-PAGES = 6
+PAGES, SIZE = 6, 2
+# Among them one that looks like the name of a page.
+SALTS = st.sampled_from([b"", b"a", bytes(7) + b"\1"])
+IDS = st.lists(st.sampled_from([0, 1]), max_size=5 * SIZE).map(lambda ids: ids[: len(ids) // SIZE * SIZE])
+
+
+class Table:
+    """The pages of one request, the first of them known by `prefix`."""
+
+    def __init__(self, salt: bytes, ids: list[int], pages: list[int], found: int, prefix: bytes) -> None:
+        self.salt = salt
+        self.ids = ids
+        self.pages = pages
+        self.found = found
+        self.published = found
+        self.prefix = prefix
 
 
 class Pages(RuleBasedStateMachine):
-    """Tables take, find, fill and give back pages; `contents` is what a cache's memory would hold."""
+    """Tables find, take, publish and give back pages; `contents` is what a cache's memory would hold: for each page,
+    everything that its keys and values depend on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(PAGES)
-        self.tables: list[list[int]] = []
-        self.contents: dict[int, bytes] = {}
+        self.pool = PagePool(PAGES, SIZE)
+        self.tables: list[Table] = []
+        self.contents: dict[int, tuple[bytes, list[int]]] = {}
 
-    @rule(count=st.integers(1, PAGES + 1))
-    def take(self, count: int) -> None:
-        if count > self.pool.available:
+    def find(self, salt: bytes, ids: list[int]) -> tuple[list[int], bytes]:
+        found, prefix = self.pool.find(salt, pack(INT32, ids), len(ids) // SIZE)
+        assert len(found) <= len(ids) // SIZE
+        for number, page in enumerate(found):
+            assert self.contents[page] == (salt, ids[: (number + 1) * SIZE])
+        return found, prefix
+
+    @rule(salt=SALTS, ids=IDS)
+    def admit(self, salt: bytes, ids: list[int]) -> None:
+        found, prefix = self.find(salt, ids)
+        missing = len(ids) // SIZE - len(found)
+        if missing > self.pool.available:
             with pytest.raises(IndexError, match="pages wanted"):
-                self.pool.take(count)
+                self.pool.take(missing)
+            self.pool.release(found)
             return
-        taken = self.pool.take(count)
-        assert len(taken) == len(set(taken)) == count
-        assert not any(page in table for table in self.tables for page in taken)
-        self.contents |= dict.fromkeys(taken, b"")
-        self.tables.append(taken)
+        taken = self.pool.take(missing)
+        assert len(taken) == len(set(taken)) == missing
+        assert not any(page in table.pages for table in self.tables for page in taken)
+        for page in taken:
+            self.contents.pop(page, None)
+        self.tables.append(Table(salt, ids, found + taken, len(found), prefix))
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), key=st.sampled_from([b"a", b"b", b"c", b"d", b"e"]))
-    def fill_and_publish(self, data: st.DataObject, key: bytes) -> None:
+    @rule(data=st.data(), most=st.integers(1, 5))
+    def compute_and_publish(self, data: st.DataObject, most: int) -> None:
         table = data.draw(st.sampled_from(self.tables))
-        page = table[-1]
-        if not self.contents[page]:
-            self.contents[page] = key
-            self.pool.publish([page], [key])
-
-    @rule(keys=st.lists(st.sampled_from([b"a", b"b", b"c", b"d", b"e"]), unique=True, max_size=3))
-    def find(self, keys: list[bytes]) -> None:
-        found = self.pool.find(keys)
-        assert [self.contents[page] for page in found] == keys[: len(found)]
-        if found:
-            self.tables.append(found)
+        first, last = table.published, min(table.published + most, len(table.pages))
+        for number in range(first, last):
+            self.contents[table.pages[number]] = (table.salt, table.ids[: (number + 1) * SIZE])
+        column = pack(INT32, table.ids[first * SIZE : last * SIZE])
+        table.prefix = self.pool.publish(table.prefix, table.pages[first:last], column)
+        table.published = last
+        if first == table.found:
+            # What it follows was found, and is held: so nothing can have come in between.
+            found, prefix = self.find(table.salt, table.ids[: last * SIZE])
+            assert len(found) == last
+            assert last == 0 or prefix == table.prefix
+            self.pool.release(found)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.tables))
         self.tables.remove(table)
-        self.pool.release(table)
+        self.pool.release(table.pages)
+
+    @rule(count=st.integers(0, PAGES))
+    def keep_free(self, count: int) -> None:
+        available = self.pool.available
+        self.pool.keep_free(count)
+        assert self.pool.available == available
+
+    @rule()
+    def everything_can_be_taken(self) -> None:
+        taken = self.pool.take(self.pool.available)
+        for page in taken:
+            self.contents.pop(page, None)
+        assert self.pool.available == 0
+        self.pool.release(taken)
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        self.pool.check(self.tables)
+        self.pool.check(table.pages for table in self.tables)
         assert self.pool.used + self.pool.available == PAGES
 
 
@@ -67,20 +107,29 @@ TestPages = Pages.TestCase
 
 
 @given(
-    ids=st.lists(st.integers(0, 2**31 - 1), max_size=40),
-    salt=st.binary(max_size=4),
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    other=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    salts=st.tuples(SALTS, SALTS),
     size=st.sampled_from([1, 3, 16]),
     split=st.integers(0, 40),
+    common=st.integers(0, 40),
 )
-def test_a_chain_does_not_depend_on_how_it_grew(ids: list[int], salt: bytes, size: int, split: int) -> None:
-    whole: list[bytes] = []
-    chain(whole, array("i", ids), size, salt)
-    grown: list[bytes] = []
-    chain(grown, array("i", ids[:split]), size, salt)
-    chain(grown, array("i", ids), size, salt)
-    assert grown == whole
-    parent = blake2b(salt, digest_size=16).digest()
-    for page, key in enumerate(whole):
-        parent = blake2b(parent + array("i", ids[page * size : (page + 1) * size]).tobytes(), digest_size=16).digest()
-        assert key == parent
-    assert len(whole) == len(ids) // size
+def test_exactly_the_common_pages_are_found(
+    ids: list[int], other: list[int], salts: tuple[bytes, bytes], size: int, split: int, common: int
+) -> None:
+    """However the prefix was published, in one go or in two."""
+    pool = PagePool(40, size)
+    full = len(ids) // size
+    split = min(split, full)
+    pages = pool.take(full)
+    _, prefix = pool.find(salts[0], b"", 0)
+    prefix = pool.publish(prefix, pages[:split], pack(INT32, ids[: split * size]))
+    pool.publish(prefix, pages[split:], pack(INT32, ids[split * size : full * size]))
+    wanted = ids[:common] + other
+    same = 0
+    while (same + 1) * size <= min(len(ids), len(wanted)) and salts[0] == salts[1]:
+        if ids[: (same + 1) * size] != wanted[: (same + 1) * size]:
+            break
+        same += 1
+    found, _ = pool.find(salts[1], pack(INT32, wanted), len(wanted) // size)
+    assert found == pages[:same]

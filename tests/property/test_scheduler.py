@@ -27,10 +27,12 @@ class Scheduler(RuleBasedStateMachine):
         budget=st.integers(4, 16),
         caching=st.booleans(),
         pace=st.sampled_from([0.2, 0.001]),
+        settles=st.booleans(),
     )
-    def start(self, pages: int, slots: int, budget: int, caching: bool, pace: float) -> None:
+    def start(self, pages: int, slots: int, budget: int, caching: bool, pace: float, settles: bool) -> None:
         self.script = Script(pages, 4, slots, 128, LIMIT, budget)
         self.house = House(self.script, Config(caching, pace), tokenizers=2)
+        self.house.settles = settles
         self.house.poison.add(DEADLY)
         self.house.broken.add(BROKEN)
         self.old: list[Result] = []
@@ -51,6 +53,10 @@ class Scheduler(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         self.house.plan()
+
+    @rule()
+    def settle(self) -> None:
+        self.house.settle()
 
     @rule()
     def compute(self) -> None:
@@ -114,6 +120,7 @@ class Scheduler(RuleBasedStateMachine):
         house.run(3000)
         for asked in house.asked:
             self.ended_well(asked)
+        house.settle()
         assert house.core.queued == house.core.running == house.core.pages_used == 0
         heard, steps = replay(house.journal, house.core.config)
         assert heard == house.heard

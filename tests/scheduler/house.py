@@ -99,6 +99,7 @@ class House:
         self.poison: set[int] = set()  # the worker dies when it computes a request whose prompt begins so
         self.broken: set[int] = set()  # a step fails when it computes a request whose prompt begins so
         self.firsts: dict[int, int] = {}  # the first id of each slot of the worker
+        self.settles = True  # after every plan, as the scheduler's loop does
         self.failed = 0  # an epoch in which a step has failed: later ones compute nonsense
         for place in range(tokenizers):
             self.tokenizer_up(place)
@@ -209,9 +210,16 @@ class House:
             self.sent.append(step)
             self.steps.append(step)
             count += 1
+        if self.settles:
+            self.settle()
         under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.epoch]
         assert len(under_way) <= 2
         return count
+
+    def settle(self) -> None:
+        """Lets the core keep its books."""
+        self.journal.append(("settle",))
+        self.core.settle()
 
     def compute(self) -> Result | None:
         """The worker runs the next step."""

@@ -8,9 +8,8 @@ from tests.scheduler.house import Asked, House, ok
 from tgi.kernel.messages import Add, Cancel, End, Reason, State, Status, Stop, Tokens
 from tgi.kernel.pack import INT32, pack
 from tgi.scheduler.core import Config
-from tgi.scheduler.outbox import Client
 from tgi.scheduler.queue import Queue
-from tgi.scheduler.request import Request
+from tgi.scheduler.request import Client, Request
 from tgi.worker.scripted import Script
 
 SCRIPT = Script(pages=64, page_size=4, slots=4, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=64)
@@ -197,12 +196,7 @@ def test_unhealthy_while_no_step_finishes() -> None:
 def test_the_line_keeps_the_order_of_arrival() -> None:
     house = House(SCRIPT)
     client = Client(house.tokenizers[0].peer)
-    made = [
-        Request(
-            client, n, n, 0.0, prompt=b"", resume=b"", max_new_tokens=1, sampling=b"", stop_ids=frozenset(), salt=b""
-        )
-        for n in range(5)
-    ]
+    made = [Request(client, Add(n, b"", 1, b""), n, 0.0) for n in range(5)]
     queue = Queue()
     for n in (3, 1, 4):
         queue.push(made[n])

@@ -3,7 +3,6 @@
 import logging
 from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
@@ -12,11 +11,11 @@ from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result,
 from tgi.kernel.pack import floats, ints
 from tgi.scheduler.counters import Counters, StepDone
 from tgi.scheduler.deployment import misfit, shortfall
-from tgi.scheduler.outbox import Client, Outbox
+from tgi.scheduler.outbox import Outbox
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.plan import Flight, Planner
 from tgi.scheduler.queue import Queue
-from tgi.scheduler.request import SUSPECT, Request
+from tgi.scheduler.request import SUSPECT, Client, Request
 from tgi.scheduler.status import REFUSED, WAITING, Report
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,8 @@ class Core:
     """Knows all requests of all tokenizers and one worker.
 
     Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `worker` until it
-    returns None, and what `outgoing` yields to the tokenizers. The same inputs always give the same outputs.
+    returns None, and what `outgoing` yields to the tokenizers; then, while the worker is busy, `settle`. The same calls
+    always give the same outputs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -136,6 +136,12 @@ class Core:
             self.counters.admitted.append((flight.admitted, flight.joined))
         return flight.step
 
+    def settle(self) -> None:
+        """Keeps the books that no step waits for. To be called after everything is sent; where that is omitted, a later
+        `plan` does it."""
+        if self._planner is not None:
+            self._planner.settle()
+
     def outgoing(self) -> Iterator[tuple[Peer, tuple[Any, ...]]]:
         """(tokenizer, message) for all that has come about since the last call."""
         return self._outbox.take()
@@ -161,7 +167,7 @@ class Core:
 
     @property
     def pages_used(self) -> int:
-        """Pages that running requests hold."""
+        """Pages that running requests hold, and those that ended since the last `settle`."""
         return self._planner.pool.used if self._planner else 0
 
     @property
@@ -178,7 +184,7 @@ class Core:
         assert set(known) == set(waiting) | set(batch), "a request is lost or left behind"
         assert all(request.state in (State.PREFILL, State.DECODE) for request in batch), "a slot of no use"
         if self._planner:
-            self._planner.pool.check(request.pages for request in batch)
+            self._planner.check()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -188,18 +194,7 @@ class Core:
             log.error("%s has used number %d twice; the second request is ignored", client.peer, add.rid)
             return
         try:
-            request = Request(
-                client,
-                add.rid,
-                self._arrivals,
-                now,
-                prompt=add.prompt,
-                resume=add.resume,
-                max_new_tokens=add.max_new_tokens,
-                sampling=add.sampling,
-                stop_ids=_id_set(add.stop_ids),
-                salt=add.salt,
-            )
+            request = Request(client, add, self._arrivals, now)
         except (ValueError, ProtocolError) as error:  # columns of odd length
             self._outbox.put(client.peer, End(add.rid, Reason.INVALID, f"malformed request: {error}"))
             return
@@ -225,7 +220,7 @@ class Core:
         if request.state is State.QUEUED:
             self._queue.leave()
         elif self._planner is not None:
-            self._planner.let_go(request)
+            self._planner.end(request)
         request.become("end")
         self._struck.pop(request, None)
         if self._trial is request:
@@ -234,15 +229,18 @@ class Core:
         begun = now if request.first_planned is None else request.first_planned
         self._outbox.put(
             request.client.peer,
+            # By position: names would double its cost.
             End(
                 request.rid,
                 reason,
                 message,
-                prompt_tokens=request.prompt_tokens,
-                generated_tokens=request.generated,
-                cached_tokens=request.cached_tokens,
-                queue_us=int((begun - request.received) * 1e6),
-                inference_us=int((now - begun) * 1e6),
+                "",
+                request.prompt_tokens,
+                request.generated,
+                request.cached_tokens,
+                0,
+                int((begun - request.received) * 1e6),
+                int((now - begun) * 1e6),
             ),
         )
 
@@ -278,7 +276,7 @@ class Core:
             request.client.rows.append((request.rid, token, logprob))
             known = len(ids)
             if known > request.publish_at:
-                planner.publish_generated(request)
+                planner.page_generated(request)
             if (known == request.limit or token in request.stop_ids) and (reason := request.finished()):
                 ended.append((request, reason))
         for client in self._clients.values():
@@ -355,9 +353,3 @@ class Core:
         if self._report.is_news(status, now):
             for peer in self._clients:
                 self._outbox.put(peer, status)
-
-
-@lru_cache(maxsize=64)
-def _id_set(column: bytes) -> frozenset[int]:
-    """The ids of a column. Nearly all requests have the same few."""
-    return frozenset(ints(column))

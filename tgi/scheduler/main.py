@@ -36,7 +36,7 @@ def main(process: Process) -> None:
 
 
 def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
-    """Takes what has come, keeps the worker busy first, then tells the tokenizers."""
+    """Takes what has come, keeps the worker busy first, then tells the tokenizers, then keeps the books."""
     now = time.monotonic()
     for link in (back, front):
         for peer, message in link.receive():
@@ -55,6 +55,7 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
     for peer, message in core.outgoing():
         front.send(peer, message)
     front.flush()
+    core.settle()
     meter.publish(core)
 
 

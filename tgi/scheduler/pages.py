@@ -1,42 +1,37 @@
-"""The pages of the KV cache: who holds them, and which prefixes they can be found by."""
+"""The pages of the KV cache: who holds them, and which prefixes they can be found by.
+
+A page that is full and may be found has a name, a number that is never given again. Its key is its parent's name and
+its own ids; a first page has the salt for a parent. So a key stands for all ids up to the end of its page, each of them
+compared exactly, and whoever looks for a prefix goes from page to page until one is not known.
+"""
 
 from array import array
 from collections.abc import Iterable
-from hashlib import blake2b
-from struct import iter_unpack
 
-# 128 bits: that two prefixes collide is less likely than any failure of the machine. A copy of the empty hash is
-# cheaper than a new one.
-EMPTY = blake2b(digest_size=16)
-# Instead of a hash: the page cannot be found.
-NOT_KNOWN = b""
+from tgi.kernel.pack import INT32
 
-
-def chain(hashes: list[bytes], ids: "array[int]", page_size: int, salt: bytes) -> None:
-    """Extends `hashes` by the pages that `ids` fill. The hash of a page covers all ids up to its end, and the salt:
-    hash(parent, ids of the page), with hash(salt) as the first parent."""
-    first, last = len(hashes), len(ids) // page_size
-    if first == last:
-        return
-    parent = hashes[-1] if hashes else blake2b(salt, digest_size=EMPTY.digest_size).digest()
-    column = ids[first * page_size : last * page_size].tobytes()
-    for (page,) in iter_unpack(f"{page_size * ids.itemsize}s", column):
-        state = EMPTY.copy()
-        state.update(parent + page)
-        parent = state.digest()
-        hashes.append(parent)
+ID_BYTES = array(INT32).itemsize
+# Names and keys are bytes: of tuples, so many would make the garbage collector slow. All names have one length and
+# begin with 0, and the ids in a key have one length, so no two keys are equal by chance.
+NAME_BYTES = 8
+SALT = b"\xff"
+# Of a page that cannot be found.
+NO_NAME = b""
 
 
 class PagePool:
     """Every page is in one of three places: free, held by one or more requests, or idle: held by nobody, but
     full of a prefix that may be asked for again. Idle pages are taken last, the longest unused first.
 
+    Where a parent was taken, those behind it cannot be found any more; they are taken in their turn. That is rare,
+    since the end of a prefix goes idle before its beginning.
+
     All operations cost O(1) per page. The idle ones are a ring, linked in both directions: where many come and go, an
     ordered dict is slower, and now and then it stops to copy itself.
     """
 
-    def __init__(self, pages: int, caching: bool = True) -> None:
-        self._caching = caching
+    def __init__(self, pages: int, page_size: int) -> None:
+        self._page_bytes = page_size * ID_BYTES
         self._holders = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
         # Of an idle page, the one that went idle before and after it. The ring begins and ends at the entry behind the
@@ -44,8 +39,10 @@ class PagePool:
         self._before = [pages] * (pages + 1)
         self._after = [pages] * (pages + 1)
         self._idle = 0
-        self._by_hash: dict[bytes, int] = {}
-        self._hash_of = [NOT_KNOWN] * pages
+        self._by_key: dict[bytes, int] = {}
+        self._key_of = [b""] * pages
+        self._name_of = [NO_NAME] * pages
+        self._names = 0  # given so far
 
     @property
     def available(self) -> int:
@@ -71,28 +68,36 @@ class PagePool:
             holders[page] = 1
         return taken
 
+    def keep_free(self, count: int) -> None:
+        """Evicts idle pages, as far as there are any, until so many are free: then to take them is cheap."""
+        if (missing := min(count - len(self._free), self._idle)) > 0:
+            self._free += reversed(self._evict(missing))
+
     def _evict(self, count: int) -> list[int]:
         """Forgets the prefixes of the pages that are idle longest."""
-        after, by_hash, hash_of = self._after, self._by_hash, self._hash_of
-        end = len(hash_of)
+        after, by_key, key_of, name_of = self._after, self._by_key, self._key_of, self._name_of
+        end = len(name_of)
         evicted = []
         page = after[end]
         for _ in range(count):
             evicted.append(page)
-            del by_hash[hash_of[page]]
-            hash_of[page] = NOT_KNOWN
+            del by_key[key_of[page]]
+            key_of[page] = b""
+            name_of[page] = NO_NAME
             page = after[page]
         after[end] = page
         self._before[page] = end
         self._idle -= count
         return evicted
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages of the longest known prefix, each held once more."""
-        found = []
-        holders, before, after = self._holders, self._before, self._after
-        for key in hashes:
-            page = self._by_hash.get(key)
+    def find(self, salt: bytes, column: bytes, most: int) -> tuple[list[int], bytes]:
+        """The pages of the longest known prefix of the ids in `column`, at most so many, each held once more; and what
+        that prefix is called: the name of its last page, or the salt."""
+        found: list[int] = []
+        prefix = SALT + salt
+        size, holders, before, after = self._page_bytes, self._holders, self._before, self._after
+        for at in range(0, most * size, size):
+            page = self._by_key.get(prefix + column[at : at + size])
             if page is None:
                 break
             if not holders[page]:
@@ -102,28 +107,36 @@ class PagePool:
                 self._idle -= 1
             holders[page] += 1
             found.append(page)
-        return found
+            prefix = self._name_of[page]
+        return found, prefix
 
-    def publish(self, pages: list[int], hashes: list[bytes]) -> None:
-        """Held pages are full of these prefixes. Where another page is known by one already, that one stays."""
-        if not self._caching:
-            return
-        by_hash, hash_of = self._by_hash, self._hash_of
-        for page, key in zip(pages, hashes, strict=True):
-            if key not in by_hash:
-                by_hash[key] = page
-                hash_of[page] = key
+    def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
+        """Held pages without names are full of the ids in `column`, which follow `prefix`. Where another page is known
+        by the same, that one stays, and the next ones are known as following it. Returns what the prefix is called
+        with them."""
+        size, by_key, key_of, name_of = self._page_bytes, self._by_key, self._key_of, self._name_of
+        at = 0
+        for page in pages:
+            key = prefix + column[at : at + size]
+            at += size
+            known = by_key.setdefault(key, page)
+            prefix = name_of[known]
+            if not prefix:
+                self._names += 1
+                name_of[page] = prefix = self._names.to_bytes(NAME_BYTES)
+                key_of[page] = key
+        return prefix
 
     def release(self, pages: list[int]) -> None:
         """Each is held once less. The end of a prefix goes idle before its beginning, without which it is no use."""
-        holders, hash_of, before, after, free = self._holders, self._hash_of, self._before, self._after, self._free
-        end = len(hash_of)
+        holders, name_of, before, after, free = self._holders, self._name_of, self._before, self._after, self._free
+        end = len(name_of)
         newest = before[end]
         for page in reversed(pages):
             left = holders[page] = holders[page] - 1
             if left:
                 continue
-            if hash_of[page]:
+            if name_of[page]:
                 after[newest] = page
                 before[page] = newest
                 newest = page
@@ -136,7 +149,7 @@ class PagePool:
     def _ring(self) -> list[int]:
         """The idle pages, the longest unused first."""
         pages = [self._after[-1]]
-        while pages[-1] != len(self._hash_of):
+        while pages[-1] != len(self._name_of):
             pages.append(self._after[pages[-1]])
         return pages[:-1]
 
@@ -153,7 +166,10 @@ class PagePool:
         assert len(idle) == self._idle, "idle pages are miscounted"
         assert not free & idle, "a page is free and idle"
         assert free | idle == {page for page, count in enumerate(holders) if count == 0}, "a page is lost"
-        known = {page: key for page, key in enumerate(self._hash_of) if key}
-        assert {page: key for key, page in self._by_hash.items()} == known, "hashes and pages disagree"
-        assert idle <= set(known), "an idle page without a hash"
-        assert not free & set(known), "a free page with a hash"
+        known = {page: key for page, key in enumerate(self._key_of) if key}
+        assert {page: key for key, page in self._by_key.items()} == known, "keys and pages disagree"
+        names = [name for name in self._name_of if name]
+        assert len(set(names)) == len(names), "a name twice"
+        assert {page for page, name in enumerate(self._name_of) if name} == set(known), "a name too many"
+        assert idle <= set(known), "an idle page that has no name"
+        assert not free & set(known), "a free page that has a name"

@@ -8,12 +8,14 @@ from tgi.kernel.pack import INT32
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
 from tgi.scheduler.pace import Pace
-from tgi.scheduler.pages import PagePool, chain
+from tgi.scheduler.pages import PagePool
 from tgi.scheduler.queue import Queue
-from tgi.scheduler.request import NO_SLOT, Request
+from tgi.scheduler.request import NEVER, NO_SLOT, Request
 
 # Share of the pages that admission leaves to the requests that run, so that they need not preempt at once.
 SPARE_PAGES = 0.01
+# Share of the pages that are evicted ahead, so that a step need not wait for it.
+FREE_PAGES = 0.02
 # The counts of one decode row.
 ONE = array(INT32, [1])
 
@@ -63,8 +65,7 @@ class _Draft:
         self.draws = bytearray()
         self.drawing: list[Request] = []
         self.prefilling: list[Request] = []
-        self.full_pages: list[int] = []  # pages that this step completes
-        self.full_hashes: list[bytes] = []  # what they can be found by
+        self.filling: list[Request] = []  # of whose pages this step completes some
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
         """The draft as a step to send."""
@@ -90,30 +91,40 @@ class Planner:
 
     A plan may be made while earlier steps are still under way: the worker runs steps in order, so whatever is free
     when a step is planned may be used by it, and a decode row needs no id, only a position.
+
+    The worker is kept busy first, the books are kept after: that pages can be found, and that those of ended requests
+    are free, is noted by `settle`, between two plans.
     """
 
     def __init__(self, limits: Limits, caching: bool, pace: Pace, queue: Queue, counters: Counters) -> None:
         self.limits = limits
         self.queue = queue
         self.batch = Batch(limits.max_batch_size)
-        self.pool = PagePool(limits.pages, caching)
+        self.pool = PagePool(limits.pages, limits.page_size)
+        self._filled: list[Request] = []  # with pages that may be found and cannot be yet
+        self._ended: list[Request] = []  # whose pages are still held
+        self._settled = True  # since the last plan
         self._page_size = limits.page_size
         self._caching = caching
         self._pace = pace
         self._counters = counters
         self._spare = int(limits.pages * SPARE_PAGES)
+        self._free = int(limits.pages * FREE_PAGES)
 
     def plan(self, number: int, epoch: int, alone: Request | None, now: float) -> Flight | None:
         """The next step, or None if there is nothing to compute. `alone`: only this request may have a row."""
+        if not self._settled:
+            self.settle()
         draft = _Draft()
         running = len(self.batch)
         self._decode(draft, number, alone)
         decode_rows = len(draft.drawing)
         self._prefill(draft, number, alone, now)
+        self._settled = False
         if not draft.rows:
             return None
         # From the next step on others may find these pages; this step has yet to write them.
-        self.pool.publish(draft.full_pages, draft.full_hashes)
+        self._filled += draft.filling
         return draft.flight(number, epoch, decode_rows, running > 0, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
@@ -123,7 +134,7 @@ class Planner:
         decoding = self.batch.decoding
         rows = list(decoding) if alone is None else [alone] * (alone in decoding)
         needy = [request for request in rows if request.planned == request.room]
-        if len(needy) <= self.pool.available:
+        if not self._lacks(len(needy)):
             for request, page in zip(needy, self.pool.take(len(needy)), strict=True):
                 self._append_page(draft, request, page)
         else:
@@ -144,7 +155,7 @@ class Planner:
 
     def _make_room(self, request: Request, anyone: bool) -> bool:
         """Sees to it that a page is available; takes it from requests that arrived later if need be."""
-        while not self.pool.available:
+        while self._lacks(1):
             victim = self.batch.youngest(besides=request)
             if victim is None or not (anyone or victim.order > request.order):
                 return False
@@ -189,9 +200,7 @@ class Planner:
         count = min(budget, known - start)
         request.planned = end = start + count
         if self._caching:
-            first, last = start // self._page_size, end // self._page_size
-            draft.full_pages += request.pages[first:last]
-            draft.full_hashes += request.hashes[first:last]
+            draft.filling.append(request)
         draft.rows.append(request.slot)
         draft.starts.append(start)
         draft.counts.append(count)
@@ -214,21 +223,24 @@ class Planner:
         Nobody is preempted for it, and nothing is reserved for what it may generate.
         """
         running = len(self.batch) > 0
-        if running and request.wanted and self.pool.available < request.wanted:
+        if running and request.wanted and self._lacks(request.wanted):
             return False  # nothing has changed since the last try
         size = self._page_size
-        if self._caching:
-            chain(request.hashes, request.ids, size, request.salt)
+        column = request.ids.tobytes()
         # The last id is always computed, since its row draws the next.
-        found = self.pool.find(request.hashes[: (len(request.ids) - 1) // size])
+        found, prefix = self.pool.find(request.salt, column, (len(request.ids) - 1) // size)
         missing = -(-len(request.ids) // size) - len(found)
         spare = self._spare if running else 0
-        if (available := self.pool.available) < missing + spare:
+        if self._lacks(missing + spare):
+            available = self.pool.available
             self.pool.release(found)
             request.wanted = missing + spare + self.pool.available - available
             return False
         self.queue.pop()
-        self._enter(draft, request, found, missing, number, now)
+        request.pages = found + self.pool.take(missing)
+        request.published = len(found)
+        request.prefix = prefix
+        self._enter(draft, request, column, number, now)
         return True
 
     def _admit_alone(self, draft: _Draft, request: Request, number: int, now: float) -> None:
@@ -242,43 +254,70 @@ class Planner:
                 return
             self._preempt(victim)
 
-    def _enter(self, draft: _Draft, request: Request, found: list[int], missing: int, number: int, now: float) -> None:
-        size = self._page_size
+    def _enter(self, draft: _Draft, request: Request, column: bytes, number: int, now: float) -> None:
+        """Gives a slot to a request that has its pages; `column` are its ids."""
+        size, pages = self._page_size, request.pages
         request.become("admit")
         self.batch.enter(request)
         request.since = number
-        request.pages = pages = found + self.pool.take(missing)
         request.room = len(pages) * size
-        request.planned = len(found) * size
+        request.planned = planned = request.published * size
         if self._caching:
             request.publish_at = (len(request.ids) // size + 1) * size
         if request.first_planned is None:
             request.first_planned = now
-            request.cached_tokens = min(request.planned, request.prompt_tokens)
-        self._counters.cache_hit_tokens += request.planned
-        draft.slots.append(Slot(request.slot, request.ids.tobytes(), request.prompt_tokens, request.sampling))
+            request.cached_tokens = min(planned, request.prompt_tokens)
+        self._counters.cache_hit_tokens += planned
+        draft.slots.append(Slot(request.slot, column, request.prompt_tokens, request.sampling))
         draft.page_slots += [request.slot] * len(pages)
         draft.page_ids += pages
 
+    def _lacks(self, pages: int) -> bool:
+        """Whether fewer are available, though everything is settled."""
+        if pages <= self.pool.available:
+            return False
+        self.settle()
+        return pages > self.pool.available
+
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    def publish_generated(self, request: Request) -> None:
+    def page_generated(self, request: Request) -> None:
         """The request has just drawn the first id behind a full page, so that page is computed: others may find it."""
-        size = self._page_size
-        chain(request.hashes, request.ids, size, request.salt)
-        at = request.publish_at // size - 1
-        self.pool.publish(request.pages[at : at + 1], request.hashes[at : at + 1])
-        request.publish_at += size
+        request.publish_at += self._page_size
+        self._filled.append(request)
 
-    def let_go(self, request: Request) -> None:
-        """Takes slot and pages from a request that has them. Steps under way may still write there: they run first."""
+    def end(self, request: Request) -> None:
+        """Takes the slot from a request that has one, and its pages when it is settled."""
+        self.batch.leave(request)
+        request.since = NEVER
+        self._ended.append(request)
+
+    def settle(self) -> None:
+        """Keeps the books of what the steps sent and the results taken have brought about."""
+        for request in self._filled:
+            self._publish(request)
+        for request in self._ended:
+            self.pool.release(request.pages)
+        self._filled.clear()
+        self._ended.clear()
+        self.pool.keep_free(self._free)
+        self._settled = True
+
+    def _publish(self, request: Request) -> None:
+        """Makes the pages known that are full of what the steps sent so far compute, and of no id yet to be drawn."""
+        first, size = request.published, self._page_size
+        last = min(request.planned, request.publish_at - size) // size
+        column = request.ids[first * size : last * size].tobytes()
+        request.prefix = self.pool.publish(request.prefix, request.pages[first:last], column)
+        request.published = last
+
+    def send_back(self, request: Request, event: str) -> None:
+        """Back to the queue, with all ids it has: those that were generated come back as prefill. Steps under way may
+        still write to its pages: they run before any step that is planned from now on."""
+        self.settle()
         self.batch.leave(request)
         self.pool.release(request.pages)
         request.leave_slot()
-
-    def send_back(self, request: Request, event: str) -> None:
-        """Back to the queue, with all ids it has: those that were generated come back as prefill."""
-        self.let_go(request)
         request.become(event)
         request.wanted = 0
         self._counters.resumed_tokens += request.generated
@@ -288,7 +327,12 @@ class Planner:
         """The worker's tensors are gone: everybody back to the queue, no page holds anything."""
         for request in list(self.batch):
             self.send_back(request, "worker lost")
-        self.pool = PagePool(self.limits.pages, self._caching)
+        self.settle()
+        self.pool = PagePool(self.limits.pages, self.limits.page_size)
+
+    def check(self) -> None:
+        """Raises AssertionError if pages and requests contradict each other. For tests."""
+        self.pool.check(request.pages for request in (*self.batch, *self._ended))
 
 
 def _order(request: Request) -> int:

@@ -1,13 +1,11 @@
-"""One request as the scheduler knows it: its ids, where it is, and which slot and pages it holds."""
+"""One request as the scheduler knows it: its ids, where it is, and which slot and pages it holds; and who asked."""
 
 from array import array
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
-from tgi.kernel.messages import Reason, State, transition
-from tgi.kernel.pack import INT32
-
-if TYPE_CHECKING:
-    from tgi.scheduler.outbox import Client
+from tgi.kernel.link import Peer
+from tgi.kernel.messages import TRANSITIONS, Add, Reason, State, Tokens, transition
+from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
 
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
@@ -24,15 +22,16 @@ class Request:
         "cached_tokens",
         "client",
         "first_planned",
-        "hashes",
         "ids",
         "last_start",
         "limit",
         "order",
         "pages",
         "planned",
+        "prefix",
         "prompt_tokens",
         "publish_at",
+        "published",
         "received",
         "rid",
         "room",
@@ -46,38 +45,24 @@ class Request:
         "wanted",
     )
 
-    def __init__(
-        self,
-        client: "Client",
-        rid: int,
-        order: int,
-        received: float,
-        *,
-        prompt: bytes,
-        resume: bytes,
-        max_new_tokens: int,
-        sampling: bytes,
-        stop_ids: frozenset[int],
-        salt: bytes,
-    ) -> None:
-        """Raises ValueError if `prompt` or `resume` is no int32 column."""
+    def __init__(self, client: "Client", add: Add, order: int, received: float) -> None:
+        """Raises ValueError or ProtocolError if a column of `add` is none."""
         self.client = client
-        self.rid = rid
+        self.rid = add.rid
         self.order = order  # of arrival; a smaller number goes first
         self.received = received
         self.first_planned: float | None = None
-        self.ids = array(INT32, prompt)
+        self.ids = array(INT32, add.prompt)
         self.prompt_tokens = len(self.ids)
-        self.ids.frombytes(resume)
-        self.limit = self.prompt_tokens + max_new_tokens  # so many ids end it
+        self.ids.frombytes(add.resume)
+        self.limit = self.prompt_tokens + add.max_new_tokens  # so many ids end it
         self.last_start = self.limit - 2  # the position that the last decode row computes
-        self.sampling = sampling
-        self.stop_ids = stop_ids
-        self.salt = salt
+        self.sampling = add.sampling
+        self.stop_ids = _id_set(add.stop_ids)
+        self.salt = add.salt
         self.state = State.QUEUED
         self.strikes = 0  # deaths of workers that were computing it, since it last got on
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
-        self.hashes: list[bytes] = []  # of its full pages, as far as they were asked for
         self.wanted = 0  # pages that were missing when it was last refused admission
         self.leave_slot()
 
@@ -88,11 +73,13 @@ class Request:
         self.room = 0  # tokens that its pages hold
         self.planned = 0  # positions below this are computed by the steps sent so far
         self.since = NEVER  # the first step of its stay in the slot
+        self.published = 0  # so many of its pages were found, or can be
+        self.prefix = b""  # what the ids in these are called
         self.publish_at = NEVER  # when it has more ids than this, another page is full and computed
 
     def become(self, event: str) -> None:
-        """Moves to the state that the table of transitions gives."""
-        self.state = transition(self.state, event)
+        """Moves to the state that the table of transitions gives. Raises ValueError if it gives none."""
+        self.state = TRANSITIONS.get((self.state, event)) or transition(self.state, event)
 
     @property
     def generated(self) -> int:
@@ -109,3 +96,24 @@ class Request:
         if len(self.ids) >= self.limit:
             return Reason.LENGTH
         return Reason.EOS if self.generated and self.ids[-1] in self.stop_ids else None
+
+
+class Client:
+    """One life of a tokenizer: its requests by its own numbers, and its rows of the result being handled."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.requests: dict[int, Request] = {}
+        self.rows: list[tuple[int, int, float]] = []  # rid, id, logprob
+
+    def take_tokens(self) -> Tokens:
+        """The rows as columns; then there are none."""
+        rids, ids, logprobs = zip(*self.rows, strict=True)
+        self.rows = []
+        return Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
+
+
+@lru_cache(maxsize=64)
+def _id_set(column: bytes) -> frozenset[int]:
+    """The ids of a column. Nearly all requests have the same few."""
+    return frozenset(ints(column))
