@@ -22,6 +22,11 @@ class Batch:
         return (request for request in self._slots if request is not None)
 
     @property
+    def busy(self) -> bool:
+        """Whether anybody holds a slot."""
+        return len(self._free) < len(self._slots)
+
+    @property
     def full(self) -> bool:
         """Whether no slot is free."""
         return not self._free

@@ -201,18 +201,15 @@ class Core:
         self._arrivals += 1
         client.requests[add.rid] = request
         self._queue.push(request)
-        self.counters.resumed_tokens += request.generated
+        resumed = request.generated
+        self.counters.resumed_tokens += resumed
         if not request.prompt_tokens:
             self._end(request, Reason.INVALID, now, "`inputs` cannot be empty")
         elif add.max_new_tokens < 1:
             self._end(request, Reason.INVALID, now, "`max_new_tokens` must be strictly positive")
-        elif request.generated and (reason := request.finished()):
+        elif resumed and (reason := request.finished()):
             self._end(request, reason, now)  # whoever resumes it missed only its End
-        elif self.limits is not None:
-            self._refuse_misfit(request, self.limits, now)
-
-    def _refuse_misfit(self, request: Request, limits: Limits, now: float) -> None:
-        if fault := misfit(limits, request.prompt_tokens, request.limit - request.prompt_tokens):
+        elif self.limits is not None and (fault := misfit(self.limits, request.prompt_tokens, add.max_new_tokens)):
             self._end(request, Reason.INVALID, now, fault)
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
@@ -311,7 +308,8 @@ class Core:
         self.limits = limits
         self._planner = Planner(limits, self.config.prefix_caching, self._pace, self._queue, self.counters)
         for request in self._queue.waiting():
-            self._refuse_misfit(request, limits, now)
+            if fault := misfit(limits, request.prompt_tokens, request.limit - request.prompt_tokens):
+                self._end(request, Reason.INVALID, now, fault)
 
     def _worker_gone(self, now: float) -> None:
         self.worker = None

@@ -57,8 +57,8 @@ class _Draft:
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
-        self.page_slots: list[int] = []
-        self.page_ids: list[int] = []
+        self.page_slots = array(INT32)
+        self.page_ids = array(INT32)
         self.rows = array(INT32)
         self.starts = array(INT32)
         self.counts = array(INT32)
@@ -73,8 +73,8 @@ class _Draft:
             number,
             epoch,
             self.slots,
-            array(INT32, self.page_slots).tobytes(),
-            array(INT32, self.page_ids).tobytes(),
+            self.page_slots.tobytes(),
+            self.page_ids.tobytes(),
             self.rows.tobytes(),
             self.starts.tobytes(),
             self.counts.tobytes(),
@@ -222,15 +222,13 @@ class Planner:
 
         Nobody is preempted for it, and nothing is reserved for what it may generate.
         """
-        running = len(self.batch) > 0
-        if running and request.wanted and self._lacks(request.wanted):
+        spare = self._spare if self.batch.busy else 0
+        if request.wanted and self.batch.busy and self._lacks(request.wanted):
             return False  # nothing has changed since the last try
-        size = self._page_size
-        column = request.ids.tobytes()
-        # The last id is always computed, since its row draws the next.
-        found, prefix = self.pool.find(request.salt, column, (len(request.ids) - 1) // size)
-        missing = -(-len(request.ids) // size) - len(found)
-        spare = self._spare if running else 0
+        # The last id is always computed, since its row draws the next: where it is alone in a page, that one is new.
+        column, full = request.ids.tobytes(), (len(request.ids) - 1) // self._page_size
+        found, prefix = self.pool.find(request.salt, column, full)
+        missing = full + 1 - len(found)
         if self._lacks(missing + spare):
             available = self.pool.available
             self.pool.release(found)
@@ -269,8 +267,8 @@ class Planner:
             request.cached_tokens = min(planned, request.prompt_tokens)
         self._counters.cache_hit_tokens += planned
         draft.slots.append(Slot(request.slot, column, request.prompt_tokens, request.sampling))
-        draft.page_slots += [request.slot] * len(pages)
-        draft.page_ids += pages
+        draft.page_slots += array(INT32, (request.slot,)) * len(pages)
+        draft.page_ids.fromlist(pages)
 
     def _lacks(self, pages: int) -> bool:
         """Whether fewer are available, though everything is settled."""

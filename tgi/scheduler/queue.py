@@ -3,7 +3,7 @@
 from heapq import heappop, heappush
 
 from tgi.kernel.messages import State
-from tgi.scheduler.request import Request
+from tgi.scheduler.request import SUSPECT, Request
 
 
 class Queue:
@@ -18,7 +18,7 @@ class Queue:
 
     def push(self, request: Request) -> None:
         """Joins the line at the place of its arrival."""
-        heappush(self._heap, (not request.suspected, request.order, request))
+        heappush(self._heap, (request.strikes < SUSPECT, request.order, request))
         self._waiting += 1
 
     def head(self) -> Request | None:
