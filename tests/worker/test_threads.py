@@ -39,10 +39,12 @@ def test_a_quota_counts(text: str, cores: int, tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_the_user_says_about_waiting_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (threads.WAIT_POLICY, threads.SPINS):
+        monkeypatch.setenv(name, "")  # so that it is taken back
+        monkeypatch.delenv(name)
     monkeypatch.setenv(threads.WAIT_POLICY, "active")
-    threads.wait_asleep()
-    assert os.environ[threads.WAIT_POLICY] == "active"
+    threads.wait_shortly()
+    assert (os.environ[threads.WAIT_POLICY], os.environ.get(threads.SPINS)) == ("active", None)
     monkeypatch.delenv(threads.WAIT_POLICY)
-    threads.wait_asleep()
-    assert os.environ[threads.WAIT_POLICY] == "passive"
-    monkeypatch.setenv(threads.WAIT_POLICY, "passive")  # so that it is taken back
+    threads.wait_shortly()
+    assert (os.environ[threads.WAIT_POLICY], os.environ[threads.SPINS]) == ("passive", threads.FEW_SPINS)

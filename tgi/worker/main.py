@@ -11,7 +11,7 @@ from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
 from tgi.worker.loop import Engine, Loop, Poisoned
 from tgi.worker.scripted import Script, ScriptedEngine
-from tgi.worker.threads import wait_asleep
+from tgi.worker.threads import wait_shortly
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def main(process: Process) -> None:
 def _engine(settings: Settings, loop: Loop) -> Engine:
     if settings.worker == "scripted":
         return ScriptedEngine(_script(settings))
-    wait_asleep()
+    wait_shortly()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 
     return start_engine(settings, loop.progress)
