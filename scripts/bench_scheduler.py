@@ -1,13 +1,13 @@
-"""Measures the scheduler's whole pass for one step: handle the result, plan the next step, encode all that goes out.
+"""Measures the scheduler's pass for one step: handle the result, plan the next step, encode it for the worker.
 
     python scripts/bench_scheduler.py [--rows 64,256,1024] [--changing 0.1] [--prompt 128]
 
 Every step computes about `--rows` rows. In each pass a share of them, `--changing`, draws its last token and ends, and
 as many new requests arrive, each with a prompt of its own, and are admitted: 10 % of 256 rows are 26 requests that end
-and 26 that begin. A pass is one turn of the scheduler's loop without its sockets: `handle` of the result and of the
-new requests, `tick`, `plan`, and the encoding of the step and of all messages to two tokenizers. Messages come in
-decoded, as a link hands them over, and are made before the clock starts: nothing but the scheduler is measured.
-`settle`, which the loop calls when everything is sent and the worker is busy, is measured on its own.
+and 26 that begin. A pass is what a worker waits for: `handle` of the result and of the new requests, `tick`, `plan`,
+and the encoding of the step. Messages come in decoded, as a link hands them over, and are made before the clock starts:
+nothing but the scheduler is measured. What the loop does when the worker is busy again is measured on its own: making
+and encoding the messages to two tokenizers, and `settle`.
 
 Printed are median and 99th percentile of the wall clock, and of the CPU time of the thread, which other work on the
 machine disturbs less.
@@ -72,7 +72,7 @@ class Bench:
         return Result(step.number, step.epoch, b"\1" * rows, ids, pack(FLOAT32, [-0.5] * rows), 1000)
 
     def one_pass(self, result: Result | None, adds: list[Add]) -> tuple[float, float, float]:
-        """Seconds for one turn of the loop, on the wall and of CPU time; and on the wall for `settle` behind it."""
+        """Seconds for one pass, on the wall and of CPU time; and on the wall for what comes behind it."""
         begin, begin_cpu = time.perf_counter(), time.thread_time()
         self.now += 0.001
         if result is not None:
@@ -82,9 +82,9 @@ class Bench:
         while (step := self.core.plan(self.now)) is not None:
             encode(step)
             self.steps.append(step)
+        end, end_cpu = time.perf_counter(), time.thread_time()
         for _, message in self.core.outgoing():
             encode(message)
-        end, end_cpu = time.perf_counter(), time.thread_time()
         self.core.settle()
         return end - begin, end_cpu - begin_cpu, time.perf_counter() - end
 
@@ -110,7 +110,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"{arguments.changing:.0%} of the rows change in each step, prompts of {arguments.prompt} tokens\n")
-    print(f"{'':>6} {'pass, wall µs':>18} {'pass, cpu µs':>18} {'settle, wall µs':>18}")
+    print(f"{'':>6} {'pass, wall µs':>18} {'pass, cpu µs':>18} {'after it, wall µs':>18}")
     print(f"{'rows':>6}" + f" {'median':>10} {'p99':>7}" * 3)
     for rows in map(int, arguments.rows.split(",")):
         bench = Bench(rows, arguments.changing, arguments.prompt, rows)

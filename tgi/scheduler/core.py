@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
@@ -15,7 +16,7 @@ from tgi.scheduler.outbox import Outbox
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.plan import Flight, Planner
 from tgi.scheduler.queue import Queue
-from tgi.scheduler.request import SUSPECT, Client, Request
+from tgi.scheduler.request import SUSPECT, Client, Request, tokens
 from tgi.scheduler.status import REFUSED, WAITING, Report
 
 log = logging.getLogger(__name__)
@@ -223,23 +224,7 @@ class Core:
         if self._trial is request:
             self._trial = None
         del request.client.requests[request.rid]
-        begun = now if request.first_planned is None else request.first_planned
-        self._outbox.put(
-            request.client.peer,
-            # By position: names would double its cost.
-            End(
-                request.rid,
-                reason,
-                message,
-                "",
-                request.prompt_tokens,
-                request.generated,
-                request.cached_tokens,
-                0,
-                int((begun - request.received) * 1e6),
-                int((now - begun) * 1e6),
-            ),
-        )
+        self._outbox.put(request.client.peer, partial(_end_of, request, reason, message, now))
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -278,7 +263,7 @@ class Core:
                 ended.append((request, reason))
         for client in self._clients.values():
             if client.rows:
-                self._outbox.put(client.peer, client.take_tokens())
+                self._outbox.put(client.peer, partial(tokens, client.take_rows()))
         for request, reason in ended:
             self._end(request, reason, now)
         for request in [one for one, known in self._struck.items() if len(one.ids) - known >= CLEARING_TOKENS]:
@@ -351,3 +336,18 @@ class Core:
         if self._report.is_news(status, now):
             for peer in self._clients:
                 self._outbox.put(peer, status)
+
+
+def _end_of(request: Request, reason: Reason, message: str, now: float) -> End:
+    """The End of a request that ended at `now`."""
+    begun = now if request.first_planned is None else request.first_planned
+    return End(
+        request.rid,
+        reason,
+        message,
+        prompt_tokens=request.prompt_tokens,
+        generated_tokens=request.generated,
+        cached_tokens=request.cached_tokens,
+        queue_us=int((begun - request.received) * 1e6),
+        inference_us=int((now - begun) * 1e6),
+    )

@@ -1,22 +1,25 @@
 """What goes up: tokens in columns, ends and status, each for its tokenizer, in the order in which it came about."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tgi.kernel.link import Peer
+
+Message = tuple[Any, ...]
 
 
 class Outbox:
     """Messages to tokenizers, until somebody sends them."""
 
     def __init__(self) -> None:
-        self._messages: list[tuple[Peer, tuple[Any, ...]]] = []
+        self._messages: list[tuple[Peer, Message | Callable[[], Message]]] = []
 
-    def put(self, peer: Peer, message: tuple[Any, ...]) -> None:
-        """Queues a message behind the others."""
+    def put(self, peer: Peer, message: Message | Callable[[], Message]) -> None:
+        """Queues a message behind the others, or what will make it: the worker need not wait until it is made."""
         self._messages.append((peer, message))
 
-    def take(self) -> Iterator[tuple[Peer, tuple[Any, ...]]]:
+    def take(self) -> Iterator[tuple[Peer, Message]]:
         """All that is queued; then it is empty."""
         messages, self._messages = self._messages, []
-        yield from messages
+        for peer, message in messages:
+            yield peer, message() if callable(message) else message

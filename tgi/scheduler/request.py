@@ -98,6 +98,12 @@ class Request:
         return Reason.EOS if self.generated and self.ids[-1] in self.stop_ids else None
 
 
+def tokens(rows: list[tuple[int, int, float]]) -> Tokens:
+    """Rows (rid, id, logprob) as columns."""
+    rids, ids, logprobs = zip(*rows, strict=True)
+    return Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
+
+
 class Client:
     """One life of a tokenizer: its requests by its own numbers, and its rows of the result being handled."""
 
@@ -106,11 +112,10 @@ class Client:
         self.requests: dict[int, Request] = {}
         self.rows: list[tuple[int, int, float]] = []  # rid, id, logprob
 
-    def take_tokens(self) -> Tokens:
-        """The rows as columns; then there are none."""
-        rids, ids, logprobs = zip(*self.rows, strict=True)
-        self.rows = []
-        return Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
+    def take_rows(self) -> list[tuple[int, int, float]]:
+        """The rows; then there are none."""
+        rows, self.rows = self.rows, []
+        return rows
 
 
 @lru_cache(maxsize=64)
