@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api.conftest import Front
-from tgi.api.shapes import GenerateParameters
+from tgi.api.shapes.native import GenerateParameters
 
 DOCUMENTED = {200, 400, 422}
 ROUTES = st.sampled_from(["/", "/generate", "/generate_stream", "/tokenize"])

@@ -11,11 +11,11 @@ from falcon.asgi import Request, Response
 from tgi.api import accounting
 from tgi.api.client import Receive
 from tgi.api.errors import ApiError, ClientGone, Rejection
-from tgi.api.info import Health, InfoResource, MetricsResource
 from tgi.api.middleware import Auth, Cors
-from tgi.api.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.routes.info import Health, InfoResource, MetricsResource
+from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.routes.tokenize import TokenizeResource
 from tgi.api.service import RECEIVE, Service
-from tgi.api.tokenize import TokenizeResource
 
 log = logging.getLogger(__name__)
 

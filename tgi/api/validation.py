@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tgi.api import errors
-from tgi.api.shapes import GenerateParameters
+from tgi.api.shapes.native import GenerateParameters
 from tgi.kernel.settings import Settings
 
 

@@ -73,6 +73,7 @@ class Status(NamedTuple):
     limits: Limits | None = None
     queued: int = 0
     running: int = 0
+    wait_ms: int = 0  # predicted time in the queue of a request that came now
 
 
 class Sampling(NamedTuple):
@@ -87,6 +88,8 @@ class Sampling(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
+    top_n: int = 0  # with each token, this many of the likeliest ones (more where several share the last place)
+    choice: int = 0  # which of several answers to one prompt; each has noise of its own from the same seed
 
     @property
     def samples(self) -> bool:
@@ -104,6 +107,7 @@ class Reason(StrEnum):
     INVALID = "validation"  # refused before any token; `message` is for the client
     OVERLOADED = "overloaded"
     FAILED = "generation"  # `message` says what broke
+    TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
 
 
 class End(NamedTuple):
@@ -129,7 +133,11 @@ class End(NamedTuple):
 
 class Generate(NamedTuple):
     """A request for tokens. `resume` holds the ids that the client has already been shown (int32 column): they are
-    not sent again, and the stream goes on behind them."""
+    not sent again, and the stream goes on behind them.
+
+    `chat`, if not empty, is a chat as JSON (`tokenizer/chat.py` names its keys) and takes the place of `inputs`. With
+    `hide_stop` the text ends before the stop string, and `Texts.held` says what must not be shown yet.
+    """
 
     rid: int
     inputs: str
@@ -141,10 +149,24 @@ class Generate(NamedTuple):
     ignore_eos: bool = False
     resume: bytes = b""
     trace: str = ""
+    chat: bytes = b""
+    hide_stop: bool = False
+
+
+class Prompted(NamedTuple):
+    """A chat has become a prompt and was admitted; comes before its first token, and again after a loss."""
+
+    rid: int
+    prompt_tokens: int
+    characters: int  # of the prompt's text
 
 
 class Texts(NamedTuple):
-    """The tokens of one step for one front end, in columns: request k got counts[k] tokens, in order."""
+    """The tokens of one step for one front end, in columns: request k got counts[k] tokens, in order.
+
+    `held` is empty if nothing is held back. `top_counts` is empty if no request asks for top_n; else token j has
+    top_counts[j] entries in the other top columns, likeliest first.
+    """
 
     rids: bytes  # uint32
     counts: bytes  # uint32
@@ -152,18 +174,25 @@ class Texts(NamedTuple):
     logprobs: bytes  # float32, sum(counts)
     special: bytes  # uint8, sum(counts)
     texts: list[str]  # sum(counts); "" while a character is incomplete
+    held: bytes = b""  # uint32, sum(counts): characters at the end of the text so far that may belong to a stop string
+    top_counts: bytes = b""  # uint32, sum(counts)
+    top_ids: bytes = b""  # int32, sum(top_counts)
+    top_logprobs: bytes = b""  # float32, sum(top_counts)
+    top_special: bytes = b""  # uint8, sum(top_counts)
+    top_texts: list[str] = []  # sum(top_counts): each token decoded by itself
 
 
 class Tokenize(NamedTuple):
-    """Encode only, for the tokenize routes."""
+    """Encode only, for the tokenize routes. `chat` as in Generate."""
 
     rid: int
     inputs: str
     add_special_tokens: bool = True
+    chat: bytes = b""
 
 
 class Tokenized(NamedTuple):
-    """The answer to Tokenize. `starts` and `stops` are UTF-8 byte offsets into `inputs`. `error` is "" on success."""
+    """The answer to Tokenize. `starts` and `stops` are UTF-8 byte offsets into the text. `error` is "" on success."""
 
     rid: int
     ids: bytes  # int32
@@ -171,6 +200,8 @@ class Tokenized(NamedTuple):
     stops: bytes  # int32
     special: bytes  # uint8
     error: str = ""
+    text: str = ""  # what a chat has become; "" if none was given
+    reason: str = Reason.INVALID  # which kind of error, if there is one: that or TEMPLATE
 
 
 class Cancel(NamedTuple):
@@ -208,12 +239,15 @@ class Stop(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of one step for one tokenizer: request rids[k] got counts[k] tokens."""
+    """The tokens of one step for one tokenizer: request rids[k] got counts[k] tokens. Top columns as in Texts."""
 
     rids: bytes  # uint32
     counts: bytes  # uint32
     ids: bytes  # int32, sum(counts)
     logprobs: bytes  # float32, sum(counts)
+    top_counts: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 # --- scheduler <-> worker ---------------------------------------------------------------------------------------------
@@ -263,6 +297,9 @@ class Result(NamedTuple):
     logprobs: bytes  # float32, sum(counts)
     forward_us: int = 0
     error: str = ""
+    top_counts: bytes = b""  # as in Texts
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
 
 
 # The tag of a message is its place in this list: append only.
@@ -282,6 +319,7 @@ MESSAGES: list[type] = [
     Step,
     Result,
     Refused,
+    Prompted,
 ]
 
 codec = Codec(MESSAGES)

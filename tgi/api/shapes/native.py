@@ -1,22 +1,11 @@
-"""Request and response types: the single truth for what a body may look like, in JSON names and in order.
+"""TGI's own routes: what /generate, /generate_stream, / and /tokenize take."""
 
-`expected` in a field's metadata is the name that a shape error gives the type (that of TGI's Rust field).
-A field that may be absent may also be null.
-"""
+from typing import Any, Literal
 
-from typing import Annotated, Any, Literal
-
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tgi.api import float32
-
-FLOAT32_MAX = 3.4028234663852886e38
-
-Float32 = Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX, extra={"expected": "f32"})]
-Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, extra={"expected": "i32"})]
-UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1, extra={"expected": "u32"})]
-Size = Annotated[int, Meta(ge=0, le=2**63 - 1, extra={"expected": "usize"})]
-UInt64 = Annotated[int, Meta(ge=0, extra={"expected": "u64"})]  # msgspec bounds end at 2**63 - 1: checked below
+from tgi.api.shapes.types import Float32, Int32, Size, UInt32, UInt64
 
 
 class Grammar(Struct):
@@ -89,29 +78,3 @@ class TokenizeRequest(GenerateRequest):
     """Body of POST /tokenize; the parameters are looked at for their shape only."""
 
     add_special_tokens: bool | None = None
-
-
-class Info(Struct):
-    """Answer of GET /info: the keys of TGI 3.3.6, then those that 1.4.2 had besides."""
-
-    model_id: str
-    model_sha: str | None
-    model_pipeline_tag: str | None
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_tokens: int
-    max_total_tokens: int
-    validation_workers: int
-    max_client_batch_size: int
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
-    model_dtype: str
-    model_device_type: str
-    max_input_length: int
-    waiting_served_ratio: float
-    max_batch_total_tokens: int
-    max_waiting_tokens: int
-    max_batch_size: int | None

@@ -8,10 +8,10 @@ from tgi.api import accounting, errors
 from tgi.api.calls import Columns, Generation
 from tgi.api.errors import ApiError
 from tgi.api.float32 import render
-from tgi.api.info import Health
+from tgi.api.routes.info import Health
 from tgi.api.serde import Body
 from tgi.api.service import Service
-from tgi.api.shapes import CompatGenerateRequest, GenerateParameters, GenerateRequest
+from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
 from tgi.api.sse import EventStream
 from tgi.api.validation import EARLY, NOT_YET, RULES, Ask, check
 from tgi.kernel.messages import End, Generate, Sampling

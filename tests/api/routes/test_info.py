@@ -83,7 +83,7 @@ def test_a_stall_shows_in_health_but_not_in_the_stage(serve: Any) -> None:
 
 
 def test_an_unexpected_error_tells_the_client_nothing_of_the_code(front: Front, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tgi.api.info.metrics.render", lambda: 1 / 0)
+    monkeypatch.setattr("tgi.api.routes.info.metrics.render", lambda: 1 / 0)
     reply = front.get("/metrics")
     assert reply.status == 500
     assert reply.body == b'{"error":"Internal server error","error_type":"internal"}'

@@ -6,7 +6,7 @@ from falcon.asgi import Request, Response
 import tgi
 from tgi.api import errors
 from tgi.api.service import Service
-from tgi.api.shapes import Info
+from tgi.api.shapes.info import Info
 from tgi.kernel import metrics
 
 

@@ -9,7 +9,7 @@ from tgi.api import errors
 from tgi.api.calls import Encoding
 from tgi.api.serde import Body
 from tgi.api.service import Service
-from tgi.api.shapes import TokenizeRequest
+from tgi.api.shapes.native import TokenizeRequest
 from tgi.kernel.messages import Tokenized
 from tgi.kernel.pack import ints
 
