@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tgi.api.errors import Rejection
+from tgi.api.shapes.types import ShapeError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -17,7 +18,6 @@ SHAPE = "Failed to deserialize the JSON body into the target type: "
 _AT = re.compile(r"^(?P<reason>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 _MISSING = re.compile(r"Object missing required field (?P<name>`.*`)")
-_RANGE = re.compile(r"`(?P<name>\w+)` is out of range")
 _BYTE = re.compile(r"^(?:JSON is malformed: )?(?P<reason>.*) \(byte (?P<byte>\d+)\)$")
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Python refuses integers of thousands of digits; no field takes one, so its size as a float says enough.
@@ -42,26 +42,30 @@ class Body(Generic[T]):
         try:
             return self._decode(body)
         except msgspec.ValidationError as error:
-            raise self._rejection(body, str(error)) from None
+            raise self._rejection(body, error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _syntax(body, error) from None
 
-    def _rejection(self, body: bytes, message: str) -> Rejection:
+    def _rejection(self, body: bytes, error: msgspec.ValidationError) -> Rejection:
         """The answer to a body of the wrong shape, unless it is no JSON behind the place where the shape broke."""
         try:
             msgspec.json.decode(body)
             text = body.decode()
-            found = _AT.match(message)
+            found = _AT.match(str(error))
             assert found is not None
             reason, steps = found["reason"], _steps(found["path"] or "")
-            if out := _RANGE.match(reason):
-                steps.append(out["name"])
+            told = error.__cause__.reason if isinstance(error.__cause__, ShapeError) else ""
+            if isinstance(error.__cause__, ShapeError) and error.__cause__.field:
+                steps.append(error.__cause__.field)
+            whole = len(steps)
+            if (enum := _untagged(self._type, steps)) and not (told and len(steps) == whole):
+                told = f"data did not match any variant of untagged enum {enum}"
             value, end = _locate(text, steps)
-        except (ValueError, RecursionError) as error:
-            return _syntax(body, error)
+        except (ValueError, RecursionError) as broken:
+            return _syntax(body, broken)
         path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
-        where = f" at {_position(text, end)}"
-        return Rejection(422, SHAPE + (f"{path}: " if path else "") + self._reason(reason, steps, value) + where)
+        told = told or self._reason(reason, steps, value)
+        return Rejection(422, f"{SHAPE}{path + ': ' if path else ''}{told} at {_position(text, end)}")
 
     def _reason(self, reason: str, steps: list[str | int], value: Any) -> str:
         if missing := _MISSING.match(reason):
@@ -146,19 +150,44 @@ def _plain(kind: Any) -> Any:
 def _resolve(kind: Any, steps: list[str | int]) -> Any:
     """The type at a path below `kind`."""
     for step in steps:
-        kind = _plain(kind)
-        if isinstance(kind, msgspec.inspect.StructType):
-            kind = next(field.type for field in kind.fields if field.encode_name == step)
-        elif isinstance(kind, msgspec.inspect.ListType):
-            kind = kind.item_type
+        kind = _member(kind, step)
     return kind
 
 
-def _expected(kind: Any) -> str:
+def _member(kind: Any, step: str | int) -> Any:
+    """The type of a member of `kind`."""
+    kind = _plain(kind)
+    if isinstance(kind, msgspec.inspect.StructType):
+        return next(field.type for field in kind.fields if field.encode_name == step)
+    return kind.item_type if isinstance(kind, msgspec.inspect.ListType) else kind
+
+
+def _untagged(kind: Any, steps: list[str | int]) -> str:
+    """The name of the outermost choice between forms that a path leads into, or ""; cuts `steps` back to it."""
+    for at, step in enumerate([*steps, None]):
+        extra = _extra(kind)
+        if "untagged" in extra:
+            del steps[at - 1 if extra.get("owner") else at :]
+            return str(extra["untagged"])
+        if step is not None:
+            kind = _member(kind, step)
+    return ""
+
+
+def _extra(kind: Any) -> dict[str, Any]:
+    """What the metadata of a type say, whether or not it may be null."""
+    found: dict[str, Any] = {}
     while isinstance(kind, (msgspec.inspect.UnionType, msgspec.inspect.Metadata)):
-        if isinstance(kind, msgspec.inspect.Metadata) and kind.extra and "expected" in kind.extra:
-            return str(kind.extra["expected"])
+        if isinstance(kind, msgspec.inspect.Metadata):
+            found = (kind.extra or {}) | found
         kind = _plain(kind) if isinstance(kind, msgspec.inspect.Metadata) else kind.types[0]
+    return found
+
+
+def _expected(kind: Any) -> str:
+    if expected := _extra(kind).get("expected"):
+        return str(expected)
+    kind = _plain(kind)
     if isinstance(kind, msgspec.inspect.StructType):
         return f"struct {kind.cls.__name__}"
     return _NAMES.get(type(kind), "another type")

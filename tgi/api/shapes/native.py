@@ -5,7 +5,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from tgi.api import float32
-from tgi.api.shapes.types import Float32, Int32, Size, UInt32, UInt64
+from tgi.api.shapes.types import Float32, Int32, Size, UInt32, UInt64, check_seed, stop_strings
 
 
 class Grammar(Struct):
@@ -41,8 +41,7 @@ class GenerateParameters(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Floats are rounded to float32 as on TGI's side, so that bounds and draws see the same number."""
-        if self.seed is not None and self.seed >= 2**64:
-            raise ValueError("`seed` is out of range")
+        check_seed(self.seed)
         for name in ("temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p"):
             value = getattr(self, name)
             if value is not None:
@@ -51,9 +50,7 @@ class GenerateParameters(Struct, kw_only=True):
     @property
     def stops(self) -> list[str]:
         """The stop strings as a list."""
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        return stop_strings(self.stop)
 
 
 class GenerateRequest(Struct):
