@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
-from tgi.api.shapes.native import Grammar
+from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.types import Float32, Int32, ShapeError, UInt32, UInt64, check_seed, stop_strings
 
 _BODY = Meta(extra={"untagged": "MessageBody", "owner": True})
@@ -116,7 +116,7 @@ class ChatRequest(Struct, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Annotated[str | NamedTool | None, Meta(extra={"untagged": "ToolTypeDeserializer"})] = None
     tool_prompt: str | None = None
-    response_format: Grammar | None = None
+    response_format: GrammarType | None = None
     # Not TGI's, but what clients of other servers send
     repetition_penalty: Float32 | None = None
     top_k: Int32 | None = None

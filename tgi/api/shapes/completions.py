@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from tgi.api.shapes.chat import StreamOptions
-from tgi.api.shapes.native import Grammar
+from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.types import Float32, Int32, ShapeError, UInt32, UInt64, check_seed, stop_strings
 
 Prompt = Annotated[str | list[str], Meta(extra={"untagged": "PromptDeserializer"})]
@@ -36,7 +36,7 @@ class CompletionRequest(Struct, kw_only=True):
     # Not TGI's, but what clients of other servers send
     top_k: Int32 | None = None
     typical_p: Float32 | None = None
-    response_format: Grammar | None = None
+    response_format: GrammarType | None = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""

@@ -1,43 +1,114 @@
 """TGI's own routes: what /generate, /generate_stream, / and /tokenize take."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Struct
 
 from tgi.api import float32
-from tgi.api.shapes.types import Float32, Int32, Size, UInt32, UInt64, check_seed, stop_strings
+from tgi.api.shapes.types import Float32, Int32, Size, UInt32, UInt64, check_seed, doc, stop_strings
 
 
-class Grammar(Struct):
-    """What the generated text must match."""
+class GrammarType(Struct):
+    """What the generated text must match: a JSON schema, any JSON object, or a regular expression. Where TGI has
+    `value`, OpenAI's clients send `json_schema`."""
 
     type: Literal["json", "json_object", "regex", "json_schema", "text"]
     value: Any = None
     json_schema: Any = None
 
 
-class GenerateParameters(Struct, kw_only=True):
-    """The `parameters` object of the native routes. None means "not given"."""
+class JsonSchemaConfig(Struct):
+    """A JSON schema with a name."""
 
-    best_of: Size | None = None
-    temperature: Float32 | None = None
-    repetition_penalty: Float32 | None = None
-    frequency_penalty: Float32 | None = None
-    top_k: Int32 | None = None
-    top_p: Float32 | None = None
-    typical_p: Float32 | None = None
-    do_sample: bool | None = None
-    max_new_tokens: UInt32 | None = None
-    return_full_text: bool | None = None
-    stop: list[str] | str | None = None
-    truncate: Size | None = None
-    watermark: bool | None = None
-    details: bool | None = None
-    decoder_input_details: bool | None = None
-    seed: UInt64 | None = None
-    top_n_tokens: UInt32 | None = None
-    grammar: Grammar | None = None
-    adapter_id: str | None = None
+    schema: Annotated[Any, doc("The actual JSON schema definition")]
+    name: Annotated[str | None, doc("Optional name identifier for the schema")] = None
+
+
+class GenerateParameters(Struct, kw_only=True):
+    """How to generate. A field that is null counts as absent."""
+
+    best_of: Annotated[
+        Size | None, doc("Generate best_of sequences and return the one if the highest token logprobs.", example=1)
+    ] = None
+    temperature: Annotated[
+        Float32 | None,
+        doc("The value used to module the logits distribution.", example=0.5, exclusiveMinimum=0),
+    ] = None
+    repetition_penalty: Annotated[
+        Float32 | None,
+        doc(
+            "The parameter for repetition penalty. 1.0 means no penalty.\n"
+            "See [this paper](https://arxiv.org/pdf/1909.05858.pdf) for more details.",
+            example=1.03,
+            exclusiveMinimum=0,
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        Float32 | None,
+        doc(
+            "The parameter for frequency penalty. 0.0 means no penalty\n"
+            "Penalize new tokens based on their existing frequency in the text so far,\n"
+            "decreasing the model's likelihood to repeat the same line verbatim.",
+            example=0.1,
+            minimum=-2,
+            maximum=2,
+        ),
+    ] = None
+    top_k: Annotated[
+        Int32 | None,
+        doc(
+            "The number of highest probability vocabulary tokens to keep for top-k-filtering.",
+            example=10,
+            exclusiveMinimum=0,
+        ),
+    ] = None
+    top_p: Annotated[
+        Float32 | None,
+        doc("Top-p value for nucleus sampling. 1.0 means off.", example=0.95, exclusiveMinimum=0, maximum=1),
+    ] = None
+    typical_p: Annotated[
+        Float32 | None,
+        doc(
+            "Typical Decoding mass. 1.0 means off.\nSee [Typical Decoding for Natural Language Generation]"
+            "(https://arxiv.org/abs/2202.00666) for more information.",
+            example=0.95,
+            exclusiveMinimum=0,
+            maximum=1,
+        ),
+    ] = None
+    do_sample: Annotated[
+        bool | None,
+        doc("Activate logits sampling. True where a request has no `parameters` at all.", example=True),
+    ] = None
+    max_new_tokens: Annotated[
+        UInt32 | None,
+        doc("Maximum number of tokens to generate; without it, until the context is full.", example=20, minimum=1),
+    ] = None
+    return_full_text: Annotated[
+        bool | None, doc("Whether to prepend the prompt to the generated text", example=False)
+    ] = None
+    stop: Annotated[
+        list[str] | str | None,
+        doc("Stop generating tokens if a member of `stop` is generated.", example=["photographer"]),
+    ] = None
+    truncate: Annotated[
+        Size | None, doc("Truncate inputs tokens to the given size: the last ones stay.", minimum=1)
+    ] = None
+    watermark: Annotated[
+        bool | None,
+        doc(
+            "Watermarking with [A Watermark for Large Language Models](https://arxiv.org/abs/2301.10226).", example=True
+        ),
+    ] = None
+    details: Annotated[bool | None, doc("Whether to return generation details.")] = None
+    decoder_input_details: Annotated[bool | None, doc("Whether to return decoder input token logprobs and ids.")] = None
+    seed: Annotated[UInt64 | None, doc("Random sampling seed.", example=42)] = None
+    top_n_tokens: Annotated[
+        UInt32 | None,
+        doc("The number of highest probability vocabulary tokens to keep for top-n-filtering.", example=5),
+    ] = None
+    grammar: Annotated[GrammarType | None, doc("What the generated text must match.")] = None
+    adapter_id: Annotated[str | None, doc("Lora adapter id")] = None
 
     def __post_init__(self) -> None:
         """Floats are rounded to float32 as on TGI's side, so that bounds and draws see the same number."""
@@ -56,7 +127,7 @@ class GenerateParameters(Struct, kw_only=True):
 class GenerateRequest(Struct):
     """Body of POST /generate and /generate_stream."""
 
-    inputs: str
+    inputs: Annotated[str, doc(example="My name is Olivier and I")]
     parameters: GenerateParameters | None = None
 
     @property
@@ -68,10 +139,12 @@ class GenerateRequest(Struct):
 class CompatGenerateRequest(GenerateRequest):
     """Body of POST /, where `stream` chooses the form of the answer."""
 
-    stream: bool = False
+    stream: Annotated[bool, doc("Whether to answer token by token")] = False
 
 
 class TokenizeRequest(GenerateRequest):
     """Body of POST /tokenize; the parameters are looked at for their shape only."""
 
-    add_special_tokens: bool | None = None
+    add_special_tokens: Annotated[
+        bool | None, doc("Whether to encode as a prompt, with the tokens that begin and end one; true if absent")
+    ] = None
