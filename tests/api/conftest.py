@@ -34,6 +34,7 @@ from tgi.kernel.messages import (
     Tokenized,
 )
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
+from tgi.kernel.permits import Permits
 from tgi.kernel.settings import Settings
 
 LIMITS = Limits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
@@ -163,6 +164,7 @@ class Front:
             for place in range(settings.validation_workers)
         ]
         self.socket = socket.create_server(("127.0.0.1", 0))
+        self.permits = folder / f"permits-{id(self)}"  # one of its own: this process has several front ends
         self.port = self.socket.getsockname()[1]
         self.router: Router
         self._server: uvicorn.Server
@@ -193,7 +195,7 @@ class Front:
     async def _serve(self) -> None:
         hello = Hello(PROTOCOL, "api", 0, os.urandom(8))
         links = [Link.connect(tokenizer.address, hello) for tokenizer in self.tokenizers]
-        self.router = Router(links, self.settings.max_concurrent_requests)
+        self.router = Router(links, Permits(self.permits, self.settings.max_concurrent_requests))
         service = Service(self.settings, self.router, "m", compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())
         self._server = uvicorn.Server(configure(service))

@@ -43,9 +43,10 @@ def validation(detail: str, *, counted: bool = True) -> ApiError:
     return ApiError(422, "validation", f"Input validation error: {detail}", counted="validation" if counted else "")
 
 
-def overloaded() -> ApiError:
-    """429: as many requests as are allowed are in flight."""
-    return ApiError(429, "overloaded", "Model is overloaded", counted="overloaded", headers={"retry-after": "1"})
+def overloaded(retry_after: int = 1) -> ApiError:
+    """429: as many requests as are allowed are in flight. The client is asked to wait so many seconds."""
+    headers = {"retry-after": str(retry_after)}
+    return ApiError(429, "overloaded", "Model is overloaded", counted="overloaded", headers=headers)
 
 
 def unhealthy(stage: str = "") -> ApiError:

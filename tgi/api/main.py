@@ -15,6 +15,7 @@ from tgi.api.protocol import Protocol
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.kernel.link import Link
+from tgi.kernel.permits import Permits
 from tgi.kernel.process import Process
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,9 @@ async def serve(process: Process) -> None:
         Link.connect(process.address(f"tok-{place}.front"), process.hello())
         for place in range(settings.validation_workers)
     ]
-    # --max-concurrent-requests is the whole server's limit; each front end holds an even share of it.
-    router = Router(links, max(1, settings.max_concurrent_requests // settings.api_workers))
+    limit = settings.max_concurrent_requests
+    permits = Permits(process.run_dir / "permits", limit, home=limit * process.place // settings.api_workers)
+    router = Router(links, permits)
     assert settings.model_id is not None  # the command line has filled in the default
     assert process.listen_fd is not None  # and has taken the port
     service = Service(settings, router, settings.model_id, settings.compute_type)

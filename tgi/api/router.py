@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import math
 import time
 
 from tgi.api import errors
@@ -11,11 +12,14 @@ from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
 from tgi.kernel.messages import Cancel, End, Hello, Limits, Status, Texts, Tokenized
 from tgi.kernel.pack import uints
+from tgi.kernel.permits import Permits
 
 log = logging.getLogger(__name__)
 
 # A request that has lost this many tokenizers without a token in between is what kills them.
 MOST_LOSSES = 3
+# The longest time that a refused client is told to wait, in seconds.
+LONGEST_RETRY = 60
 
 
 class Tokenizer:
@@ -31,12 +35,14 @@ class Tokenizer:
 class Router:
     """Spreads the requests of this process over the tokenizers that are up.
 
-    `limit` is the number of requests that may be in flight here. `attach` watches the links from the running loop;
-    libzmq's descriptor only tells of changes, so each link is read until it is empty, and again after each send.
+    Each generation has one of the server's permits as long as its client waits. `attach` watches the links from the
+    running loop; libzmq's descriptor only tells of changes, so each link is read until it is empty, and again after
+    each send.
     """
 
-    def __init__(self, links: list[Link], limit: int) -> None:
-        self.limit = limit
+    def __init__(self, links: list[Link], permits: Permits) -> None:
+        self._permits = permits
+        self._admitted = 0  # permits of generations that will be submitted before this turn of the loop ends
         self.limits: Limits | None = None  # known once a worker has been ready
         self.tokenizers = [Tokenizer(link) for link in links]
         self._rids = itertools.count(1)
@@ -72,15 +78,39 @@ class Router:
         best = max(stages, key=lambda status: (status.ready, status.percent))
         return f"{best.stage or 'starting'} {best.percent}%"
 
-    def admit(self) -> None:
-        """Raises ApiError if one more request cannot be taken: not ready yet, or too many in flight."""
+    @property
+    def retry_after(self) -> int:
+        """Seconds until there should be permits: until the next request ends and those that wait now have begun."""
+        waits = [t.status.end_ms + t.status.wait_ms for t in self.tokenizers if t.status is not None]
+        return min(max(1, math.ceil(max(waits, default=0) / 1000)), LONGEST_RETRY)
+
+    def admit(self, count: int = 1) -> None:
+        """Takes permits for so many generations, to be submitted before anything is awaited: what is left of them when
+        the loop turns goes back. Raises ApiError if they cannot be taken: not ready yet, or too many in flight."""
         if not self._was_ready:
             raise errors.unhealthy(self.stage)
-        if self._wanted >= self.limit:
-            raise errors.overloaded()
+        missing = count - self._admitted
+        if missing > 0:
+            if not self._permits.take(missing):
+                raise errors.overloaded(self.retry_after)
+            self._admitted = count
+        if self._loop is not None:
+            self._loop.call_soon(self._give_rest)
+
+    def _give_rest(self) -> None:
+        self._permits.give(self._admitted)
+        self._admitted = 0
 
     def submit(self, call: Call) -> None:
-        """Gives a request to the tokenizer that has the fewest, or keeps it until one is up."""
+        """Gives a request to the tokenizer that has the fewest, or keeps it until one is up.
+
+        Raises ApiError if there is no permit for a generation.
+        """
+        if isinstance(call, Generation):
+            if self._admitted:
+                self._admitted -= 1
+            elif not self._permits.take():
+                raise errors.overloaded(self.retry_after)
         self._wanted += 1
         self._place(call)
         self._pump_soon()
@@ -212,6 +242,8 @@ class Router:
     def _unwanted(self, call: Call) -> None:
         call.wanted = False
         self._wanted -= 1
+        if isinstance(call, Generation):
+            self._permits.give()
 
     def _lost(self, tokenizer: Tokenizer, peer: Peer) -> None:
         """What the dead process had is submitted again, to another one or to its successor."""

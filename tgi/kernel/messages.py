@@ -74,6 +74,7 @@ class Status(NamedTuple):
     queued: int = 0
     running: int = 0
     wait_ms: int = 0  # predicted time in the queue of a request that came now
+    end_ms: int = 0  # mean time from the end of one request to the next, of late
 
 
 class Sampling(NamedTuple):
