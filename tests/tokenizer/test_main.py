@@ -14,7 +14,7 @@ import pytest
 import zmq
 from tokenizers import Tokenizer
 
-from tests.tokenizer.test_pool import READY, ends, shown
+from tests.tokenizer.house import READY, ends, shown
 from tgi.kernel.link import Link
 from tgi.kernel.messages import (
     PROTOCOL,

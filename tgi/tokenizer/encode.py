@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
-from tgi.kernel.messages import Tokenized
+from tgi.kernel.messages import Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.tokenizer.chat import Chats
+from tgi.tokenizer.template import TemplateError
 from tgi.tokenizer.vocabulary import Vocabulary
 
 
@@ -12,10 +14,48 @@ class EncodeError(Exception):
 
 
 class Prompt(NamedTuple):
-    """The ids of a prompt, as an int32 column, and how many."""
+    """The ids of a prompt, as an int32 column, how many, and how many characters the text had."""
 
     ids: bytes
     tokens: int
+    characters: int
+
+
+class Refusal(NamedTuple):
+    """Why there is no prompt, for the client: `reason` is INVALID or TEMPLATE."""
+
+    reason: Reason
+    message: str
+
+
+class Encoder:
+    """What is asked of a tokenizer, texts and chats, to ids. May be called from any thread."""
+
+    def __init__(self, vocabulary: Vocabulary, chats: Chats) -> None:
+        self._vocabulary = vocabulary
+        self._chats = chats
+
+    def prompt(self, asked: Generate) -> Prompt | Refusal:
+        """The prompt of a request. A chat's template writes the special tokens itself."""
+        try:
+            if asked.chat:
+                return prompt(self._vocabulary, self._chats.text(asked.chat), False, asked.truncate)
+            return prompt(self._vocabulary, asked.inputs, asked.add_special_tokens, asked.truncate)
+        except EncodeError as error:
+            return Refusal(Reason.INVALID, str(error))
+        except TemplateError as error:
+            return Refusal(Reason.TEMPLATE, str(error))
+
+    def tokenized(self, asked: Tokenize) -> Tokenized:
+        """The answer to a Tokenize."""
+        if not asked.chat:
+            return tokenized(self._vocabulary, asked.rid, asked.inputs, asked.add_special_tokens)
+        try:
+            text = self._chats.text(asked.chat)
+        except TemplateError as error:
+            return Tokenized(asked.rid, b"", b"", b"", b"", str(error), reason=Reason.TEMPLATE)
+        answer = tokenized(self._vocabulary, asked.rid, text, False)
+        return answer if answer.error else answer._replace(text=text)
 
 
 def prompt(vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate: int | None) -> Prompt:
@@ -28,7 +68,7 @@ def prompt(vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate
     ids = encoding.ids
     if truncate is not None and truncate < len(ids):
         ids = ids[len(ids) - truncate :]
-    return Prompt(pack(INT32, ids), len(ids))
+    return Prompt(pack(INT32, ids), len(ids), len(text))
 
 
 def tokenized(vocabulary: Vocabulary, rid: int, text: str, add_special_tokens: bool) -> Tokenized:

@@ -11,6 +11,7 @@ from typing import Any
 from tgi.hub.card import read_card
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
+from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.pool import Job, Pool
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -60,7 +61,7 @@ def main(process: Process) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
     process.state("starting", "loading the tokenizer")
     card = read_card(process.settings.model_dir)
-    pool = Pool(Vocabulary.load(card))
+    pool = Pool(Vocabulary.load(card), Chats.load(card))
     hello = process.hello(card.fingerprint)
     front = Link.bind(process.address(f"tok-{process.place}.front"), hello)
     down = Link.connect(process.address("sched-0.front"), hello)

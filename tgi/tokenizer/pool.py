@@ -5,6 +5,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from tgi.kernel import metrics
@@ -15,6 +16,7 @@ from tgi.kernel.messages import (
     Generate,
     Hello,
     Limits,
+    Prompted,
     Reason,
     Status,
     Stop,
@@ -24,13 +26,16 @@ from tgi.kernel.messages import (
     Tokens,
 )
 from tgi.kernel.pack import UINT32, ints, uints
-from tgi.tokenizer import encode, limits
+from tgi.tokenizer import limits
+from tgi.tokenizer.chat import Chats
+from tgi.tokenizer.encode import Encoder, Refusal
 from tgi.tokenizer.request import Request, Stage
 from tgi.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
-# A text of more characters than this (some 3 ms) is encoded in a thread: the streams of others go on meanwhile.
+# A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
+# others go on meanwhile.
 LONG_TEXT = 8 << 10
 NO_SCHEDULER = "waiting for the scheduler"
 
@@ -74,9 +79,10 @@ class Pool:
     both have come.
     """
 
-    def __init__(self, vocabulary: Vocabulary, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, vocabulary: Vocabulary, chats: Chats, clock: Callable[[], float] = time.monotonic) -> None:
         self.jobs: deque[Job] = deque()
         self._vocabulary = vocabulary
+        self._encoder = Encoder(vocabulary, chats)
         self._clock = clock
         self._apis: dict[Peer, dict[int, Request]] = {}  # of each api, by its own rid, until the End is sent
         self._requests: dict[int, Request] = {}  # by our rid
@@ -139,20 +145,10 @@ class Pool:
         request = Request(self._rid, api, asked, self._clock())
         self._requests[request.rid] = request
         self._apis[api][asked.rid] = request
-
-        def prompt() -> encode.Prompt | encode.EncodeError:
-            try:
-                return encode.prompt(self._vocabulary, asked.inputs, asked.add_special_tokens, asked.truncate)
-            except encode.EncodeError as error:
-                return error
-
-        self._start(len(asked.inputs), Job(request, prompt))
+        self._start(len(asked.inputs) + len(asked.chat), Job(request, partial(self._encoder.prompt, asked)))
 
     def _tokenize(self, api: Peer, asked: Tokenize) -> None:
-        def tokens() -> Tokenized:
-            return encode.tokenized(self._vocabulary, asked.rid, asked.inputs, asked.add_special_tokens)
-
-        self._start(len(asked.inputs), Job(api, tokens))
+        self._start(len(asked.inputs) + len(asked.chat), Job(api, partial(self._encoder.tokenized, asked)))
 
     def _start(self, length: int, job: Job) -> None:
         if length > LONG_TEXT:
@@ -166,12 +162,10 @@ class Pool:
             self._send(key, result)
         elif key.rid not in self._requests:
             log.debug("a request left while it was encoded")
-        elif isinstance(result, encode.EncodeError):
-            self._finish(key, Reason.INVALID, str(result))
+        elif isinstance(result, Refusal):
+            self._finish(key, result.reason, result.message)
         else:
-            key.prompt = result
-            key.asked = key.asked._replace(inputs="")  # may be megabytes, and is not needed any more
-            key.stage = Stage.HELD
+            key.encoded(result)
             if self._limits is not None:
                 self._admit(key, self._limits)
 
@@ -261,6 +255,8 @@ class Pool:
             self._finish(request, Reason.INVALID, problem)
             return
         request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked))
+        if request.chats:
+            self._send(request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters))
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
         if request.reason is not None:  # the ids of an earlier life are all that was asked for

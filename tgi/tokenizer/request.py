@@ -29,8 +29,8 @@ class Request:
     """
 
     __slots__ = (
-        "_decoder", "_stop", "api", "asked", "generated", "max_new_tokens", "prompt", "reason", "received", "rid",
-        "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
+        "_decoder", "_stop", "api", "asked", "chats", "generated", "max_new_tokens", "prompt", "reason", "received",
+        "rid", "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -40,7 +40,8 @@ class Request:
         self.received = received  # seconds on this process's clock
         self.submitted = received
         self.stage = Stage.ENCODING
-        self.prompt = Prompt(b"", 0)
+        self.chats = bool(asked.chat)
+        self.prompt = Prompt(b"", 0, 0)
         self.max_new_tokens = 0
         self.stop_ids: frozenset[int] = frozenset()
         self.validation_us = 0
@@ -50,6 +51,12 @@ class Request:
         self.reason: Reason | None = None
         self._stop = StopMatcher(asked.stop) if any(asked.stop) else None
         self._decoder: Decoder | None = None
+
+    def encoded(self, prompt: Prompt) -> None:
+        """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
+        self.stage = Stage.HELD
+        self.prompt = prompt
+        self.asked = self.asked._replace(inputs="", chat=b"")
 
     def begin(self, vocabulary: Vocabulary, max_new_tokens: int) -> None:
         """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent."""

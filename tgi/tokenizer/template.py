@@ -1,7 +1,8 @@
 """Chat templates: messages to prompt text, in Jinja2's sandbox with the settings that models are trained with."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -13,10 +14,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from tgi.tokenizer.traits import Traits, traits
+
 Message = Mapping[str, Any]
 
 # Marks the end of the message that is to be continued. The space shows whether the template trims messages.
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+# A template is the model owner's program. One that writes for ever is stopped here; one that loops without writing, or
+# allocates gigabytes in one expression, is not.
+MAX_CHARACTERS = 16 << 20
+MAX_SECONDS = 10.0
 
 
 class TemplateError(Exception):
@@ -31,6 +38,7 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
         self._environment = _environment()
         self._compiled: dict[str, Template] = {}  # of the model's own
+        self._traits: dict[str, Traits] = {}
 
     def source(self, tools: bool = False) -> str:
         """The template for a chat with or without tools. Raises TemplateError if the model has none."""
@@ -38,6 +46,17 @@ class ChatTemplates:
         if name not in self._sources:
             raise TemplateError("template not found")
         return self._sources[name]
+
+    def traits(self, tools: bool = False) -> Traits:
+        """What the template for a chat with or without tools expects. Raises TemplateError as `render` does."""
+        source = self.source(tools)
+        found = self._traits.get(source)
+        if found is None:
+            try:
+                found = self._traits[source] = traits(self._environment.parse(source))
+            except TemplateSyntaxError as error:
+                raise _syntax_error(error) from error
+        return found
 
     def render(
         self,
@@ -74,9 +93,11 @@ class ChatTemplates:
 
     def _run(self, source: str, variables: dict[str, Any]) -> str:
         try:
-            return self._compile(source).render(variables)
+            return _bounded(self._compile(source).generate(variables))
         except TemplateSyntaxError as error:
-            raise TemplateError(f"syntax error: {error.message} (in <string>:{error.lineno})") from error
+            raise _syntax_error(error) from error
+        except TemplateError:
+            raise
         except _Raised as error:
             line = _line(error)
             raise TemplateError(f"syntax error: {error.message} (in <string>:{line})") from error
@@ -138,6 +159,26 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["namespace"] = _Namespace
     return environment
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """The pieces of a text as one. Raises TemplateError if there is no end of them."""
+    written: list[str] = []
+    size = 0
+    end = time.monotonic() + MAX_SECONDS
+    for piece in pieces:
+        written.append(piece)
+        size += len(piece)
+        if size > MAX_CHARACTERS or time.monotonic() > end:
+            raise TemplateError(
+                f"the template has written {size} characters and goes on; it may write {MAX_CHARACTERS} in "
+                f"{MAX_SECONDS:.0f} seconds"
+            )
+    return "".join(written)
+
+
+def _syntax_error(error: TemplateSyntaxError) -> TemplateError:
+    return TemplateError(f"syntax error: {error.message} (in <string>:{error.lineno})")
 
 
 def _tojson(

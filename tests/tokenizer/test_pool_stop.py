@@ -1,0 +1,83 @@
+"""Stop strings in the pool: the text is cut, the scheduler hears at once, the api gets one End."""
+
+from tests.tokenizer.house import API, EOS, House, ends, ids_of, shown
+from tests.tokenizer.vocabularies import byte_level
+from tgi.kernel.messages import Cancel, Reason, Stop
+
+
+def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
+    house = House()
+    plain = [piece for piece in byte_level().pieces if isinstance(piece, str) and "<" not in piece]
+    word = max(plain, key=len)
+    assert len(word) >= 4
+    add = house.ask(9, stop=["nowhere", "x" + word[:2]])
+    number = byte_level().pieces.index(word)
+    house.tokens((add.rid, ids_of("of")))
+    house.tokens((add.rid, ids_of("x")), (add.rid, [number]))
+    said = house.said(API)
+    assert shown(said, 9) == ([*ids_of("of"), *ids_of("x"), number], "ofx" + word[:2])
+    (end,) = ends(said)
+    assert (end.reason, end.text) == (Reason.STOP, "ofx" + word[:2])
+    assert end.generated_tokens == len(ids_of("of")) + 2
+    assert house.said(house.scheduler) == [Stop(add.rid)]
+    house.tokens((add.rid, [number]))
+    house.pool.handle(API, Cancel(9))
+    assert (house.said(API), house.said(house.scheduler)) == ([], [])
+    assert not house.pool.idle
+    house.end(add.rid, Reason.STOP)
+    assert house.said(API) == []
+    assert house.pool.idle
+
+
+def test_tokens_after_the_stop_in_the_same_row_are_not_billed() -> None:
+    house = House()
+    add = house.ask(9, stop=["b"])
+    house.tokens((add.rid, ids_of("a") + ids_of("b") + ids_of("c")))
+    said = house.said(API)
+    assert shown(said, 9) == (ids_of("a") + ids_of("b"), "ab")
+    assert ends(said)[0].generated_tokens == 2
+
+
+def test_length_and_eos_come_before_a_stop_string() -> None:
+    house = House()
+    add = house.ask(1, max_new_tokens=2, stop=["b", "<|eos|>"])
+    house.tokens((add.rid, ids_of("a") + ids_of("b")))
+    assert shown(house.said(API), 1)[1] == "ab"
+    house.tokens((add.rid, ids_of("c")))  # more than was asked for
+    house.end(add.rid, Reason.LENGTH)
+    (end,) = house.said(API)
+    assert (end.reason, end.text) == (Reason.LENGTH, "ab")
+    add = house.ask(2, stop=["<|eos|>"])
+    house.tokens((add.rid, [EOS]))
+    house.end(add.rid, Reason.EOS)
+    assert [end.reason for end in ends(house.said(API))] == [Reason.EOS]
+
+
+def test_the_prompt_is_not_searched_and_specials_are() -> None:
+    house = House()
+    add = house.ask(1, "stop here", stop=["stop", "<|user|>"])
+    house.tokens((add.rid, ids_of("a")))
+    assert ends(house.said(API)) == []
+    house.tokens((add.rid, ids_of("<|user|>")))
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.text) == (Reason.STOP, "a")
+
+
+def test_ignore_eos_sends_no_stop_ids_and_goes_on() -> None:
+    house = House()
+    add = house.ask(1, ignore_eos=True)
+    assert add.stop_ids == b""
+    house.tokens((add.rid, [EOS]), (add.rid, ids_of("a")))
+    assert shown(house.said(API), 1) == ([EOS, *ids_of("a")], "<|eos|>a")
+
+
+def test_an_unfinished_character_is_never_shown() -> None:
+    house = House()
+    add = house.ask(1)
+    emoji = ids_of("👍")
+    assert len(emoji) > 1
+    house.tokens((add.rid, ids_of("a") + emoji[:-1]))
+    house.end(add.rid)
+    said = house.said(API)
+    assert shown(said, 1)[1] == "a"
+    assert ends(said)[0].text == "a"
