@@ -180,7 +180,7 @@ def _extra(kind: Any) -> dict[str, Any]:
     while isinstance(kind, (msgspec.inspect.UnionType, msgspec.inspect.Metadata)):
         if isinstance(kind, msgspec.inspect.Metadata):
             found = (kind.extra or {}) | found
-        kind = _plain(kind) if isinstance(kind, msgspec.inspect.Metadata) else kind.types[0]
+        kind = kind.type if isinstance(kind, msgspec.inspect.Metadata) else kind.types[0]
     return found
 
 

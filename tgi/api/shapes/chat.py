@@ -6,7 +6,24 @@ import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from tgi.api.shapes.native import GrammarType
-from tgi.api.shapes.types import Float32, Int32, ShapeError, UInt32, UInt64, check_seed, stop_strings
+from tgi.api.shapes.openai import (
+    FrequencyPenalty,
+    LogitBias,
+    MaxTokens,
+    Model,
+    N,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Stream,
+    StreamOptions,
+    Temperature,
+    TopK,
+    TopP,
+    TypicalP,
+)
+from tgi.api.shapes.types import ShapeError, UInt32, check_seed, doc, stop_strings
 
 _BODY = Meta(extra={"untagged": "MessageBody", "owner": True})
 
@@ -29,6 +46,10 @@ class ImageChunk(Struct, tag_field="type", tag="image_url"):
     image_url: Url
 
 
+MessageChunk = Annotated[TextChunk | ImageChunk, Meta(title="MessageChunk")]
+MessageContent = Annotated[str | list[MessageChunk], Meta(title="MessageContent")]
+
+
 class FunctionDefinition(Struct, omit_defaults=True):
     """A function that may be called (`parameters` is its JSON schema), or one that was (`arguments`). TGI takes both
     names for either."""
@@ -42,7 +63,7 @@ class FunctionDefinition(Struct, omit_defaults=True):
 class Tool(Struct):
     """What the model may call."""
 
-    type: str
+    type: Annotated[str, doc(example="function")]
     function: FunctionDefinition
 
 
@@ -62,9 +83,9 @@ class ToolCall(Struct):
 class Message(Struct, omit_defaults=True):
     """One turn of a chat."""
 
-    role: str
-    content: Annotated[str | list[TextChunk | ImageChunk] | None, _BODY] = None
-    name: str | None = None
+    role: Annotated[str, doc(example="user")]
+    content: Annotated[MessageContent | None, _BODY] = None
+    name: Annotated[str | None, doc(example="David")] = None
     tool_calls: Annotated[list[ToolCall] | None, _BODY] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -88,42 +109,90 @@ class NamedTool(Struct):
     type: Literal["function"] = "function"
 
 
-class StreamOptions(Struct):
-    """What a stream tells besides tokens."""
-
-    include_usage: bool | None = None
+ToolChoice = Annotated[
+    str | NamedTool,
+    Meta(
+        title="ToolChoice",
+        description="`none`: no tool is called. `auto`: the model chooses between a message and one or more calls. "
+        "`required`: it calls at least one. Any other string, or an object, names the function that it must call.\n"
+        "<https://platform.openai.com/docs/guides/function-calling/configuring-function-calling-behavior-using-the-"
+        "tool_choice-parameter>",
+        examples=["auto"],
+        extra={"untagged": "ToolTypeDeserializer"},
+    ),
+]
 
 
 class ChatRequest(Struct, kw_only=True):
     """Body of POST /v1/chat/completions and /chat_tokenize."""
 
-    messages: list[Message]
-    model: str | None = None
-    max_tokens: UInt32 | None = None
-    max_completion_tokens: UInt32 | None = None  # OpenAI's newer name
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
-    seed: UInt64 | None = None
-    stop: list[str] | str | None = None
-    stream: bool | None = None
+    messages: Annotated[
+        list[Message],
+        doc(
+            "A list of messages comprising the conversation so far.",
+            example=[{"role": "user", "content": "What is Deep Learning?"}],
+        ),
+    ]
+    model: Model = None
+    max_tokens: MaxTokens = None
+    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.")] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    seed: Seed = None
+    stop: Stop = None
+    stream: Stream = None
     stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
-    top_logprobs: UInt32 | None = None
-    frequency_penalty: Float32 | None = None
-    presence_penalty: Float32 | None = None
-    logit_bias: list[Float32] | dict[str, Float32] | None = None
-    n: UInt32 | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Annotated[str | NamedTool | None, Meta(extra={"untagged": "ToolTypeDeserializer"})] = None
-    tool_prompt: str | None = None
+    logprobs: Annotated[
+        bool | None,
+        doc(
+            "Whether to return log probabilities of the output tokens or not. If true, returns the log probabilities "
+            "of each output token returned in the content of message.",
+            example=False,
+        ),
+    ] = None
+    top_logprobs: Annotated[
+        UInt32 | None,
+        doc(
+            "An integer between 0 and 5 specifying the number of most likely tokens to return at each token position, "
+            "each with an associated log probability. logprobs must be set to true if this parameter is used.",
+            example=5,
+        ),
+    ] = None
+    frequency_penalty: FrequencyPenalty = None
+    presence_penalty: PresencePenalty = None
+    logit_bias: LogitBias = None
+    n: N = None
+    tools: Annotated[
+        list[Tool] | None,
+        doc(
+            "A list of tools the model may call. Currently, only functions are supported as a tool. Use this to "
+            "provide a list of functions the model may generate JSON inputs for."
+        ),
+    ] = None
+    tool_choice: ToolChoice | None = None
+    tool_prompt: Annotated[
+        str | None,
+        doc(
+            "A prompt to be appended before the tools",
+            example="Given the functions available, please respond with a JSON for a function call with its proper "
+            "arguments that best answers the given prompt. Respond in the format {name: function name, parameters: "
+            "dictionary of argument name and its value}.Do not use variables.",
+        ),
+    ] = None
     response_format: GrammarType | None = None
     # Not TGI's, but what clients of other servers send
-    repetition_penalty: Float32 | None = None
-    top_k: Int32 | None = None
-    typical_p: Float32 | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    repetition_penalty: RepetitionPenalty = None
+    top_k: TopK = None
+    typical_p: TypicalP = None
+    add_generation_prompt: Annotated[
+        bool | None, doc("Whether the prompt ends with what begins the assistant's turn")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, doc("Whether the answer goes on with the last message instead of beginning a new one")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, doc("Variables for the model's chat template", example={"enable_thinking": False})
+    ] = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""

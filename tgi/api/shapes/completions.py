@@ -4,38 +4,62 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tgi.api.shapes.chat import StreamOptions
 from tgi.api.shapes.native import GrammarType
-from tgi.api.shapes.types import Float32, Int32, ShapeError, UInt32, UInt64, check_seed, stop_strings
+from tgi.api.shapes.openai import (
+    FrequencyPenalty,
+    LogitBias,
+    MaxTokens,
+    Model,
+    N,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Stream,
+    StreamOptions,
+    Temperature,
+    TopK,
+    TopP,
+    TypicalP,
+)
+from tgi.api.shapes.types import ShapeError, UInt32, check_seed, doc, stop_strings
 
-Prompt = Annotated[str | list[str], Meta(extra={"untagged": "PromptDeserializer"})]
+Prompt = Annotated[
+    str | Annotated[list[str], doc(minItems=1)], Meta(title="Prompt", extra={"untagged": "PromptDeserializer"})
+]
 
 
 class CompletionRequest(Struct, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
-    model: str | None = None
-    max_tokens: UInt32 | None = None
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
-    stream: bool | None = None
-    seed: UInt64 | None = None
-    suffix: str | None = None
-    repetition_penalty: Float32 | None = None
-    frequency_penalty: Float32 | None = None
-    stop: list[str] | str | None = None
+    model: Model = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    stream: Stream = None
+    seed: Seed = None
+    suffix: Annotated[
+        str | None, doc("The text to append to the prompt. It is not supported: any but null is refused with a 422.")
+    ] = None
+    repetition_penalty: RepetitionPenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    stop: Stop = None
     # OpenAI's; TGI ignores them
-    n: UInt32 | None = None
-    best_of: UInt32 | None = None
-    logprobs: UInt32 | None = None
-    echo: bool | None = None
-    presence_penalty: Float32 | None = None
-    logit_bias: list[Float32] | dict[str, Float32] | None = None
+    n: N = None
+    best_of: Annotated[
+        UInt32 | None, doc("Generate so many completions of each prompt and return the likeliest `n`.", example=2)
+    ] = None
+    logprobs: Annotated[
+        UInt32 | None, doc("Return the log probabilities of the tokens, and so many of the likeliest at each place.")
+    ] = None
+    echo: Annotated[bool | None, doc("Whether the prompt comes back before the completion")] = None
+    presence_penalty: PresencePenalty = None
+    logit_bias: LogitBias = None
     stream_options: StreamOptions | None = None
     # Not TGI's, but what clients of other servers send
-    top_k: Int32 | None = None
-    typical_p: Float32 | None = None
+    top_k: TopK = None
+    typical_p: TypicalP = None
     response_format: GrammarType | None = None
 
     def __post_init__(self) -> None:

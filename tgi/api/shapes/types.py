@@ -3,7 +3,9 @@ document says about it.
 
 In a type's metadata, `expected` is the name that a shape error gives it (that of TGI's Rust field). `untagged` marks a
 choice between forms: an error anywhere inside it names that enum and not the place, since no form is the one that was
-meant; with `owner` the error is the enclosing object's. A `title` gives a type that is no Struct a name in the document.
+meant; with `owner` the error is the enclosing object's.
+
+A `title` gives a type that is no Struct its name in the document.
 """
 
 from typing import Annotated, Any
