@@ -1,5 +1,6 @@
 """The engine with a toy model: chunks, resumption, reused slots, shared pages and steps ahead change nothing."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from tests.worker.test_sampling import draws
 from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Limits, Result, Sampling, encode
-from tgi.kernel.pack import floats, ints
+from tgi.kernel.pack import floats, ints, uints
 from tgi.worker.batch import Batch, KVShape
 from tgi.worker.engine import TorchEngine
 from tgi.worker.noise import Noise
@@ -73,9 +74,9 @@ def expected(prompt: list[int], count: int, sampling: Sampling) -> tuple[list[in
     """The tokens of a request that nothing disturbs, without engine and pages."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
-        token, logprob = sample(toy_logits(ids)[None], draws([sampling], [ids]), Noise(VOCAB, CPU))
-        ids.append(int(token))
-        logprobs.append(float(logprob))
+        drawn = sample(toy_logits(ids)[None], draws([sampling], [ids]), Noise(VOCAB, CPU))
+        ids.append(int(drawn.ids))
+        logprobs.append(float(drawn.logprobs))
     return ids[len(prompt) :], logprobs
 
 
@@ -165,6 +166,49 @@ def test_many_requests_of_all_kinds_share_steps_slots_and_pages() -> None:
     take([0, 2, 3, 1], step(7, [(3, 12, 1, 1), (2, 5, 1, 1), (0, 7, 1, 1), (1, 8, 1, 1)]))
     assert [len(ids) for ids in got] == [5, 3, 6, 4]
     assert [ids[: len(mine)] for mine, ids in zip(got, want, strict=True)] == got
+
+
+def tops(result: Result) -> list[list[tuple[int, float]]]:
+    assert result.error == ""
+    entries = list(zip(ints(result.top_ids), floats(result.top_logprobs), strict=True))
+    ends = np.cumsum([0, *uints(result.top_counts)])
+    return [entries[begin:end] for begin, end in pairwise(ends)]
+
+
+def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
+    """Beside a row that does not ask and one that does not draw; after a resumption; gone with the slot's occupant."""
+    asking = Sampling(2, temperature=1.5, top_k=9, top_n=3)
+    ids, logprobs = expected(PROMPT, 3, asking)
+    news = [slot(0, PROMPT), slot(1, PROMPT, encode(asking)), slot(2, PROMPT, encode(asking))]
+    pages = [(at, at * 4 + n) for at in range(3) for n in range(4)]
+    engine = make_engine()
+    result = engine.collect(engine.launch(step(1, [(0, 0, 9, 1), (2, 0, 4, 0), (1, 0, 9, 1)], news, pages)))
+    none, first = tops(result)
+    assert none == []
+    assert len(first) == 3
+    assert [value for _, value in first] == sorted((value for _, value in first), reverse=True)
+    assert dict(first).get(ids[0], logprobs[0]) == logprobs[0]
+    second, none = tops(engine.collect(engine.launch(step(2, [(1, 9, 1, 1), (0, 9, 1, 1)]))))
+    assert none == []
+    # In another slot of another engine, behind the ids so far, at the same place with the same bits.
+    engine = make_engine()
+    back = slot(3, [*PROMPT, ids[0]], encode(asking))
+    again = engine.collect(engine.launch(step(1, [(3, 0, 10, 1)], [back], [(3, n) for n in range(20, 24)])))
+    assert tops(again) == [second]
+    plain = engine.collect(engine.launch(step(2, [(3, 0, 9, 1)], [slot(3, PROMPT)], [(3, n) for n in range(4)])))
+    assert (plain.top_counts, plain.top_ids, plain.top_logprobs) == (b"", b"", b"")
+
+
+def test_the_answers_of_one_seed_differ() -> None:
+    samplings = [Sampling(5, temperature=2.0, choice=choice) for choice in range(3)]
+    want = [expected(PROMPT, 8, sampling)[0] for sampling in samplings]
+    assert len({tuple(ids) for ids in want}) == 3
+    engine = make_engine()
+    news = [slot(at, PROMPT, encode(sampling)) for at, sampling in enumerate(samplings)]
+    pages = [(at, at * 6 + n) for at in range(3) for n in range(6)]
+    drawn = [go(engine, step(1, [(at, 0, 9, 1) for at in range(3)], news, pages))]
+    drawn += [go(engine, step(at + 2, [(row, 9 + at, 1, 1) for row in range(3)])) for at in range(7)]
+    assert [list(ids) for ids in zip(*drawn, strict=True)] == want
 
 
 def test_only_the_rows_asked_for_draw() -> None:

@@ -12,7 +12,8 @@ CPU = torch.device("cpu")
 
 def uniform(seeds: list[int], positions: list[int], vocab: int, choice: int = 0) -> NDArray[np.float64]:
     """The uniform numbers behind the exponentials, [n, vocab]."""
-    row_keys = torch.from_numpy(keys(np.array(seeds, np.uint64), np.array(positions, np.int64), choice))
+    choices = np.full(len(seeds), choice, np.uint64)
+    row_keys = torch.from_numpy(keys(np.array(seeds, np.uint64), np.array(positions, np.int64), choices))
     noise = Noise(vocab, CPU)
     parts = [noise.exponentials(row_keys[at : at + noise.rows]).clone() for at in range(0, len(seeds), noise.rows)]
     exponentials = torch.cat(parts).double().numpy()
@@ -39,7 +40,9 @@ def test_uniform_over_ids_positions_and_seeds(seed: int) -> None:
 def test_neighbours_are_independent() -> None:
     base = uniform([5, 5, 6, 5], [10, 11, 10, 10], 49152)
     other = uniform([5], [10], 49152, choice=1)
-    pairs = [(base[0], base[1]), (base[0], base[2]), (base[0], other[0]), (base[0, :-1], base[0, 1:])]
+    third = uniform([5], [10], 49152, choice=2)
+    pairs = [(base[0], base[1]), (base[0], base[2]), (base[0, :-1], base[0, 1:])]
+    pairs += [(base[0], other[0]), (base[0], third[0]), (other[0], third[0])]
     for one, two in pairs:
         assert abs(np.corrcoef(one, two)[0, 1]) * np.sqrt(one.size) < 5
         joint, _, _ = np.histogram2d(one, two, 8, [[0, 1], [0, 1]])
@@ -66,11 +69,14 @@ def test_a_number_depends_on_its_key_and_id_alone() -> None:
 
 def test_known_values() -> None:
     """The hash is part of what makes seeds repeatable over releases: these numbers must never change."""
-    row_keys = keys(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 1000], np.int64))
+    seeds, positions = np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 1000], np.int64)
+    row_keys = keys(seeds, positions, np.zeros(3, np.uint64))
     assert row_keys.tolist() == KEYS
+    assert keys(seeds, positions, np.array([1, 0, 7], np.uint64)).tolist() == [OTHERS[0], KEYS[1], OTHERS[1]]
     drawn = Noise(5, CPU).exponentials(torch.from_numpy(row_keys[1:2]))[0]
     assert drawn.tolist() == pytest.approx(DRAWN, rel=1e-6)
 
 
 KEYS = [[1293516399, -1492722385], [-698682850, -369270711], [1695124641, -997122386]]
+OTHERS = [[-1765376928, 791848836], [-1095301512, 542043015]]
 DRAWN = [0.31832355260849, 3.3910062313079834, 0.43463224172592163, 0.3508296608924866, 1.6298506259918213]

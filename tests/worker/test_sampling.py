@@ -33,14 +33,16 @@ def draws(samplings: Sequence[Sampling], histories: Sequence[list[int]]) -> Draw
         column("top_p", np.float64),
         column("repetition_penalty", np.float32),
         column("seed", np.uint64),
+        column("choice", np.uint64),
+        column("top_n", np.int64),
         np.array([len(ids) for ids in histories]),
         history,
     )
 
 
 def run(logits: torch.Tensor, samplings: Sequence[Sampling], histories: Sequence[list[int]]) -> tuple[Any, Any]:
-    ids, logprobs = sample(logits.clone(), draws(samplings, histories), Noise(logits.shape[1], CPU))
-    return ids, logprobs
+    drawn = sample(logits.clone(), draws(samplings, histories), Noise(logits.shape[1], CPU))
+    return drawn.ids, drawn.logprobs
 
 
 def processed(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> NDArray[np.float64]:
@@ -66,7 +68,8 @@ def reference(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> t
     logprobs = s - s.max() - np.log(np.exp(s - s.max()).sum())
     chosen = int(s.argmax())
     if sampling.samples:
-        row_keys = torch.from_numpy(keys(np.array([sampling.seed], np.uint64), np.array([len(history)])))
+        key = np.array([sampling.seed], np.uint64), np.array([len(history)]), np.array([sampling.choice], np.uint64)
+        row_keys = torch.from_numpy(keys(*key))
         q = Noise(len(s), CPU).exponentials(row_keys)[0].double().numpy()
         chosen = int((np.exp(logprobs) / q).argmax())
     return chosen, float(logprobs[chosen])
@@ -80,6 +83,8 @@ SAMPLING = st.builds(
     top_k=st.sampled_from([0, 0, 1, 2, 40, 5000, 10**6]),
     top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.9, 0.999]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.2, 0.8]),
+    choice=st.sampled_from([0, 0, 1, 127]),
+    top_n=st.just(0),
 )
 
 
@@ -154,7 +159,7 @@ def test_the_drawn_distribution_is_the_processed_one(sampling: Sampling) -> None
     s = processed(logits, sampling, [0])
     probabilities = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
     batch = draws([sampling] * count, [[0]] * count)._replace(position=np.arange(count))
-    ids, _ = sample(logits.repeat(count, 1), batch, Noise(vocab, CPU))
+    ids = sample(logits.repeat(count, 1), batch, Noise(vocab, CPU)).ids
     seen = np.bincount(ids.numpy(), minlength=vocab)
     assert (seen[probabilities == 0] == 0).all()
     often = probabilities * count > 5
@@ -170,6 +175,17 @@ def test_seeds_differ_and_repeat() -> None:
     again = [int(run(logits, [Sampling(seed, do_sample=True)], [[1]])[0]) for seed in range(50)]
     assert picks == again
     assert len(set(picks)) > 25
+
+
+def test_choices_differ_and_the_first_is_that_of_a_request_for_one() -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(7))
+    samplings = [Sampling(3, do_sample=True, choice=choice) for choice in range(50)]
+    picks = run(logits.repeat(50, 1), samplings, [[1]] * 50)[0].tolist()
+    assert picks[0] == int(run(logits[None], [Sampling(3, do_sample=True)], [[1]])[0])
+    assert len(set(picks)) > 25
+    assert picks[20:23] == run(logits.repeat(3, 1), samplings[20:23], [[1]] * 3)[0].tolist()
+    greedy = [sampling._replace(do_sample=False) for sampling in samplings]
+    assert len(set(run(logits.repeat(50, 1), greedy, [[1]] * 50)[0].tolist())) == 1
 
 
 def test_ties() -> None:

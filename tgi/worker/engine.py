@@ -12,8 +12,9 @@ from tgi.kernel.messages import Limits, Result, Step
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.loop import Poisoned
 from tgi.worker.noise import Noise
-from tgi.worker.sampling import Draws, sample
+from tgi.worker.sampling import Drawn, Draws, sample
 from tgi.worker.slots import Rows, Slots
+from tgi.worker.tops import Tops, columns
 
 
 class Pending(NamedTuple):
@@ -21,8 +22,7 @@ class Pending(NamedTuple):
 
     number: int
     epoch: int
-    ids: Tensor  # int64 [D], on the host
-    logprobs: Tensor  # float32 [D], on the host
+    drawn: Drawn  # on the host
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
@@ -79,14 +79,18 @@ class TorchEngine:
             except torch.AcceleratorError as error:
                 raise Poisoned(str(error)) from error
             forward_us = int(pending.begin.elapsed_time(pending.end) * 1000)
-        ids = pending.ids.numpy().astype(np.int32)
+        ids = pending.drawn.ids.numpy().astype(np.int32)
+        top_counts, top_ids, top_logprobs = columns(pending.drawn.tops, len(ids))
         return Result(
             pending.number,
             pending.epoch,
             b"\x01" * len(ids),
             ids.tobytes(),
-            pending.logprobs.numpy().tobytes(),
+            pending.drawn.logprobs.numpy().tobytes(),
             forward_us,
+            top_counts=top_counts,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -98,13 +102,13 @@ class TorchEngine:
             begin.record()
         batch = self._batch(rows)
         logits = self._model.forward(batch, self._attention)
-        ids, logprobs = self._draw(rows, logits)
+        drawn = self._draw(rows, logits)
         self._slots.advance(rows)
         if end is not None:
-            ids, logprobs = _to_host(ids), _to_host(logprobs)
+            drawn = _to_host(drawn)
             end.record()
         forward_us = int((time.monotonic() - began) * 1e6)
-        return Pending(step.number, step.epoch, ids, logprobs, forward_us, begin, end)
+        return Pending(step.number, step.epoch, drawn, forward_us, begin, end)
 
     def _batch(self, rows: Rows) -> Batch:
         """Lays the rows' tokens back to back."""
@@ -137,10 +141,10 @@ class TorchEngine:
             context_lengths=rows.ends.tolist(),
         )
 
-    def _draw(self, rows: Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, rows: Rows, logits: Tensor) -> Drawn:
         """Draws for the rows that do, and writes the ids behind those that are known."""
         if not len(rows.drawing):
-            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
         state = self._slots
         slots, position = rows.slots[rows.drawing], rows.ends[rows.drawing]
 
@@ -157,13 +161,15 @@ class TorchEngine:
             state.top_p[slots],
             state.repetition_penalty[slots],
             state.seed[slots],
+            state.choice[slots],
+            state.top_n[slots],
             position,
             history,
         )
-        ids, logprobs = sample(logits, draws, self._noise)
+        drawn = sample(logits, draws, self._noise)
         (at,) = self._to_device(slots * state.width + position)
-        state.ids.view(-1)[at] = ids.int()
-        return ids, logprobs
+        state.ids.view(-1)[at] = drawn.ids.int()
+        return drawn
 
     def _to_device(self, *columns: NDArray[np.int64]) -> list[Tensor]:
         """Host columns on the device: on CUDA in one copy from pinned memory that does not stall the host."""
@@ -173,6 +179,11 @@ class TorchEngine:
         return list(packed.split([len(column) for column in columns]))
 
 
-def _to_host(values: Tensor) -> Tensor:
+def _to_host(drawn: Drawn) -> Drawn:
     """A copy in pinned memory, under way on the current stream."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+    def copy(values: Tensor) -> Tensor:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+    tops = drawn.tops and Tops(drawn.tops.rows, *map(copy, drawn.tops[1:]))
+    return Drawn(copy(drawn.ids), copy(drawn.logprobs), tops)

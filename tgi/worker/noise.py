@@ -20,12 +20,14 @@ FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x31848BAB)  # as int32
 LEAST = -(2.0**-33)
 
 
-def keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64], choice: int = 0) -> NDArray[np.int32]:
-    """The keys [n, 2] of n draws: request seed, position of the drawn token, and which draw at it (speculation)."""
+def keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64], choices: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """The keys [n, 2] of n draws: request seed, position of the drawn token, and which of several answers it is in.
+
+    The first answer (choice 0) has the noise of a request that asks for one.
+    """
     key = _mix64(seeds + GOLDEN)
     key = _mix64((key ^ positions.astype(np.uint64)) + GOLDEN)
-    if choice:
-        key = _mix64((key ^ np.uint64(choice)) + GOLDEN)
+    key = np.where(choices == 0, key, _mix64((key ^ choices) + GOLDEN))
     return key.view(np.int32).reshape(-1, 2)
 
 

@@ -1,4 +1,5 @@
-"""From raw logits to the next token of each row: penalty, temperature, top-k, top-p, then a choice and its logprob.
+"""From raw logits to the next token of each row: penalty, temperature, top-k, top-p, then a choice and its logprob,
+and the likeliest tokens beside it where a row asks for them.
 
 The order is part of the contract: (watermark), repetition penalty, (frequency penalty), (grammar mask), temperature,
 top_k, top_p, (typical_p), choice. Those in brackets are not there yet; each is one more function of `PROCESSORS`.
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.worker.noise import Noise, keys
+from tgi.worker.tops import Tops, find_tops
 
 # top_p looks at this many of the likeliest tokens first; a row whose mass lies wider at more, and at last at all.
 NUCLEUS = (256, 8192)
@@ -33,24 +35,38 @@ class Draws(NamedTuple):
     top_p: NDArray[np.float64]
     repetition_penalty: NDArray[np.float32]
     seed: NDArray[np.uint64]
+    choice: NDArray[np.uint64]
+    top_n: NDArray[np.int64]
     position: NDArray[np.int64]  # of the token that is drawn = how many are known
     history: Callable[
         [NDArray[np.int64]], Tensor
     ]  # rows -> int64 [n, L]: their ids, short ones filled with their first
 
 
-def sample(scores: Tensor, draws: Draws, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Ids int64 [D] and logprobs float32 [D] for raw logits float32 [D, vocab], which are overwritten.
+class Drawn(NamedTuple):
+    """The next tokens of D rows."""
 
-    The logprob is log_softmax of the processed scores at the chosen id.
+    ids: Tensor  # int64 [D]
+    logprobs: Tensor  # float32 [D]
+    tops: Tops | None  # None if no row asks for any
+
+
+def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
+    """Draws from raw logits float32 [D, vocab], which are overwritten.
+
+    Logprobs, also those of the likeliest tokens, are log_softmax of the processed scores.
     """
     for process in PROCESSORS:
         process(scores, draws)
     ids = argmax(scores)
     if draws.samples.any():
         rows = np.flatnonzero(draws.samples)
-        _put(ids, rows, race(_take(scores, rows), keys(draws.seed[rows], draws.position[rows]), noise))
-    return ids, torch.log_softmax(scores, -1).gather(1, ids[:, None])[:, 0]
+        row_keys = keys(draws.seed[rows], draws.position[rows], draws.choice[rows])
+        _put(ids, rows, race(_take(scores, rows), row_keys, noise))
+    logprobs = torch.log_softmax(scores, -1)
+    asking = np.flatnonzero(draws.top_n > 0)
+    tops = find_tops(_take(logprobs, asking), asking, draws.top_n[asking]) if len(asking) else None
+    return Drawn(ids, logprobs.gather(1, ids[:, None])[:, 0], tops)
 
 
 def argmax(scores: Tensor) -> Tensor:

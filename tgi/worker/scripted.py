@@ -11,12 +11,8 @@ from typing import NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import Limits, Result, Sampling, Step, decode
-from tgi.kernel.pack import FLOAT32, INT32, UINT8, ints, pack
-
-# Ids of single ASCII characters in GPT-2's, SmolLM2's and Llama's vocabularies alike: text without special tokens.
-FIRST_ID, IDS = 40, 50
-# No seed is negative. (None would not do: its hash differs between processes.)
-GREEDY = -1
+from tgi.kernel.pack import ints
+from tgi.worker.sayings import Tops, noise_of, result_of, say
 
 
 class Script(NamedTuple):
@@ -56,7 +52,8 @@ class Occupant:
     """One slot's request. `chain` is the running hash of the ids computed so far: equal chains, equal KV."""
 
     ids: list[int]
-    seed: int  # GREEDY where none counts
+    noise: int
+    top_n: int
     table: list[int] = field(default_factory=list)
     claimed: int = 0  # pages of `table` looked at so far
     computed: int = 0
@@ -109,15 +106,12 @@ class ScriptedWorker:
         )
         for slot, start, count in zip(rows, starts, counts, strict=True):
             self._claim(slot, start, count)
-        ids: list[int] = []
-        logprobs: list[float] = []
+        said = []
         for slot, start, count, draw in zip(rows, starts, counts, step.draws, strict=True):
             self._compute(slot, start, count)
             if draw:
-                token, logprob = self._draw(slot)
-                ids.append(token)
-                logprobs.append(logprob)
-        return Result(step.number, step.epoch, pack(UINT8, [1] * len(ids)), pack(INT32, ids), pack(FLOAT32, logprobs))
+                said.append(self._draw(slot))
+        return result_of(step.number, step.epoch, said)
 
     def _occupy(self, step: Step) -> None:
         seen = set()
@@ -140,7 +134,7 @@ class ScriptedWorker:
             if old := self._slots.get(new.slot):
                 for page in old.table:
                     self._holders[page].discard(new.slot)
-            self._slots[new.slot] = Occupant(ids, sampling.seed if sampling.samples else GREEDY)
+            self._slots[new.slot] = Occupant(ids, noise_of(sampling), sampling.top_n)
 
     def _append_pages(self, step: Step) -> None:
         slots, pages = ints(step.page_slots), ints(step.page_ids)
@@ -212,19 +206,17 @@ class ScriptedWorker:
         occupant.chain = chain
         occupant.computed = start + count
 
-    def _draw(self, slot: int) -> tuple[int, float]:
-        """The next id and its logprob: a fixed function of all ids before it, and of the seed where one counts."""
+    def _draw(self, slot: int) -> tuple[int, float, Tops]:
+        """The next id, its logprob and the likeliest tokens."""
         occupant = self._slots[slot]
         known = len(occupant.ids)
         if occupant.computed != known:
             raise Violation(f"slot {slot} draws at {occupant.computed} of {known} known ids")
         if known >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
-        number = hash((occupant.chain, occupant.seed)) % (1 << 32)
-        low, width = (FIRST_ID, IDS) if self.script.vocab_size >= FIRST_ID + IDS else (0, self.script.vocab_size)
-        token = low + number % width
-        occupant.ids.append(token)
-        return token, -((number >> 16) % 1024) / 256.0
+        said = say(occupant.chain, occupant.noise, occupant.top_n, self.script.vocab_size)
+        occupant.ids.append(said[0])
+        return said
 
     def _occupant(self, slot: int) -> Occupant:
         occupant = self._slots.get(slot)

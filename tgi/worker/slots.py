@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import Sampling, Slot, Step, decode
+from tgi.worker.tops import LONGEST
 
 EMPTY = -2  # nobody is in the slot
 NEW = -1  # nothing is computed yet: the first row may start behind a cached prefix
@@ -51,6 +52,8 @@ class Slots:
         self.top_p = np.ones(count, np.float64)
         self.repetition_penalty = np.ones(count, np.float32)
         self.seed = np.zeros(count, np.uint64)
+        self.choice = np.zeros(count, np.uint64)
+        self.top_n = np.zeros(count, np.int64)
 
     def reset(self) -> None:
         """Empties all slots."""
@@ -132,6 +135,8 @@ class Slots:
         self.top_p[slot] = sampling.top_p
         self.repetition_penalty[slot] = sampling.repetition_penalty
         self.seed[slot] = sampling.seed
+        self.choice[slot] = sampling.choice
+        self.top_n[slot] = min(sampling.top_n, LONGEST)
 
     def _need_occupied(self, slots: Ints) -> None:
         _need_within(slots, len(self.known), "slot")

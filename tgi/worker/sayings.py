@@ -1,0 +1,52 @@
+"""What the scripted worker says: tokens, logprobs and likeliest tokens that follow from a hash of what came before."""
+
+from collections.abc import Sequence
+
+from tgi.kernel.messages import Result, Sampling
+from tgi.kernel.pack import FLOAT32, INT32, UINT8, UINT32, pack
+
+# Ids of single ASCII characters in GPT-2's, SmolLM2's and Llama's vocabularies alike: text without special tokens.
+FIRST_ID, IDS = 40, 50
+# No seed is negative. (None would not do: its hash differs between processes.)
+GREEDY = -1
+
+Tops = Sequence[tuple[int, float]]  # (id, logprob), likeliest first
+
+
+def noise_of(sampling: Sampling) -> int:
+    """What a request's tokens depend on beside the ids before them: its seed and choice, where these count.
+
+    The first of several answers is that of a request for one.
+    """
+    if not sampling.samples:
+        return GREEDY
+    return hash((sampling.seed, sampling.choice)) if sampling.choice else sampling.seed
+
+
+def say(chain: int, noise: int, top_n: int, vocab_size: int) -> tuple[int, float, Tops]:
+    """The next id, its logprob and the likeliest tokens: a fixed function of the hash of all ids before it, and noise.
+
+    The id drawn is the likeliest. Half of the lists are longer than asked for, by one that equals the last.
+    """
+    number = hash((chain, noise)) % (1 << 32)
+    low, width = (FIRST_ID, IDS) if vocab_size >= FIRST_ID + IDS else (0, vocab_size)
+    token, logprob = low + number % width, -((number >> 16) % 1024) / 256.0
+    if top_n <= 0:
+        return token, logprob, ()
+    wanted = min(top_n, width)
+    length = min(wanted + (number >> 8) % 2, width)
+    tops = [(low + (number + place) % width, logprob - min(place, wanted - 1)) for place in range(length)]
+    return token, logprob, sorted(tops, key=lambda top: (-top[1], top[0]))
+
+
+def result_of(number: int, epoch: int, said: Sequence[tuple[int, float, Tops]]) -> Result:
+    """The result of a step whose drawing rows got these."""
+    ids, logprobs, lists = zip(*said, strict=True) if said else ((), (), ())
+    plain = Result(number, epoch, pack(UINT8, [1] * len(ids)), pack(INT32, ids), pack(FLOAT32, logprobs))
+    if not any(lists):
+        return plain
+    return plain._replace(
+        top_counts=pack(UINT32, [len(tops) for tops in lists]),
+        top_ids=pack(INT32, [token for tops in lists for token, _ in tops]),
+        top_logprobs=pack(FLOAT32, [logprob for tops in lists for _, logprob in tops]),
+    )
