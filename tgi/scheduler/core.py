@@ -16,8 +16,9 @@ from tgi.scheduler.outbox import Outbox
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.plan import Flight, Planner
 from tgi.scheduler.queue import Queue
-from tgi.scheduler.request import SUSPECT, Client, Request, tokens
+from tgi.scheduler.request import SUSPECT, Client, Request
 from tgi.scheduler.status import REFUSED, WAITING, Report
+from tgi.scheduler.tokens import tokens, tops
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +250,10 @@ class Core:
         self._flight.popleft()
         self._pace.learn(flight.decode_rows, flight.prefill_tokens, result.forward_us)
         number = flight.step.number
+        if result.top_counts:
+            for request, top in zip(flight.drawing, tops(result), strict=True):
+                if number >= request.since:
+                    request.client.tops.append(top)
         ended: list[tuple[Request, Reason]] = []
         for request, token, logprob in zip(flight.drawing, ints(result.ids), floats(result.logprobs), strict=True):
             if number < request.since:
@@ -263,7 +268,7 @@ class Core:
                 ended.append((request, reason))
         for client in self._clients.values():
             if client.rows:
-                self._outbox.put(client.peer, partial(tokens, client.take_rows()))
+                self._outbox.put(client.peer, partial(tokens, *client.take_rows()))
         for request, reason in ended:
             self._end(request, reason, now)
         for request in [one for one, known in self._struck.items() if len(one.ids) - known >= CLEARING_TOKENS]:

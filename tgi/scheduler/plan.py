@@ -11,6 +11,7 @@ from tgi.scheduler.pace import Pace
 from tgi.scheduler.pages import PagePool
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import NEVER, NO_SLOT, Request
+from tgi.scheduler.tokens import tops_fit
 
 # Share of the pages that admission leaves to the requests that run, so that they need not preempt at once.
 SPARE_PAGES = 0.01
@@ -49,6 +50,8 @@ class Flight(NamedTuple):
             return f"the result of step {result.number} came where that of step {number} was due"
         if result.counts != b"\1" * rows or len(result.ids) != 4 * rows or len(result.logprobs) != 4 * rows:
             return f"the result of step {number} does not have one token for each of {rows} rows"
+        if not tops_fit(result, rows):
+            return f"the columns of likeliest tokens in the result of step {number} do not fit its {rows} rows"
         return ""
 
 

@@ -4,8 +4,9 @@ from array import array
 from functools import lru_cache
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import TRANSITIONS, Add, Reason, State, Tokens, transition
-from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
+from tgi.kernel.messages import TRANSITIONS, Add, Reason, State, transition
+from tgi.kernel.pack import INT32, ints
+from tgi.scheduler.tokens import Row, Top
 
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
@@ -98,24 +99,20 @@ class Request:
         return Reason.EOS if self.generated and self.ids[-1] in self.stop_ids else None
 
 
-def tokens(rows: list[tuple[int, int, float]]) -> Tokens:
-    """Rows (rid, id, logprob) as columns."""
-    rids, ids, logprobs = zip(*rows, strict=True)
-    return Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
-
-
 class Client:
     """One life of a tokenizer: its requests by its own numbers, and its rows of the result being handled."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.requests: dict[int, Request] = {}
-        self.rows: list[tuple[int, int, float]] = []  # rid, id, logprob
+        self.rows: list[Row] = []
+        self.tops: list[Top] = []  # one for each row, or none at all
 
-    def take_rows(self) -> list[tuple[int, int, float]]:
-        """The rows; then there are none."""
+    def take_rows(self) -> tuple[list[Row], list[Top]]:
+        """The rows and what goes with them; then there are none."""
         rows, self.rows = self.rows, []
-        return rows
+        tops, self.tops = self.tops, []
+        return rows, tops
 
 
 @lru_cache(maxsize=64)

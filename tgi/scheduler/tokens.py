@@ -1,0 +1,42 @@
+"""What the rows of a step drew, on the way from the worker's columns to those of each tokenizer."""
+
+from collections.abc import Iterator
+
+from tgi.kernel.messages import Result, Tokens
+from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack, uints
+
+Row = tuple[int, int, float]  # rid, id, logprob
+Top = tuple[int, bytes, bytes]  # of one row: how many likeliest tokens, and its stretches of their two columns
+
+
+def tokens(rows: list[Row], tops: list[Top]) -> Tokens:
+    """Rows as columns, with those of the likeliest tokens if any row has some. `tops` is empty or has one per row."""
+    rids, ids, logprobs = zip(*rows, strict=True)
+    plain = Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
+    counts = [count for count, _, _ in tops]
+    if not any(counts):
+        return plain
+    return plain._replace(
+        top_counts=pack(UINT32, counts),
+        top_ids=b"".join([ids for _, ids, _ in tops]),
+        top_logprobs=b"".join([logprobs for _, _, logprobs in tops]),
+    )
+
+
+def tops(result: Result) -> Iterator[Top]:
+    """The likeliest tokens of each row of a result that has some."""
+    begin = 0
+    for count in uints(result.top_counts):
+        end = begin + 4 * count
+        yield count, result.top_ids[begin:end], result.top_logprobs[begin:end]
+        begin = end
+
+
+def tops_fit(result: Result, rows: int) -> bool:
+    """Whether the columns of the likeliest tokens are those of so many rows, or empty."""
+    if not result.top_counts:
+        return not result.top_ids and not result.top_logprobs
+    if len(result.top_counts) != 4 * rows:
+        return False
+    size = 4 * sum(uints(result.top_counts))
+    return len(result.top_ids) == len(result.top_logprobs) == size
