@@ -12,12 +12,13 @@ from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result,
 from tgi.kernel.pack import floats, ints
 from tgi.scheduler.counters import Counters, StepDone
 from tgi.scheduler.deployment import misfit, shortfall
+from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.plan import Flight, Planner
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
-from tgi.scheduler.status import REFUSED, WAITING, Report
+from tgi.scheduler.status import REFUSED, WAITING, Load, Report
 from tgi.scheduler.tokens import tokens, tops
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Core:
         self._trial: Request | None = None  # computed alone because workers died under it
         self._struck: dict[Request, int] = {}  # requests with strikes, and how many ids they had at the last one
         self._report = Report()
+        self._forecast = Forecast()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class Core:
         client = self._clients.get(source)
         if isinstance(message, Hello):
             self._clients[source] = Client(source)
-            self._outbox.put(source, self._status(now))
+            self._outbox.put(source, self._status(self._load(), now))
         elif client is None:
             return  # said before its Gone
         elif isinstance(message, Add):
@@ -119,6 +121,11 @@ class Core:
 
     def plan(self, now: float) -> Step | None:
         """The next step for the worker; None if it has enough to do, or there is nothing to do."""
+        flight = self._next_flight(now)
+        self._forecast.look(self.counters.begun, self.counters.ended, self.queued, self.running, now)
+        return flight.step if flight is not None else None
+
+    def _next_flight(self, now: float) -> Flight | None:
         planner = self._planner
         if planner is None or not self._report.below.ready or len(self._flight) >= DEPTH or self._leftover:
             return None
@@ -135,8 +142,9 @@ class Core:
         self._flight.append(flight)
         self.counters.steps[flight.method] += 1
         if flight.admitted:
+            self.counters.begun += flight.admitted
             self.counters.admitted.append((flight.admitted, flight.joined))
-        return flight.step
+        return flight
 
     def settle(self) -> None:
         """Keeps the books that no step waits for. To be called after everything is sent; where that is omitted, a later
@@ -153,7 +161,7 @@ class Core:
         times = [now + 3600.0]
         if (self._flight or self._leftover) and not self._stalled(now):
             times.append(self._moved + self.config.stall_limit)
-        if (due := self._report.due(self.queued, self.running)) is not None:
+        if (due := self._report.due(self._load())) is not None:
             times.append(due)
         return max(now, min(times))
 
@@ -221,6 +229,7 @@ class Core:
         elif self._planner is not None:
             self._planner.end(request)
         request.become("end")
+        self.counters.ended += 1
         self._struck.pop(request, None)
         if self._trial is request:
             self._trial = None
@@ -332,13 +341,19 @@ class Core:
     def _stalled(self, now: float) -> bool:
         return bool(self._flight or self._leftover) and now >= self._moved + self.config.stall_limit
 
-    def _status(self, now: float) -> Status:
-        return self._report.status(self._stalled(now), self.limits, self.queued, self.running)
+    def _load(self) -> Load:
+        queued, running, forecast = self.queued, self.running, self._forecast
+        wait = forecast.wait(queued, self._planner is not None and self._planner.batch.full)
+        return Load(queued, running, int(wait * 1000), int(forecast.end * 1000))
+
+    def _status(self, load: Load, now: float) -> Status:
+        return self._report.status(self._stalled(now), self.limits, load)
 
     def _tell(self, now: float) -> None:
         """Tells every tokenizer how things are, if that has changed."""
-        status = self._status(now)
-        if self._report.is_news(status, now):
+        load = self._load()
+        status = self._status(load, now)
+        if self._report.is_news(status, load, now):
             for peer in self._clients:
                 self._outbox.put(peer, status)
 

@@ -19,6 +19,8 @@ class Counters:
     """Sums since start. The deques hold what came about since they were last emptied: the newest, if nobody does."""
 
     steps: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})  # sent, by method
+    begun: int = 0  # requests taken from the queue
+    ended: int = 0  # requests, whatever the reason
     resumed_tokens: int = 0  # generated ids that came back as prefill
     preemptions: int = 0
     cache_hit_tokens: int = 0

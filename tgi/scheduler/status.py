@@ -1,11 +1,32 @@
 """What the tokenizers are told about the floors below, and when."""
 
+from typing import NamedTuple
+
 from tgi.kernel.messages import Limits, Status
 
 WAITING = Status(False, True, "waiting for the worker", 0)
 REFUSED = Status(False, False, "the worker does not meet the limits", 0)
-# Changes of queue length and batch size alone are told no more often than this.
-LOAD_SECONDS = 1.0
+# A change of the load alone is told no more often than this.
+LOAD_SECONDS = 0.5
+# A prediction is told again when it has moved by more than this part of itself.
+MOVED = 0.25
+
+
+class Load(NamedTuple):
+    """The last fields of a Status."""
+
+    queued: int
+    running: int
+    wait_ms: int
+    end_ms: int
+
+    def differs(self, other: "Load") -> bool:
+        """Whether somebody who knows the other should hear of this one."""
+        return self[:2] != other[:2] or _moved(self.wait_ms, other.wait_ms) or _moved(self.end_ms, other.end_ms)
+
+
+def _moved(new: int, old: int) -> bool:
+    return abs(new - old) > MOVED * max(new, old)
 
 
 class Report:
@@ -14,24 +35,23 @@ class Report:
     def __init__(self) -> None:
         self.below = WAITING
         self._told = WAITING
+        self._told_load = Load(0, 0, 0, 0)
         self._told_at = 0.0
 
-    def status(self, stalled: bool, limits: Limits | None, queued: int, running: int) -> Status:
+    def status(self, stalled: bool, limits: Limits | None, load: Load) -> Status:
         """How things are. `stalled`: work is under way and no step finishes."""
         below = self.below
         stage = "the worker finishes no step" if stalled else below.stage
-        return Status(below.ready, below.healthy and not stalled, stage, below.percent, limits, queued, running)
+        return Status(below.ready, below.healthy and not stalled, stage, below.percent, limits, *load)
 
-    def is_news(self, status: Status, now: float) -> bool:
+    def is_news(self, status: Status, load: Load, now: float) -> bool:
         """Whether to tell everybody now; if so, it counts as told."""
-        only_load = status[:5] == self._told[:5]
-        if status == self._told or (only_load and now < self._told_at + LOAD_SECONDS):
+        if status[:5] == self._told[:5] and not (now >= self._told_at + LOAD_SECONDS and load.differs(self._told_load)):
             return False
-        self._told = status
+        self._told, self._told_load = status, load
         self._told_at = now
         return True
 
-    def due(self, queued: int, running: int) -> float | None:
+    def due(self, load: Load) -> float | None:
         """When a changed load may be told; None if it has not changed."""
-        changed = (queued, running) != (self._told.queued, self._told.running)
-        return self._told_at + LOAD_SECONDS if changed else None
+        return self._told_at + LOAD_SECONDS if load.differs(self._told_load) else None
