@@ -103,8 +103,8 @@ def test_a_rhythm_forgets_and_stays_finite() -> None:
         rhythm.learn(1.0, 1)
     assert rhythm.interval == pytest.approx(1.0, rel=0.1)
     for _ in range(100):
-        rhythm.learn(1000.0, 0)
-    assert rhythm.interval == LONGEST_SECONDS
+        rhythm.learn(100.0, 0)
+        assert 60 < rhythm.interval <= LONGEST_SECONDS
 
 
 def test_a_status_for_the_load_alone_comes_at_most_twice_a_second() -> None:
