@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.house import Asked, House, expected, replay
+from tests.scheduler.house import Asked, House, alone, replay
 from tgi.kernel.messages import Cancel, Reason, Result, Stop
 from tgi.scheduler.core import Config
 from tgi.worker.scripted import Script
@@ -45,10 +45,15 @@ class Scheduler(RuleBasedStateMachine):
         place=st.integers(0, 1),
         eos=st.booleans(),
         seed=st.none() | st.integers(0, 3),
+        top_n=st.sampled_from([0, 0, 1, 3]),
+        choice=st.integers(0, 1),
     )
-    def add(self, prompt: list[int], first: int, new: int, place: int, eos: bool, seed: int | None) -> None:
+    def add(
+        self, prompt: list[int], first: int, new: int, place: int, eos: bool, seed: int | None, top_n: int, choice: int
+    ) -> None:
         stop_ids = list(range(40, 50)) if eos else []
-        self.house.add([first, *prompt[1:]], new, place=place, stop_ids=stop_ids, seed=seed)
+        prompt = [first, *prompt[1:]]
+        self.house.add(prompt, new, place=place, stop_ids=stop_ids, seed=seed, top_n=top_n, choice=choice)
 
     @rule()
     def plan(self) -> None:
@@ -132,7 +137,8 @@ class Scheduler(RuleBasedStateMachine):
             assert len(asked.prompt) + asked.new > min(LIMIT, self.script.pages * 4)
             assert not asked.ids
             return
-        want = expected(asked, self.script)
+        want, tops = alone(asked, self.script)
+        assert asked.tops == tops[: len(asked.ids)]
         match asked.end.reason:
             case Reason.LENGTH:
                 assert asked.ids == want

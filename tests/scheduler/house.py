@@ -5,6 +5,7 @@ run the oldest one, `deliver` brings its result up.
 """
 
 from collections import deque
+from itertools import pairwise
 from typing import Any
 
 from tgi.kernel.link import Gone, Peer
@@ -29,18 +30,22 @@ from tgi.kernel.pack import FLOAT32, INT32, UINT8, floats, ints, pack, uints
 from tgi.scheduler.core import Config, Core
 from tgi.worker.scripted import Script, ScriptedWorker
 
-GREEDY = encode(Sampling(1))
+GREEDY = Sampling(1)
+
+Tops = list[tuple[int, float]]  # beside one token
 
 
 class Asked:
     """A request as its tokenizer knows it."""
 
-    def __init__(self, prompt: list[int], new: int, stop_ids: list[int], seed: int | None, resume: list[int]) -> None:
+    def __init__(self, prompt: list[int], new: int, stop_ids: list[int], sampling: Sampling, resume: list[int]) -> None:
         self.prompt = prompt
         self.new = new
         self.stop_ids = stop_ids
-        self.sampling = GREEDY if seed is None else encode(Sampling(seed, do_sample=True))
+        self.sampling = encode(sampling)
+        self.asks = sampling.top_n > 0
         self.ids = list(resume)
+        self.tops: list[Tops] = []  # beside each id that was sent
         self.end: End | None = None
         self.told_to_stop = False
 
@@ -63,11 +68,15 @@ class Tokenizer:
             )  # fmt: skip
             assert len(rids) == len(set(rids)) == len(counts) == len(ids) == len(logprobs)
             assert set(counts) == {1}
-            for rid, token in zip(rids, ids, strict=True):
+            tops = split_tops(message) or [[]] * len(ids)
+            assert any(tops) == bool(message.top_counts), "columns of nothing"
+            for rid, token, top in zip(rids, ids, tops, strict=True):
                 asked = self.requests[rid]
                 assert asked.end is None, "a token after the end"
                 assert not asked.told_to_stop, "a token after a cancel"
+                assert bool(top) == asked.asks
                 asked.ids.append(token)
+                asked.tops.append(top)
             return
         assert isinstance(message, End), message
         asked = self.requests[message.rid]
@@ -167,8 +176,11 @@ class House:
         stop_ids: list[int] | None = None,
         seed: int | None = None,
         resume: list[int] | None = None,
+        top_n: int = 0,
+        choice: int = 0,
     ) -> Asked:
-        asked = Asked(prompt, new, stop_ids or [], seed, resume or [])
+        sampling = GREEDY if seed is None else Sampling(seed, do_sample=True)
+        asked = Asked(prompt, new, stop_ids or [], sampling._replace(top_n=top_n, choice=choice), resume or [])
         self.rids += 1
         self.tokenizers[place].requests[self.rids] = asked
         self._submit(place, self.rids, asked)
@@ -295,12 +307,33 @@ class House:
         return [asked for tokenizer in self.tokenizers.values() for asked in tokenizer.requests.values()]
 
 
+def split_tops(message: Tokens | Result) -> list[Tops]:
+    """What stands beside each token; nothing if nobody asked."""
+    ids, logprobs = ints(message.top_ids), floats(message.top_logprobs)
+    if not message.top_counts:
+        assert not ids
+        assert not logprobs
+        return []
+    ends = [0]
+    for count in uints(message.top_counts):
+        ends.append(ends[-1] + count)
+    assert ends[-1] == len(ids)
+    entries = list(zip(ids, logprobs, strict=True))
+    return [entries[begin:end] for begin, end in pairwise(ends)]
+
+
 def expected(asked: Asked, script: Script) -> list[int]:
     """What a request generates when it is alone: the reference for any schedule."""
+    return alone(asked, script)[0]
+
+
+def alone(asked: Asked, script: Script) -> tuple[list[int], list[Tops]]:
+    """The same with what stands beside each token."""
     worker = ScriptedWorker(script)
     size = script.page_size
     known = len(asked.prompt)
     drawn: list[int] = []
+    tops: list[Tops] = []
     while len(drawn) < asked.new and known < script.limits().max_total_tokens:
         slots = [] if drawn else [Slot(0, pack(INT32, asked.prompt), known, asked.sampling)]
         start = 0 if not drawn else known - 1
@@ -315,10 +348,11 @@ def expected(asked: Asked, script: Script) -> list[int]:
         result = worker.run_step(step)
         assert not result.error, result.error
         drawn += ints(result.ids)
+        tops += split_tops(result) or [[]]
         known += 1
         if drawn[-1] in asked.stop_ids:
             break
-    return drawn
+    return drawn, tops
 
 
 def replay(journal: list[tuple[Any, ...]], config: Config) -> tuple[list[tuple[Peer, Any]], list[Step]]:
@@ -337,6 +371,7 @@ def replay(journal: list[tuple[Any, ...]], config: Config) -> tuple[list[tuple[P
 def ok(asked: Asked, script: Script) -> None:
     """A request that ended as if it had been alone."""
     assert asked.end is not None
-    want = expected(asked, script)
+    want, tops = alone(asked, script)
     assert asked.ids == want
+    assert asked.tops == tops[len(want) - len(asked.tops) :]
     assert asked.end.reason == (Reason.LENGTH if len(want) == asked.new else Reason.EOS)

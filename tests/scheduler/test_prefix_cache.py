@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.scheduler.house import Asked, House, ok
+from tests.scheduler.house import GREEDY, Asked, House, ok
 from tgi.kernel.messages import Add, Slot
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.scheduler.core import Config
@@ -76,7 +76,7 @@ def test_salts_separate(house: House) -> None:
     house.add(PROMPT)
     house.run()
     for rid, salt in ((101, b"tenant"), (102, b"tenant")):
-        salted = Asked(PROMPT, 4, [], None, [])
+        salted = Asked(PROMPT, 4, [], GREEDY, [])
         house.tokenizers[0].requests[rid] = salted
         house.handle(Add(rid, pack(INT32, PROMPT), 4, salted.sampling, salt=salt), house.tokenizers[0].peer)
         house.run()

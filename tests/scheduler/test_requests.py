@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.scheduler.house import Asked, House, ok
+from tests.scheduler.house import GREEDY, Asked, House, ok
 from tgi.kernel.messages import Add, Cancel, End, Reason, State, Status, Stop, Tokens
 from tgi.kernel.pack import INT32, pack
 from tgi.scheduler.core import Config
@@ -63,7 +63,7 @@ def test_those_who_came_before_the_first_worker_are_checked_when_its_limits_are_
 
 @pytest.mark.parametrize("column", ["prompt", "resume", "stop_ids"])
 def test_a_malformed_column_is_refused(house: House, column: str) -> None:
-    asked = house.tokenizers[0].requests[77] = Asked([], 1, [], None, [])
+    asked = house.tokenizers[0].requests[77] = Asked([], 1, [], GREEDY, [])
     add = Add(77, pack(INT32, [1]), 1, asked.sampling)._replace(**{column: b"\1\2\3"})
     house.handle(add, house.tokenizers[0].peer)
     assert asked.end is not None
@@ -106,7 +106,7 @@ def test_a_number_that_is_used_twice_keeps_its_first_request(house: House, caplo
 
 
 def test_tokenizers_number_their_requests_independently(house: House) -> None:
-    both = [Asked([n, 2, 3], 4, [], None, []) for n in (1, 5)]
+    both = [Asked([n, 2, 3], 4, [], GREEDY, []) for n in (1, 5)]
     for place, asked in enumerate(both):
         house.tokenizers[place].requests[7] = asked
         house.handle(Add(7, pack(INT32, asked.prompt), 4, asked.sampling), house.tokenizers[place].peer)
