@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from tgi.kernel.messages import Result, Sampling, Slot, Step, encode
-from tgi.kernel.pack import INT32, UINT8, floats, ints, pack
+from tgi.kernel.pack import INT32, UINT8, floats, ints, pack, uints
+from tgi.worker.sayings import IDS
 from tgi.worker.scripted import Script, ScriptedEngine, ScriptedWorker
 
 SCRIPT = Script(pages=12, page_size=4, slots=3, vocab_size=128, max_total_tokens=24, max_batch_prefill_tokens=16)
@@ -70,6 +71,49 @@ def test_the_seed_matters_where_the_request_samples() -> None:
     assert generate(worker, [7], 8, one) == generate(worker, [7], 8, one)
     assert generate(worker, [7], 8, one) != generate(worker, [7], 8, two)
     assert generate(worker, [7], 8, GREEDY) == generate(worker, [7], 8, encode(Sampling(2)))
+
+
+def test_the_choice_matters_where_the_request_samples() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    answers = [generate(worker, [7], 8, encode(Sampling(1, do_sample=True, choice=choice))) for choice in range(4)]
+    assert answers[0] == generate(worker, [7], 8, encode(Sampling(1, do_sample=True)))
+    assert len({tuple(ids) for ids in answers}) == 4
+    assert generate(worker, [7], 8, GREEDY) == generate(worker, [7], 8, encode(Sampling(1, choice=1)))
+
+
+def test_likeliest_tokens_for_the_rows_that_ask() -> None:
+    """So many as asked for, or one more that equals the last."""
+    worker = ScriptedWorker(SCRIPT)
+    asked = (3, 0, 1)
+    news = [slot(at, [7 + at], encode(Sampling(at, do_sample=True, top_n=n))) for at, n in enumerate(asked)]
+    pages = [(at, at * 4 + n) for at in range(3) for n in range(4)]
+    seen = set()
+    for number in range(1, 13):
+        rows = [(at, number - 1, 1, 1) for at in range(3)]
+        result = worker.run_step(step(number, rows, news if number == 1 else [], pages if number == 1 else []))
+        drawn, counts = good(result), uints(result.top_counts)
+        tops = list(zip(ints(result.top_ids), floats(result.top_logprobs), strict=True))
+        assert len(counts) == 3
+        assert sum(counts) == len(tops)
+        for row, (n, count) in enumerate(zip(asked, counts, strict=True)):
+            mine, tops = tops[:count], tops[count:]
+            assert len({token for token, _ in mine}) == count
+            assert mine == sorted(mine, key=lambda top: (-top[1], top[0]))
+            seen.add(count - n)
+            if n:
+                assert (drawn[row], floats(result.logprobs)[row]) in mine
+                assert count == n or (count == n + 1 and mine[n - 1][1] == mine[n][1])
+    assert seen == {0, 1}
+
+
+def test_no_likeliest_tokens_where_nobody_asks_and_no_more_than_there_are() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    plain = worker.run_step(FIRST)
+    assert (plain.top_counts, plain.top_ids, plain.top_logprobs) == (b"", b"", b"")
+    everything = slot(1, [9], encode(Sampling(1, top_n=1 << 40)))
+    result = worker.run_step(step(2, [(0, 6, 1, 0), (1, 0, 1, 1)], [everything], [(1, 3)]))
+    assert uints(result.top_counts) == [IDS]
+    assert len(set(ints(result.top_ids))) == IDS
 
 
 def test_chunks_rows_and_shared_prefixes_do_not_change_the_tokens() -> None:
