@@ -1,0 +1,42 @@
+"""The virtual environments of the client libraries, one per group: their pins exclude each other.
+
+    python = environment("openai")
+
+Each is made on first use under .venv-clients/ and again when its requirements or the Python change.
+"""
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = Path(__file__).parent / "requirements"
+ENVIRONMENTS = ROOT / ".venv-clients"
+GROUPS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
+
+
+def environment(group: str) -> Path:
+    """The Python of a group's environment, made if need be. Several processes may ask at once."""
+    requirements = REQUIREMENTS / f"{group}.txt"
+    directory = ENVIRONMENTS / group
+    python, stamp = directory / "bin" / "python", directory / "installed"
+    wanted = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    with (ENVIRONMENTS / f"{group}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or stamp.read_text() != wanted:
+            _run("-m", "venv", "--clear", "--without-pip", str(directory))
+            # The list is whole, so nothing is resolved; and most of the bytecode would never be used.
+            pip = ("-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check")
+            _run(*pip, "install", "--no-deps", "--no-compile", "-r", str(requirements))
+            stamp.write_text(wanted)
+    return python
+
+
+def _run(*arguments: str) -> None:
+    """Runs this Python. Raises RuntimeError with what it said if it fails."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"python {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
