@@ -152,10 +152,10 @@ def test_a_stream_a_new_scheduler_and_a_drain(world: World, tokenizer: Tokenizer
     world.child.signal(signal.SIGTERM)
     world.tokens(again.rid, ids[4:])
     assert world.scheduler.of(Stop) == Stop(again.rid)
+    world.scheduler.send(End(again.rid, Reason.STOP, queue_us=5))
     end = world.api.until(lambda message: isinstance(message, End))
-    assert (end.reason, end.text) == (Reason.STOP, "Größe 👍🏽 end")
+    assert (end.reason, end.text, end.queue_us) == (Reason.STOP, "Größe 👍🏽 end", 5)
     assert shown(world.api.heard, 1) == (ids, "Größe 👍🏽 end")
-    world.scheduler.send(End(again.rid, Reason.STOP))
     assert world.exit_code() == 0
 
 

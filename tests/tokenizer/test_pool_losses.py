@@ -115,6 +115,7 @@ def test_a_stream_goes_on_behind_what_another_tokenizer_showed(vocabulary: Vocab
         assert ints(add.resume) == resumed
         assert add.max_new_tokens == 2048 - len(ints(add.prompt))
         house.tokens((add.rid, ids[len(resumed) :]))
+        house.end(add.rid, Reason.STOP)
         said = house.said(API)
         return shown(said, 1)[1], ends(said)[0]
 

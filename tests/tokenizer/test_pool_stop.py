@@ -1,7 +1,10 @@
-"""Stop strings in the pool: the text is cut, the scheduler hears at once, the api gets one End."""
+"""Stop strings in the pool: the text is cut, the scheduler hears at once, its End becomes the api's."""
 
-from tests.tokenizer.house import API, EOS, House, ends, ids_of, shown
+import pytest
+
+from tests.tokenizer.house import API, EOS, OTHER, House, ends, ids_of, shown
 from tests.tokenizer.vocabularies import byte_level
+from tgi.kernel.link import Gone
 from tgi.kernel.messages import Cancel, Reason, Stop
 
 
@@ -14,18 +17,38 @@ def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
     number = byte_level().pieces.index(word)
     house.tokens((add.rid, ids_of("of")))
     house.tokens((add.rid, ids_of("x")), (add.rid, [number]))
-    said = house.said(API)
-    assert shown(said, 9) == ([*ids_of("of"), *ids_of("x"), number], "ofx" + word[:2])
-    (end,) = ends(said)
-    assert (end.reason, end.text) == (Reason.STOP, "ofx" + word[:2])
-    assert end.generated_tokens == len(ids_of("of")) + 2
     assert house.said(house.scheduler) == [Stop(add.rid)]
     house.tokens((add.rid, [number]))
-    house.pool.handle(API, Cancel(9))
-    assert (house.said(API), house.said(house.scheduler)) == ([], [])
-    assert not house.pool.idle
+    said = house.said(API)
+    assert shown(said, 9) == ([*ids_of("of"), *ids_of("x"), number], "ofx" + word[:2])
+    assert ends(said) == []
     house.end(add.rid, Reason.STOP)
-    assert house.said(API) == []
+    (end,) = house.said(API)
+    assert (end.reason, end.text) == (Reason.STOP, "ofx" + word[:2])
+    assert (end.queue_us, end.cached_tokens, end.inference_us) == (30, 16, 70)
+    assert end.generated_tokens == len(ids_of("of")) + 2
+    assert house.pool.idle
+
+
+@pytest.mark.parametrize("reason", [Reason.LENGTH, Reason.EOS, Reason.FAILED])
+def test_an_end_that_crosses_the_stop_changes_nothing(reason: Reason) -> None:
+    house = House()
+    add = house.ask(9, stop=["b"])
+    house.tokens((add.rid, ids_of("a") + ids_of("b")))
+    house.end(add.rid, reason, "worker burnt" if reason is Reason.FAILED else "")
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.message, end.text) == (Reason.STOP, "", "ab")
+
+
+def test_cancelled_or_abandoned_between_stop_and_end() -> None:
+    house = House()
+    mine, other = house.ask(9, stop=["b"]), house.ask(9, stop=["b"], api=OTHER)
+    house.tokens((mine.rid, ids_of("b")), (other.rid, ids_of("b")))
+    house.pool.handle(API, Cancel(9))
+    house.pool.handle(OTHER, Gone())
+    house.end(mine.rid, Reason.STOP)
+    house.end(other.rid, Reason.STOP)
+    assert len(ends(house.said(API))) == 1
     assert house.pool.idle
 
 
@@ -33,6 +56,7 @@ def test_tokens_after_the_stop_in_the_same_row_are_not_billed() -> None:
     house = House()
     add = house.ask(9, stop=["b"])
     house.tokens((add.rid, ids_of("a") + ids_of("b") + ids_of("c")))
+    house.end(add.rid, Reason.STOP)
     said = house.said(API)
     assert shown(said, 9) == (ids_of("a") + ids_of("b"), "ab")
     assert ends(said)[0].generated_tokens == 2
@@ -59,6 +83,7 @@ def test_the_prompt_is_not_searched_and_specials_are() -> None:
     house.tokens((add.rid, ids_of("a")))
     assert ends(house.said(API)) == []
     house.tokens((add.rid, ids_of("<|user|>")))
+    house.end(add.rid, Reason.STOP)
     (end,) = ends(house.said(API))
     assert (end.reason, end.text) == (Reason.STOP, "a")
 

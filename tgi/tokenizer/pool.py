@@ -2,7 +2,6 @@
 
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +19,14 @@ from tgi.kernel.messages import (
     Reason,
     Status,
     Stop,
-    Texts,
     Tokenize,
     Tokenized,
     Tokens,
 )
-from tgi.kernel.pack import UINT32, ints, uints
+from tgi.kernel.pack import ints, uints
 from tgi.tokenizer import limits
 from tgi.tokenizer.chat import Chats
+from tgi.tokenizer.columns import Columns, Tops
 from tgi.tokenizer.encode import Encoder, Refusal
 from tgi.tokenizer.request import Request, Stage
 from tgi.tokenizer.vocabulary import Vocabulary
@@ -45,30 +44,6 @@ class Job(NamedTuple):
 
     key: Any
     result: Callable[[], Any]
-
-
-class _Columns:
-    """What one api gets of this turn's tokens: the columns of a Texts."""
-
-    __slots__ = ("counts", "ids", "logprobs", "rids", "special", "texts")
-
-    def __init__(self) -> None:
-        self.rids = array(UINT32)
-        self.counts = array(UINT32)
-        self.ids = bytearray()
-        self.logprobs = bytearray()
-        self.special = bytearray()
-        self.texts: list[str] = []
-
-    def message(self) -> Texts:
-        return Texts(
-            self.rids.tobytes(),
-            self.counts.tobytes(),
-            bytes(self.ids),
-            bytes(self.logprobs),
-            bytes(self.special),
-            self.texts,
-        )
 
 
 class Pool:
@@ -90,7 +65,7 @@ class Pool:
         self._scheduler: Peer | None = None
         self._limits: Limits | None = None
         self._status = Status(False, True, NO_SCHEDULER, 0)
-        self._columns: dict[Peer, _Columns] = {}
+        self._columns: dict[Peer, Columns] = {}
         self._messages: list[tuple[Peer, Any]] = []
         self._from_api: dict[type, Callable[[Peer, Any], None]] = {
             Hello: self._api_up,
@@ -211,6 +186,7 @@ class Pool:
     def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
         begun = time.perf_counter()
         ids = ints(tokens.ids)
+        tops = Tops(tokens) if tokens.top_counts else None
         end = 0
         for rid, count in zip(uints(tokens.rids), uints(tokens.counts), strict=True):
             first, end = end, end + count
@@ -219,20 +195,21 @@ class Pool:
                 continue  # drawn before the scheduler heard that this request is over
             columns = self._columns.get(request.api)
             if columns is None:
-                columns = self._columns[request.api] = _Columns()
+                columns = self._columns[request.api] = Columns(self._vocabulary)
             special = request.special
             at = first
             while at < end and request.reason is None:
                 number = ids[at]
-                columns.texts.append(request.push(number))
-                columns.special.append(number < len(special) and special[number])
+                text = request.push(number)
+                columns.token(text, number < len(special) and special[number], request.held)
                 at += 1
-            columns.rids.append(request.asked.rid)
-            columns.counts.append(at - first)
-            columns.ids += tokens.ids[4 * first : 4 * at]
-            columns.logprobs += tokens.logprobs[4 * first : 4 * at]
-            if request.reason is Reason.STOP:
-                self._stop(request)
+            columns.row(
+                request.asked.rid, at - first, tokens.ids[4 * first : 4 * at], tokens.logprobs[4 * first : 4 * at]
+            )
+            if tops is not None:
+                columns.tops(tops, first, at)
+            if request.reason is Reason.STOP:  # the api's End follows the scheduler's, which is on its way at once
+                self._send(scheduler, Stop(rid))
         metrics.tgi_batch_decode_duration.labels(method="decode").observe(time.perf_counter() - begun)
 
     def _ended(self, scheduler: Peer, end: End) -> None:
@@ -243,6 +220,8 @@ class Pool:
             self._finish(request, Reason.CANCELLED, below=end)
         elif request.stage is Stage.ENDED:
             del self._requests[end.rid]
+        elif request.reason is not None:  # its last token has come, whatever the scheduler thinks of it
+            self._finish(request, request.reason, below=end)
         else:
             self._finish(request, end.reason, end.message, end)
 
@@ -263,15 +242,6 @@ class Pool:
             self._finish(request, request.reason)
         elif self._scheduler is not None:
             self._send(self._scheduler, request.add())
-
-    def _stop(self, request: Request) -> None:
-        """A stop string has come: the api hears at once, what is still in the pipeline is dropped."""
-        assert self._scheduler is not None
-        self._send(self._scheduler, Stop(request.rid))
-        # The scheduler's own durations come with its End, too late: here the time in the queue counts as inference.
-        inference_us = int((self._clock() - request.submitted) * 1e6)
-        self._send(request.api, request.end(Reason.STOP)._replace(inference_us=inference_us))
-        self._close(request)
 
     def _withdraw(self, request: Request) -> bool:
         """Nobody wants this request any more. Whether the scheduler knows of it, and has now been told."""

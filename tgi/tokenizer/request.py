@@ -8,7 +8,7 @@ from tgi.kernel.messages import Add, End, Generate, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
-from tgi.tokenizer.stop import StopMatcher
+from tgi.tokenizer.stop import Curtain, StopMatcher
 from tgi.tokenizer.vocabulary import Vocabulary
 
 
@@ -25,12 +25,14 @@ class Stage(StrEnum):
 class Request:
     """`rid` is this tokenizer's number towards the scheduler; `asked.rid` is the api's.
 
-    `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string.
+    `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
+    stop strings are hidden they come first, so that none is ever in the text. `held` characters at the end of `texts`
+    must not be shown yet.
     """
 
     __slots__ = (
-        "_decoder", "_stop", "api", "asked", "chats", "generated", "max_new_tokens", "prompt", "reason", "received",
-        "rid", "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
+        "_curtain", "_decoder", "_stop", "api", "asked", "chats", "generated", "held", "max_new_tokens", "prompt",
+        "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -49,7 +51,9 @@ class Request:
         self.texts: list[str] = []  # of plain tokens, special ones left out
         self.special = bytearray()
         self.reason: Reason | None = None
-        self._stop = StopMatcher(asked.stop) if any(asked.stop) else None
+        self.held = 0
+        self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
+        self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
         self._decoder: Decoder | None = None
 
     def encoded(self, prompt: Prompt) -> None:
@@ -74,6 +78,7 @@ class Request:
         assert self._decoder is not None
         self.generated.append(number)
         text = self._decoder.feed(number)
+        plain = number >= len(self.special) or not self.special[number]
         if len(self.generated) >= self.max_new_tokens:
             self.reason = Reason.LENGTH
         elif number in self.stop_ids:
@@ -81,9 +86,18 @@ class Request:
         elif self._stop is not None and (match := self._stop.feed(text)) is not None:
             self.reason = Reason.STOP
             text = text[: match.end]
-        if text and not (number < len(self.special) and self.special[number]):
+        if text and plain:
             self.texts.append(text)
+        if self._curtain is not None:
+            self._hide(self._curtain.feed(text, not plain), self._curtain.held)
         return text
+
+    def _hide(self, length: int | None, held: int) -> None:
+        """`length` is that of the final text, if a stop string is complete."""
+        self.held = held
+        if length is not None:
+            self.reason = Reason.STOP
+            self.texts = ["".join(self.texts)[:length]]
 
     def add(self) -> Add:
         """This request for the scheduler, with the ids generated so far."""

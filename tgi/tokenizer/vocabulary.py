@@ -43,6 +43,7 @@ class Vocabulary:
         size = max(vocab.values(), default=-1) + 1
         self.special = bytearray(size)
         self.pieces: list[str | bytes | None] = [""] * size
+        self._texts: dict[int, str] = {}  # of tokens without a piece, as they have been asked for
         for token, number in vocab.items():
             self.pieces[number] = _byte_level_piece(token) if self.byte_level else self._fallback_piece(token)
         for number, added in tokenizer.get_added_tokens_decoder().items():
@@ -67,6 +68,16 @@ class Vocabulary:
     def is_special(self, number: int) -> bool:
         """Whether the final text leaves this id out. An id outside the vocabulary (a padded embedding) is plain."""
         return number < len(self.special) and self.special[number] == 1
+
+    def text(self, number: int) -> str:
+        """A token decoded by itself: bytes that are no character give U+FFFD, an unknown id gives ""."""
+        piece = self.pieces[number] if number < len(self.pieces) else ""
+        if piece is None:
+            known = self._texts.get(number)
+            if known is None:
+                known = self._texts[number] = self.tokenizer.decode([number], skip_special_tokens=False)
+            return known
+        return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
     def _fallback_piece(self, token: str) -> bytes | None:
         """The byte of a byte token such as `<0xE2>`; None for any other token."""
