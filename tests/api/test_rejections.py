@@ -268,12 +268,10 @@ def test_best_of_where_there_is_none(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({"best_of": 2, "do_sample": True}, "`best_of` > 1 is not supported by this server yet"),
         ({"frequency_penalty": 0.5}, "`frequency_penalty` is not supported by this server yet"),
         ({"typical_p": 0.5}, "`typical_p` is not supported by this server yet"),
         ({"watermark": True}, "`watermark` is not supported by this server yet"),
         ({"decoder_input_details": True}, "`decoder_input_details` is not supported by this server yet"),
-        ({"top_n_tokens": 1}, "`top_n_tokens` is not supported by this server yet"),
         ({"grammar": {"type": "regex", "value": "a"}}, "`grammar` is not supported by this server yet"),
         ({"adapter_id": "{ask}"}, "`adapter_id` {ask} not found"),
     ],

@@ -1,7 +1,8 @@
-"""What is counted, measured and logged when a generation ends."""
+"""What is counted, measured and logged: once per HTTP request, and once per generation of it."""
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tgi.api.calls import Generation
@@ -22,15 +23,17 @@ class Times(NamedTuple):
     per_token: float
 
     @classmethod
-    def of(cls, call: Generation, end: End) -> "Times":
-        """From this process's clock for the whole, and from the hops' own figures for the parts."""
-        inference = end.inference_us / 1e6
+    def of(cls, calls: Sequence[Generation]) -> "Times":
+        """Of generations that have ended, summed up except for the total: from this process's clock for the whole,
+        and from the hops' own figures for the parts."""
+        ends = [call.end for call in calls if call.end is not None]
+        inference = sum(end.inference_us for end in ends) / 1e6
         return cls(
-            time.perf_counter() - call.arrival,
-            end.validation_us / 1e6,
-            end.queue_us / 1e6,
+            time.perf_counter() - min(call.arrival for call in calls),
+            sum(end.validation_us for end in ends) / 1e6,
+            sum(end.queue_us for end in ends) / 1e6,
             inference,
-            inference / max(1, call.generated),
+            inference / max(1, sum(call.generated for call in calls)),
         )
 
 
@@ -50,11 +53,15 @@ def dropped() -> None:
     metrics.tgi_request_failure.labels(err="dropped").inc()
 
 
-def succeeded(call: Generation, end: End) -> Times:
-    """Counts, measures and logs a finished generation."""
-    times = Times.of(call, end)
-    metrics.tgi_request_success.inc()
-    metrics.tgi_request_duration.observe(times.total)
+def submitted() -> None:
+    """Counts one generation: a request has one for each prompt and choice."""
+    metrics.tgi_generation_count.inc()
+
+
+def generated(call: Generation, end: End) -> None:
+    """Counts and measures a finished generation."""
+    times = Times.of([call])
+    metrics.tgi_generation_success.inc()
     metrics.tgi_request_validation_duration.observe(times.validation)
     metrics.tgi_request_queue_duration.observe(times.queue)
     metrics.tgi_request_inference_duration.observe(times.inference)
@@ -63,11 +70,18 @@ def succeeded(call: Generation, end: End) -> Times:
     metrics.tgi_request_input_length.observe(end.prompt_tokens)
     if call.request.max_new_tokens is not None:
         metrics.tgi_request_max_new_tokens.observe(call.request.max_new_tokens)
-    sampling = call.request.sampling
+
+
+def succeeded(calls: Sequence[Generation]) -> None:
+    """Counts, measures and logs a request all of whose generations have finished."""
+    times = Times.of(calls)
+    metrics.tgi_request_success.inc()
+    metrics.tgi_request_duration.observe(times.total)
+    sampling = calls[0].request.sampling
     log.info(
         "Success",
         extra={
-            "parameters": _parameters(call.request),
+            "parameters": _parameters(calls[0].request),
             "total_time": duration(times.total),
             "validation_time": duration(times.validation),
             "queue_time": duration(times.queue),
@@ -76,7 +90,6 @@ def succeeded(call: Generation, end: End) -> Times:
             "seed": sampling.seed if sampling.samples else None,
         },
     )
-    return times
 
 
 def _parameters(request: Generate) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from tgi.api import accounting
 from tgi.api.client import Receive
 from tgi.api.errors import ApiError, ClientGone, Rejection
 from tgi.api.middleware import Auth, Cors
+from tgi.api.routes.chat import ChatResource
+from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.info import Health, InfoResource, MetricsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
-from tgi.api.routes.tokenize import TokenizeResource
+from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.service import RECEIVE, Service
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ def build(service: Service) -> Asgi:
         "/generate": GenerateResource(service),
         "/generate_stream": GenerateStreamResource(service),
         "/tokenize": TokenizeResource(service),
+        "/chat_tokenize": ChatTokenizeResource(service),
+        "/v1/chat/completions": ChatResource(service),
+        "/v1/completions": CompletionsResource(service),
         "/health": Health(service),
         "/ping": Health(service),
         "/info": InfoResource(service),

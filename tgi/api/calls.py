@@ -7,28 +7,61 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.messages import End, Generate, Reason, Tokenize, Tokenized
 
+SUCCESSES = frozenset((Reason.LENGTH, Reason.EOS, Reason.STOP))
+
+
+class Top(NamedTuple):
+    """One of the likeliest tokens beside a drawn one."""
+
+    id: int
+    text: str
+    logprob: float
+    special: int
+
 
 class Columns(NamedTuple):
-    """Tokens as they came, one entry per token in each column."""
+    """Tokens as they came, one entry per token in each column; `held` and `tops` are empty where not asked for."""
 
     ids: "array[int]"
     logprobs: "array[float]"
     special: bytearray
     texts: list[str]
+    held: "array[int]"  # characters at the end of the visible text so far that must not be shown yet
+    tops: list[list[Top]]
 
     @classmethod
     def empty(cls) -> "Columns":
         """No tokens yet."""
-        return cls(array("i"), array("f"), bytearray(), [])
+        return cls(array("i"), array("f"), bytearray(), [], array("I"), [])
+
+
+class Bell:
+    """Wakes the one task that waits for what comes. It looks first, and waits if there is nothing."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Lets the owner look again."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def rung(self) -> None:
+        """Waits for the next ring()."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
 
 class Call:
-    """One request to the tokenizers. It has one owner, who waits, and is ended exactly once, by the router."""
+    """One request to the tokenizers. It is ended exactly once, by the router, and rings its owner's bell."""
 
-    def __init__(self) -> None:
+    def __init__(self, bell: Bell) -> None:
+        self.bell = bell
         self.wanted = True  # the client still waits, and there has been no end
         self.losses = 0  # tokenizers that died while they had it, since its latest token
-        self._waiter: asyncio.Future[None] | None = None
 
     def order(self, rid: int) -> tuple[Any, ...]:
         """The message that asks a tokenizer for what is still missing."""
@@ -43,18 +76,10 @@ class Call:
         """Whether nothing more will come."""
         raise NotImplementedError
 
-    def wake(self) -> None:
-        """Lets the owner look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def changed(self) -> None:
-        """Waits for the next wake(). The owner, of whom there is one, looks first and waits if there is nothing."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without what was asked for."""
+        raise NotImplementedError
 
 
 class Generation(Call):
@@ -63,13 +88,14 @@ class Generation(Call):
     With `stream` the owner is woken for tokens, without it for the end alone.
     """
 
-    def __init__(self, request: Generate, stream: bool) -> None:
-        super().__init__()
+    def __init__(self, request: Generate, stream: bool, bell: Bell) -> None:
+        super().__init__(bell)
         self.request = request
         self.stream = stream
         self.resume = array("i")
         self.fresh = Columns.empty()  # not yet taken by the owner
         self.end: End | None = None
+        self.characters: int | None = None  # of a chat's prompt, once it is known
         self.arrival = time.perf_counter()
         self.first: float | None = None  # time.perf_counter of the first and the latest tokens
         self.latest = self.arrival
@@ -85,11 +111,17 @@ class Generation(Call):
         return self.end is not None
 
     @property
+    def failed(self) -> bool:
+        return self.end is not None and self.end.reason not in SUCCESSES
+
+    @property
     def generated(self) -> int:
         """Tokens received so far."""
         return len(self.resume)
 
-    def receive(self, ids: bytes, logprobs: bytes, special: bytes, texts: list[str]) -> None:
+    def receive(
+        self, ids: bytes, logprobs: bytes, special: bytes, texts: list[str], held: bytes, tops: list[list[Top]]
+    ) -> None:
         """Takes the tokens of one step."""
         self.losses = 0
         self.resume.frombytes(ids)
@@ -98,13 +130,17 @@ class Generation(Call):
         fresh.logprobs.frombytes(logprobs)
         fresh.special.extend(special)
         fresh.texts.extend(texts)
+        if self.request.hide_stop:
+            fresh.held.frombytes(held or bytes(len(ids)))  # both columns have four bytes per token
+        if self.request.sampling.top_n:
+            fresh.tops.extend(tops or [[] for _ in texts])
         if self.stream:
-            self.wake()
+            self.bell.ring()
 
     def finish(self, end: End) -> None:
         """Takes the End."""
         self.end = end
-        self.wake()
+        self.bell.ring()
 
     def take(self) -> Columns:
         """The tokens that have come since the last call."""
@@ -113,16 +149,17 @@ class Generation(Call):
 
 
 class Encoding(Call):
-    """A request for the ids of a text."""
+    """A request for the ids of a text, or of a chat."""
 
-    def __init__(self, inputs: str, add_special_tokens: bool) -> None:
-        super().__init__()
+    def __init__(self, bell: Bell, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> None:
+        super().__init__(bell)
         self.inputs = inputs
         self.add_special_tokens = add_special_tokens
+        self.chat = chat
         self.result: Tokenized | None = None
 
     def order(self, rid: int) -> Tokenize:
-        return Tokenize(rid, self.inputs, self.add_special_tokens)
+        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat)
 
     def fail(self, message: str) -> None:
         self.finish(Tokenized(0, b"", b"", b"", b"", error=message))
@@ -131,7 +168,11 @@ class Encoding(Call):
     def ended(self) -> bool:
         return self.result is not None
 
+    @property
+    def failed(self) -> bool:
+        return self.result is not None and bool(self.result.error)
+
     def finish(self, result: Tokenized) -> None:
         """Takes the answer."""
         self.result = result
-        self.wake()
+        self.bell.ring()

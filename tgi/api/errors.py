@@ -20,6 +20,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(error)
         self.status = status
+        self.message = error
         self.counted = counted
         self.headers = headers or {}
         self.body = msgspec.json.encode(ErrorResponse(error, error_type))
@@ -67,6 +68,28 @@ def incomplete(streaming: bool) -> ApiError:
     return ApiError(500, "incomplete_generation", "Incomplete generation", counted="incomplete")
 
 
+def template(message: str) -> ApiError:
+    """422: the chat template cannot render these messages."""
+    return ApiError(422, "template_error", f"Template error: {message}", counted="template")
+
+
+def tool(message: str) -> ApiError:
+    """422: the tools of a request do not fit together."""
+    return ApiError(422, "tool_error", f"Tool error: {message}", counted="validation")
+
+
+def suffix() -> ApiError:
+    """422: a completion with a suffix."""
+    text = "Suffix is not supported and can be achieved by preprocessing the prompt."
+    return ApiError(422, "suffix not supported", text, counted="validation")
+
+
+def batch_size(limit: int) -> ApiError:
+    """422: too many prompts in one call."""
+    text = f"Number of prompts exceeds the maximum allowed batch size of {limit}"
+    return ApiError(422, "batch size exceeded", text, counted="validation")
+
+
 def of_end(end: End, streaming: bool) -> ApiError | None:
     """What an End means to the client: None for the three successes."""
     match end.reason:
@@ -78,5 +101,7 @@ def of_end(end: End, streaming: bool) -> ApiError | None:
             return overloaded()
         case Reason.FAILED:
             return failed(end.message)
+        case Reason.TEMPLATE:
+            return template(end.message)
         case _:
             return incomplete(streaming)

@@ -7,11 +7,11 @@ import math
 import time
 
 from tgi.api import errors
-from tgi.api.calls import Call, Encoding, Generation
+from tgi.api.calls import Call, Encoding, Generation, Top
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Cancel, End, Hello, Limits, Status, Texts, Tokenized
-from tgi.kernel.pack import uints
+from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, Status, Texts, Tokenized
+from tgi.kernel.pack import floats, ints, uints
 from tgi.kernel.permits import Permits
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Router:
         if not call.wanted:
             return
         self._unwanted(call)
-        call.wake()
+        call.bell.ring()
         if call in self._homeless:
             del self._homeless[call]
         elif place := self._at.get(call):
@@ -180,6 +180,10 @@ class Router:
                 if isinstance(call, Encoding) and call.wanted:
                     self._unwanted(call)
                     call.finish(message)
+            case Prompted():
+                call = tokenizer.calls.get(message.rid)
+                if isinstance(call, Generation):
+                    call.characters = message.characters
             case Status():
                 tokenizer.status = message
                 self._ready(message)
@@ -196,6 +200,7 @@ class Router:
 
     def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
         now = time.perf_counter()
+        tops = _tops(message) if message.top_counts else []
         stop = 0
         for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
             start, stop = stop, stop + count
@@ -209,8 +214,10 @@ class Router:
                 metrics.tgi_inter_token_duration.observe(now - call.latest)
             call.latest = now
             words = slice(4 * start, 4 * stop)
-            texts = message.texts[start:stop]
-            call.receive(message.ids[words], message.logprobs[words], message.special[start:stop], texts)
+            call.receive(
+                message.ids[words], message.logprobs[words], message.special[start:stop], message.texts[start:stop],
+                message.held[words], tops[start:stop],
+            )  # fmt: skip
 
     def _ready(self, status: Status) -> None:
         if status.limits is not None and self.limits is None:
@@ -263,3 +270,10 @@ class Router:
             else:
                 self._place(call)
         self._pump_soon()
+
+
+def _tops(message: Texts) -> list[list[Top]]:
+    """The top tokens of each token of a message."""
+    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
+    tops = map(Top, *columns)
+    return [list(itertools.islice(tops, count)) for count in uints(message.top_counts)]

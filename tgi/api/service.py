@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -56,25 +56,37 @@ class Service:
         """The request's seed, or a new one (uint64): drawn here, so that whoever dies below, it stays the same."""
         return self.draws.getrandbits(64) if given is None else given
 
-    def submit(self, call: Call, req: Request) -> Client:
-        """Sends a request down, and cancels it as soon as its client leaves."""
+    def submit(self, calls: Sequence[Call], req: Request) -> Client:
+        """Sends the calls of a request down, and cancels those that go on as soon as its client leaves."""
 
         def release() -> None:
-            if call.wanted and isinstance(call, Generation):
+            if any(call.wanted for call in calls if isinstance(call, Generation)):
                 accounting.dropped()
-            self.router.cancel(call)
+            self.cancel(calls)
 
-        self.router.submit(call)
+        for call in calls:
+            self.router.submit(call)
         return Client(req.scope[RECEIVE], release)
 
-    async def finish(self, call: Call, req: Request) -> None:
-        """Sends a request down and waits for its end. Raises ClientGone if the client does not wait that long."""
-        client = self.submit(call, req)
+    def cancel(self, calls: Sequence[Call]) -> None:
+        """Nobody wants these any more."""
+        for call in calls:
+            self.router.cancel(call)
+
+    async def finish(self, calls: Sequence[Call], req: Request) -> None:
+        """Sends calls down and waits until all have ended; once one has failed, nobody wants the others.
+
+        Raises ClientGone if the client does not wait that long.
+        """
+        client = self.submit(calls, req)
         try:
-            while not call.ended:
+            while not all(call.ended for call in calls):
                 if client.gone:
                     raise ClientGone
-                await call.changed()
+                if any(call.failed for call in calls):
+                    self.cancel(calls)
+                    break
+                await calls[0].bell.rung()
         finally:
             client.close()
 

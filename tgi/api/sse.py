@@ -1,6 +1,7 @@
-"""Server-sent events of one generation: an iterator for falcon that waits for tokens or for the client to leave."""
+"""Server-sent events of one request: an iterator for falcon that waits for tokens or for the client to leave."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tgi.api import accounting, errors
@@ -13,25 +14,33 @@ KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 
 
+Cancel = Callable[[Sequence[Generation]], None]
+
+
 class Events(Protocol):
     """How one route writes its events. Each event is `data: `, one line of JSON, and an empty line."""
 
-    def tokens(self, columns: Columns, end: End | None) -> bytes:
-        """The events of these tokens; `end` comes with the last ones (there is at least one)."""
+    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+        """The events of these tokens of generation `place`; `end` comes with its last ones (there is at least one)."""
 
-    def failure(self, error: ApiError) -> bytes:
-        """The event that ends a stream that cannot go on."""
+    def failure(self, error: ApiError) -> str:
+        """The events that end a stream that cannot go on."""
+
+    def close(self) -> str:
+        """The events that end a stream whose generations are all complete."""
 
 
 class EventStream:
     """What falcon iterates over. All events that are ready go out in one write; a slow client delays only itself,
     since falcon asks for the next chunk when the transport has room again."""
 
-    def __init__(self, call: Generation, events: Events, client: Client) -> None:
-        self._call = call
+    def __init__(self, calls: Sequence[Generation], events: Events, client: Client, cancel: Cancel) -> None:
+        self._calls = calls
+        self._bell = calls[0].bell
+        self._live = dict(enumerate(calls))  # those whose last token has not been written
         self._events = events
         self._client = client
-        self._over = False
+        self._cancel = cancel
         self._silent = False  # no event for KEEP_ALIVE_SECONDS
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -44,28 +53,28 @@ class EventStream:
         After KEEP_ALIVE_SECONDS the stream opens without one; errors are events from there on.
         Raises ClientGone if the client does not wait.
         """
-        call = self._call
-        while not self._silent and not call.fresh.texts and not call.ended:
+        while not self._silent and not any(call.fresh.texts for call in self._calls):
             if self._client.gone:
                 raise ClientGone
-            await call.changed()
-        if call.end is not None and not call.generated and (error := errors.of_end(call.end, streaming=True)):
-            raise error
+            for call in self._calls:
+                if call.end is not None and (error := errors.of_end(call.end, streaming=True)):
+                    self._cancel(self._calls)
+                    raise error
+            await self._bell.rung()
 
     def __aiter__(self) -> "EventStream":
         return self
 
     async def __anext__(self) -> bytes:
-        call = self._call
-        while not self._over and not self._client.gone:
-            if call.fresh.texts or call.end is not None:
+        while self._live and not self._client.gone:
+            if chunk := self._chunk():
                 self._last = self._loop.time()
-                return self._chunk(call.end)
+                return chunk.encode()
             if self._silent:
                 self._silent = False
                 self._last = self._loop.time()
                 return KEEP_ALIVE
-            await call.changed()
+            await self._bell.rung()
         raise StopAsyncIteration
 
     async def close(self) -> None:
@@ -73,24 +82,41 @@ class EventStream:
         self._timer.cancel()
         self._client.close()
 
-    def _chunk(self, end: End | None) -> bytes:
-        columns = self._call.take()
-        if end is None:
-            return self._events.tokens(columns, None)
-        self._over = True
-        error = errors.of_end(end, streaming=True)
-        if error is None and columns.texts:
-            accounting.succeeded(self._call, end)
-            return self._events.tokens(columns, end)
-        error = error or errors.incomplete(streaming=True)
+    def _chunk(self) -> str:
+        """The events that are ready."""
+        written = ""
+        for place, call in [*self._live.items()]:
+            end = call.end
+            if not call.fresh.texts and end is None:
+                continue
+            columns = call.take()
+            if end is None:
+                written += self._events.tokens(place, columns, None)
+                continue
+            error = errors.of_end(end, streaming=True)
+            if error is None and columns.texts:
+                written += self._events.tokens(place, columns, end)
+                accounting.generated(call, end)
+                del self._live[place]
+                continue
+            before = self._events.tokens(place, columns, None) if columns.texts else ""
+            return written + before + self._fail(error or errors.incomplete(streaming=True))
+        if not self._live:
+            accounting.succeeded(self._calls)
+            written += self._events.close()
+        return written
+
+    def _fail(self, error: ApiError) -> str:
+        """One generation has failed: so has the request, and nobody wants the others."""
         accounting.failed(error)
-        before = self._events.tokens(columns, None) if columns.texts else b""
-        return before + self._events.failure(error)
+        self._cancel(self._calls)
+        self._live = {}
+        return self._events.failure(error)
 
     def _tick(self) -> None:
         left = self._last + KEEP_ALIVE_SECONDS - self._loop.time()
         if left <= 0.001:
             self._silent = True
-            self._call.wake()
+            self._bell.ring()
             left = KEEP_ALIVE_SECONDS
         self._timer = self._loop.call_later(left, self._tick)

@@ -1,7 +1,7 @@
 """The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tgi.api import errors
 from tgi.api.shapes.native import GenerateParameters
@@ -11,11 +11,16 @@ from tgi.kernel.settings import Settings
 class Ask(NamedTuple):
     """What the rules look at: the request, how it came, and the limits of this server."""
 
-    inputs: str
+    inputs: str | None  # None: a chat
     p: GenerateParameters
     stream: bool
     settings: Settings
     max_input_tokens: int
+
+    @property
+    def stops(self) -> int:
+        """How many stop strings."""
+        return len(self.p.stops)
 
     @property
     def samples(self) -> bool:
@@ -28,7 +33,7 @@ class Rule(NamedTuple):
     """A numbered condition that must not hold, and what the client is told if it does."""
 
     number: str
-    broken: Callable[[Ask], bool]
+    broken: Callable[[Any], bool]  # of an Ask, or of the body of one of OpenAI's routes
     detail: str  # formatted with `ask`
     counted: bool = True  # in tgi_request_failure
 
@@ -69,7 +74,7 @@ RULES = [
     Rule("10", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
     Rule("11", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
     Rule("12", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
-         "`stop` supports up to {ask.settings.max_stop_sequences} stop sequences. Given: {stops}"),
+         "`stop` supports up to {ask.settings.max_stop_sequences} stop sequences. Given: {ask.stops}"),
     Rule("13", lambda a: a.p.seed is not None and _is(a.p.best_of, lambda v: v > 1),
          "`seed` must not be set when `best_of` > 1"),
     Rule("14", lambda a: _is(a.p.top_n_tokens, lambda v: v > a.settings.max_top_n_tokens),
@@ -81,22 +86,39 @@ RULES = [
 
 # What this server does not do yet is refused, never ignored.
 NOT_YET = [
-    Rule("best_of", lambda a: _is(a.p.best_of, lambda v: v > 1), "`best_of` > 1 is not supported by this server yet"),
     Rule("frequency_penalty", lambda a: bool(a.p.frequency_penalty),
          "`frequency_penalty` is not supported by this server yet"),
     Rule("typical_p", lambda a: _is(a.p.typical_p, lambda v: v < 1), "`typical_p` is not supported by this server yet"),
     Rule("watermark", lambda a: bool(a.p.watermark), "`watermark` is not supported by this server yet"),
     Rule("decoder_input_details", lambda a: bool(a.p.decoder_input_details),
          "`decoder_input_details` is not supported by this server yet"),
-    Rule("top_n_tokens", lambda a: bool(a.p.top_n_tokens), "`top_n_tokens` is not supported by this server yet"),
     Rule("grammar", lambda a: a.p.grammar is not None, "`grammar` is not supported by this server yet"),
     Rule("adapter_id", lambda a: a.p.adapter_id is not None, "`adapter_id` {ask.p.adapter_id} not found"),
+]
+
+# OpenAI's routes, before their fields become parameters. `ask` is the body there.
+OPENAI = [
+    Rule("n", lambda r: r.n == 0, "`n` must be strictly positive"),
+    Rule("presence_penalty", lambda r: _is(r.presence_penalty, lambda v: not -2 <= v <= 2),
+         "`presence_penalty` must be >= -2.0 and <= 2.0"),
+    Rule("presence_penalty", lambda r: bool(r.presence_penalty),
+         "`presence_penalty` is not supported by this server yet"),
+    Rule("logit_bias", lambda r: isinstance(r.logit_bias, dict) and bool(r.logit_bias),
+         "`logit_bias` is not supported by this server yet"),
+    Rule("response_format", lambda r: r.response_format is not None and r.response_format.type != "text",
+         "`response_format` is not supported by this server yet"),
+]
+COMPLETIONS = [
+    Rule("best_of", lambda r: _is(r.best_of, lambda v: v > (r.n or 1)),
+         "`best_of` > `n` is not supported by this server"),
+    Rule("echo", lambda r: bool(r.echo) and r.logprobs is not None,
+         "`echo` with `logprobs` is not supported by this server yet"),
 ]
 # fmt: on
 
 
-def check(ask: Ask, rules: list[Rule]) -> None:
+def check(ask: Any, rules: list[Rule]) -> None:
     """Raises ApiError for the first rule that is broken."""
     for rule in rules:
         if rule.broken(ask):
-            raise errors.validation(rule.detail.format(ask=ask, stops=len(ask.p.stops)), counted=rule.counted)
+            raise errors.validation(rule.detail.format(ask=ask), counted=rule.counted)

@@ -4,19 +4,15 @@ from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, errors
+from tgi.api import accounting, answering, render
+from tgi.api.answering import Finished, Prompt
 from tgi.api.calls import Columns, Generation
 from tgi.api.errors import ApiError
-from tgi.api.float32 import render
 from tgi.api.routes.info import Health
 from tgi.api.serde import Body
 from tgi.api.service import Service
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
-from tgi.api.sse import EventStream
-from tgi.api.validation import EARLY, NOT_YET, RULES, Ask, check
-from tgi.kernel.messages import End, Generate, Sampling
-
-_BOOL = ("false", "true")
+from tgi.kernel.messages import End
 
 
 class NativeEvents:
@@ -28,67 +24,72 @@ class NativeEvents:
         self._prompt = prompt  # put before the generated text
         self._index = 0
 
-    def tokens(self, columns: Columns, end: End | None) -> bytes:
+    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
         first = self._index + 1
         self._index += len(columns.texts)
+        rendered = render.tokens(columns)
+        for at, tops in enumerate(columns.tops):
+            if tops:
+                rendered[at] += f',"top_tokens":{render.top_tokens(tops)}'
         events = [
             f'data: {{"index":{index},"token":{token},"generated_text":null,"details":null}}\n\n'
-            for index, token in enumerate(render_tokens(columns), first)
+            for index, token in enumerate(rendered, first)
         ]
         if end is not None:
             text = quote(self._prompt + end.text)
             details = self._stream_details(end) if self._details else "null"
             open_end = '"generated_text":null,"details":null}\n\n'
             events[-1] = f'{events[-1].removesuffix(open_end)}"generated_text":{text},"details":{details}}}\n\n'
-        return "".join(events).encode()
+        return "".join(events)
 
-    def failure(self, error: ApiError) -> bytes:
-        return b"data: " + error.body + b"\n\n"
+    def failure(self, error: ApiError) -> str:
+        return f"data: {error.body.decode()}\n\n"
+
+    def close(self) -> str:
+        return ""
 
     def _stream_details(self, end: End) -> str:
         return (
             f'{{"finish_reason":"{end.reason}","generated_tokens":{self._call.generated},'
-            f'"seed":{_seed(self._call)},"input_length":{end.prompt_tokens}}}'
+            f'"seed":{render.seed(self._call)},"input_length":{end.prompt_tokens}}}'
         )
 
 
-def render_tokens(columns: Columns) -> list[str]:
-    """The JSON of each token."""
-    return [
-        f'{{"id":{token},"text":{quote(text)},"logprob":{render(logprob)},"special":{_BOOL[special]}}}'
-        for token, text, logprob, special in zip(
-            columns.ids, columns.texts, columns.logprobs, columns.special, strict=True
-        )
-    ]
-
-
-def render_response(call: Generation, end: End, details: bool, prompt: str) -> str:
-    """The JSON of a finished generation."""
+def render_response(finished: list[Finished], details: bool, prompt: str) -> str:
+    """The JSON of a finished request: the best of its generations, and in its details the others."""
+    (best, end), *others = finished
     text = f'{{"generated_text":{quote(prompt + end.text)}'
     if not details:
         return text + "}"
+    columns = best.take()
+    sequences = ",".join(_sequence(other, prompt) for other in others)
+    best_of = f',"best_of_sequences":[{sequences}]' if others else ""
+    return f'{text},"details":{_fields(best, end, columns)}{best_of}{_tops(columns)}}}}}'
+
+
+def _sequence(finished: Finished, prompt: str) -> str:
+    call, end = finished
+    columns = call.take()
+    fields = _fields(call, end, columns).removeprefix("{")
+    return f'{{"generated_text":{quote(prompt + end.text)},{fields}{_tops(columns)}}}'
+
+
+def _fields(call: Generation, end: End, columns: Columns) -> str:
+    """The beginning of an object that tells how a text was generated."""
     return (
-        f'{text},"details":{{"finish_reason":"{end.reason}","generated_tokens":{call.generated},'
-        f'"seed":{_seed(call)},"prefill":[],"tokens":[{",".join(render_tokens(call.take()))}]}}}}'
+        f'{{"finish_reason":"{end.reason}","generated_tokens":{call.generated},"seed":{render.seed(call)},'
+        f'"prefill":[],"tokens":[{",".join(render.tokens(columns))}]'
     )
 
 
-def _seed(call: Generation) -> str:
-    sampling = call.request.sampling
-    return str(sampling.seed) if sampling.samples else "null"
+def _tops(columns: Columns) -> str:
+    return f',"top_tokens":[{",".join(map(render.top_tokens, columns.tops))}]' if columns.tops else ""
 
 
-def order(service: Service, inputs: str, p: GenerateParameters) -> Generate:
-    """The message for a request that has passed the rules (its rid is the router's to give)."""
-    sampling = Sampling(
-        seed=service.seed(p.seed),
-        do_sample=bool(p.do_sample),
-        temperature=1.0 if p.temperature is None else p.temperature,
-        top_k=p.top_k or 0,
-        top_p=1.0 if p.top_p is None else p.top_p,
-        repetition_penalty=1.0 if p.repetition_penalty is None else p.repetition_penalty,
-    )
-    return Generate(0, inputs, sampling, p.max_new_tokens, p.truncate, p.stops)
+def _score(finished: Finished) -> float:
+    """Mean logprob of the generated tokens."""
+    logprobs = finished.call.fresh.logprobs
+    return sum(logprobs) / max(1, len(logprobs))
 
 
 class _Native:
@@ -97,64 +98,21 @@ class _Native:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def _call(self, inputs: str, p: GenerateParameters, stream: bool) -> Generation:
-        """The request as it goes down. Raises ApiError if it may not."""
-        accounting.arrived()
-        service = self._service
-        limits = service.router.limits
-        ask = Ask(inputs, p, stream, service.settings, limits.max_input_tokens if limits else 0)
-        check(ask, EARLY)
-        service.router.admit()
-        check(ask, RULES)
-        check(ask, NOT_YET)
-        return Generation(order(service, inputs, p), stream)
-
     async def _whole(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> str:
         """Answers when all is there: the JSON, with the headers set."""
-        call = self._call(inputs, p, stream=False)
-        await self._service.finish(call, req)
-        assert call.end is not None
-        if error := errors.of_end(call.end, streaming=False):
-            raise error
-        times = accounting.succeeded(call, call.end)
-        resp.content_type = "application/json"
-        resp.set_headers(
-            {
-                "x-compute-type": self._service.compute_type,
-                "x-compute-time": f"{times.total:.6f}",
-                "x-compute-characters": str(len(inputs)),
-                "x-total-time": f"{times.total * 1e3:.0f}",
-                "x-validation-time": f"{times.validation * 1e3:.0f}",
-                "x-queue-time": f"{times.queue * 1e3:.0f}",
-                "x-inference-time": f"{times.inference * 1e3:.0f}",
-                "x-time-per-token": f"{times.per_token * 1e3:.0f}",
-                "x-prompt-tokens": str(call.end.prompt_tokens),
-                "x-generated-tokens": str(call.generated),
-            }
-        )
-        return render_response(call, call.end, bool(p.details), inputs if full_text else "")
+        accounting.arrived()
+        calls = answering.generations(self._service, [Prompt(inputs)], p, stream=False)
+        finished = await answering.finish(self._service, req, calls)
+        finished.sort(key=_score, reverse=True)  # stable: the first among equals
+        answering.set_headers(self._service, resp, finished[:1], len(inputs))
+        return render_response(finished, bool(p.details), inputs if full_text else "")
 
     async def _stream(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> None:
         """Answers token by token."""
-        call = self._call(inputs, p, stream=True)
-        client = self._service.submit(call, req)
-        events = NativeEvents(call, bool(p.details), inputs if full_text else "")
-        stream = EventStream(call, events, client)
-        try:
-            await stream.open()
-        except BaseException:
-            await stream.close()
-            raise
-        resp.content_type = "text/event-stream"
-        resp.set_headers(
-            {
-                "x-compute-type": self._service.compute_type,
-                "x-compute-characters": str(len(inputs)),
-                "x-accel-buffering": "no",
-                "cache-control": "no-cache",
-            }
-        )
-        resp.stream = stream
+        accounting.arrived()
+        calls = answering.generations(self._service, [Prompt(inputs)], p, stream=True)
+        events = NativeEvents(calls[0], bool(p.details), inputs if full_text else "")
+        await answering.stream(self._service, req, resp, calls, events, len(inputs))
 
 
 class GenerateResource(_Native):
@@ -181,10 +139,27 @@ class GenerateStreamResource(_Native):
         await self._stream(req, resp, request.inputs, p, bool(p.return_full_text))
 
 
-class RootResource(_Native):
-    """POST /: an array of one, or a stream; the prompt comes back with the text unless told not to. GET /: health."""
+class CompatResource(_Native):
+    """POST /: an array of one, or a stream; the prompt comes back with the text unless told not to."""
 
     body = Body(CompatGenerateRequest)
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """What the body's `stream` asks for."""
+        await self.answer(await self._service.read(req, self.body), req, resp)
+
+    async def answer(self, request: CompatGenerateRequest, req: Request, resp: Response) -> None:
+        """The same for a body that has been read."""
+        p = request.effective
+        full_text = p.return_full_text is not False
+        if request.stream:
+            await self._stream(req, resp, request.inputs, p, full_text)
+        else:
+            resp.text = f"[{await self._whole(req, resp, request.inputs, p, full_text)}]"
+
+
+class RootResource(CompatResource):
+    """POST / as above. GET /: health."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -197,13 +172,3 @@ class RootResource(_Native):
     async def on_head(self, req: Request, resp: Response) -> None:
         """As HEAD /health."""
         await self._health.on_head(req, resp)
-
-    async def on_post(self, req: Request, resp: Response) -> None:
-        """What the body's `stream` asks for."""
-        request = await self._service.read(req, self.body)
-        p = request.effective
-        full_text = p.return_full_text is not False
-        if request.stream:
-            await self._stream(req, resp, request.inputs, p, full_text)
-        else:
-            resp.text = f"[{await self._whole(req, resp, request.inputs, p, full_text)}]"

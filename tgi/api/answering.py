@@ -1,0 +1,155 @@
+"""From a request that was read to its generations, and from those to an answer: what all generation routes share."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from falcon.asgi import Request, Response
+
+from tgi.api import accounting, errors
+from tgi.api.accounting import Times
+from tgi.api.calls import Bell, Generation
+from tgi.api.service import Service
+from tgi.api.shapes.native import GenerateParameters
+from tgi.api.sse import Events, EventStream
+from tgi.api.validation import EARLY, NOT_YET, RULES, Ask, check
+from tgi.kernel.messages import End, Generate, Sampling
+
+
+class Prompt(NamedTuple):
+    """What tokens are asked for behind: a text, or a chat as JSON (tokenizer/chat.py) in its place."""
+
+    inputs: str
+    chat: bytes = b""
+
+
+class Finished(NamedTuple):
+    """A generation that has ended well."""
+
+    call: Generation
+    end: End
+
+
+def generations(
+    service: Service,
+    prompts: Sequence[Prompt],
+    p: GenerateParameters,
+    *,
+    stream: bool,
+    choices: int = 1,
+    hide_stop: bool = False,
+) -> list[Generation]:
+    """The generations of one request, `choices` for each prompt, next to each other. Raises ApiError if they may not
+    be computed, or not now."""
+    limits = service.router.limits
+    asks = [
+        Ask(
+            None if prompt.chat else prompt.inputs,
+            p,
+            stream,
+            service.settings,
+            limits.max_input_tokens if limits else 0,
+        )
+        for prompt in prompts
+    ]
+    check(asks[0], EARLY)
+    count = max(1, p.best_of or 1) * choices
+    service.router.admit(len(prompts) * count)
+    for ask in asks:
+        check(ask, RULES)
+        check(ask, NOT_YET)
+    bell = Bell()
+    made = []
+    for prompt in prompts:
+        seed = service.seed(p.seed)
+        for place in range(count):
+            if place and (p.best_of or 1) > 1:
+                seed = service.seed(None)  # best_of: each has a seed of its own
+            choice = place if choices > 1 else 0
+            accounting.submitted()
+            made.append(Generation(_message(prompt, p, seed, choice, hide_stop), stream, bell))
+    return made
+
+
+def _message(prompt: Prompt, p: GenerateParameters, seed: int, choice: int, hide_stop: bool) -> Generate:
+    """What goes down (its rid is the router's to give)."""
+    sampling = Sampling(
+        seed=seed,
+        do_sample=bool(p.do_sample),
+        temperature=1.0 if p.temperature is None else p.temperature,
+        top_k=p.top_k or 0,
+        top_p=1.0 if p.top_p is None else p.top_p,
+        repetition_penalty=1.0 if p.repetition_penalty is None else p.repetition_penalty,
+        top_n=p.top_n_tokens or 0,
+        choice=choice,
+    )
+    return Generate(
+        0,
+        prompt.inputs,
+        sampling,
+        p.max_new_tokens,
+        p.truncate,
+        p.stops,
+        add_special_tokens=not prompt.chat,
+        chat=prompt.chat,
+        hide_stop=hide_stop,
+    )
+
+
+async def finish(service: Service, req: Request, calls: Sequence[Generation]) -> list[Finished]:
+    """Sends generations down and waits for all of them. Raises ApiError if one fails."""
+    await service.finish(calls, req)
+    finished = []
+    for call in calls:
+        if call.end is not None and (error := errors.of_end(call.end, streaming=False)):
+            raise error
+    for call in calls:
+        assert call.end is not None
+        accounting.generated(call, call.end)
+        finished.append(Finished(call, call.end))
+    accounting.succeeded(calls)
+    return finished
+
+
+def set_headers(service: Service, resp: Response, finished: Sequence[Finished], characters: int) -> None:
+    """The headers of an answer that is sent as a whole: durations and counts, summed over its generations."""
+    times = Times.of([call for call, _ in finished])
+    resp.content_type = "application/json"
+    resp.set_headers(
+        {
+            "x-compute-type": service.compute_type,
+            "x-compute-time": f"{times.total:.6f}",
+            "x-compute-characters": str(characters),
+            "x-total-time": f"{times.total * 1e3:.0f}",
+            "x-validation-time": f"{times.validation * 1e3:.0f}",
+            "x-queue-time": f"{times.queue * 1e3:.0f}",
+            "x-inference-time": f"{times.inference * 1e3:.0f}",
+            "x-time-per-token": f"{times.per_token * 1e3:.0f}",
+            "x-prompt-tokens": str(sum(end.prompt_tokens for _, end in finished)),
+            "x-generated-tokens": str(sum(call.generated for call, _ in finished)),
+        }
+    )
+
+
+async def stream(
+    service: Service, req: Request, resp: Response, calls: Sequence[Generation], events: Events, characters: int | None
+) -> None:
+    """Answers with events. `characters` of the prompts; None: of a chat, known when it has become a prompt."""
+    client = service.submit(calls, req)
+    events_of = EventStream(calls, events, client, service.cancel)
+    try:
+        await events_of.open()
+    except BaseException:
+        await events_of.close()
+        raise
+    if characters is None:
+        characters = calls[0].characters
+    resp.content_type = "text/event-stream"
+    resp.set_headers(
+        {
+            "x-compute-type": service.compute_type,
+            "x-compute-characters": str(characters or 0),
+            "x-accel-buffering": "no",
+            "cache-control": "no-cache",
+        }
+    )
+    resp.stream = events_of

@@ -1,0 +1,148 @@
+"""What OpenAI's routes have in common: parameters, the prompt of a chat, ids, finish reasons, visible text."""
+
+import time
+import uuid
+from itertools import repeat
+from json.encoder import encode_basestring as quote
+from typing import NamedTuple
+
+import tgi
+from tgi.api import errors
+from tgi.api.calls import Columns
+from tgi.api.errors import ApiError
+from tgi.api.service import Service
+from tgi.api.shapes.chat import ChatRequest, ImageChunk, NamedTool, Tool
+from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.shapes.native import GenerateParameters
+from tgi.kernel.messages import End, Reason
+
+DONE = "data: [DONE]\n\n"
+
+
+def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | None, top_n: int) -> GenerateParameters:
+    """The request's parameters under TGI's names. Requests sample, except at temperature 0; the values that mean
+    "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out."""
+    greedy = request.temperature == 0
+    return GenerateParameters(
+        do_sample=not greedy,
+        temperature=None if greedy else request.temperature,
+        top_p=None if request.top_p == 1 else request.top_p,
+        top_k=None if request.top_k in (0, -1) else request.top_k,
+        typical_p=None if request.typical_p == 1 else request.typical_p,
+        repetition_penalty=request.repetition_penalty,
+        frequency_penalty=request.frequency_penalty,
+        max_new_tokens=max_new_tokens,
+        stop=request.stops,
+        seed=request.seed,
+        top_n_tokens=top_n or None,
+    )
+
+
+def chat_prompt(request: ChatRequest) -> bytes:
+    """What the tokenizer makes the prompt of. Raises ApiError: 422 for images and for tools that do not fit."""
+    for message in request.messages:
+        if isinstance(message.content, list) and any(isinstance(part, ImageChunk) for part in message.content):
+            raise errors.validation("`image_url` parts are not supported: this model reads text alone")
+    return request.chat(chosen_tools(request))
+
+
+def chosen_tools(request: ChatRequest) -> list[Tool]:
+    """The tools that the model may call. Raises ApiError: 422 if they do not fit the rest of the request."""
+    form = request.response_format
+    if request.tools is not None and form is not None and form.type != "text":
+        raise errors.tool("Grammar and tools are mutually exclusive")
+    tools = request.tools or []
+    choice = request.tool_choice
+    if choice == "none":
+        return []
+    if choice is None or choice in ("auto", "required"):
+        return tools
+    name = choice.function.name if isinstance(choice, NamedTool) else choice
+    chosen = [tool for tool in tools if tool.function.name == name]
+    if not chosen:
+        raise errors.tool(f"Tool with name {name} not found")
+    return chosen
+
+
+class Stamp(NamedTuple):
+    """What all parts of one answer carry. Strings are JSON already."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    @classmethod
+    def new(cls, service: Service, prefix: str, model: str | None = None) -> "Stamp":
+        """Of an answer that begins now, with an id of its own."""
+        return cls(
+            f'"{prefix}-{uuid.uuid4().hex}"',
+            int(time.time()),
+            quote(model if model and model != "tgi" else service.model_id),
+            quote(f"{tgi.__version__}-{service.settings.docker_label or 'native'}"),
+        )
+
+
+def finish_reason(end: End | None) -> str:
+    """As JSON; null before the end."""
+    if end is None:
+        return "null"
+    return '"length"' if end.reason == Reason.LENGTH else '"stop"'
+
+
+class Usage:
+    """Tokens of a whole answer: the prompt counts once, however many choices it has."""
+
+    def __init__(self, choices: int) -> None:
+        self._choices = choices
+        self._prompts: dict[int, int] = {}
+        self._completion = 0
+
+    def add(self, place: int, end: End, generated: int) -> None:
+        """Takes in a finished generation."""
+        self._prompts[place // self._choices] = end.prompt_tokens
+        self._completion += generated
+
+    def render(self) -> str:
+        """As JSON."""
+        return usage(sum(self._prompts.values()), self._completion)
+
+
+def usage(prompt: int, completion: int) -> str:
+    """Token counts as JSON."""
+    return f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion}}}'
+
+
+def failure(error: ApiError) -> str:
+    """The events that end a stream that cannot go on."""
+    return f'data: {{"error":{{"message":{quote(error.message)},"http_status_code":{error.status}}}}}\n\n{DONE}'
+
+
+class Visible:
+    """The part of a generation's text that a client may see, token by token: special tokens left out, and what may
+    turn out to begin a stop string held back until it does not."""
+
+    def __init__(self) -> None:
+        self._shown = 0  # characters
+        self._pending = ""
+
+    @property
+    def length(self) -> int:
+        """Characters of visible text so far, held back or not."""
+        return self._shown + len(self._pending)
+
+    def pieces(self, columns: Columns, end: End | None) -> list[str]:
+        """What each of these tokens lets be shown. With the `end`, the last one brings all that is missing."""
+        pieces = []
+        for text, special, held in zip(columns.texts, columns.special, columns.held or repeat(0), strict=False):
+            if not special:
+                self._pending += text
+            free = max(0, len(self._pending) - held)
+            pieces.append(self._pending[:free])
+            self._pending = self._pending[free:]
+            self._shown += free
+        if end is not None:
+            before = self._shown - len(pieces[-1])
+            pieces[-1] = end.text[before:]
+            self._shown, self._pending = len(end.text), ""
+        return pieces

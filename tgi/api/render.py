@@ -1,0 +1,34 @@
+"""JSON of what generations are made of, written by hand: some of it goes out thousands of times a second."""
+
+from collections.abc import Iterable
+from json.encoder import encode_basestring as quote
+
+from tgi.api.calls import Columns, Generation, Top
+from tgi.api.float32 import render
+
+_BOOL = ("false", "true")
+
+
+def tokens(columns: Columns) -> list[str]:
+    """Each token as TGI writes it."""
+    return [
+        f'{{"id":{token},"text":{quote(text)},"logprob":{render(logprob)},"special":{_BOOL[special]}}}'
+        for token, text, logprob, special in zip(
+            columns.ids, columns.texts, columns.logprobs, columns.special, strict=True
+        )
+    ]
+
+
+def top_tokens(tops: Iterable[Top]) -> str:
+    """The likeliest tokens of one place, as TGI writes them."""
+    items = (
+        f'{{"id":{top.id},"text":{quote(top.text)},"logprob":{render(top.logprob)},"special":{_BOOL[top.special]}}}'
+        for top in tops
+    )
+    return f"[{','.join(items)}]"
+
+
+def seed(call: Generation) -> str:
+    """The seed of a generation that has drawn at random; null for a greedy one."""
+    sampling = call.request.sampling
+    return str(sampling.seed) if sampling.samples else "null"

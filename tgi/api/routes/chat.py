@@ -1,0 +1,126 @@
+"""POST /v1/chat/completions: a chat goes in, the next message comes out, whole or in pieces."""
+
+from json.encoder import encode_basestring as quote
+
+from falcon.asgi import Request, Response
+
+from tgi.api import accounting, answering, errors, openai
+from tgi.api.answering import Finished, Prompt
+from tgi.api.calls import Columns, Generation
+from tgi.api.errors import ApiError
+from tgi.api.float32 import render
+from tgi.api.openai import Stamp, Usage, Visible, finish_reason
+from tgi.api.serde import Body
+from tgi.api.service import Service
+from tgi.api.shapes.chat import ChatRequest
+from tgi.api.validation import OPENAI, check
+from tgi.kernel.messages import End
+
+
+class ChatEvents:
+    """One chunk per token, each with one choice; a last one with the usage if it is asked for."""
+
+    def __init__(self, calls: list[Generation], stamp: Stamp, logprobs: bool, usage: bool) -> None:
+        self._calls = calls
+        self._visible = [Visible() for _ in calls]
+        self._head = (
+            f'data: {{"object":"chat.completion.chunk","id":{stamp.id},"created":{stamp.created},'
+            f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint},"choices":['
+        )
+        self._logprobs = logprobs
+        self._usage = Usage(len(calls)) if usage else None
+        self._begun = [False for _ in calls]
+
+    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+        pieces = self._visible[place].pieces(columns, end)
+        logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)] if self._logprobs else ()
+        events = []
+        last = len(pieces) - 1
+        for at, piece in enumerate(pieces):
+            role = "" if self._begun[place] else '"role":"assistant",'
+            self._begun[place] = True
+            events.append(
+                f'{self._head}{{"index":{place},"delta":{{{role}"content":{quote(piece)}}},'
+                f'"logprobs":{logprobs[at] if logprobs else "null"},'
+                f'"finish_reason":{finish_reason(end if at == last else None)}}}],"usage":null}}\n\n'
+            )
+        if end is not None and self._usage is not None:
+            self._usage.add(place, end, self._calls[place].generated)
+        return "".join(events)
+
+    def failure(self, error: ApiError) -> str:
+        return openai.failure(error)
+
+    def close(self) -> str:
+        usage = f'{self._head}],"usage":{self._usage.render()}}}\n\n' if self._usage else ""
+        return usage + openai.DONE
+
+
+def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> str:
+    """The JSON of a finished request."""
+    usage = Usage(len(finished))
+    choices = []
+    for place, (call, end) in enumerate(finished):
+        usage.add(place, end, call.generated)
+        items = f'{{"content":[{",".join(_logprobs(call.take()))}]}}' if logprobs else "null"
+        choices.append(
+            f'{{"index":{place},"message":{{"role":"assistant","content":{quote(end.text)}}},"logprobs":{items},'
+            f'"finish_reason":{finish_reason(end)}}}'
+        )
+    return (
+        f'{{"object":"chat.completion","id":{stamp.id},"created":{stamp.created},"model":{stamp.model},'
+        f'"system_fingerprint":{stamp.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.render()}}}'
+    )
+
+
+def _logprobs(columns: Columns) -> list[str]:
+    """Each token with its logprob and the likeliest ones at its place."""
+    items = []
+    for at, (text, logprob) in enumerate(zip(columns.texts, columns.logprobs, strict=True)):
+        tops = ",".join(f"{{{_token(top.text, top.logprob)}}}" for top in columns.tops[at]) if columns.tops else ""
+        items.append(f'{{{_token(text, logprob)},"top_logprobs":[{tops}]}}')
+    return items
+
+
+def _token(text: str, logprob: float) -> str:
+    return f'"token":{quote(text)},"logprob":{render(logprob)},"bytes":{[*text.encode()]}'.replace(", ", ",")
+
+
+class ChatResource:
+    """POST /v1/chat/completions."""
+
+    body = Body(ChatRequest)
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """One JSON object, or a stream of events."""
+        await self.answer(await self._service.read(req, self.body), req, resp)
+
+    async def answer(self, request: ChatRequest, req: Request, resp: Response) -> None:
+        """The same for a body that has been read."""
+        accounting.arrived()
+        calls = generations(self._service, request)
+        stamp = Stamp.new(self._service, "chatcmpl", request.model)
+        if request.stream:
+            events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted)
+            await answering.stream(self._service, req, resp, calls, events, None)
+            return
+        finished = await answering.finish(self._service, req, calls)
+        answering.set_headers(self._service, resp, finished, calls[0].characters or 0)
+        resp.text = render_response(finished, stamp, bool(request.logprobs))
+
+
+def generations(service: Service, request: ChatRequest) -> list[Generation]:
+    """The generations of a chat, one for each choice. Raises ApiError if they may not be computed."""
+    chat = openai.chat_prompt(request)
+    check(request, OPENAI)
+    if openai.chosen_tools(request):
+        raise errors.validation("`tools` are not supported by this server yet, except with `tool_choice` none")
+    top_n = request.top_logprobs or 0
+    p = openai.parameters(request, request.max_new_tokens, top_n)
+    choices = request.n or 1
+    return answering.generations(
+        service, [Prompt("", chat)], p, stream=bool(request.stream), choices=choices, hide_stop=True
+    )

@@ -1,0 +1,152 @@
+"""POST /v1/completions: prompts go in, the texts that follow them come out, whole or in pieces."""
+
+from itertools import accumulate
+from json.encoder import encode_basestring as quote
+
+from falcon.asgi import Request, Response
+
+from tgi.api import accounting, answering, errors, openai
+from tgi.api.answering import Finished, Prompt
+from tgi.api.calls import Columns, Generation
+from tgi.api.errors import ApiError
+from tgi.api.float32 import render
+from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
+from tgi.api.serde import Body
+from tgi.api.service import Service
+from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.validation import COMPLETIONS, OPENAI, check
+from tgi.kernel.messages import End
+
+
+class CompletionEvents:
+    """One event per token; the last one of each choice has its finish reason and usage."""
+
+    def __init__(self, calls: list[Generation], request: CompletionRequest, stamp: Stamp) -> None:
+        self._calls = calls
+        self._request = request
+        self._choices = len(calls) // len(request.prompts)
+        self._visible = [Visible() for _ in calls]
+        self._head = f'data: {{"object":"text_completion","id":{stamp.id},"created":{stamp.created},'
+        self._model = f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint}'
+        # What of the prompt comes before each choice's first token, and how much text there is before each.
+        self._echo = [request.prompts[at // self._choices] if request.echo else "" for at in range(len(calls))]
+        self._offsets = [len(echo) for echo in self._echo]
+        self._usage = Usage(self._choices)
+
+    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+        pieces = self._visible[place].pieces(columns, end)
+        pieces[0] = self._echo[place] + pieces[0]
+        self._echo[place] = ""
+        events = [
+            f'{self._head}"choices":[{{"index":{place},"text":{quote(piece)},"logprobs":{logprobs},'
+            f'"finish_reason":null}}],{self._model}}}\n\n'
+            for piece, logprobs in zip(pieces, self._logprobs(place, columns), strict=True)
+        ]
+        if end is not None:
+            self._usage.add(place, end, self._calls[place].generated)
+            own = usage(end.prompt_tokens, self._calls[place].generated)
+            open_end = f"null}}],{self._model}}}\n\n"
+            # TGI puts the choices of the last event behind the model.
+            choice = events[-1].removeprefix(self._head).removesuffix(open_end)
+            events[-1] = f'{self._head}{self._model},{choice}{finish_reason(end)}}}],"usage":{own}}}\n\n'
+        return "".join(events)
+
+    def failure(self, error: ApiError) -> str:
+        return openai.failure(error)
+
+    def close(self) -> str:
+        if not self._request.usage_wanted:
+            return openai.DONE
+        return f'{self._head}{self._model},"choices":[],"usage":{self._usage.render()}}}\n\n{openai.DONE}'
+
+    def _logprobs(self, place: int, columns: Columns) -> list[str]:
+        if self._request.logprobs is None:
+            return ["null"] * len(columns.texts)
+        rendered = []
+        for at in range(len(columns.texts)):
+            one = slice(at, at + 1)
+            rendered.append(_logprobs(columns, one, self._offsets[place]))
+            self._offsets[place] += _width(columns, at)
+        return rendered
+
+
+def render_response(finished: list[Finished], request: CompletionRequest, stamp: Stamp) -> str:
+    """The JSON of a finished request."""
+    choices = len(finished) // len(request.prompts)
+    counted = Usage(choices)
+    rendered = []
+    for place, (call, end) in enumerate(finished):
+        counted.add(place, end, call.generated)
+        echo = request.prompts[place // choices] if request.echo else ""
+        logprobs = "null" if request.logprobs is None else _logprobs(call.take(), slice(None), len(echo))
+        rendered.append(
+            f'{{"index":{place},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
+            f'"finish_reason":{finish_reason(end)}}}'
+        )
+    return (
+        f'{{"object":"text_completion","id":{stamp.id},"created":{stamp.created},"model":{stamp.model},'
+        f'"system_fingerprint":{stamp.fingerprint},"choices":[{",".join(rendered)}],"usage":{counted.render()}}}'
+    )
+
+
+def _logprobs(columns: Columns, part: slice, offset: int) -> str:
+    """OpenAI's older form, in columns, for a part of the tokens; the text before it has `offset` characters."""
+    places = range(len(columns.texts))[part]
+    widths = accumulate((_width(columns, at) for at in places[:-1]), initial=offset)
+    tops = "null"
+    if columns.tops:
+        # Tokens are told apart by their text here: the first of several that share one is the likeliest.
+        named = [{top.text: top.logprob for top in reversed(columns.tops[at])} for at in places]
+        pairs = (",".join(f"{quote(text)}:{render(value)}" for text, value in reversed(top.items())) for top in named)
+        tops = f"[{','.join(f'{{{pair}}}' for pair in pairs)}]"
+    return (
+        f'{{"tokens":[{",".join(quote(columns.texts[at]) for at in places)}],'
+        f'"token_logprobs":[{",".join(render(columns.logprobs[at]) for at in places)}],'
+        f'"top_logprobs":{tops},"text_offset":[{",".join(map(str, widths))}]}}'
+    )
+
+
+def _width(columns: Columns, at: int) -> int:
+    """Characters of visible text in a token."""
+    return 0 if columns.special[at] else len(columns.texts[at])
+
+
+class CompletionsResource:
+    """POST /v1/completions."""
+
+    body = Body(CompletionRequest)
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        """One JSON object, or a stream of events."""
+        await self.answer(await self._service.read(req, self.body), req, resp)
+
+    async def answer(self, request: CompletionRequest, req: Request, resp: Response) -> None:
+        """The same for a body that has been read."""
+        accounting.arrived()
+        calls = self._generations(request)
+        stamp = Stamp.new(self._service, "cmpl")
+        characters = sum(len(prompt) for prompt in request.prompts)
+        if request.stream:
+            events = CompletionEvents(calls, request, stamp)
+            await answering.stream(self._service, req, resp, calls, events, characters)
+            return
+        finished = await answering.finish(self._service, req, calls)
+        answering.set_headers(self._service, resp, finished, characters)
+        resp.text = render_response(finished, request, stamp)
+
+    def _generations(self, request: CompletionRequest) -> list[Generation]:
+        limit = self._service.settings.max_client_batch_size
+        if request.suffix is not None:
+            raise errors.suffix()
+        if len(request.prompts) > limit:
+            raise errors.batch_size(limit)
+        check(request, OPENAI)
+        check(request, COMPLETIONS)
+        p = openai.parameters(request, request.max_tokens, request.logprobs or 0)
+        prompts = [Prompt(text) for text in request.prompts]
+        return answering.generations(
+            self._service, prompts, p, stream=bool(request.stream), choices=request.n or 1, hide_stop=True
+        )
