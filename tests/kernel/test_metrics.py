@@ -1,12 +1,17 @@
 """Metrics: samples of several processes add up, and the text is TGI's, not the library's."""
 
+import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tgi.kernel import metrics
+from tgi.kernel.samples import Store
+from tgi.kernel.series import DURATION, SERIES
 
 WRITER = """
 import sys
@@ -18,14 +23,43 @@ metrics.tgi_request_count.inc()
 metrics.tgi_request_failure.labels(err='validation').inc(2)
 metrics.tgi_queue_size.set(3)
 metrics.tgi_request_input_length.observe(15)
+metrics.tgi_request_skipped_tokens.observe_all([0] * 98 + [1, 3])
 """
+HELP = {
+    "tgi_request_count": "Total number of requests",
+    "tgi_request_success": "Number of successful requests",
+    "tgi_queue_size": "Current queue size",
+    "tgi_batch_current_size": "Current batch size",
+}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", WRITER, str(folder)], check=True)
+    return folder
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Path:
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", WRITER, str(tmp_path)], check=True)
+def written(once: Path, tmp_path: Path) -> Path:
+    """What two processes have left that are dead by now."""
+    return shutil.copytree(once, tmp_path / "copy")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process writes here, and afterwards where it did before."""
+    monkeypatch.setattr(metrics._here, "store", Store(tmp_path))
+    monkeypatch.setattr(metrics._here, "made", {})
+    monkeypatch.setattr(metrics._here, "spans", {"input": 1000, "total": 2000})
     return tmp_path
+
+
+def samples(text: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
+    assert len({name for name, _ in lines}) == len(lines), "a sample is there twice"
+    return {name: float(value) for name, value in lines}
 
 
 def test_two_processes_add_up(written: Path) -> None:
@@ -37,12 +71,29 @@ def test_two_processes_add_up(written: Path) -> None:
 
 
 def test_buckets_are_hundredths_of_the_limit_and_cumulative(written: Path) -> None:
+    found = samples(metrics.render(written))  # by a process that does not know the limits
+    assert found['tgi_request_input_length_bucket{le="10"}'] == 0
+    assert found['tgi_request_input_length_bucket{le="20"}'] == 2
+    assert found['tgi_request_input_length_bucket{le="+Inf"}'] == 2
+    assert found["tgi_request_input_length_sum"] == 30
+    assert found["tgi_request_input_length_count"] == 2
+    assert len([name for name in found if name.startswith("tgi_request_input_length_bucket")]) == 101
+
+
+def test_the_summary_has_its_quantiles(written: Path) -> None:
     text = metrics.render(written)
-    assert 'tgi_request_input_length_bucket{le="10.0"} 0\n' in text
-    assert 'tgi_request_input_length_bucket{le="20.0"} 2\n' in text
-    assert 'tgi_request_input_length_bucket{le="+Inf"} 2\n' in text
-    assert "\ntgi_request_input_length_sum 30\n" in text
-    assert "\ntgi_request_input_length_count 2\n" in text
+    assert "# TYPE tgi_request_skipped_tokens summary\n" in text
+    assert [line for line in text.splitlines() if line.startswith("tgi_request_skipped_tokens")] == [
+        'tgi_request_skipped_tokens{quantile="0"} 0',
+        'tgi_request_skipped_tokens{quantile="0.5"} 0',
+        'tgi_request_skipped_tokens{quantile="0.9"} 0',
+        'tgi_request_skipped_tokens{quantile="0.95"} 0',
+        'tgi_request_skipped_tokens{quantile="0.99"} 1',
+        'tgi_request_skipped_tokens{quantile="0.999"} 3',
+        'tgi_request_skipped_tokens{quantile="1"} 3',
+        "tgi_request_skipped_tokens_sum 8",
+        "tgi_request_skipped_tokens_count 200",
+    ]
 
 
 def test_no_total_suffix_and_nothing_before_its_first_sample(written: Path) -> None:
@@ -52,16 +103,119 @@ def test_no_total_suffix_and_nothing_before_its_first_sample(written: Path) -> N
     assert "tgi_request_success" not in text
 
 
+def test_to_be_named_is_no_sample(here: Path) -> None:
+    for name, series in SERIES.items():
+        made = getattr(metrics, name)
+        if series.labels:
+            made.labels(**dict.fromkeys(series.labels, "a"))
+    assert metrics.render() == ""
+
+
 def test_an_ended_process_takes_its_gauges_with_it(written: Path) -> None:
-    (one, _) = sorted(int(path.stem.rsplit("_", 1)[1]) for path in written.glob("gauge_livesum_*.db"))
+    (one, _) = sorted(int(path.stem.rsplit("_", 1)[1]) for path in written.glob("gauges_*.db"))
     metrics.forget(written, one)
     text = metrics.render(written)
     assert "\ntgi_queue_size 3\n" in text
+    assert "\ntgi_request_count 2\n" in text
+    metrics.forget_dead(written)
+    text = metrics.render(written)
+    assert "tgi_queue_size" not in text
     assert "\ntgi_request_count 2\n" in text
     metrics.clear(written)
     assert metrics.render(written) == ""
 
 
+def test_many_at_once_are_the_same_as_one_by_one(here: Path) -> None:
+    draws = random.Random(1)
+    values = [draws.choice([*DURATION, draws.expovariate(10), 1000.0]) for _ in range(500)]
+    for value in values:
+        metrics.tgi_request_duration.observe(value)
+    metrics.tgi_inter_token_duration.observe_all(values)
+    metrics.tgi_inter_token_duration.observe_all([])
+    found = samples(metrics.render())
+    for end in ("_count", "_sum", '_bucket{le="+Inf"}', *(f'_bucket{{le="{bound!r}"}}' for bound in DURATION)):
+        assert found[f"tgi_inter_token_duration{end}"] == pytest.approx(found[f"tgi_request_duration{end}"])
+    assert found["tgi_request_duration_count"] == 500
+    for bound in DURATION:
+        assert found[f'tgi_request_duration_bucket{{le="{bound!r}"}}'] == sum(value <= bound for value in values)
+
+
+def test_a_process_that_has_the_number_of_a_dead_one_goes_on_counting(here: Path) -> None:
+    metrics.tgi_request_count.inc(5)
+    metrics.use(here)
+    metrics.tgi_request_count.inc()
+    assert samples(metrics.render())["tgi_request_count"] == 6
+
+
+@pytest.mark.parametrize("label", ['a"b', "a\\b", "a\nb", "a\u2028b", "\ud800", "é" * 5000, "{},=", ""])
+def test_hostile_labels_break_nothing(here: Path, label: str) -> None:
+    metrics.tgi_request_failure.labels(err=label).inc()
+    text = metrics.render()
+    text.encode()
+    (line,) = [line for line in text.split("\n") if line.startswith("tgi_request_failure")]
+    escaped = line.removeprefix('tgi_request_failure{err="').removesuffix('"} 1')
+    back = escaped.replace("\\\\", "\0").replace('\\"', '"').replace("\\n", "\n").replace("\0", "\\")
+    assert back == label.replace("\ud800", "?")
+
+
+def half(data: bytes) -> bytes:
+    used = int.from_bytes(data[:4], sys.byteorder)
+    return data[: used // 2]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lambda data: b"", lambda data: b"\0" * 65536, lambda data: data[:3], half, lambda data: b"\xff" * 5000],
+    ids=["just made", "not yet used", "three bytes", "half", "garbage"],
+)
+def test_a_half_written_file_spoils_only_itself(written: Path, broken: Any, caplog: pytest.LogCaptureFixture) -> None:
+    one = min(written.glob("sums_*.db"))
+    one.write_bytes(broken(one.read_bytes()))
+    found = samples(metrics.render(written))
+    assert 1 <= found["tgi_request_count"] <= 2
+    assert found["tgi_queue_size"] == 6
+
+
+def test_it_answers_while_processes_write_and_end(tmp_path: Path) -> None:
+    loop = WRITER + "for k in range(3000): metrics.tgi_request_duration.observe(k / 1000)\n"
+    writers = [subprocess.Popen([sys.executable, "-c", loop, str(tmp_path)]) for _ in range(3)]
+    counts = []
+    while any(writer.poll() is None for writer in writers):
+        counts.append(samples(metrics.render(tmp_path)).get("tgi_request_duration_count", 0))
+        metrics.forget_dead(tmp_path)
+    assert counts == sorted(counts)
+    found = samples(metrics.render(tmp_path))
+    assert found["tgi_request_duration_count"] == 9000
+    assert found['tgi_request_duration_bucket{le="+Inf"}'] == 9000
+
+
+def test_labels_are_those_of_the_table() -> None:
+    with pytest.raises(ValueError, match="err"):
+        metrics.tgi_request_failure.labels(reason="x")
+
+
 def test_an_unknown_series_is_an_error() -> None:
     with pytest.raises(AttributeError):
         _ = metrics.tgi_nothing
+
+
+@pytest.mark.parametrize(("name", "text"), HELP.items())
+def test_help_texts_of_the_contract(name: str, text: str) -> None:
+    assert SERIES[name].help == text
+
+
+def test_every_kind_prints_what_prometheus_reads(here: Path) -> None:
+    """The library's own parser reads what ours prints."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for name, series in SERIES.items():
+        made = getattr(metrics, name)
+        if series.labels:
+            made = made.labels(**dict.fromkeys(series.labels, "some"))
+        getattr(made, {"counter": "inc", "gauge": "set"}.get(series.kind, "observe"))(2)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render())}
+    assert set(families) == set(SERIES)
+    for name, series in SERIES.items():
+        assert families[name].type == series.kind
+        assert families[name].documentation == series.help
+        assert all(set(series.labels) <= set(sample.labels) for sample in families[name].samples)

@@ -1,162 +1,143 @@
-"""Every metric series, in one table, shared by all processes of a host, and the text that /metrics answers.
+"""Metrics: `metrics.NAME` is a series of the table in series.py, and `render` the text that /metrics answers.
 
-prometheus_client's multiprocess mode is the store: each process writes memory-mapped files into the run directory.
-Its exposition is not used: TGI's dashboards know counters without `_total`, and see a series only from its first
-sample on. So a series is made on first use (`metrics.tgi_queue_size.set(3)`) and rendered here.
+    metrics.tgi_queue_size.set(3)
+    metrics.tgi_request_failure.labels(err="validation").inc()
+    metrics.tgi_request_duration.observe(0.5)
+
+Each process of a host writes files into the run directory. prometheus_client's store is used for them and its
+exposition is not: TGI's dashboards know counters without `_total`, and a series appears with its first sample.
 """
 
-import os
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-DURATION = tuple(0.00015 * 1.5**k for k in range(35))  # seconds
-BATCH = tuple(float(n) for n in range(1, 1025))
+from tgi.kernel import samples
+from tgi.kernel.samples import Parts, Store, clear, forget, forget_dead
+from tgi.kernel.series import QUANTILES, SERIES, Series
 
-
-class Series(NamedTuple):
-    """One row of the table. `buckets` is a tuple of upper bounds, or "input" / "total": a hundredth of the longest
-    prompt / request times 1 to 100, known once the worker has measured."""
-
-    kind: str  # counter, gauge, histogram
-    help: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] | str = ()
+__all__ = ["clear", "forget", "forget_dead", "limits", "render", "use"]
 
 
-SERIES: dict[str, Series] = {
-    # TGI's own
-    "tgi_request_count": Series("counter", "Total number of requests"),
-    "tgi_request_success": Series("counter", "Number of successful requests"),
-    "tgi_request_failure": Series("counter", "Number of failed requests", ("err",)),
-    "tgi_request_duration": Series("histogram", "Whole request, in seconds", (), DURATION),
-    "tgi_request_validation_duration": Series("histogram", "Arrival to queued, in seconds", (), DURATION),
-    "tgi_request_queue_duration": Series("histogram", "Queued to batched, in seconds", (), DURATION),
-    "tgi_request_inference_duration": Series("histogram", "Batched to done, in seconds", (), DURATION),
-    "tgi_request_mean_time_per_token_duration": Series("histogram", "Inference per token, in seconds", (), DURATION),
-    "tgi_request_generated_tokens": Series("histogram", "Tokens generated per request", (), "total"),
-    "tgi_request_input_length": Series("histogram", "Prompt tokens per request", (), "input"),
-    "tgi_request_max_new_tokens": Series("histogram", "Tokens asked for per request", (), "total"),
-    "tgi_queue_size": Series("gauge", "Current queue size"),
-    "tgi_batch_current_size": Series("gauge", "Current batch size"),
-    "tgi_batch_current_max_tokens": Series("gauge", "Tokens of KV cache held by the running batch"),
-    "tgi_batch_next_size": Series("histogram", "Requests taken from the queue at once", (), BATCH),
-    "tgi_batch_concat": Series("counter", "New requests that joined a running batch", ("reason",)),
-    "tgi_batch_inference_count": Series("counter", "Steps started", ("method",)),
-    "tgi_batch_inference_success": Series("counter", "Steps finished", ("method",)),
-    "tgi_batch_inference_failure": Series("counter", "Steps failed", ("method",)),
-    "tgi_batch_inference_duration": Series("histogram", "Whole step, in seconds", ("method",), DURATION),
-    "tgi_batch_forward_duration": Series("histogram", "Forward and sampling, in seconds", ("method",), DURATION),
-    "tgi_batch_decode_duration": Series("histogram", "Ids to text, in seconds", ("method",), DURATION),
-    "tgi_batch_filter_duration": Series("histogram", "Handling a step's result, in seconds", ("method",), DURATION),
-    "tgi_batch_max_total_tokens": Series("gauge", "Size of the KV cache in tokens"),
-    # This server's additions
-    "tgi_time_to_first_token_duration": Series("histogram", "Arrival to first token, in seconds", (), DURATION),
-    "tgi_inter_token_duration": Series("histogram", "Between two tokens of a stream, in seconds", (), DURATION),
-    "tgi_resumed_tokens": Series("counter", "Generated ids that came back as prefill after a loss or a preemption"),
-    "tgi_preemptions": Series("counter", "Requests that gave up their pages to others"),
-    "tgi_prefix_cache_hit_tokens": Series("counter", "Prompt tokens found in the prefix cache"),
-    "tgi_pages_used": Series("gauge", "KV pages held by running requests"),
-    "tgi_pages_free": Series("gauge", "KV pages free or holding reusable prefixes"),
-    "tgi_worker_losses": Series("counter", "Times that the worker was lost"),
-    "tgi_process_restarts": Series("counter", "Processes replaced by the supervisor", ("role",)),
-}
-
-
-class _Store:
-    """The series made so far in this process."""
+class _Here:
+    """Where this process writes, and what it has written to so far."""
 
     def __init__(self) -> None:
-        self.made: dict[str, Any] = {}
+        self.store: Store | None = None
+        self.made: dict[tuple[str, tuple[str, ...]], Any] = {}
         self.spans: dict[str, int] = {}
 
 
-_store = _Store()
+_here = _Here()
 
 
 def use(directory: Path) -> None:
-    """Where this process writes its samples. To be called before the first one."""
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
+    """Where this process writes its samples from now on."""
+    _here.store = Store(directory)
+    _here.made.clear()
 
 
 def limits(max_input_tokens: int, max_total_tokens: int) -> None:
     """What the buckets "input" and "total" are hundredths of."""
-    _store.spans = {"input": max_input_tokens, "total": max_total_tokens}
+    _here.spans = {"input": max_input_tokens, "total": max_total_tokens}
+
+
+class _Labelled:
+    """A series before its labels are given."""
+
+    def __init__(self, name: str, keys: tuple[str, ...]) -> None:
+        self._name = name
+        self._keys = keys
+
+    def labels(self, **labels: str) -> Any:
+        """The counter, gauge or distribution with these labels. Raises ValueError if the table has others."""
+        if labels.keys() != set(self._keys):
+            raise ValueError(f"{self._name} has the labels {self._keys}, not {tuple(labels)}")
+        return _make(self._name, tuple(labels[key] for key in self._keys))
 
 
 def __getattr__(name: str) -> Any:
     if name not in SERIES:
         raise AttributeError(name)
-    if name not in _store.made:
-        _store.made[name] = _make(name, SERIES[name])
-    return _store.made[name]
+    keys = SERIES[name].labels
+    return _Labelled(name, keys) if keys else _make(name, ())
 
 
-def _make(name: str, series: Series) -> Any:
-    # Imported here: the library decides at import, from the environment that use() has set, where samples go.
-    import prometheus_client
-
-    if series.kind == "counter":
-        return prometheus_client.Counter(name, series.help, series.labels)
-    if series.kind == "gauge":
-        return prometheus_client.Gauge(name, series.help, series.labels, multiprocess_mode="livesum")
-    bounds = series.buckets
-    if isinstance(bounds, str):
-        bounds = tuple(_store.spans[bounds] / 100 * k for k in range(1, 101))
-    return prometheus_client.Histogram(name, series.help, series.labels, buckets=bounds)
-
-
-def forget(directory: Path, pid: int) -> None:
-    """Drops the gauges of a process that has ended; its counters stay in the totals."""
-    for path in directory.glob(f"gauge_live*_{pid}.db"):
-        path.unlink(missing_ok=True)
+def _make(name: str, labels: tuple[str, ...]) -> Any:
+    if (name, labels) not in _here.made:
+        if _here.store is None:
+            raise RuntimeError(f"{name} has a sample before metrics.use() has said where samples go")
+        series = SERIES[name]
+        if series.kind in ("histogram", "summary"):
+            measured = isinstance(series.buckets, str)
+            made: Any = samples.Distribution(_here.store, name, labels, _bounds(series), known=not measured)
+        else:
+            made = (samples.Counter if series.kind == "counter" else samples.Gauge)(_here.store, name, labels)
+        _here.made[name, labels] = made
+    return _here.made[name, labels]
 
 
-def forget_dead(directory: Path) -> None:
-    """The same for all processes that have ended while nobody looked: their supervisor was killed."""
-    for path in directory.glob("gauge_live*_*.db"):
-        pid = path.stem.rpartition("_")[2]
-        if pid.isdecimal() and not _alive(int(pid)):
-            path.unlink(missing_ok=True)
+def _bounds(series: Series) -> tuple[float, ...]:
+    if isinstance(series.buckets, str):
+        return tuple(_here.spans[series.buckets] / 100 * k for k in range(1, 101))
+    return series.buckets
 
 
-def _alive(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def clear(directory: Path) -> None:
-    """Starts from zero: a new deployment in an old run directory."""
-    for path in directory.glob("*.db"):
-        path.unlink(missing_ok=True)
+# --- the text ---------------------------------------------------------------------------------------------------------
 
 
 def render(directory: Path | None = None) -> str:
     """All samples of all processes of this host, in Prometheus text format 0.0.4."""
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    where = str(directory or os.environ["PROMETHEUS_MULTIPROC_DIR"])
-    files = [str(path) for path in Path(where).glob("*.db")]
-    merged = MultiProcessCollector.merge(files, accumulate=True)  # type: ignore[no-untyped-call]
-    families = {family.name: family for family in merged}
-    return "".join(line for name in SERIES if name in families for line in _family(name, families[name].samples))
+    if directory is None:
+        assert _here.store is not None
+        directory = _here.store.directory
+    found = samples.total(directory)
+    return "".join(line for name in SERIES if name in found for line in _family(name, found[name]))
 
 
-def _family(name: str, samples: list[Any]) -> Iterator[str]:
+def _family(name: str, found: dict[tuple[str, ...], Parts]) -> Iterator[str]:
     series = SERIES[name]
     yield f"# HELP {name} {series.help}\n# TYPE {name} {series.kind}\n"
-    for sample in samples:
-        title = sample.name.removesuffix("_total") if series.kind == "counter" else sample.name
-        labels = ",".join(f'{key}="{_escape(value)}"' for key, value in sample.labels.items())
-        yield f"{title}{{{labels}}} {_number(sample.value)}\n" if labels else f"{title} {_number(sample.value)}\n"
+    for values in sorted(found):
+        labels = [f'{key}="{_escape(value)}"' for key, value in zip(series.labels, values, strict=True)]
+        for ending, more, value in _lines(series, found[values]):
+            both = ",".join(labels + more)
+            yield f"{name}{ending}{{{both}}} {_number(value)}\n" if both else f"{name}{ending} {_number(value)}\n"
     yield "\n"
 
 
+def _lines(series: Series, parts: Parts) -> Iterator[tuple[str, list[str], float]]:
+    """(end of the name, further label, value) of each line."""
+    if series.kind in ("counter", "gauge"):
+        yield "", [], parts[None]
+        return
+    total = parts.pop("sum", 0.0)
+    count = sum(parts.values())
+    if series.kind == "histogram":
+        below = 0.0
+        known = () if isinstance(series.buckets, str) else series.buckets
+        for bound in sorted({*known, inf, *parts}):
+            below += parts.get(bound, 0.0)
+            yield "_bucket", [f'le="{"+Inf" if bound == inf else _number(bound)}"'], below
+    else:
+        for quantile in QUANTILES:
+            yield "", [f'quantile="{_number(quantile)}"'], _quantile(parts, quantile * count)
+    yield "_sum", [], total
+    yield "_count", [], count
+
+
+def _quantile(counts: Parts, rank: float) -> float:
+    """The smallest value that has this many values up to it."""
+    for value in sorted(counts):
+        rank -= counts[value]
+        if rank <= 0:
+            return float(value)
+    return float(max(counts, default=0))
+
+
 def _escape(value: str) -> str:
+    value = value.encode("utf-8", "replace").decode()
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
