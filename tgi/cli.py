@@ -1,144 +1,57 @@
-"""The command `tgi`: up, one command per role, ps, down, import. Everything it starts is a supervised child process."""
+"""The command `tgi`: up, one command per role, ps, down, import, download-weights."""
 
 import contextlib
 import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tgi import __version__
+from tgi.kernel.arguments import load
 from tgi.kernel.errors import UserError
-from tgi.kernel.settings import DERIVED, Settings, environment_names, load
+from tgi.options import CONTEXT, settings_options, told
 
 
-class Errors(click.Group):
-    """Prints a UserError as one message and exits; everything else is a defect and keeps its traceback."""
+class Group(click.Group):
+    """Its commands' UserErrors are told as one message."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with told():
             return super().invoke(ctx)
-        except UserError as error:
-            click.echo(f"Error: {error}", err=True)
-            sys.exit(error.code)
 
 
-@click.group(cls=Errors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Group, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="tgi")
 def main() -> None:
     """A text generation server that speaks TGI's HTTP contract."""
-
-
-def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command one option per setting; what was not given arrives as None."""
-    for setting in reversed(fields(Settings)):
-        meta = setting.metadata
-        if DERIVED in meta:
-            continue
-        names = ["--" + setting.name.replace("_", "-"), setting.name]
-        if meta["short"]:
-            names.insert(0, meta["short"])
-        variables = ", ".join(environment_names(setting.name, meta))
-        kind: dict[str, Any] = {"help": f"{meta['help']} [{variables}]", "default": None}
-        if setting.type is bool and setting.default is True:
-            names[0] = f"{names[0]}/--no-{names[0][2:]}"
-        elif setting.type is bool:
-            kind |= {"is_flag": True, "flag_value": True}
-        elif meta["choices"]:
-            kind["type"] = click.Choice(meta["choices"])
-        elif meta["parse"] in (int, float):
-            kind["type"] = meta["parse"]
-        elif meta["parse"] is not str:
-            kind["type"] = click.FLOAT
-        if meta["repeat"]:
-            kind |= {"multiple": True, "default": None}
-        command = click.option(*names, **kind)(command)
-    return command
 
 
 @main.command()
 @settings_options
 def up(**flags: Any) -> None:
     """Run the whole server: front ends, tokenizers, scheduler and worker, supervised."""
-    _run(load(flags), ("api", "tokenizer", "scheduler", "worker"))
+    from tgi.tree import ROLES, run
+
+    run(load(flags), ROLES)
 
 
 def _role_command(role: str, help: str) -> None:
     @main.command(role, help=help)
     @settings_options
     def command(**flags: Any) -> None:
-        _run(load(flags), (role,))
+        from tgi.tree import run
+
+        run(load(flags), (role,))
 
 
 _role_command("api", "Run the front ends alone (the other roles are started elsewhere with the same TGI_RUN).")
 _role_command("tokenizer", "Run the tokenizer pool alone.")
 _role_command("scheduler", "Run the scheduler alone.")
 _role_command("worker", "Run the worker alone.")
-
-
-def _run(settings: Settings, roles: tuple[str, ...]) -> None:
-    """Supervises the processes of these roles until a signal ends them."""
-    from tgi.kernel import log, metrics, rundir
-    from tgi.kernel.progress import Progress
-    from tgi.kernel.spawn import Spec
-    from tgi.kernel.supervise import Supervisor, listening_socket
-
-    log.configure("tgi", settings.log_level, settings.json_output)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a supervisor: as Ctrl-C, with everything cleaned up
-        signal.signal(number, signal.default_int_handler)
-    rundir.create(settings.run_dir)
-    first = not rundir.holders(settings.run_dir)
-    locks = [rundir.Lock(settings.run_dir, role) for role in roles]
-    if first:
-        metrics.clear(settings.run_dir / "metrics")
-    else:
-        metrics.forget_dead(settings.run_dir / "metrics")
-    metrics.use(settings.run_dir / "metrics")
-    specs: list[Spec] = []
-    progress = Progress(settings, title=" + ".join(roles) if len(roles) < 4 else "tgi")
-    if "api" in roles:
-        try:
-            listener = listening_socket(settings.hostname, settings.port, settings.reuse_port)
-        except OSError as error:
-            raise UserError(
-                f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. "
-                "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
-            ) from error
-        settings = replace(settings, port=listener.getsockname()[1])  # port 0 has become a real one
-        port = listener.detach()  # the supervisor's from here on
-        specs += [Spec("api", place, port) for place in range(settings.api_workers)]
-    settings = progress.settings = _with_model(settings, roles, progress)
-    if "tokenizer" in roles:
-        specs += [Spec("tokenizer", place) for place in range(settings.validation_workers)]
-    if "scheduler" in roles:
-        specs.append(Spec("scheduler", 0))
-    if "worker" in roles:
-        specs.append(Spec("worker", 0))
-    try:
-        Supervisor(settings, specs, lambda: progress.tick(spec.name for spec in specs)).run()
-    finally:
-        for lock in locks:
-            lock.release()
-
-
-def _with_model(settings: Settings, roles: tuple[str, ...], progress: Any) -> Settings:
-    """The settings with the model directory that all roles read: found, downloaded or imported here, once."""
-    from tgi.hub.card import read_card
-    from tgi.hub.resolve import DEFAULT_MODEL, model_directory
-
-    named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
-    if not {"tokenizer", "worker"} & set(roles):
-        return named
-    hub_cache = Path(settings.huggingface_hub_cache) if settings.huggingface_hub_cache else None
-    directory = model_directory(settings.model_id, settings.revision, hub_cache=hub_cache, progress=progress.stage)
-    read_card(directory)  # refuses here, once and in the foreground, what no role could serve
-    return replace(named, model_dir=directory)
 
 
 @main.command()
@@ -220,4 +133,41 @@ def import_(file: Path, directory: Path) -> None:
     from tgi.kernel.progress import Progress
 
     import_gguf(file, directory, Progress(None, title="import").stage)
+    click.echo(directory)
+
+
+@main.command("download-weights")
+@click.argument("model_id")
+@click.option("--revision", help="Branch, tag or commit on the Hub.")
+@click.option("--extension", default=".safetensors", show_default=True, help="Only .safetensors is taken.")
+@click.option("--auto-convert/--no-auto-convert", default=True, help="No effect: pickled weights are never read.")
+@click.option("--trust-remote-code", is_flag=True, help="Fetch the Python code that comes with the model, too.")
+@click.option("--merge-lora", is_flag=True, help="Not supported, refused.")
+@click.option("--logger-level", default="INFO", show_default=True, help="debug, info, warn or error.")
+@click.option("--json-output", is_flag=True, help="Log in JSON, one object per line.")
+def download_weights(
+    model_id: str,
+    revision: str | None,
+    extension: str,
+    auto_convert: bool,
+    trust_remote_code: bool,
+    merge_lora: bool,
+    logger_level: str,
+    json_output: bool,
+) -> None:
+    """Fetch MODEL_ID from the Hub into the cache, as far as it is not there, and print its directory."""
+    from tgi.hub.card import read_card
+    from tgi.hub.resolve import model_directory
+    from tgi.kernel import log
+    from tgi.kernel.progress import Progress
+    from tgi.kernel.settings import Settings
+
+    log.configure("tgi", Settings(log_level=logger_level, json_output=json_output))
+    if extension != ".safetensors":
+        raise UserError(f"Weights with the extension {extension} are not read. Leave out --extension.")
+    if merge_lora:
+        raise UserError("--merge-lora is not supported. Merge adapter and base model with PEFT, and serve that.")
+    progress = Progress(None, title="download")
+    directory = model_directory(model_id, revision, code=trust_remote_code, progress=progress.stage)
+    read_card(directory)  # refuses what could not be served
     click.echo(directory)

@@ -141,7 +141,8 @@ def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str,
 
 
 def _context(numbers: _Numbers, config: dict[str, Any]) -> int:
-    """The longest sequence. Linear, dynamic and yarn scaling multiply what was trained; others have it counted in."""
+    """The longest sequence. Linear, dynamic and yarn scaling multiply what was trained; others have it counted in, and
+    so have those that name what was trained."""
     trained = numbers.first(CONTEXT)
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(scaling, dict):
@@ -150,7 +151,7 @@ def _context(numbers: _Numbers, config: dict[str, Any]) -> int:
     if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or factor <= 0:
         return trained
     original = scaling.get("original_max_position_embeddings")
-    if kind == "yarn" and isinstance(original, int):
+    if isinstance(original, int):
         return max(trained, int(original * factor))
     return int(trained * factor)
 

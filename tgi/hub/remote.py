@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tgi.hub.cache import Progress
 from tgi.hub.safetensors import INDEX, choose, indexed, refuse_pickled, weight_files
@@ -15,7 +15,15 @@ log = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL = re.compile(r"[^/]+\.(json|jinja|model|tiktoken|txt)|additional_chat_templates/[^/]+\.jinja")
+CODE = re.compile(r"[^/]+\.py")
 TIMEOUT_S = 10
+
+
+class Wanted(NamedTuple):
+    """What of a repository is fetched besides configuration and tokenizer."""
+
+    weights: bool = True
+    code: bool = False
 
 
 def hub_cache_directory() -> Path:
@@ -30,7 +38,14 @@ def hub_cache_directory() -> Path:
 
 
 def snapshot(
-    repo: str, revision: str | None, cache: Path | None, *, token: str | None, offline: bool, progress: Progress
+    repo: str,
+    revision: str | None,
+    cache: Path | None,
+    wanted: Wanted,
+    *,
+    token: str | None,
+    offline: bool,
+    progress: Progress,
 ) -> Path:
     """The snapshot directory of `repo`, downloaded as far as it is not in the cache.
 
@@ -39,7 +54,7 @@ def snapshot(
     """
     cache = cache or hub_cache_directory()
     revision = revision or "main"
-    held = _held(repo, revision, cache)
+    held = _held(repo, revision, cache, wanted)
     if held and (offline or COMMIT.fullmatch(revision)):
         return held
     if offline:
@@ -51,7 +66,7 @@ def snapshot(
     from huggingface_hub.errors import HTTPError as ConnectionTrouble  # type: ignore[attr-defined]  # of its HTTP client
 
     try:
-        return _download(repo, revision, cache, token or os.environ.get("HF_API_TOKEN") or None, progress)
+        return _download(repo, revision, cache, wanted, token or os.environ.get("HF_API_TOKEN") or None, progress)
     except GatedRepoError as error:
         raise UserError(
             f"{repo} is gated: accept its conditions at https://huggingface.co/{repo} and set HF_TOKEN to a token of "
@@ -72,7 +87,7 @@ def snapshot(
         ) from error
 
 
-def _held(repo: str, revision: str, cache: Path) -> Path | None:
+def _held(repo: str, revision: str, cache: Path, wanted: Wanted) -> Path | None:
     """The complete snapshot in the cache, if there is one. Weights are downloaded last: where they are, all is."""
     folder = cache / ("models--" + repo.replace("/", "--"))
     commit = revision
@@ -84,6 +99,10 @@ def _held(repo: str, revision: str, cache: Path) -> Path | None:
     directory = folder / "snapshots" / commit
     if not (directory / "config.json").is_file():
         return None
+    if wanted.code and "auto_map" in (directory / "config.json").read_text() and not list(directory.glob("*.py")):
+        return None  # it was fetched when its code was not trusted
+    if not wanted.weights:
+        return directory
     try:
         weight_files(directory)
     except UserError:
@@ -91,7 +110,7 @@ def _held(repo: str, revision: str, cache: Path) -> Path | None:
     return directory
 
 
-def _download(repo: str, revision: str, cache: Path, token: str | None, progress: Progress) -> Path:
+def _download(repo: str, revision: str, cache: Path, wanted: Wanted, token: str | None, progress: Progress) -> Path:
     from huggingface_hub import HfApi
 
     progress("looking up the model", 0)
@@ -101,9 +120,12 @@ def _download(repo: str, revision: str, cache: Path, token: str | None, progress
     weights = choose(root)
     if "config.json" not in sizes:
         raise UserError(f"{repo} has no config.json on the Hub, so it is not a model. Name another.")
-    if not weights:
+    if not weights and wanted.weights:
         raise refuse_pickled(repo, root)
-    directory = _fetch(repo, revision, cache, token, [name for name in sizes if SMALL.fullmatch(name)], progress)
+    small = [name for name in sizes if SMALL.fullmatch(name) or (wanted.code and CODE.fullmatch(name))]
+    directory = _fetch(repo, revision, cache, token, small, progress)
+    if not wanted.weights:
+        return directory
     if INDEX in sizes:
         weights = indexed(directory / INDEX)
     total = sum(sizes.get(name, 0) for name in weights)

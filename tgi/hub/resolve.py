@@ -32,12 +32,15 @@ def model_directory(
     hub_cache: Path | None = None,
     token: str | None = None,
     offline: bool | None = None,
+    weights: bool = True,
+    code: bool = False,
     progress: Progress = _quiet,
 ) -> Path:
     """The directory of the model that `model_id` names, fetched or imported if need be.
 
     `cache` holds imported models ($TGI_CACHE, ~/.cache/tgi), `hub_cache` what comes from the Hub (its usual variables).
-    `offline` defaults to HF_HUB_OFFLINE. Raises UserError if there is no such model or it cannot be fetched.
+    `offline` defaults to HF_HUB_OFFLINE. From the Hub come `weights`, unless they are elsewhere, and the Python `code`
+    of a model that is trusted. Raises UserError if there is no such model or it cannot be fetched.
     """
     cache = cache or default_cache()
     if offline is None:
@@ -53,9 +56,10 @@ def model_directory(
         raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
         raise UserError(f"{model_id!r} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
-    from tgi.hub.remote import snapshot
+    from tgi.hub.remote import Wanted, snapshot
 
-    return snapshot(model_id, revision, hub_cache, token=token, offline=offline, progress=progress)
+    wanted = Wanted(weights, code)
+    return snapshot(model_id, revision, hub_cache, wanted, token=token, offline=offline, progress=progress)
 
 
 def _imported(file: Path, cache: Path, progress: Progress) -> Path:

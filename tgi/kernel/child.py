@@ -25,7 +25,7 @@ def main() -> None:
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # not the terminal's own group: `stty tostop` must not stop its logs
     faulthandler.enable()
     settings = Settings.from_json(os.environ.pop(SETTINGS))
-    log.configure(f"{role}-{place}", settings.log_level, settings.json_output)
+    log.configure(f"{role}-{place}", settings)
     metrics.use(settings.run_dir / "metrics")
     listen = os.environ.pop(LISTEN_FD, "")
     process = Process(

@@ -1,0 +1,124 @@
+"""From the command line and the environment to Settings: what was given, what contradicts, what cannot be had yet."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tgi.kernel import rundir
+from tgi.kernel.errors import UserError
+from tgi.kernel.option import flag, value_of
+from tgi.kernel.settings import DEFAULTS, OPTIONS, Settings
+from tgi.kernel.shards import refuse_shards
+
+HIDDEN = "(hidden)"
+
+
+def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from command line flags (those that were given), then the environment, then defaults.
+
+    Raises UserError for a value that does not parse, for those that contradict each other, and for what is not built.
+    """
+    if "HONCHO_PROCESS_NAME" in environ:  # honcho gives each of its processes a PORT of its own
+        environ = {name: content for name, content in environ.items() if name != "PORT"}
+    values: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        given = None if flags.get(name) == () else flags.get(name)
+        try:
+            values[name] = value_of(name, option, given, getattr(DEFAULTS, name), environ)
+        except ValueError as error:
+            raise UserError(str(error), code=2) from error
+    settings = Settings(**values, run_dir=rundir.default(values["port"]))
+    _check(settings)
+    refuse_shards(settings, environ)
+    _refuse_unbuilt(settings)
+    return _completed(settings)
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    """All settings by name, for a log: secrets are hidden."""
+    values = {name: getattr(settings, name) for name in OPTIONS}
+    return {name: HIDDEN if OPTIONS[name].secret and value else value for name, value in values.items()}
+
+
+def without_effect(settings: Settings) -> dict[str, str]:
+    """The flags that ask for something and get nothing, with the reason."""
+    return {
+        flag(name): option.ignored
+        for name, option in OPTIONS.items()
+        if option.ignored and getattr(settings, name) != getattr(DEFAULTS, name)
+    }
+
+
+def _invalid(text: str) -> UserError:
+    return UserError(f"Invalid argument: {text}")
+
+
+def _check(settings: Settings) -> None:
+    """What contradicts, in TGI's words where it has some."""
+    tokens, length, total = settings.max_input_tokens, settings.max_input_length, settings.max_total_tokens
+    if tokens is not None and length is not None:
+        raise _invalid(
+            f"Both `max_input_tokens` ({tokens}) and `max_input_length` ({length}) are set. Please define only "
+            "`max_input_tokens` as `max_input_length is deprecated for naming consistency."
+        )
+    tokens = tokens or length
+    if tokens is not None and total is not None and tokens >= total:
+        raise _invalid(f"`max_input_tokens`({tokens}) must be < `max_total_tokens`({total})")
+    if settings.validation_workers == 0:
+        raise _invalid("`validation_workers` must be > 0")
+    batch = settings.max_batch_total_tokens
+    if total is not None and batch is not None and total > batch:
+        raise _invalid(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {batch}")
+    for given, name in ((settings.ngrok_authtoken, "ngrok-authtoken"), (settings.ngrok_edge, "ngrok-edge")):
+        if settings.ngrok and given is None:
+            raise _invalid(f"`{name}` must be set when using ngrok tunneling")
+    for item in (settings.lora_adapters or "").split(","):
+        if item.count("=") > 1 or item.count("@") > 1:
+            raise _invalid(f"Invalid LoRA adapter format: {item.strip()}")
+    if settings.rope_factor is not None and settings.rope_factor < 1:
+        raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
+    for route in (settings.aip_predict_route, settings.aip_health_route):
+        if route is not None and not route.startswith("/"):
+            raise _invalid(f"a route must begin with a slash. Given: {route}")
+
+
+def _refuse_unbuilt(settings: Settings) -> None:
+    """What TGI has and this server has not, yet."""
+    if settings.ngrok:
+        raise _invalid("ngrok tunnels are not supported. Leave out --ngrok and run the tunnel beside the server.")
+    if settings.quantize is not None:
+        raise _invalid(
+            f"`quantize` is {settings.quantize}, but quantization is not supported yet. Leave out --quantize and serve "
+            "the original weights."
+        )
+    if settings.kv_cache_dtype is not None:
+        raise _invalid(
+            f"`kv_cache_dtype` is {settings.kv_cache_dtype}, but the KV cache has the model's type so far. "
+            "Leave out --kv-cache-dtype."
+        )
+    if settings.speculate:
+        raise _invalid(f"`speculate` is {settings.speculate}, but speculation is not supported yet. Leave it out.")
+    if settings.lora_adapters is not None:
+        raise _invalid("`lora_adapters` is set, but adapters are not supported yet. Leave out --lora-adapters.")
+
+
+def _completed(settings: Settings) -> Settings:
+    """What follows from other settings: the old name of a limit, the keys that stand in a file."""
+    limit = settings.max_input_tokens or settings.max_input_length
+    return replace(settings, max_input_tokens=limit, api_key=settings.api_key + _keys(settings.api_key_file))
+
+
+def _keys(file: str | None) -> tuple[str, ...]:
+    """The keys of a key file, one per line."""
+    if file is None:
+        return ()
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _invalid(f"`api_key_file` {file} cannot be read: {error}") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise _invalid(f"`api_key_file` {file} holds no key. Write one per line.")
+    return keys

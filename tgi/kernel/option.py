@@ -1,0 +1,142 @@
+"""What there is to say of one setting: its names, its meaning, and how its text is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from ipaddress import ip_address
+from math import inf
+from typing import Any, NamedTuple
+
+OPTION = "option"  # the key of a dataclass field's metadata
+
+
+class Option(NamedTuple):
+    """One setting. Its flag is its field's name with dashes."""
+
+    help: str
+    read: Callable[[str], Any]  # from text; raises ValueError in words for a reader
+    env: tuple[str, ...] | None = None  # environment names; None: the flag's own name in upper case
+    also: tuple[str, ...] = ()  # further names, read when none of those is set
+    over: tuple[str, ...] = ()  # names that beat even the flag
+    choices: tuple[str, ...] = ()
+    short: str = ""
+    separator: str = ""  # the flag may be repeated, and its variable holds several values with this between them
+    ignored: str = ""  # why it is accepted and has no effect
+    secret: bool = False  # never to be shown
+
+    def variables(self, name: str) -> tuple[str, ...]:
+        """The environment variables of the setting `name`, in the order in which they count after the flag."""
+        return ((name.upper(),) if self.env is None else self.env) + self.also
+
+    def parse(self, text: str) -> Any:
+        """One value. Raises ValueError, in words, for a text that is none."""
+        value = self.read(text)
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(self.choices)}")
+        return value
+
+
+def setting(default: Any, help: str, read: Callable[[str], Any], **more: Any) -> Any:
+    """A dataclass field that is a setting; `more` are fields of Option."""
+    return field(default=default, metadata={OPTION: Option(help, read, **more)})
+
+
+def flag(name: str) -> str:
+    """How a setting is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+# How values are read. The names of these functions are shown as the type of a setting.
+
+
+def text(value: str) -> str:
+    """Anything but nothing."""
+    if not value.strip():
+        raise ValueError("it is empty")
+    return value
+
+
+def boolean(value: str) -> bool:
+    """true or false, as people write them in environment variables."""
+    if value.lower() in ("1", "true", "yes", "on"):
+        return True
+    if value.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def integer(value: str) -> int:
+    """0, 1, 2, …"""
+    if not (value.isascii() and value.isdecimal()):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
+def count(value: str) -> int:
+    """1, 2, 3, …"""
+    if (number := integer(value)) == 0:
+        raise ValueError(f"{value!r} is not above 0")
+    return number
+
+
+def integers(value: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them."""
+    return tuple(integer(part.strip()) for part in value.split(","))
+
+
+def number(value: str) -> float:
+    """A number with or without a point; neither infinite nor none."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = inf
+    if not -inf < found < inf:
+        raise ValueError(f"{value!r} is not a number")
+    return found
+
+
+def seconds(value: str) -> float:
+    """A duration above 0."""
+    if (found := number(value)) <= 0:
+        raise ValueError(f"{value!r} is not a number of seconds above 0")
+    return found
+
+
+def share(value: str) -> float:
+    """A part of a whole: above 0, at most 1."""
+    if not 0 < (found := number(value)) <= 1:
+        raise ValueError(f"{value!r} is not above 0 and at most 1")
+    return found
+
+
+def tcp_port(value: str) -> int:
+    """The number of a TCP port; 0 takes any that is free."""
+    if (found := integer(value)) > 65535:
+        raise ValueError(f"{value!r} is not a port number")
+    return found
+
+
+def address(value: str) -> str:
+    """An IP address to listen on."""
+    try:
+        ip_address(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not an IP address") from None
+    return value
+
+
+def value_of(name: str, option: Option, given: Any, default: Any, environ: Mapping[str, str]) -> Any:
+    """A setting's value: from the environment or the `default` where its flag was not `given` (None).
+
+    An environment variable that is empty counts as not set. Raises ValueError, naming the variable.
+    """
+    for variable in option.over + (option.variables(name) if given is None else ()):
+        if not (content := environ.get(variable, "")).strip():
+            continue
+        try:
+            if not option.separator:
+                return option.parse(content)
+            parts = (part.strip() for part in content.split(option.separator))
+            return tuple(option.parse(part) for part in parts if part)
+        except ValueError as error:
+            raise ValueError(f"The environment variable {variable} cannot be used: {error}.") from error
+    return default if given is None else given

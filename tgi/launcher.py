@@ -1,0 +1,24 @@
+"""The command `text-generation-launcher`: `tgi up` under the name that start scripts for TGI call."""
+
+from typing import Any
+
+import click
+
+from tgi import __version__
+from tgi.kernel.arguments import load
+from tgi.options import CONTEXT, settings_options, told
+
+
+@click.command(context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="text-generation-launcher")
+@settings_options
+def main(**flags: Any) -> None:
+    """Run the whole server, with the flags and environment variables of TGI's launcher."""
+    from tgi.tree import ROLES, run
+
+    with told():
+        run(load(flags), ROLES)
+
+
+if __name__ == "__main__":
+    main()

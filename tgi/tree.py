@@ -1,0 +1,119 @@
+"""Starts a process tree: takes the run directory, the port and the model, then supervises until a signal ends it."""
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tgi.kernel import arguments, log, metrics, rundir
+from tgi.kernel.errors import UserError
+from tgi.kernel.exposition import Exposition
+from tgi.kernel.progress import Progress
+from tgi.kernel.settings import Settings
+from tgi.kernel.shards import warn_of_idle_devices
+from tgi.kernel.spawn import Spec
+from tgi.kernel.supervise import Supervisor, listening_socket
+
+ROLES = ("api", "tokenizer", "scheduler", "worker")
+
+logger = logging.getLogger(__name__)
+
+
+def run(settings: Settings, roles: Sequence[str]) -> None:
+    """Supervises the processes of these roles until a signal ends them."""
+    log.configure("tgi", settings)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a supervisor: as Ctrl-C, with everything cleaned up
+        signal.signal(number, signal.default_int_handler)
+    _announce(settings)
+    rundir.create(settings.run_dir)
+    first = not rundir.holders(settings.run_dir)
+    locks = [rundir.Lock(settings.run_dir, role) for role in roles]
+    if first:
+        metrics.clear(settings.run_dir / "metrics")
+    else:
+        metrics.forget_dead(settings.run_dir / "metrics")
+    metrics.use(settings.run_dir / "metrics")
+    specs: list[Spec] = []
+    progress = Progress(settings, title=" + ".join(roles) if len(roles) < len(ROLES) else "tgi")
+    exposition = None
+    if "api" in roles:
+        listener = _listen(settings)
+        settings = replace(settings, port=listener.getsockname()[1])  # port 0 has become a real one
+        port = listener.detach()  # the supervisor's from here on
+        specs += [Spec("api", place, port) for place in range(settings.api_workers)]
+        if settings.prometheus_port is not None:
+            exposition = Exposition(settings.hostname, settings.prometheus_port, settings.run_dir / "metrics")
+    settings = progress.settings = _with_model(settings, roles, progress)
+    if "tokenizer" in roles:
+        specs += [Spec("tokenizer", place) for place in range(settings.validation_workers)]
+    if "scheduler" in roles:
+        specs.append(Spec("scheduler", 0))
+    if "worker" in roles:
+        specs.append(Spec("worker", 0))
+    try:
+        Supervisor(settings, specs, lambda: progress.tick(spec.name for spec in specs)).run()
+    finally:
+        if exposition:
+            exposition.close()
+        for lock in locks:
+            lock.release()
+
+
+def _announce(settings: Settings) -> None:
+    """Logs what the server was asked for, and what of it has no effect."""
+    logger.info("Arguments", extra=arguments.shown(settings))
+    if nothing := arguments.without_effect(settings):
+        told = ", ".join(f"{name} ({reason})" for name, reason in nothing.items())
+        logger.warning("Accepted for compatibility, without effect: %s", told)
+    if settings.trust_remote_code:
+        logger.warning("`trust_remote_code` is set: Python code that comes with the model may run")
+    warn_of_idle_devices(settings, os.environ)
+    if settings.env:
+        from tgi.runtime import report
+
+        logger.info("%s", report(settings))
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        return listening_socket(settings.hostname, settings.port, settings.reuse_port)
+    except OSError as error:
+        raise UserError(
+            f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. "
+            "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
+        ) from error
+
+
+def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) -> Settings:
+    """The settings with the model directory that all roles read: found, downloaded or imported here, once."""
+    from tgi.hub.card import read_card
+    from tgi.hub.overlay import Changes, changed
+    from tgi.hub.resolve import DEFAULT_MODEL, model_directory
+
+    named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
+    if not {"tokenizer", "worker"} & set(roles):
+        return named
+    directory = model_directory(
+        settings.model_id,
+        settings.revision,
+        hub_cache=_path(settings.huggingface_hub_cache),
+        weights=settings.weights_cache_override is None,
+        code=settings.trust_remote_code,
+        progress=progress.stage,
+    )
+    changes = Changes(
+        rope_scaling=settings.rope_scaling,
+        rope_factor=settings.rope_factor,
+        tokenizer_config=_path(settings.tokenizer_config_path),
+        weights=_path(settings.weights_cache_override),
+    )
+    directory = changed(directory, changes, settings.run_dir / "models")
+    read_card(directory)  # refuses here, once and in the foreground, what no role could serve
+    return replace(named, model_dir=directory)
+
+
+def _path(name: str | None) -> Path | None:
+    return Path(name).expanduser().absolute() if name else None
