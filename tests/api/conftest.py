@@ -167,6 +167,7 @@ class Front:
         self.permits = folder / f"permits-{id(self)}"  # one of its own: this process has several front ends
         self.port = self.socket.getsockname()[1]
         self.router: Router
+        self.service: Service
         self._server: uvicorn.Server
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -196,9 +197,10 @@ class Front:
         hello = Hello(PROTOCOL, "api", 0, os.urandom(8))
         links = [Link.connect(tokenizer.address, hello) for tokenizer in self.tokenizers]
         self.router = Router(links, Permits(self.permits, self.settings.max_concurrent_requests))
-        service = Service(self.settings, self.router, "m", compute_type="gpu+optimized")
+        model = self.settings.model_id or "m"
+        self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())
-        self._server = uvicorn.Server(configure(service))
+        self._server = uvicorn.Server(configure(self.service))
         self._up.set()
         try:
             await self._server.serve([self.socket])

@@ -14,7 +14,9 @@ from tgi.api.errors import ApiError, ClientGone, Rejection
 from tgi.api.middleware import Auth, Cors
 from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
+from tgi.api.routes.docs import DocsResource, OpenApiResource
 from tgi.api.routes.info import Health, InfoResource, MetricsResource
+from tgi.api.routes.models import ModelResource, ModelsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
 from tgi.api.service import RECEIVE, Service
@@ -25,9 +27,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Asgi = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
-def build(service: Service) -> Asgi:
-    """The ASGI application of one front end."""
-    routes = {
+def routes(service: Service) -> dict[str, object]:
+    """The resource of each path, in falcon's syntax."""
+    return {
         "/": RootResource(service),
         "/generate": GenerateResource(service),
         "/generate_stream": GenerateStreamResource(service),
@@ -39,7 +41,17 @@ def build(service: Service) -> Asgi:
         "/ping": Health(service),
         "/info": InfoResource(service),
         "/metrics": MetricsResource(),
+        "/v1/models": ModelsResource(service),
+        "/v1/models/{model:path}": ModelResource(service),
+        "/api-doc/openapi.json": OpenApiResource(service),
+        "/docs": DocsResource(),
+        "/docs/": DocsResource(),
+        "/docs/{asset}": DocsResource(),
     }
+
+
+def build(service: Service) -> Asgi:
+    """The ASGI application of one front end."""
     app = falcon.asgi.App()
     app.add_middleware(Cors(service.settings.cors_allow_origin))
     app.add_middleware(Auth(service.settings.api_key))
@@ -50,7 +62,7 @@ def build(service: Service) -> Asgi:
     app.add_error_handler(ApiError, _api_error)
     app.add_error_handler(Rejection, _rejection)
     app.add_error_handler(ClientGone, _client_gone)
-    for path, resource in routes.items():
+    for path, resource in routes(service).items():
         app.add_route(path, resource)
 
     async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:

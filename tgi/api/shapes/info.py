@@ -1,29 +1,47 @@
-"""Answers of the routes that tell about the server."""
+"""Answers of the routes that tell about the server: /info and /v1/models."""
 
-from msgspec import Struct
+from typing import Annotated, Literal
+
+from tgi.api.shapes.types import Answer, Size, doc
 
 
-class Info(Struct):
-    """Answer of GET /info: the keys of TGI 3.3.6, then those that 1.4.2 had besides."""
+class Info(Answer, kw_only=True):
+    """The model and the limits, as measured: the keys of TGI 3.3.6, then those that 1.4.2 had besides."""
 
-    model_id: str
-    model_sha: str | None
-    model_pipeline_tag: str | None
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_tokens: int
-    max_total_tokens: int
-    validation_workers: int
-    max_client_batch_size: int
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
-    model_dtype: str
-    model_device_type: str
-    max_input_length: int
-    waiting_served_ratio: float
-    max_batch_total_tokens: int
-    max_waiting_tokens: int
-    max_batch_size: int | None
+    model_id: Annotated[str, doc("Model info", example="bigscience/blomm-560m")]
+    model_sha: Annotated[str | None, doc(example="e985a63cdc139290c5f700ff1929f0b5942cced2")] = None
+    model_pipeline_tag: Annotated[str | None, doc(example="text-generation")] = None
+    max_concurrent_requests: Annotated[Size, doc("Router Parameters", example=128)]
+    max_best_of: Annotated[Size, doc(example=2)]
+    max_stop_sequences: Annotated[Size, doc(example=4)]
+    max_input_tokens: Annotated[Size, doc(example=1024)]
+    max_total_tokens: Annotated[Size, doc(example=2048)]
+    validation_workers: Annotated[Size, doc(example=2)]
+    max_client_batch_size: Annotated[Size, doc(example=32)]
+    router: Annotated[str, doc("Router Info", example="text-generation-router")]
+    version: Annotated[str, doc(example="0.5.0")]
+    sha: str | None = None
+    docker_label: str | None = None
+    model_dtype: Annotated[str, doc(example="torch.bfloat16")]
+    model_device_type: Annotated[str, doc(example="cuda")]
+    max_input_length: Annotated[Size, doc("Older name of max_input_tokens", example=1024)]
+    waiting_served_ratio: Annotated[float, doc(example=0.3)]
+    max_batch_total_tokens: Annotated[Size, doc(example=16000)]
+    max_waiting_tokens: Annotated[Size, doc(example=20)]
+    max_batch_size: Annotated[Size | None, doc(example=64)]
+
+
+class ModelInfo(Answer):
+    """A model, or an adapter of one."""
+
+    id: Annotated[str, doc(example="gpt2")]
+    object: Annotated[str, doc(example="model")]
+    created: Annotated[int, doc(example=1686935002, format="int64", minimum=0)]
+    owned_by: Annotated[str, doc(example="openai")]
+
+
+class ModelList(Answer):
+    """What is served."""
+
+    object: Literal["list"]
+    data: list[ModelInfo]

@@ -47,9 +47,11 @@ def ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def one_of(title: str, *shapes: type[Struct]) -> Meta:
-    """The metadata of an `Any` that is one of several Structs, where no tag tells which: for the document alone."""
-    return Meta(title=title, extra_json_schema={"oneOf": [ref(shape.__name__) for shape in shapes]})
+def any_of(title: str, *shapes: type[Struct] | dict[str, Any]) -> Meta:
+    """The metadata of an `Any` that is one of several Structs (or JSON schemas) where no tag tells which: for the
+    document alone."""
+    refs = [shape if isinstance(shape, dict) else ref(shape.__name__) for shape in shapes]
+    return Meta(title=title, extra_json_schema={"anyOf": refs})
 
 
 class ShapeError(ValueError):

@@ -1,0 +1,145 @@
+"""The OpenAPI document: valid, no less than TGI's, and true."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from tgi.api import openapi
+
+TGI = json.loads((Path(__file__).parent / "openapi-tgi.json").read_text())
+OURS = json.loads(json.dumps(openapi.document()))
+METHODS = [(path, method) for path, methods in TGI["paths"].items() for method in methods]
+PLAIN_OBJECTS = [name for name, schema in TGI["components"]["schemas"].items() if "properties" in schema]
+# TGI takes `parameters` for `arguments` and does not say so.
+TWO_NAMES = {("FunctionDefinition", "arguments")}
+
+
+def test_it_is_valid() -> None:
+    document = json.loads(json.dumps(openapi.document(with_kserve=True)))
+    assert document["openapi"].startswith("3.1.")
+    OpenAPIV31SpecValidator(document).validate()
+
+
+def test_operation_ids_are_unique() -> None:
+    ids = [op["operationId"] for methods in openapi.document(True)["paths"].values() for op in methods.values()]
+    assert len(set(ids)) == len(ids)
+
+
+# --- no less than TGI's -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "method"), METHODS)
+def test_an_operation_of_tgi(path: str, method: str) -> None:
+    theirs, ours = TGI["paths"][path][method], OURS["paths"][path][method]
+    for key in ("operationId", "tags", "summary"):
+        assert ours[key] == theirs[key]
+    if "requestBody" in theirs:
+        assert ours["requestBody"]["required"]
+        for media, content in theirs["requestBody"]["content"].items():
+            fits(content["schema"], ours["requestBody"]["content"][media]["schema"], request=True)
+    for status, response in theirs["responses"].items():
+        for media, content in response.get("content", {}).items():
+            fits(content["schema"], ours["responses"][status]["content"][media]["schema"], request=False)
+
+
+@pytest.mark.parametrize("name", TGI["components"]["schemas"])
+def test_a_schema_of_tgi(name: str) -> None:
+    fits(TGI["components"]["schemas"][name], OURS["components"]["schemas"][name], request=False)
+
+
+@pytest.mark.parametrize("name", PLAIN_OBJECTS)
+def test_an_object_of_tgi(name: str) -> None:
+    """The same fields are required, and what is described there is described here."""
+    theirs, ours = TGI["components"]["schemas"][name], OURS["components"]["schemas"][name]
+    assert set(theirs["properties"]) <= set(ours["properties"])
+    required = {field for field in theirs.get("required", []) if (name, field) not in TWO_NAMES}
+    assert required == set(ours["required"]) & set(theirs["properties"])
+    for field, schema in theirs["properties"].items():
+        assert "description" not in schema or list(values(ours["properties"][field], "description")), field
+        assert "format" not in schema or schema["format"] in values(ours["properties"][field], "format"), field
+
+
+def values(schema: Any, key: str) -> Iterator[Any]:
+    """All values of a key, anywhere in our schema and in what it points to."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from values(part, key)
+    elif isinstance(schema, dict):
+        if key in schema:
+            yield schema[key]
+        if "$ref" in schema:
+            yield from values(target(OURS, schema), key)
+        for part in schema.values():
+            yield from values(part, key)
+
+
+def target(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    name = schema["$ref"].removeprefix("#/components/schemas/")
+    found: dict[str, Any] = document["components"]["schemas"][name]
+    return found
+
+
+def forms(document: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The alternatives of a schema without $ref, allOf, anyOf, oneOf and nullable: type, properties, required, …"""
+    own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf", "anyOf", "oneOf", "nullable")}
+    parts = [[own]]
+    if "$ref" in schema:
+        parts.append(forms(document, target(document, schema)))
+    parts += [forms(document, part) for part in schema.get("allOf", [])]
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            parts.append([form for part in schema[key] for form in forms(document, part)])
+    made = [form for combination in itertools.product(*parts) if (form := merged(combination)) is not None]
+    if schema.get("nullable"):
+        made.append({"type": "null"})
+    for form in made:
+        if "enum" in form and "type" not in form:
+            form["type"] = {str: "string", bool: "boolean", int: "integer"}[type(form["enum"][0])]
+    return made
+
+
+def merged(combination: tuple[dict[str, Any], ...]) -> dict[str, Any] | None:
+    """All of these at once; None if that cannot be."""
+    made: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for part in combination:
+        if made.get("type", part.get("type")) != part.get("type", made.get("type")):
+            return None
+        for name, schema in part.get("properties", {}).items():
+            properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
+        required += part.get("required", [])
+        made |= part
+    return made | ({"properties": properties, "required": required} if properties or required else {})
+
+
+def fits(theirs: dict[str, Any], ours: dict[str, Any], request: bool) -> None:
+    """Each form of their schema is one of ours; null in answers aside, which may be absent instead."""
+    mine = forms(OURS, ours)
+    for form in forms(TGI, theirs):
+        if request or form.get("type") != "null":
+            assert any(form_fits(form, other, request) for other in mine), f"{form}\nis none of\n{mine}"
+
+
+def form_fits(theirs: dict[str, Any], ours: dict[str, Any], request: bool) -> bool:
+    if ours.get("type") is None or theirs.get("type") is None:  # anything
+        return theirs.get("type") is None or request
+    if theirs["type"] != ours["type"]:
+        return False
+    if theirs["type"] == "string" and "enum" in theirs:
+        return "enum" not in ours or set(theirs["enum"]) <= set(ours["enum"])
+    if theirs["type"] == "string" and request and "enum" in ours:
+        return False
+    try:
+        if theirs["type"] == "array":
+            fits(theirs["items"], ours["items"], request)
+        for name, schema in theirs.get("properties", {}).items():
+            fits(schema, ours["properties"][name], request)
+    except (AssertionError, KeyError):
+        return False
+    return not request or set(ours.get("required", [])) <= set(theirs.get("required", []))

@@ -1,0 +1,206 @@
+"""POST /v1/chat/completions and /v1/completions: what they answer with."""
+
+from typing import Annotated, Any, Literal
+
+from tgi.api.shapes.chat import ToolCall
+from tgi.api.shapes.types import Answer, Float32, UInt32, any_of, doc
+
+_ID = "Unique, and the same in all chunks of an answer"
+_Created = Annotated[int, doc("Seconds since 1970", example=1706270835, format="int64", minimum=0)]
+_Model = Annotated[str, doc(example="mistralai/Mistral-7B-Instruct-v0.2")]
+_Fingerprint = Annotated[str, doc(example="3.3.6-dev0-native")]
+_ChatReason = Literal["stop", "length", "tool_calls"]
+_CompletionReason = Literal["stop", "length"]
+
+
+class Usage(Answer):
+    """What was counted."""
+
+    prompt_tokens: UInt32
+    completion_tokens: UInt32
+    total_tokens: UInt32
+
+
+class StreamFailure(Answer):
+    """What went wrong in a stream that had begun."""
+
+    message: str
+    http_status_code: int
+
+
+class StreamErrorResponse(Answer):
+    """The data of the event that ends a stream that cannot go on."""
+
+    error: StreamFailure
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+class ChatCompletionTopLogprob(Answer):
+    """One of the likeliest tokens at a place."""
+
+    token: str
+    logprob: Float32 | None
+    bytes: Annotated[list[int] | None, doc("The UTF-8 bytes of the token, which may be half a character")] = None
+
+
+class ChatCompletionLogprob(Answer, kw_only=True):
+    """A generated token."""
+
+    token: str
+    logprob: Float32 | None
+    bytes: Annotated[list[int] | None, doc("The UTF-8 bytes of the token, which may be half a character")] = None
+    top_logprobs: list[ChatCompletionTopLogprob]
+
+
+class ChatCompletionLogprobs(Answer):
+    """One entry per generated token."""
+
+    content: list[ChatCompletionLogprob]
+
+
+class TextMessage(Answer):
+    """A turn of the assistant, or a piece of it."""
+
+    role: Annotated[str, doc(example="assistant")]
+    content: Annotated[str, doc(example="My name is David and I")]
+    tool_call_id: str | None = None
+
+
+class ToolCallMessage(Answer):
+    """A turn of the assistant that calls tools."""
+
+    role: Annotated[str, doc(example="assistant")]
+    tool_calls: list[ToolCall]
+    content: None = None
+
+
+class Function(Answer, kw_only=True):
+    """A piece of a call; the name comes with the first one."""
+
+    name: str | None = None
+    arguments: str
+
+
+class DeltaToolCall(Answer):
+    """A piece of a call."""
+
+    index: UInt32
+    id: str
+    type: str
+    function: Function
+
+
+class ToolCallDelta(Answer):
+    """A piece of a turn that calls tools."""
+
+    role: Annotated[str, doc(example="assistant")]
+    tool_calls: list[DeltaToolCall]
+
+
+class TextDelta(Answer):
+    """A further piece of a turn whose role is known."""
+
+    content: Annotated[str, doc(example=" am")]
+
+
+class ToolCallsDelta(Answer):
+    """A further piece of a turn that calls tools."""
+
+    tool_calls: list[DeltaToolCall]
+
+
+class EmptyDelta(Answer):
+    """Nothing more: the chunk tells why the turn is over."""
+
+
+OutputMessage = Annotated[Any, any_of("OutputMessage", TextMessage, ToolCallMessage)]
+ChatCompletionDelta = Annotated[
+    Any, any_of("ChatCompletionDelta", TextMessage, ToolCallDelta, TextDelta, ToolCallsDelta, EmptyDelta)
+]
+
+
+class ChatCompletionComplete(Answer, kw_only=True):
+    """One answer to a chat."""
+
+    index: UInt32
+    message: OutputMessage
+    logprobs: ChatCompletionLogprobs | None = None
+    finish_reason: _ChatReason
+
+
+class ChatCompletion(Answer, tag_field="object", tag="chat.completion"):
+    """The answer to a chat."""
+
+    id: Annotated[str, doc(_ID)]
+    created: _Created
+    model: _Model
+    system_fingerprint: _Fingerprint
+    choices: list[ChatCompletionComplete]
+    usage: Usage
+
+
+class ChatCompletionChoice(Answer):
+    """A piece of one answer to a chat; the last one says why it is the last."""
+
+    index: UInt32
+    delta: ChatCompletionDelta
+    logprobs: ChatCompletionLogprobs | None = None
+    finish_reason: _ChatReason | None = None
+
+
+class ChatCompletionChunk(Answer, tag_field="object", tag="chat.completion.chunk"):
+    """The data of one event."""
+
+    id: Annotated[str, doc(_ID)]
+    created: _Created
+    model: _Model
+    system_fingerprint: _Fingerprint
+    choices: list[ChatCompletionChoice]
+    usage: Usage | None = None
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(Answer):
+    """OpenAI's columns, one entry per token in each."""
+
+    tokens: list[str]
+    token_logprobs: list[Float32 | None]
+    top_logprobs: list[dict[str, Float32 | None] | None] | None
+    text_offset: list[int]
+
+
+class CompletionComplete(Answer, kw_only=True):
+    """One completion, or a piece of it; null before the last one says why it is the last."""
+
+    index: UInt32
+    text: str
+    logprobs: CompletionLogprobs | list[Float32] | None = None
+    finish_reason: _CompletionReason | None
+
+
+class CompletionFinal(Answer, tag_field="object", tag="text_completion"):
+    """The answer to a completion request."""
+
+    id: Annotated[str, doc(_ID)]
+    created: _Created
+    model: _Model
+    system_fingerprint: _Fingerprint
+    choices: list[CompletionComplete]
+    usage: Usage
+
+
+class Chunk(Answer, tag_field="object", tag="text_completion"):
+    """The data of one event; the last one of each choice is a CompletionFinal."""
+
+    id: Annotated[str, doc(_ID)]
+    created: _Created
+    choices: list[CompletionComplete]
+    model: str
+    system_fingerprint: str
+
+
+Completion = Annotated[Any, any_of("Completion", Chunk, CompletionFinal)]
