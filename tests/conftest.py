@@ -9,7 +9,7 @@ from tests.models import demo_model as demo
 from tests.models import model
 from tgi.kernel import metrics
 
-# prometheus_client looks once, when it is first imported, whether samples go to files.
+# Where no test says otherwise.
 SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")
 metrics.use(Path(SAMPLES.name))
 

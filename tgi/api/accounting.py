@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tgi.api.calls import Generation
 from tgi.api.errors import ApiError
 from tgi.kernel import metrics
-from tgi.kernel.messages import End, Generate
+from tgi.kernel.messages import End, Generate, Limits, Reason
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,15 @@ def submitted() -> None:
     metrics.tgi_generation_count.inc()
 
 
+def admitted(call: Generation, end: End, limits: Limits) -> None:
+    """Measures what a generation asked for that had passed validation, however it has ended."""
+    if not end.prompt_tokens or end.reason == Reason.INVALID:
+        return
+    new = call.request.max_new_tokens
+    metrics.tgi_request_input_length.observe(end.prompt_tokens)
+    metrics.tgi_request_max_new_tokens.observe(limits.max_total_tokens - end.prompt_tokens if new is None else new)
+
+
 def generated(call: Generation, end: End) -> None:
     """Counts and measures a finished generation."""
     times = Times.of([call])
@@ -67,9 +76,6 @@ def generated(call: Generation, end: End) -> None:
     metrics.tgi_request_inference_duration.observe(times.inference)
     metrics.tgi_request_mean_time_per_token_duration.observe(times.per_token)
     metrics.tgi_request_generated_tokens.observe(call.generated)
-    metrics.tgi_request_input_length.observe(end.prompt_tokens)
-    if call.request.max_new_tokens is not None:
-        metrics.tgi_request_max_new_tokens.observe(call.request.max_new_tokens)
 
 
 def succeeded(calls: Sequence[Generation]) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 
-from tgi.api import errors
+from tgi.api import accounting, errors
 from tgi.api.calls import Call, Encoding, Generation, Top
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
@@ -169,6 +169,8 @@ class Router:
                 self._texts(tokenizer, message)
             case End():
                 call = self._release(tokenizer, message.rid)
+                if isinstance(call, Generation) and self.limits is not None:
+                    accounting.admitted(call, message, self.limits)
                 if call is not None and call.wanted:
                     self._unwanted(call)
                     if isinstance(call, Generation):
@@ -201,6 +203,8 @@ class Router:
     def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
         now = time.perf_counter()
         tops = _tops(message) if message.top_counts else []
+        gaps: list[float] = []
+        skipped: list[int] = []
         stop = 0
         for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
             start, stop = stop, stop + count
@@ -211,13 +215,16 @@ class Router:
                 call.first = now
                 metrics.tgi_time_to_first_token_duration.observe(now - call.arrival)
             else:
-                metrics.tgi_inter_token_duration.observe(now - call.latest)
+                gaps.append(now - call.latest)
             call.latest = now
+            skipped.append(count - 1)
             words = slice(4 * start, 4 * stop)
             call.receive(
                 message.ids[words], message.logprobs[words], message.special[start:stop], message.texts[start:stop],
                 message.held[words], tops[start:stop],
             )  # fmt: skip
+        metrics.tgi_inter_token_duration.observe_all(gaps)
+        metrics.tgi_request_skipped_tokens.observe_all(skipped)
 
     def _ready(self, status: Status) -> None:
         if status.limits is not None and self.limits is None:

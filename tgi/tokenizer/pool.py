@@ -185,6 +185,7 @@ class Pool:
 
     def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
         begun = time.perf_counter()
+        method = "decode"
         ids = ints(tokens.ids)
         tops = Tops(tokens) if tokens.top_counts else None
         end = 0
@@ -196,6 +197,8 @@ class Pool:
             columns = self._columns.get(request.api)
             if columns is None:
                 columns = self._columns[request.api] = Columns(self._vocabulary)
+            if not request.generated:
+                method = "prefill"
             special = request.special
             at = first
             while at < end and request.reason is None:
@@ -210,7 +213,7 @@ class Pool:
                 columns.tops(tops, first, at)
             if request.reason is Reason.STOP:  # the api's End follows the scheduler's, which is on its way at once
                 self._send(scheduler, Stop(rid))
-        metrics.tgi_batch_decode_duration.labels(method="decode").observe(time.perf_counter() - begun)
+        metrics.tgi_batch_decode_duration.labels(method=method).observe(time.perf_counter() - begun)
 
     def _ended(self, scheduler: Peer, end: End) -> None:
         request = self._requests.get(end.rid)
