@@ -1,61 +1,119 @@
 """What the core counts arrives in the metrics, once."""
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-from tgi.kernel import metrics
+import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-# In a process of its own, since samples go where the first one of a process went.
-RUN = """
-import sys
-from pathlib import Path
-from tgi.kernel import metrics
-metrics.use(Path(sys.argv[1]))
 from tests.scheduler.house import House
+from tgi.kernel import metrics
+from tgi.kernel.messages import Result
+from tgi.kernel.samples import Store
+from tgi.scheduler.core import Core
 from tgi.scheduler.meter import Meter
 from tgi.worker.scripted import Script
 
-house = House(Script(pages=64, page_size=4, slots=2, vocab_size=128, max_total_tokens=64))
-meter = Meter()
-house.worker_up()
-house.broken.add(99)
-for first in (1, 1, 2, 99):
-    house.add([first, 2, 3, 4, 5], 6)
+SCRIPT = Script(pages=64, page_size=4, slots=2, vocab_size=128, max_total_tokens=64)
+
+
+class Metered:
+    """A core whose plans and results go through the meter, as in the scheduler's loop."""
+
+    def __init__(self, core: Core, meter: Meter) -> None:
+        self._core = core
+        self._meter = meter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def plan(self, now: float) -> Any:
+        return self._meter.plan(self._core, now)
+
+    def handle(self, message: Any, source: Any, now: float) -> None:
+        if isinstance(message, Result):
+            self._meter.result(self._core, message, source, now)
+        else:
+            self._core.handle(message, source, now)
+
+
+@pytest.fixture
+def metered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[House, Meter]:
+    monkeypatch.setattr(metrics._here, "store", Store(tmp_path))
+    monkeypatch.setattr(metrics._here, "made", {})
+    house, meter = House(SCRIPT), Meter()
+    house.core = Metered(house.core, meter)  # type: ignore[assignment]
+    return house, meter
+
+
+def samples() -> dict[str, float]:
+    lines = [line for line in metrics.render().splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_sums_and_gauges(metered: tuple[House, Meter]) -> None:
+    house, meter = metered
+    house.worker_up()
+    house.broken.add(99)
+    for first in (1, 1, 2, 99):
+        house.add([first, 2, 3, 4, 5], 6)
+        house.step()
+        meter.publish(house.core)
+    house.worker_up()
+    house.run()
+    meter.publish(house.core)
+    meter.publish(house.core)
+    house.add([1, 2, 3, 4, 5], 6)
     house.step()
     meter.publish(house.core)
-house.worker_up()
-house.run()
-meter.publish(house.core)
-meter.publish(house.core)
-house.add([1, 2, 3, 4, 5], 6)
-house.step()
-meter.publish(house.core)
-"""
-
-
-def test_sums_and_gauges(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], check=True, cwd=ROOT)
-    lines = [line for line in metrics.render(tmp_path).splitlines() if not line.startswith("#")]
-    samples = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line)}
+    found = samples()
     methods = ["prefill", "decode"]
     started, ended, broken = [
-        {method: samples.get(f'tgi_batch_inference_{what}{{method="{method}"}}', 0.0) for method in methods}
+        {method: found.get(f'tgi_batch_inference_{what}{{method="{method}"}}', 0.0) for method in methods}
         for what in ("count", "success", "failure")
     ]
     assert min(started.values()) > 0
     assert sum(broken.values()) == 2  # with others, and alone
     assert sum(started.values()) > sum(ended.values()) + sum(broken.values())  # some were lost with the worker
     for method in methods:
-        for duration in ("inference", "forward"):
-            assert samples[f'tgi_batch_{duration}_duration_count{{method="{method}"}}'] == ended[method]
-    assert samples["tgi_worker_losses"] == 1
-    assert samples["tgi_resumed_tokens"] > 0
-    assert samples['tgi_batch_concat{reason="chunking"}'] > 0
-    assert samples["tgi_batch_next_size_count"] > 0
-    assert samples["tgi_prefix_cache_hit_tokens"] > 0
-    assert (samples["tgi_queue_size"], samples["tgi_batch_current_size"]) == (0, 1)
-    assert samples["tgi_pages_used"] + samples["tgi_pages_free"] == 64
-    assert samples["tgi_batch_current_max_tokens"] == samples["tgi_pages_used"] * 4 > 0
-    assert samples["tgi_batch_max_total_tokens"] == 256
+        for duration in ("inference", "forward", "filter"):
+            assert found[f'tgi_batch_{duration}_duration_count{{method="{method}"}}'] == ended[method]
+    assert found["tgi_worker_losses"] == 1
+    assert found["tgi_resumed_tokens"] > 0
+    joins = found['tgi_batch_concat{reason="chunking"}']
+    assert joins > 0
+    assert found['tgi_batch_concat_duration_count{method="decode"}'] == joins
+    assert found['tgi_batch_concat_duration_sum{method="decode"}'] > 0
+    assert found["tgi_batch_next_size_count"] >= joins
+    assert found["tgi_prefix_cache_hit_tokens"] > 0
+    assert (found["tgi_queue_size"], found["tgi_batch_current_size"]) == (0, 1)
+    assert found["tgi_pages_used"] + found["tgi_pages_free"] == 64
+    assert found["tgi_batch_current_max_tokens"] == found["tgi_pages_used"] * 4 > 0
+    assert found["tgi_batch_max_total_tokens"] == 256
+
+
+def test_an_idle_batch_is_nothing(metered: tuple[House, Meter]) -> None:
+    house, meter = metered
+    house.worker_up()
+    for _ in range(5):
+        house.add([1, 2, 3], 4)
+    house.step()
+    meter.publish(house.core)
+    assert (samples()["tgi_queue_size"], samples()["tgi_batch_current_size"]) == (3, 2)
+    house.run()
+    house.settle()
+    meter.publish(house.core)
+    found = samples()
+    for name in ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens", "tgi_pages_used"):
+        assert found[name] == 0, name
+    assert found["tgi_batch_next_size_sum"] == 5
+
+
+def test_requests_that_yield_their_pages_are_counted(metered: tuple[House, Meter]) -> None:
+    house, meter = metered
+    house.script = SCRIPT._replace(pages=6)
+    house.worker_up()
+    for _ in range(2):
+        house.add([1, 2, 3], 15)
+    house.run()
+    meter.publish(house.core)
+    assert samples()["tgi_preemptions"] > 0

@@ -10,7 +10,7 @@ from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, State, Status, Step, Stop
 from tgi.kernel.pack import floats, ints
-from tgi.scheduler.counters import Counters, StepDone
+from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import misfit, shortfall
 from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
@@ -143,7 +143,7 @@ class Core:
         self.counters.steps[flight.method] += 1
         if flight.admitted:
             self.counters.begun += flight.admitted
-            self.counters.admitted.append((flight.admitted, flight.joined))
+            self.counters.admitted.append(Admitted(flight.admitted, flight.joined))
         return flight
 
     def settle(self) -> None:

@@ -14,6 +14,13 @@ class StepDone(NamedTuple):
     forward_seconds: float
 
 
+class Admitted(NamedTuple):
+    """The requests that one step took from the queue."""
+
+    requests: int
+    joined: bool  # others that ran already
+
+
 @dataclass
 class Counters:
     """Sums since start. The deques hold what came about since they were last emptied: the newest, if nobody does."""
@@ -26,6 +33,4 @@ class Counters:
     cache_hit_tokens: int = 0
     worker_losses: int = 0
     done: deque[StepDone] = field(default_factory=lambda: deque(maxlen=256))
-    admitted: deque[tuple[int, bool]] = field(
-        default_factory=lambda: deque(maxlen=256)
-    )  # requests; did they join others
+    admitted: deque[Admitted] = field(default_factory=lambda: deque(maxlen=256))

@@ -45,11 +45,12 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
                 _agree(message.model, front, back)
             elif isinstance(message, Gone):
                 log.info("%s is gone", peer)
-            core.handle(message, peer, now)
             if isinstance(message, Result):
-                meter.handled(time.monotonic() - now)
+                meter.result(core, message, peer, now)
+            else:
+                core.handle(message, peer, now)
     core.tick(now)
-    while core.worker is not None and (step := core.plan(now)) is not None:
+    while core.worker is not None and (step := meter.plan(core, now)) is not None:
         back.send(core.worker, step)
     back.flush()
     for peer, message in core.outgoing():

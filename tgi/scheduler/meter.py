@@ -1,6 +1,11 @@
-"""Turns what the core has counted into metrics, once a turn of the loop."""
+"""Turns what the core has counted into metrics, once a turn of the loop, and measures what the core takes for it."""
+
+import time
+from collections import deque
 
 from tgi.kernel import metrics
+from tgi.kernel.link import Peer
+from tgi.kernel.messages import Result, Step
 from tgi.scheduler.core import Core
 
 
@@ -10,11 +15,26 @@ class Meter:
     def __init__(self) -> None:
         self._sums: dict[str, int] = {}
         self._gauges: dict[str, int] = {}
-        self._handled: list[float] = []
+        self._handled: deque[float] = deque()  # seconds that each answered step took to handle
+        self._joined: deque[float] = deque()  # seconds that each plan took in which new requests joined others
 
-    def handled(self, seconds: float) -> None:
-        """A result was taken in this time."""
-        self._handled.append(seconds)
+    def result(self, core: Core, result: Result, source: Peer, now: float) -> None:
+        """Lets the core handle the result of a step."""
+        begun = time.perf_counter()
+        done = len(core.counters.done)
+        core.handle(result, source, now)
+        if len(core.counters.done) > done:
+            self._handled.append(time.perf_counter() - begun)
+
+    def plan(self, core: Core, now: float) -> Step | None:
+        """Lets the core plan a step."""
+        begun = time.perf_counter()
+        admitted = core.counters.admitted
+        known = len(admitted)
+        step = core.plan(now)
+        if len(admitted) > known and admitted[-1].joined:
+            self._joined.append(time.perf_counter() - begun)
+        return step
 
     def publish(self, core: Core) -> None:
         """To be called at the end of a turn."""
@@ -41,21 +61,23 @@ class Meter:
                 metrics.tgi_batch_inference_count.labels(method=method).inc(sent - before)
                 self._sums[method] = sent
         while counters.admitted:
-            requests, joined = counters.admitted.popleft()
-            metrics.tgi_batch_next_size.observe(requests)
-            if joined:
+            batch = counters.admitted.popleft()
+            metrics.tgi_batch_next_size.observe(batch.requests)
+            if batch.joined:
                 metrics.tgi_batch_concat.labels(reason="chunking").inc()
+        while self._joined:
+            metrics.tgi_batch_concat_duration.labels(method="decode").observe(self._joined.popleft())
         while counters.done:
             step = counters.done.popleft()
+            handled = self._handled.popleft() if self._handled else None
             if step.failed:
                 metrics.tgi_batch_inference_failure.labels(method=step.method).inc()
                 continue
             metrics.tgi_batch_inference_success.labels(method=step.method).inc()
             metrics.tgi_batch_inference_duration.labels(method=step.method).observe(step.seconds)
             metrics.tgi_batch_forward_duration.labels(method=step.method).observe(step.forward_seconds)
-            if self._handled:
-                metrics.tgi_batch_filter_duration.labels(method=step.method).observe(self._handled.pop())
-        self._handled.clear()
+            if handled is not None:
+                metrics.tgi_batch_filter_duration.labels(method=step.method).observe(handled)
 
     def _count(self, name: str, total: int) -> None:
         before = self._sums.get(name, 0)
