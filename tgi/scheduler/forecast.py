@@ -1,13 +1,13 @@
 """How long a request that came now would wait, from how fast others have been getting in and out of late.
 
 By Little's law the time in a line is its length times the mean interval at which it moves. Intervals are measured as
-seconds per event over the last minute or so, counting only the time in which there was something to wait for.
+seconds per event over the last half minute or so, counting only the time in which there was something to wait for.
 """
 
 from math import exp
 
 # What was this long ago counts 1/e.
-MEMORY_SECONDS = 60.0
+MEMORY_SECONDS = 30.0
 # No interval is said to be longer: nothing moves.
 LONGEST_SECONDS = 3600.0
 
