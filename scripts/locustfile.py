@@ -45,19 +45,19 @@ class Client(FastHttpUser):
         self._table: Table = self.environment.tokens
 
     @tag("native", "plain")
-    @task(2)
+    @task
     def generate(self) -> None:
         """POST /generate."""
         self._ask(GENERATE, stream=False)
 
     @tag("native", "stream")
-    @task(6)
+    @task(3)
     def generate_stream(self) -> None:
         """POST /generate_stream."""
         self._ask(GENERATE_STREAM, stream=True)
 
     @tag("native", "plain")
-    @task(1)
+    @task
     def root(self) -> None:
         """POST /."""
         self._ask(ROOT, stream=False)
@@ -69,19 +69,19 @@ class Client(FastHttpUser):
         self._ask(ROOT, stream=True)
 
     @tag("openai", "plain")
-    @task(2)
+    @task
     def chat(self) -> None:
         """POST /v1/chat/completions."""
         self._ask(CHAT, stream=False)
 
     @tag("openai", "stream")
-    @task(6)
+    @task(3)
     def chat_stream(self) -> None:
         """POST /v1/chat/completions, streamed."""
         self._ask(CHAT, stream=True)
 
     @tag("openai", "plain")
-    @task(1)
+    @task
     def completions(self) -> None:
         """POST /v1/completions."""
         self._ask(COMPLETIONS, stream=False)

@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,25 +20,68 @@ from tests.live.server import PATIENCE_SECONDS, Server, free_port
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
 STREAMS = {f"{path} [stream]" for path in ("/generate_stream", "/", "/v1/chat/completions", "/v1/completions")}
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "2000")
 SHORT = ("--prompt-words", "4", "40", "--output-tokens", "4", "12", "--only-summary")
 
 
-def load(host: str, *arguments: str) -> subprocess.Popen[str]:
-    """scripts/load, started; both of its outputs are one."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCUST_")}
-    return subprocess.Popen(
-        [LOAD, "--host", host, *SHORT, *arguments],
-        env=environment | {"API_KEY": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Load:
+    """scripts/load, started. What it has printed at its end is `printed`, both of its outputs as one."""
+
+    def __init__(self, host: str, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCUST_")}
+        self.printed = ""
+        self._process = subprocess.Popen(
+            [LOAD, "--host", host, *SHORT, *arguments],
+            env=environment | {"API_KEY": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self) -> int:
+        """The exit code, once it has ended."""
+        self.printed = self._process.communicate(timeout=PATIENCE_SECONDS)[0]
+        return self._process.returncode
+
+    def end_when(self, page: httpx.Client, holds: Callable[[dict[str, Any]], bool]) -> int:
+        """Ends it by SIGTERM when what its web page shows is enough: the exit code."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        try:
+            while not (shown := figures(page)) or not holds(shown):
+                assert self._process.poll() is None, "it has ended"
+                assert time.monotonic() < end, f"waited in vain: {shown}"
+                time.sleep(0.1)
+        finally:
+            self._process.send_signal(signal.SIGTERM)
+            code = self.end()
+            print(self.printed)
+        return code
 
 
-def summary(run: subprocess.Popen[str]) -> str:
-    """All that a run has printed by its end."""
-    return run.communicate(timeout=PATIENCE_SECONDS)[0]
+def figures(page: httpx.Client) -> dict[str, Any]:
+    """What the web page polls; empty before it is there."""
+    try:
+        return page.get("/stats/requests").json()  # type: ignore[no-any-return]
+    except httpx.TransportError:
+        return {}
+
+
+def token_rows(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of the tab of tokens by name."""
+    (tab,) = shown["extended_stats"]
+    return {row["name"]: row for row in tab["data"]}
+
+
+@pytest.fixture
+def page() -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", trust_env=False) as client:
+        yield client
+
+
+def web(page: httpx.Client) -> tuple[str, ...]:
+    """The arguments for a load that starts by itself and shows this page."""
+    return ("--autostart", "--web-port", str(page.base_url.port), "--users", "16", "--spawn-rate", "16")
 
 
 def tokens(printed: str) -> dict[str, list[float]]:
@@ -52,81 +97,60 @@ def installed() -> None:
     subprocess.run([LOAD, "--version"], check=True)
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    scripted = ("--worker", "scripted", "--scripted-step-us", "2000")
-    with Server(tmp_path_factory.mktemp("run"), "--model-id", str(tiny_llama), *scripted) as made:
-        yield made.start().ready()
+def test_every_kind_of_request_has_its_figures_in_the_summary_and_the_page(
+    tiny_llama: Path, tmp_path: Path, page: httpx.Client
+) -> None:
+    def all_there(shown: dict[str, Any]) -> bool:
+        rows = token_rows(shown)
+        return rows.keys() >= PLAIN | STREAMS and all(rows[name]["itl_avg"] for name in STREAMS)
 
-
-def test_every_kind_of_request_has_its_figures(server: Server) -> None:
-    run = load(server.url, "--run-time", "3s", "--users", "16", "--spawn-rate", "16")
-    printed = summary(run)
-    assert run.returncode == 0, printed
-    rows = tokens(printed)
-    assert set(rows) == PLAIN | STREAMS | {"Aggregated"}, printed
-    for name, figures in rows.items():
-        assert len(figures) == (2 if name in PLAIN else 10), printed
-        assert min(figures) > 0, printed
-    assert rows["Aggregated"][0] == sum(figures[0] for name, figures in rows.items() if name != "Aggregated")
-
-
-def test_the_web_page_shows_the_figures(server: Server) -> None:
-    port = free_port()
-    run = load(server.url, "--autostart", "--web-port", str(port))
-    page = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False)
-
-    def figures() -> dict[str, float]:
-        try:
-            shown = {more["key"]: more["data"] for more in page.get("/stats/requests").json()["extended_stats"]}
-        except httpx.TransportError:
-            assert run.poll() is None, summary(run)
-            return {}
-        return next(row for row in shown["tokens"] if row["name"] == "Aggregated")
-
-    try:
-        server.until(lambda: figures().get("itl_avg"), "the web page shows inter-token latencies")
-        shown = figures()
-        assert min(shown["tokens"], shown["rate"], shown["ttft_median"], shown["itl_highest"]) > 0
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        server.start().ready()
+        run = Load(server.url, *web(page))
+        server.until(lambda: figures(page), "the page is there")
         made = json.loads(re.search(r"templateArgs = (.*)", page.get("/").text)[1])  # type: ignore[index]
-        assert {"key": "tokens", "title": "Tokens"} in made["extended_tabs"]
-        (table,) = made["extended_tables"]
-        assert {column["key"] for column in table["structure"]} == set(shown)
-    finally:
-        run.send_signal(signal.SIGTERM)
-        summary(run)
+        (row, *_) = token_rows(figures(page)).values()
+        code = run.end_when(page, all_there)
+    assert code == 0
+    rows = tokens(run.printed)
+    assert set(rows) == PLAIN | STREAMS | {"Aggregated"}
+    for name, cells in rows.items():
+        assert len(cells) == (2 if name in PLAIN else 10)
+        assert min(cells) > 0
+    assert rows["Aggregated"][0] == sum(cells[0] for name, cells in rows.items() if name != "Aggregated")
+    assert {"key": "tokens", "title": "Tokens"} in made["extended_tabs"]
+    (table,) = made["extended_tables"]
+    assert {column["key"] for column in table["structure"]} == set(row)
 
 
 def test_a_full_server_is_no_failure_but_counted(tiny_llama: Path, tmp_path: Path) -> None:
-    few = ("--max-concurrent-requests", "1", "--worker", "scripted", "--scripted-step-us", "2000")
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *few) as server:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), "--max-concurrent-requests", "1", *SCRIPTED) as server:
         server.start().ready()
-        run = load(server.url, "--tags", "native", "--run-time", "2s")
-        printed = summary(run)
-    assert run.returncode == 0, printed
-    assert re.search(r"^POST +/generate_stream \[stream\] \[429\] +\d+ +0\(0\.00%\)", printed, re.MULTILINE), printed
-    assert "Error report" not in printed
+        run = Load(server.url, "--tags", "native", "--run-time", "3s")
+        code = run.end()
+    assert code == 0, run.printed
+    assert re.search(r"^POST +/.* \[429\] +\d+ +0\(0\.00%\)", run.printed, re.MULTILINE), run.printed
+    assert "Error report" not in run.printed
+    assert min(tokens(run.printed)["Aggregated"]) > 0, run.printed
 
 
-def test_a_server_that_dies_is_a_failure(tiny_llama: Path, tmp_path: Path) -> None:
-    scripted = ("--worker", "scripted", "--scripted-step-us", "2000")
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *scripted) as server:
+def test_a_server_that_dies_is_a_failure(tiny_llama: Path, tmp_path: Path, page: httpx.Client) -> None:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
         server.start().ready()
-        run = load(server.url, "--tags", "native", "--run-time", "4s")
+        run = Load(server.url, *web(page), "--tags", "native")
         server.until(lambda: server.metric("tgi_request_success") > 0, "the load has begun")
         server.stop(signal.SIGKILL)
-        printed = summary(run)
-    assert run.returncode == 1, printed
-    assert re.search(r"no answer: .*Connection refused", printed), printed
+        code = run.end_when(page, lambda shown: "Connection refused" in str(shown["errors"]))
+    assert code == 1
+    assert re.search(r"no answer: .*Connection refused", run.printed)
 
 
 def test_without_a_server_one_message_says_so() -> None:
     host = f"127.0.0.1:{free_port()}"
-    run = load(host)
-    printed = summary(run)
-    assert run.returncode == 1
-    assert f"No server answers at http://{host} (" in printed
-    assert "Traceback" not in printed
+    run = Load(host)
+    assert run.end() == 1
+    assert f"No server answers at http://{host} (" in run.printed
+    assert "Traceback" not in run.printed
 
 
 EVENT = b'data: {"index":1,"token":{"id":5,"text":"a"},"generated_text":null,"details":null}\n\n'
@@ -179,12 +203,12 @@ class Breaker(BaseHTTPRequestHandler):
         pass
 
 
-def test_every_broken_answer_is_a_failure_with_its_reason() -> None:
+def test_every_broken_answer_is_a_failure_with_its_reason(page: httpx.Client) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Breaker) as broken:
         threading.Thread(target=broken.serve_forever, daemon=True).start()
-        run = load(f"127.0.0.1:{broken.server_port}", "--run-time", "2s", "--users", "32", "--spawn-rate", "32")
-        printed = summary(run)
+        run = Load(f"127.0.0.1:{broken.server_port}", *web(page))
+        code = run.end_when(page, lambda shown: {error["name"] for error in shown["errors"]} >= set(REASONS))
         broken.shutdown()
-    assert run.returncode == 1, printed
+    assert code == 1
     for name, reason in REASONS.items():
-        assert f"POST {name}: {reason}" in printed, printed
+        assert f"POST {name}: {reason}" in run.printed
