@@ -11,6 +11,7 @@ FIRST_ID, IDS = 40, 50
 GREEDY = -1
 
 Tops = Sequence[tuple[int, float]]  # (id, logprob), likeliest first
+Said = tuple[int, float, Tops]  # id, logprob, and what stands beside them
 
 
 def noise_of(sampling: Sampling) -> int:
@@ -23,23 +24,27 @@ def noise_of(sampling: Sampling) -> int:
     return hash((sampling.seed, sampling.choice)) if sampling.choice else sampling.seed
 
 
-def say(chain: int, noise: int, top_n: int, vocab_size: int) -> tuple[int, float, Tops]:
-    """The next id, its logprob and the likeliest tokens: a fixed function of the hash of all ids before it, and noise.
+def ids_of(vocab_size: int) -> range:
+    """The ids that are drawn from a vocabulary of this size."""
+    return range(FIRST_ID, FIRST_ID + IDS) if vocab_size >= FIRST_ID + IDS else range(vocab_size)
+
+
+def say(number: int, top_n: int, ids: range) -> Said:
+    """One of these ids, its logprob and the likeliest tokens, for a random number of 32 bits.
 
     The id drawn is the likeliest. Half of the lists are longer than asked for, by one that equals the last.
     """
-    number = hash((chain, noise)) % (1 << 32)
-    low, width = (FIRST_ID, IDS) if vocab_size >= FIRST_ID + IDS else (0, vocab_size)
-    token, logprob = low + number % width, -((number >> 16) % 1024) / 256.0
+    count = len(ids)
+    token, logprob = ids[number % count], -((number >> 16) % 1024) / 256.0
     if top_n <= 0:
         return token, logprob, ()
-    wanted = min(top_n, width)
-    length = min(wanted + (number >> 8) % 2, width)
-    tops = [(low + (number + place) % width, logprob - min(place, wanted - 1)) for place in range(length)]
+    wanted = min(top_n, count)
+    length = min(wanted + (number >> 8) % 2, count)
+    tops = [(ids[(number + place) % count], logprob - min(place, wanted - 1)) for place in range(length)]
     return token, logprob, sorted(tops, key=lambda top: (-top[1], top[0]))
 
 
-def result_of(number: int, epoch: int, said: Sequence[tuple[int, float, Tops]]) -> Result:
+def result_of(number: int, epoch: int, said: Sequence[Said]) -> Result:
     """The result of a step whose drawing rows got these."""
     ids, logprobs, lists = zip(*said, strict=True) if said else ((), (), ())
     plain = Result(number, epoch, pack(UINT8, [1] * len(ids)), pack(INT32, ids), pack(FLOAT32, logprobs))

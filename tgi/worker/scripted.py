@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import Limits, Result, Sampling, Step, decode
 from tgi.kernel.pack import ints
-from tgi.worker.sayings import Tops, noise_of, result_of, say
+from tgi.worker.sayings import Said, ids_of, noise_of, result_of, say
 
 
 class Script(NamedTuple):
@@ -67,6 +67,7 @@ class ScriptedWorker:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.limits = script.limits()
+        self._ids = ids_of(script.vocab_size)
         self.reset()
 
     def reset(self) -> None:
@@ -206,7 +207,7 @@ class ScriptedWorker:
         occupant.chain = chain
         occupant.computed = start + count
 
-    def _draw(self, slot: int) -> tuple[int, float, Tops]:
+    def _draw(self, slot: int) -> Said:
         """The next id, its logprob and the likeliest tokens."""
         occupant = self._slots[slot]
         known = len(occupant.ids)
@@ -214,7 +215,7 @@ class ScriptedWorker:
             raise Violation(f"slot {slot} draws at {occupant.computed} of {known} known ids")
         if known >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
-        said = say(occupant.chain, occupant.noise, occupant.top_n, self.script.vocab_size)
+        said = say(hash((occupant.chain, occupant.noise)) % (1 << 32), occupant.top_n, self._ids)
         occupant.ids.append(said[0])
         return said
 
