@@ -105,8 +105,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         progress=progress.stage,
     )
     changes = Changes(
-        rope_scaling=settings.rope_scaling,
-        rope_factor=settings.rope_factor,
+        rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
         tokenizer_config=_path(settings.tokenizer_config_path),
         weights=_path(settings.weights_cache_override),
     )

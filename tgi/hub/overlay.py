@@ -1,4 +1,4 @@
-"""A model directory with some files replaced, as --rope-scaling, --tokenizer-config-path and others ask for.
+"""A model directory with some files replaced, as --rope-factor, --tokenizer-config-path and others ask for.
 
 The result is an ordinary model directory of links, so that no role needs to know what was asked for.
 """
@@ -23,17 +23,9 @@ Files = dict[str, Path | str]  # what a directory holds: links, and texts of our
 class Changes:
     """What is to be different from the model's own directory; None where nothing is. Paths are absolute."""
 
-    rope_scaling: str | None = None  # "linear" or "dynamic"
-    rope_factor: float | None = None
+    rope_factor: float | None = None  # of linear scaling
     tokenizer_config: Path | None = None  # a tokenizer_config.json, or a .jinja template
     weights: Path | None = None  # a directory of safetensors
-
-    @property
-    def rope(self) -> tuple[str, float] | None:
-        """Kind and factor of the rotary scaling."""
-        if self.rope_scaling is None and self.rope_factor is None:
-            return None
-        return self.rope_scaling or "linear", 1.0 if self.rope_factor is None else self.rope_factor
 
 
 def changed(directory: Path, changes: Changes, place: Path) -> Path:
@@ -46,8 +38,8 @@ def changed(directory: Path, changes: Changes, place: Path) -> Path:
     files: Files = {path.name: path.absolute() for path in directory.iterdir()}
     if changes.weights:
         files = _with_weights(files, changes.weights)
-    if changes.rope:
-        files["config.json"] = _with_rope(directory / "config.json", *changes.rope)
+    if changes.rope_factor is not None:
+        files["config.json"] = _with_rope(directory / "config.json", changes.rope_factor)
     if changes.tokenizer_config:
         files = _with_tokenizer_config(files, directory, changes.tokenizer_config)
     name = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
@@ -76,20 +68,18 @@ def _with_weights(files: Files, weights: Path) -> Files:
     return kept | {name: path for name, path in there.items() if is_weights(name) or name == INDEX}
 
 
-def _with_rope(path: Path, kind: str, factor: float) -> str:
-    """config.json with a rotary scaling in place of its own, and the longer context that follows from it."""
+def _with_rope(path: Path, factor: float) -> str:
+    """config.json with linear rotary scaling in place of its own, and the longer context that follows from it."""
     config = _object(path)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     trained = text.get("max_position_embeddings")
     if not isinstance(trained, int):
-        raise UserError(
-            f"{path} has no max_position_embeddings, so --rope-scaling and --rope-factor do not apply."
-        )
+        raise UserError(f"{path} has no max_position_embeddings, so --rope-scaling and --rope-factor do not apply.")
     own = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in own.values()):
         raise UserError(f"{path} has rotary scalings per kind of layer: --rope-scaling and --rope-factor do not apply.")
     trained = own.get("original_max_position_embeddings", trained)
-    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": trained}
+    scaling = {"rope_type": "linear", "factor": factor, "original_max_position_embeddings": trained}
     scaling |= {"rope_theta": own["rope_theta"]} if "rope_theta" in own else {}
     text.pop("rope_scaling", None)
     text["rope_parameters" if "rope_parameters" in text else "rope_scaling"] = scaling

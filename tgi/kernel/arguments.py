@@ -22,6 +22,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> S
     """
     if "HONCHO_PROCESS_NAME" in environ:  # honcho gives each of its processes a PORT of its own
         environ = {name: content for name, content in environ.items() if name != "PORT"}
+    _refuse_empty_key(flags, environ)
     values: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         given = None if flags.get(name) == () else flags.get(name)
@@ -49,6 +50,13 @@ def without_effect(settings: Settings) -> dict[str, str]:
         for name, option in OPTIONS.items()
         if option.ignored and getattr(settings, name) != getattr(DEFAULTS, name)
     }
+
+
+def _refuse_empty_key(flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Elsewhere an empty variable counts as not set. Here that would open a server that was meant to be closed."""
+    for variable in OPTIONS["api_key"].variables("api_key"):
+        if variable in environ and not environ[variable].strip() and not flags.get("api_key"):
+            raise UserError(f"The environment variable {variable} is empty. Give it a key, or unset it.", code=2)
 
 
 def _invalid(text: str) -> UserError:
@@ -97,6 +105,11 @@ def _refuse_unbuilt(settings: Settings) -> None:
         raise _invalid(
             f"`kv_cache_dtype` is {settings.kv_cache_dtype}, but the KV cache has the model's type so far. "
             "Leave out --kv-cache-dtype."
+        )
+    if settings.rope_scaling == "dynamic":
+        raise _invalid(
+            "`rope_scaling` is dynamic, whose angles change with the longest sequence of a batch: it is not supported. "
+            "Use --rope-scaling linear."
         )
     if settings.speculate:
         raise _invalid(f"`speculate` is {settings.speculate}, but speculation is not supported yet. Leave it out.")

@@ -59,7 +59,10 @@ class Settings:
     )
     lora_adapters: str | None = setting(None, "Not supported yet, refused.", text)
     rope_scaling: str | None = setting(
-        None, "Kind of rotary scaling, in place of the model's own.", text, choices=("linear", "dynamic")
+        None,
+        "Kind of rotary scaling, in place of the model's own. dynamic is refused.",
+        text,
+        choices=("linear", "dynamic"),
     )
     rope_factor: float | None = setting(
         None, "Factor of the rotary scaling: 1.0 with --rope-scaling; alone it means linear.", number

@@ -22,11 +22,11 @@ Progress = Callable[[str, int], None]  # stage, percent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_model(card_path: Path, dtype: str, device: str, progress: Progress) -> Model:
+def build_model(card_path: Path, dtype: str, device: str, progress: Progress, trust_code: bool = False) -> Model:
     """The model in directory `card_path`, ready to compute on `device` ("cpu", "cuda").
 
     `dtype` is "auto" (the one that config.json names), "float32", "bfloat16" or "float16".
-    Raises UserError for whatever is wrong with the directory.
+    `trust_code` lets Python code in the directory run. Raises UserError for whatever is wrong with the directory.
     """
     config = read_config(card_path)
     number = resolve_dtype(config, dtype)
@@ -42,7 +42,7 @@ def build_model(card_path: Path, dtype: str, device: str, progress: Progress) ->
             raise UserError(f"{card_path}/config.json has no {error}, which {config['model_type']} needs.") from error
     from tgi.worker.models.fallback import build_fallback  # imports transformers, which takes seconds
 
-    return build_fallback(card_path, number, place, progress)
+    return build_fallback(card_path, number, place, progress, trust_code)
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     device = _device(settings.device)
     if device == "cpu":
         choose_threads()
-    model = build_model(settings.model_dir, settings.dtype, device, progress)
+    model = build_model(settings.model_dir, settings.dtype, device, progress, settings.trust_remote_code)
     progress("sizing the KV cache", 96)
     limits = memory.choose_limits(settings, _need(model), _room(settings, model), _held(settings.run_dir))
     engine = TorchEngine(model, build_attention(model.kv, limits.pages, model.device), limits)

@@ -45,26 +45,37 @@ class Step(NamedTuple):
 
 
 def build_fallback(
-    directory: Path, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int], None]
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, int], None],
+    trust_code: bool = False,
 ) -> "Fallback":
-    """The model in `directory`. Raises UserError where transformers or its attention interface cannot run it."""
+    """The model in `directory`. Python code in it runs if `trust_code`, and only where transformers has none.
+
+    Raises UserError where transformers or its attention interface cannot run the model.
+    """
     progress("loading weights", 0)
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # its warnings are about padding and masks that we do not use
-    kind = json.loads((directory / "config.json").read_text())["model_type"]
-    if kind not in transformers.CONFIG_MAPPING:
+    values = json.loads((directory / "config.json").read_text())
+    kind, brings_code = values["model_type"], "auto_map" in values
+    trusted = trust_code and kind not in transformers.CONFIG_MAPPING
+    if kind not in transformers.CONFIG_MAPPING and not (brings_code and trusted):
+        hint = " The code that comes with it runs only with --trust-remote-code." if brings_code else ""
         raise UserError(
             f"Unsupported model type {kind}: neither this server nor transformers {transformers.__version__} knows it."
+            + hint
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trusted)
         name = config.model_type
         if config.is_encoder_decoder:
             raise UserError(f"{name} is an encoder-decoder model. Only decoder-only language models are served.")
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True,
-            use_safetensors=True,
+            use_safetensors=True, trust_remote_code=trusted,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(f"transformers cannot load the model in {directory}: {error}") from error
