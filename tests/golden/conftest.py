@@ -1,0 +1,73 @@
+"""Front ends for the golden files: one for each set of settings, shared by the exchanges that want it."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import LIMITS, READY, Front, request
+from tests.golden.reader import Exchange
+from tests.golden.scripts import SCRIPTS
+from tgi.kernel.messages import Cancel, Generate, Status
+from tgi.kernel.settings import Settings
+
+LOADING = Status(False, True, "loading weights", 40)
+STALLED = Status(True, False, "", 100, LIMITS)
+
+
+@pytest.fixture(scope="session")
+def front_for() -> Iterator[Callable[[Exchange], Front]]:
+    """front_for(exchange) is a front end in the state that the exchange wants."""
+    fronts: dict[str, Front] = {}
+    with tempfile.TemporaryDirectory(prefix="tgi") as folder:
+
+        def find(exchange: Exchange) -> Front:
+            state = exchange.given if exchange.given in ("loading weights at 40%", "no step has finished") else ""
+            key = f"{state} {sorted(exchange.server)}"
+            if key not in fronts:
+                values = {"validation_workers": 1, "hostname": "127.0.0.1"} | exchange.settings
+                place = Path(folder) / str(len(fronts))
+                place.mkdir()
+                front = fronts[key] = Front(Settings(**values), place, SCRIPTS["nothing"]())  # type: ignore[arg-type]
+                front.start()
+                _reach(front, state)
+            fronts[key].tokenizers[0].answer = SCRIPTS[exchange.tokenizer]()
+            return fronts[key]
+
+        yield find
+        for front in fronts.values():
+            front.stop()
+
+
+def _reach(front: Front, state: str) -> None:
+    """Starts the tokenizer and waits until the front end knows its state."""
+    tokenizer = front.tokenizers[0]
+    if state == "loading weights at 40%":
+        tokenizer.start(LOADING)
+        while front.get("/health").headers.get("x-startup-stage") != "loading weights 40%":
+            pass
+        return
+    tokenizer.start(READY)
+    front.until_ready()
+    if state == "no step has finished":
+        tokenizer.send(STALLED)
+        while front.get("/health").status == 200:
+            pass
+
+
+@contextlib.contextmanager
+def in_flight(front: Front) -> Iterator[None]:
+    """Another request is computed meanwhile, and never gets anywhere."""
+    tokenizer = front.tokenizers[0]
+    script, tokenizer.answer = tokenizer.answer, SCRIPTS["silence"]()
+    body = b'{"inputs":"other"}'
+    with front.connect() as connection:
+        head = {"content-type": "application/json", "content-length": str(len(body))}
+        connection.sendall(request("POST", "/generate", body, head))
+        while tokenizer.next(Generate, 5).inputs != "other":
+            pass
+        tokenizer.answer = script
+        yield
+    tokenizer.next(Cancel)  # its place is free again

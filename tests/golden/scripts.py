@@ -1,0 +1,194 @@
+"""What the tokenizer below the front end answers, by name: small enough that every expected byte follows by hand.
+
+Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and that the request took 1 ms to validate,
+2 ms in the queue and 30 ms to compute.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tgi.kernel.messages import End, Generate, Prompted, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
+
+Answer = Callable[[Any], list[Any] | None]
+
+
+class Token(NamedTuple):
+    """A generated token. `held` counts characters of the text so far that may belong to a stop string; `top` are the
+    likeliest tokens in its place."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool = False
+    held: int = 0
+    top: "tuple[Token, ...]" = ()
+
+
+A = Token(5, " a", -0.34)
+B = Token(6, " b", -1.0703125)
+EOS = Token(2, "</s>", -0.01, True)
+A_OF_TWO = A._replace(top=(A, B))
+EOS_OF_TWO = EOS._replace(top=(EOS, A._replace(logprob=-5.25)))
+
+
+def texts(message: Generate, *tokens: Token) -> Texts:
+    """These tokens of one request; with the likeliest ones if it asks for them."""
+    return step([(message, token) for token in tokens])
+
+
+def step(rows: list[tuple[Generate, Token]]) -> Texts:
+    """One token per row."""
+    tokens = [token for _, token in rows]
+    top = [other for message, token in rows for other in token.top[: message.sampling.top_n]]
+    asked = any(message.sampling.top_n for message, _ in rows)
+    held = any(token.held for token in tokens)
+    return Texts(
+        pack(UINT32, [message.rid for message, _ in rows]),
+        pack(UINT32, [1] * len(rows)),
+        pack(INT32, [token.id for token in tokens]),
+        pack(FLOAT32, [token.logprob for token in tokens]),
+        bytes(token.special for token in tokens),
+        [token.text for token in tokens],
+        held=pack(UINT32, [token.held for token in tokens]) if held else b"",
+        top_counts=pack(UINT32, [len(token.top[: message.sampling.top_n]) for message, token in rows])
+        if asked
+        else b"",
+        top_ids=pack(INT32, [token.id for token in top]),
+        top_logprobs=pack(FLOAT32, [token.logprob for token in top]),
+        top_special=bytes(token.special for token in top),
+        top_texts=[token.text for token in top],
+    )
+
+
+def end(message: Generate, reason: Reason, text: str, count: int, detail: str = "") -> End:
+    """The end of a request after `count` tokens."""
+    return End(message.rid, reason, detail, text, 3, count, 0, 1_000, 2_000, 30_000)
+
+
+def admitted(message: Generate) -> list[Any]:
+    """What comes before the first token of a chat."""
+    return [Prompted(message.rid, 3, 12)] if message.chat else []
+
+
+def tokens(reason: Reason, text: str, *row: Token, detail: str = "") -> Callable[[], Answer]:
+    """A request that gets these tokens, one message each, and then ends."""
+
+    def answer(message: Generate) -> list[Any]:
+        return [
+            *admitted(message), *(texts(message, token) for token in row), end(message, reason, text, len(row), detail),
+        ]  # fmt: skip
+
+    return lambda: answer
+
+
+def refused(reason: Reason, detail: str = "") -> Callable[[], Answer]:
+    """A request that ends before anything else. A text to tokenize is refused in the same words."""
+
+    def answer(message: Any) -> list[Any]:
+        if isinstance(message, Tokenize):
+            return [Tokenized(message.rid, b"", b"", b"", b"", detail, "", reason)]
+        return [End(message.rid, reason, detail)]
+
+    return lambda: answer
+
+
+def failed_at_once() -> Answer:
+    """A request that was admitted and then failed, before its first token."""
+    return lambda message: [*admitted(message), End(message.rid, Reason.FAILED, "Server error: out of memory")]
+
+
+def stop_string() -> Answer:
+    """ " a", " EN", "D" with the stop string "END". Where it is hidden, what may belong to it is held back."""
+
+    def answer(message: Generate) -> list[Any]:
+        hidden = message.hide_stop
+        row = [A, Token(7, " EN", -0.5, held=2 * hidden), Token(8, "D", -0.25, held=3 * hidden)]
+        text = " a " if hidden else " a END"
+        return [*admitted(message), *(texts(message, token) for token in row), end(message, Reason.STOP, text, 3)]
+
+    return answer
+
+
+def together(*rows: tuple[Token, ...]) -> Callable[[], Answer]:
+    """As many requests as rows, which get a token each in every step. Nothing happens before all are there."""
+
+    def script() -> Answer:
+        waiting: list[Generate] = []
+
+        def answer(message: Generate) -> list[Any]:
+            waiting.append(message)
+            if len(waiting) < len(rows):
+                return []
+            waiting.sort(key=lambda each: (each.inputs, each.sampling.choice))
+            answers = [each for message in waiting for each in admitted(message)]
+            for place in range(max(map(len, rows))):
+                drawn = [(each, row[place]) for each, row in zip(waiting, rows, strict=True) if place < len(row)]
+                answers.append(step(drawn))
+                for each, row in zip(waiting, rows, strict=True):
+                    if place == len(row) - 1:
+                        text = "".join(token.text for token in row if not token.special)
+                        reason = Reason.EOS if row[-1].special else Reason.LENGTH
+                        answers.append(end(each, reason, text, len(row)))
+            return answers
+
+        return answer
+
+    return script
+
+
+def pieces(starts: list[int], stops: list[int]) -> Callable[[], Answer]:
+    """A text of three tokens, the first of which is special. A chat becomes "a é"."""
+
+    def answer(message: Tokenize) -> list[Any]:
+        columns = (pack(INT32, column) for column in ([1, 7, 9], starts, stops))
+        return [Tokenized(message.rid, *columns, b"\1\0\0", text="a é" if message.chat else "")]
+
+    return lambda: answer
+
+
+def nothing() -> Answer:
+    """Nothing should come down: whoever sends something reads this in the answer."""
+    said = "the front end has sent down what it should have answered by itself"
+    return refused(Reason.FAILED, said)()
+
+
+def no_pieces() -> Answer:
+    """A text of no tokens."""
+    return lambda message: [Tokenized(message.rid, b"", b"", b"", b"")]
+
+
+TOO_LONG = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 2040 `inputs` tokens and 20 `max_new_tokens`"
+
+SCRIPTS: dict[str, Callable[[], Answer]] = {
+    "nothing": nothing,
+    "silence": lambda: lambda message: None,
+    '" a", end of sequence': tokens(Reason.EOS, " a", A_OF_TWO, EOS_OF_TWO),
+    '" a", " b", length': tokens(Reason.LENGTH, " a b", A, B),
+    '"" and "é" of one character, end of sequence': tokens(
+        Reason.EOS, "é", Token(195, "", -0.5), Token(169, "é", -0.0625), EOS
+    ),
+    '"é" in one token, length': tokens(Reason.LENGTH, "é", Token(233, "é", -0.0625)),
+    "control characters and no finite logprob, length": tokens(
+        Reason.LENGTH, '"\\\n\t\x01/é🙂', Token(9, '"\\\n\t\x01/é🙂', float("-inf"))
+    ),
+    '" a", " EN", "D", stop string "END"': stop_string,
+    '" a", " EN" held back, "D", length': tokens(
+        Reason.LENGTH, " a END", A, Token(7, " EN", -0.5, held=2), Token(8, "D", -0.25)
+    ),
+    '" a", " EN" held back, end of sequence': tokens(Reason.EOS, " a EN", A, Token(7, " EN", -0.5, held=2), EOS),
+    "failure before the first token": failed_at_once,
+    '" a", then failure': tokens(Reason.FAILED, "", A, detail="Server error: out of memory"),
+    '" a", then cancelled': tokens(Reason.CANCELLED, "", A),
+    "too long": refused(Reason.INVALID, TOO_LONG),
+    "tokenizer error": refused(Reason.INVALID, "tokenizer error unknown token"),
+    "overloaded": refused(Reason.OVERLOADED),
+    "template error": refused(Reason.TEMPLATE, "syntax error: no system messages (in <string>:1)"),
+    "no template": refused(Reason.TEMPLATE, "template not found"),
+    '" a", end of sequence | " b", length, in turn': together((A, EOS), (B,)),
+    '" b", length | " a", end of sequence, in turn': together((B,), (A, EOS)),
+    '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
+    "no pieces": no_pieces,
+    "three pieces of \"a é\"": pieces([0, 0, 1], [0, 1, 4]),
+    "three pieces of \"éa\", cut inside a character": pieces([0, 0, 1], [0, 1, 3]),
+}  # fmt: skip
