@@ -12,14 +12,18 @@ from tgi.api import accounting
 from tgi.api.client import Receive
 from tgi.api.errors import ApiError, ClientGone, Rejection
 from tgi.api.middleware import Auth, Cors
+from tgi.api.routes import kserve
 from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.docs import DocsResource, OpenApiResource
 from tgi.api.routes.info import Health, InfoResource, MetricsResource
 from tgi.api.routes.models import ModelResource, ModelsResource
 from tgi.api.routes.native import GenerateResource, GenerateStreamResource, RootResource
+from tgi.api.routes.sagemaker import SagemakerResource
 from tgi.api.routes.tokenize import ChatTokenizeResource, TokenizeResource
+from tgi.api.routes.vertex import VertexResource
 from tgi.api.service import RECEIVE, Service
+from tgi.kernel.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +32,9 @@ Asgi = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 def routes(service: Service) -> dict[str, object]:
-    """The resource of each path, in falcon's syntax."""
-    return {
+    """The resource of each path, in falcon's syntax. Raises UserError if the settings name a path that is taken."""
+    settings = service.settings
+    made: dict[str, object] = {
         "/": RootResource(service),
         "/generate": GenerateResource(service),
         "/generate_stream": GenerateStreamResource(service),
@@ -37,6 +42,8 @@ def routes(service: Service) -> dict[str, object]:
         "/chat_tokenize": ChatTokenizeResource(service),
         "/v1/chat/completions": ChatResource(service),
         "/v1/completions": CompletionsResource(service),
+        "/invocations": SagemakerResource(service),
+        "/vertex": VertexResource(service),
         "/health": Health(service),
         "/ping": Health(service),
         "/info": InfoResource(service),
@@ -48,13 +55,29 @@ def routes(service: Service) -> dict[str, object]:
         "/docs/": DocsResource(),
         "/docs/{asset}": DocsResource(),
     }
+    if settings.kserve:
+        made |= kserve.routes(service)
+    _name(made, "AIP_HEALTH_ROUTE", settings.aip_health_route, Health(service))
+    _name(made, "AIP_PREDICT_ROUTE", settings.aip_predict_route, VertexResource(service))
+    return made
+
+
+def _name(made: dict[str, object], variable: str, path: str | None, resource: object) -> None:
+    """Serves a resource under the path that an environment variable names. Raises UserError if that cannot be."""
+    if not path:
+        return
+    if not path.startswith("/") or "{" in path:
+        raise UserError(f"{variable} is {path!r}. It must be a path, such as /predict.")
+    taken = made.setdefault(path, resource)
+    if not isinstance(taken, type(resource)) and not (isinstance(resource, Health) and isinstance(taken, RootResource)):
+        raise UserError(f"{variable} is {path}, which this server uses already. Choose another path.")
 
 
 def build(service: Service) -> Asgi:
     """The ASGI application of one front end."""
     app = falcon.asgi.App()
     app.add_middleware(Cors(service.settings.cors_allow_origin))
-    app.add_middleware(Auth(service.settings.api_key))
+    app.add_middleware(Auth(service.settings.api_key, service.settings.aip_predict_route))
     app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty answer has no type
     app.set_error_serializer(lambda req, resp, error: None)  # falcon's own errors (404, 405) have no body
     app.add_error_handler(Exception, _unexpected)

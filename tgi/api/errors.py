@@ -90,6 +90,28 @@ def batch_size(limit: int) -> ApiError:
     return ApiError(422, "batch size exceeded", text, counted="validation")
 
 
+def no_instances() -> ApiError:
+    """422: a Vertex request without instances."""
+    return ApiError(422, "Input validation error", "Input validation error", counted="validation")
+
+
+def utf8(reason: str) -> ApiError:
+    """422: a KServe input that is no text."""
+    return ApiError(422, "utf8", reason, counted="validation")
+
+
+def lengths() -> ApiError:
+    """422: a KServe request with more or fewer names for outputs than inputs."""
+    return ApiError(422, "length mismatch", "Inputs and outputs length mismatch", counted="validation")
+
+
+def collapsed(error: ApiError) -> ApiError:
+    """What Vertex and KServe are told: of a failure while tokens were generated, no more than that."""
+    if error.status not in (424, 500):
+        return error
+    return ApiError(500, "Incomplete generation", "Incomplete generation", counted=error.counted)
+
+
 def of_end(end: End, streaming: bool) -> ApiError | None:
     """What an End means to the client: None for the three successes."""
     match end.reason:

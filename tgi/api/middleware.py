@@ -30,14 +30,15 @@ class Cors:
 
 
 class Auth:
-    """Wants `Authorization: Bearer KEY` on every POST, if there are keys."""
+    """Wants `Authorization: Bearer KEY` on every POST, if there are keys, except to `open_path`."""
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
+    def __init__(self, keys: tuple[str, ...], open_path: str | None = None) -> None:
         self._keys = [key.encode() for key in keys]
+        self._open_path = open_path
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
         """Compares with every key, each in constant time. Raises Rejection: 401 with nothing in it."""
-        if req.method != "POST" or not self._keys:
+        if req.method != "POST" or not self._keys or req.path == self._open_path:
             return
         scheme, _, given = (req.get_header("authorization") or "").partition(" ")
         matches = sum(hmac.compare_digest(given.encode("latin-1", "replace"), key) for key in self._keys)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -11,6 +11,7 @@ from tgi.api.errors import Rejection
 from tgi.api.shapes.types import ShapeError
 
 T = TypeVar("T", bound=msgspec.Struct)
+Read_co = TypeVar("Read_co", covariant=True)
 
 SYNTAX = "Failed to parse the request body as JSON: "
 SHAPE = "Failed to deserialize the JSON body into the target type: "
@@ -79,6 +80,32 @@ class Body(Generic[T]):
         numeric = expected not in _NAMES.values() and not expected.startswith("struct")
         in_kind = type(value) is int or (type(value) is float and expected == "f32")
         return f"invalid {'value' if numeric and in_kind else 'type'}: {_describe(value)}, expected {expected}"
+
+
+class Reader(Protocol[Read_co]):
+    """What makes a request of a body: Body and Untagged."""
+
+    def decode(self, body: bytes) -> Read_co:
+        """The request in `body`. Raises Rejection."""
+
+
+class Untagged:
+    """Decodes bodies of several request types: each is of the first one that it fits. Raises Rejection as Body does."""
+
+    def __init__(self, enum: str, *shapes: type[msgspec.Struct]) -> None:
+        self._enum = enum  # the name of the choice in errors
+        self._bodies = [Body(shape) for shape in shapes]
+
+    def decode(self, body: bytes, path: str = "") -> Any:
+        """The request in `body`, which stands at `path` of a larger one."""
+        for shape in self._bodies:
+            try:
+                return shape.decode(body)
+            except Rejection as rejection:
+                if rejection.status != 422:
+                    raise
+        where = f"{path}: " if path else ""
+        raise Rejection(422, f"{SHAPE}{where}data did not match any variant of untagged enum {self._enum}")
 
 
 def _syntax(body: bytes, error: Exception) -> Rejection:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import msgspec
 from falcon.asgi import Request
 
 from tgi.api import accounting
@@ -15,10 +14,10 @@ from tgi.api.calls import Call, Generation
 from tgi.api.client import Client
 from tgi.api.errors import ClientGone, Rejection
 from tgi.api.router import Router
-from tgi.api.serde import Body
+from tgi.api.serde import Reader
 from tgi.kernel.settings import Settings
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T")
 
 # The key under which the outermost layer leaves ASGI's receive for Client.
 RECEIVE = "tgi.receive"
@@ -36,7 +35,7 @@ class Service:
     compute_type: str
     draws: random.Random = field(default_factory=random.SystemRandom)
 
-    async def read(self, req: Request, body: Body[T]) -> T:
+    async def read(self, req: Request, body: Reader[T]) -> T:
         """The request in the body. Raises Rejection: 415, 413 as soon as the limit is passed, then 400 and 422."""
         if not _is_json(req.content_type or ""):
             raise Rejection(415, "Expected request with `Content-Type: application/json`")

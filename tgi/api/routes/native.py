@@ -86,7 +86,7 @@ def _tops(columns: Columns) -> str:
     return f',"top_tokens":[{",".join(map(render.top_tokens, columns.tops))}]' if columns.tops else ""
 
 
-def _score(finished: Finished) -> float:
+def score(finished: Finished) -> float:
     """Mean logprob of the generated tokens."""
     logprobs = finished.call.fresh.logprobs
     return sum(logprobs) / max(1, len(logprobs))
@@ -103,7 +103,7 @@ class _Native:
         accounting.arrived()
         calls = answering.generations(self._service, [Prompt(inputs)], p, stream=False)
         finished = await answering.finish(self._service, req, calls)
-        finished.sort(key=_score, reverse=True)  # stable: the first among equals
+        finished.sort(key=score, reverse=True)  # stable: the first among equals
         answering.set_headers(self._service, resp, finished[:1], len(inputs))
         return render_response(finished, bool(p.details), inputs if full_text else "")
 

@@ -12,11 +12,7 @@ from tgi.api.shapes.openai_answers import ChatCompletion, ChatCompletionChunk, C
 from tgi.api.shapes.types import Answer, any_of, doc, ref
 
 # The first that fits counts, in this order.
-SAGEMAKER: tuple[type[CompatGenerateRequest] | type[ChatRequest] | type[CompletionRequest], ...] = (
-    CompatGenerateRequest,
-    ChatRequest,
-    CompletionRequest,
-)
+SAGEMAKER = (CompatGenerateRequest, ChatRequest, CompletionRequest)
 SagemakerRequest = Annotated[Any, any_of("SagemakerRequest", *SAGEMAKER)]
 SagemakerResponse = Annotated[
     Any,
@@ -40,7 +36,8 @@ class GenerateVertexInstance(Struct):
     parameters: GenerateParameters | None = None
 
 
-VertexInstance = Annotated[Raw, any_of("VertexInstance", GenerateVertexInstance, ChatRequest)]
+VERTEX = (GenerateVertexInstance, ChatRequest)
+VertexInstance = Annotated[Raw, any_of("VertexInstance", *VERTEX)]
 
 
 class VertexRequest(Struct):
