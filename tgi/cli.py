@@ -1,4 +1,4 @@
-"""The command `tgi`: up, one command per role, ps, down, import, download-weights."""
+"""The command `tgi`: up, one command per role, ps, down, import, download-weights, print-schema."""
 
 import contextlib
 import json
@@ -171,3 +171,12 @@ def download_weights(
     directory = model_directory(model_id, revision, code=trust_remote_code, progress=progress.stage)
     read_card(directory)  # refuses what could not be served
     click.echo(directory)
+
+
+@main.command("print-schema")
+@click.option("--kserve", is_flag=True, help="With KServe's routes, as `tgi up --kserve` serves them.")
+def print_schema(kserve: bool) -> None:
+    """Print the OpenAPI document of the HTTP routes as JSON."""
+    from tgi.api.openapi import document
+
+    click.echo(json.dumps(document(kserve), indent=2))

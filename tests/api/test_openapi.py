@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from tgi.api import openapi
+from tgi.cli import main
 
 TGI = json.loads((Path(__file__).parent / "openapi-tgi.json").read_text())
 OURS = json.loads(json.dumps(openapi.document()))
@@ -23,6 +25,13 @@ def test_it_is_valid() -> None:
     document = json.loads(json.dumps(openapi.document(with_kserve=True)))
     assert document["openapi"].startswith("3.1.")
     OpenAPIV31SpecValidator(document).validate()
+
+
+def test_the_command_prints_it() -> None:
+    for flags, with_kserve in ((), False), (("--kserve",), True):
+        printed = CliRunner().invoke(main, ["print-schema", *flags])
+        assert printed.exit_code == 0
+        assert json.loads(printed.output) == openapi.document(with_kserve)
 
 
 def test_operation_ids_are_unique() -> None:
