@@ -17,16 +17,16 @@ of this host. Names, types and labels of the first table are TGI's, so its dashb
   stays when it dies. Gauges are of living processes.
 - A request is counted once, however many prompts and choices it has; `tgi_generation_count` and
   `tgi_generation_success` count each of them, and so do the histograms of tokens and of parts of a request.
-- `tgi_request_input_length` and `tgi_request_max_new_tokens` are recorded for each generation that passed validation, at
-  its end; the other histograms of requests for those that succeed.
+- `tgi_request_input_length` and `tgi_request_max_new_tokens` are recorded for each generation that passed validation,
+  at its end; the other histograms of requests for those that succeed.
 - `method` is `prefill` for a step that computes any prompt token, else `decode`. `err` is `validation`, `overloaded`,
-  `template`, `incomplete`, `generation` or `dropped` (the client left). `reason` is always `chunking`: new requests join
-  running ones at any step. `role` is the process: `api`, `tokenizer`, `scheduler` or `worker`.
+  `template`, `incomplete`, `generation` or `dropped` (the client left). `reason` is always `chunking`: new requests
+  join running ones at any step. `role` is the process: `api`, `tokenizer`, `scheduler` or `worker`.
 - Requests that run are `tgi_batch_current_size`, those that wait `tgi_queue_size`.
 
-Buckets: **D** are the {durations} durations 0.00015 s · 1.5^k, up to {longest:.0f} s; **B** are 1 to {batch}; **I** and **G** are
-hundredths of the longest prompt and of the longest request, 1 to 100, as measured when the worker is first ready.
-Quantiles of the summary ({quantiles}) are over all values since the start.
+Buckets: **D** are the {durations} durations 0.00015 s · 1.5^k, up to {longest:.0f} s; **B** are 1 to {batch}; **I**
+and **G** are hundredths of the longest prompt and of the longest request, 1 to 100, as measured when the worker is
+first ready. Quantiles of the summary ({quantiles}) are over all values since the start.
 """
 
 TAIL = """
