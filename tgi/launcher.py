@@ -9,7 +9,7 @@ from tgi.kernel.arguments import load
 from tgi.options import CONTEXT, settings_options, told
 
 
-@click.command(context_settings=CONTEXT)
+@click.command("text-generation-launcher", context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="text-generation-launcher")
 @settings_options
 def main(**flags: Any) -> None:

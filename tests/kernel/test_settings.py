@@ -1,80 +1,208 @@
-"""Settings: flags beat the environment, the environment beats defaults, and mistakes are told in words."""
+"""Settings: the names of TGI's launcher, what wins over what, and mistakes told in words."""
 
-from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from tgi.cli import main
+from tgi.kernel.arguments import HIDDEN, load, shown, without_effect
 from tgi.kernel.errors import UserError
-from tgi.kernel.settings import DERIVED, Settings, load
+from tgi.kernel.option import value_of
+from tgi.kernel.settings import DEFAULTS, OPTIONS, Settings
+from tgi.kernel.shards import visible_devices, warn_of_idle_devices
+
+# TGI's names without a flag, and those that are read for a flag: variable, text, setting, value.
+# fmt: off
+VARIABLES = [
+    ("HF_MODEL_ID", "a/b", "model_id", "a/b"),
+    ("HF_MODEL_REVISION", "v1", "revision", "v1"),
+    ("HF_MODEL_TRUST_REMOTE_CODE", "true", "trust_remote_code", True),
+    ("SM_NUM_GPUS", "1", "num_shard", 1),
+    ("AIP_HTTP_PORT", "8080", "port", 8080),
+    ("AIP_PREDICT_ROUTE", "/predict", "aip_predict_route", "/predict"),
+    ("AIP_HEALTH_ROUTE", "/alive", "aip_health_route", "/alive"),
+    ("DOCKER_LABEL", "sha-1", "docker_label", "sha-1"),
+    ("VERGEN_GIT_SHA", "abc", "git_sha", "abc"),
+    ("REQUEST_LOGPROBS", "1", "enable_prefill_logprobs", True),
+    ("PREFIX_CACHING", "0", "prefix_caching", False),
+    ("PREFILL_CHUNKING", "0", "prefill_chunking", False),
+    ("USE_FLASH_ATTENTION", "False", "use_flash_attention", False),
+    ("ATTENTION", "flashinfer", "attention", "flashinfer"),
+    ("TGI_WIGGLE_ROOM", "0.8", "memory_fraction", 0.8),
+    ("CUDA_MEMORY_FRACTION", "0.5", "cuda_memory_fraction", 0.5),
+    ("COMPUTE_TYPE", "cpu", "compute_type", "cpu"),
+    ("LOG_LEVEL", "warn", "log_level", "warn"),
+    ("LOG_COLORIZE", "1", "log_colorize", True),
+    ("MAX_IMAGE_FETCH_SIZE", "9", "max_image_fetch_size", 9),
+    ("WEIGHTS_CACHE_OVERRIDE", "/w", "weights_cache_override", "/w"),
+    ("TGI_HOSTNAME", "127.0.0.1", "hostname", "127.0.0.1"),
+    ("TGI_KSERVE", "true", "kserve", True),
+    ("CUDA_GRAPHS", "1,2, 4", "cuda_graphs", (1, 2, 4)),
+    ("CORS_ALLOW_ORIGIN", "http://a, http://b", "cors_allow_origin", ("http://a", "http://b")),
+    ("API_KEY", "one, two", "api_key", ("one, two",)),
+    ("API_KEY", "one\ntwo\n", "api_key", ("one", "two")),
+    ("JSON_OUTPUT", "TRUE", "json_output", True),
+]
+REFUSED = [
+    ({"max_input_tokens": 10, "max_total_tokens": 10}, "`max_input_tokens`(10) must be < `max_total_tokens`(10)"),
+    ({"max_input_length": 10, "max_total_tokens": 9}, "`max_input_tokens`(10) must be < `max_total_tokens`(9)"),
+    ({"max_input_tokens": 1, "max_input_length": 2},
+     "Both `max_input_tokens` (1) and `max_input_length` (2) are set. Please define only `max_input_tokens` as "),
+    ({"max_total_tokens": 10, "max_batch_total_tokens": 9},
+     "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 10 and 9"),
+    ({"validation_workers": 0}, "`validation_workers` must be > 0"),
+    ({"sharded": "true", "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),
+    ({"num_shard": 0}, "`num_shard` cannot be < 1"),
+    ({"num_shard": 2}, "cannot be spread over several devices yet"),
+    ({"num_shard": 2, "quantize": "exl2"}, "Sharding is currently not supported with `exl2` quantization"),
+    ({"ngrok": True}, "`ngrok-authtoken` must be set when using ngrok tunneling"),
+    ({"ngrok": True, "ngrok_authtoken": "t"}, "`ngrok-edge` must be set when using ngrok tunneling"),
+    ({"ngrok": True, "ngrok_authtoken": "t", "ngrok_edge": "e"}, "ngrok tunnels are not supported"),
+    ({"lora_adapters": "a, b=c=d"}, "Invalid LoRA adapter format: b=c=d"),
+    ({"lora_adapters": "a@b@c"}, "Invalid LoRA adapter format: a@b@c"),
+    ({"lora_adapters": "a=b@c"}, "adapters are not supported yet"),
+    ({"quantize": "gptq"}, "quantization is not supported yet"),
+    ({"speculate": 2}, "speculation is not supported yet"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache has the model's type"),
+    ({"rope_scaling": "dynamic"}, "Use --rope-scaling linear"),
+    ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
+    ({"aip_health_route": "health"}, "must begin with a slash"),
+    ({"api_key_file": "/nowhere/keys"}, "`api_key_file` /nowhere/keys cannot be read"),
+]
+UNREADABLE = [
+    ("MAX_BATCH_SIZE", "many", "'many' is not a whole number"),
+    ("MAX_BATCH_SIZE", "-1", "'-1' is not a whole number"),
+    ("MAX_CONCURRENT_REQUESTS", "0", "'0' is not above 0"),
+    ("DTYPE", "int3", "'int3' is not one of auto, float32"),
+    ("SHARDED", "maybe", "'maybe' is not one of true, false"),
+    ("TRUST_REMOTE_CODE", "perhaps", "'perhaps' is neither true nor false"),
+    ("TGI_HOSTNAME", "localhost", "'localhost' is not an IP address"),
+    ("PORT", "tcp://10.0.0.1:80", "is not a whole number"),
+    ("PORT", "70000", "'70000' is not a port number"),
+    ("GRACEFUL_TERMINATION_TIMEOUT", "inf", "'inf' is not a number"),
+    ("TGI_START_TIMEOUT", "0", "'0' is not a number of seconds above 0"),
+    ("TGI_STEP_TARGET", "nan", "'nan' is not a number"),
+    ("TGI_WIGGLE_ROOM", "1.5", "'1.5' is not above 0 and at most 1"),
+    ("CUDA_GRAPHS", "1,two", "'two' is not a whole number"),
+]
+# fmt: on
 
 
 def test_flag_beats_environment_beats_default() -> None:
-    assert load({}, {}).max_input_tokens is None
+    assert load({}, {}) == Settings(run_dir=load({}, {}).run_dir)
     assert load({}, {"MAX_INPUT_TOKENS": "7"}).max_input_tokens == 7
     assert load({"max_input_tokens": 9}, {"MAX_INPUT_TOKENS": "7"}).max_input_tokens == 9
+    assert load({"prefix_caching": True}, {"PREFIX_CACHING": "0"}).prefix_caching
 
 
-def test_old_names_and_cloud_names_are_read() -> None:
-    assert load({}, {"MAX_INPUT_LENGTH": "7"}).max_input_tokens == 7
-    assert load({}, {"HF_MODEL_ID": "a/b"}).model_id == "a/b"
+@pytest.mark.parametrize(("variable", "text", "name", "value"), VARIABLES)
+def test_variables_that_tgi_reads_are_read(variable: str, text: str, name: str, value: Any) -> None:
+    assert getattr(load({}, {variable: text}), name) == value
+
+
+def test_names_that_the_server_s_own_settings_have_in_clouds_come_second() -> None:
     assert load({}, {"HF_MODEL_ID": "a/b", "MODEL_ID": "c/d"}).model_id == "c/d"
-    assert load({}, {"API_KEY": "one, two"}).api_key == ("one", "two")
+    assert load({}, {"MAX_INPUT_LENGTH": "7"}).max_input_tokens == 7
+    assert load({"port": 1}, {"AIP_HTTP_PORT": "8080", "PORT": "2"}).port == 8080
 
 
 def test_the_container_s_hostname_and_honcho_s_port_are_not_ours() -> None:
     assert load({}, {"HOSTNAME": "3f2a"}).hostname == "0.0.0.0"
-    assert load({}, {"TGI_HOSTNAME": "127.0.0.1"}).hostname == "127.0.0.1"
+    assert load({}, {"ENV": "production"}).env is False
     assert load({}, {"PORT": "80"}).port == 80
     assert load({}, {"PORT": "5000", "HONCHO_PROCESS_NAME": "api.1"}).port == 3000
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"max_input_tokens": 10, "max_total_tokens": 10}, "`max_input_tokens` must be < `max_total_tokens`"),
-        ({"max_input_tokens": 1, "max_input_length": 1}, "Both `max_input_tokens` and `max_input_length` are set"),
-        ({"max_total_tokens": 10, "max_batch_total_tokens": 9}, "must be <= `max_batch_total_tokens`"),
-        ({"validation_workers": 0}, "`validation_workers` must be > 0"),
-        ({"hostname": "localhost"}, "`hostname` must be an IP address"),
-        ({"port": 70000}, "`port` must be a port number"),
-        ({"graceful_termination_timeout": float("inf")}, "`graceful_termination_timeout` must be a number of seconds"),
-        ({"start_timeout": 0.0}, "`start_timeout` must be a number of seconds above 0"),
-        ({"step_target": float("nan")}, "`step_target` must be a number of seconds above 0"),
-    ],
-)
-def test_arguments_that_contradict_are_refused(flags: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match="Invalid argument") as caught:
+def test_an_empty_variable_counts_as_not_set_except_where_that_would_open_the_server() -> None:
+    assert load({}, {"REVISION": "", "PORT": " ", "JSON_OUTPUT": ""}) == load({}, {})
+    with pytest.raises(UserError, match="API_KEY is empty"):
+        load({}, {"API_KEY": ""})
+    assert load({"api_key": ("k",)}, {"API_KEY": ""}).api_key == ("k",)
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_arguments_that_contradict_or_cannot_be_had_are_refused(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match="Invalid argument: ") as caught:
         load(flags, {})
     assert said in str(caught.value)
 
 
-def test_an_environment_variable_that_does_not_parse_is_named() -> None:
-    with pytest.raises(UserError, match="MAX_BATCH_SIZE"):
-        load({}, {"MAX_BATCH_SIZE": "many"})
-    with pytest.raises(UserError, match=r"DTYPE.*expected one of auto"):
-        load({}, {"DTYPE": "int3"})
+@pytest.mark.parametrize(("variable", "text", "said"), UNREADABLE)
+def test_a_variable_that_does_not_parse_is_named(variable: str, text: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"The environment variable {variable} cannot be used") as caught:
+        load({}, {variable: text})
+    assert said in str(caught.value)
+
+
+def test_what_asks_for_nothing_special_is_taken() -> None:
+    load({"sharded": "false", "num_shard": 1, "speculate": 0, "rope_scaling": "linear"}, {})
+
+
+def test_devices_are_counted_where_shards_are_asked_for() -> None:
+    for environ, said in [({}, "only found 0"), ({"CUDA_VISIBLE_DEVICES": "3"}, "only found 1 CUDA devices")]:
+        with pytest.raises(UserError, match="not enough cuda devices: `sharded` is true but") as caught:
+            load({"sharded": "true"}, environ)
+        assert said in str(caught.value)
+    with pytest.raises(UserError, match="`num_shard` is 2"):
+        load({"sharded": "true"}, {"NVIDIA_VISIBLE_DEVICES": "0,1"})
+    load({}, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_the_first_variable_that_is_set_names_the_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "1", "NVIDIA_VISIBLE_DEVICES": "0,1"}) == 1
+    assert visible_devices({"ZE_AFFINITY_MASK": "0,1,2"}) == 3
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_devices({"NVIDIA_VISIBLE_DEVICES": "all"}) == 0
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
+    program.chmod(0o755)
+    assert visible_devices({"NVIDIA_VISIBLE_DEVICES": "all"}) == 2
+    caplog.clear()
+    warn_of_idle_devices(Settings(), {"CUDA_VISIBLE_DEVICES": "0"})
+    warn_of_idle_devices(Settings(num_shard=1), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert not caplog.records
+    warn_of_idle_devices(Settings(), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert "2 devices are visible and one is used" in caplog.text
+
+
+def test_keys_come_from_flags_variables_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("two\n\n three \n")
+    assert load({"api_key": ("one",)}, {"TGI_API_KEY_FILE": str(file)}).api_key == ("one", "two", "three")
+    file.write_text("\n \n")
+    with pytest.raises(UserError, match="holds no key"):
+        load({"api_key_file": str(file)}, {})
+
+
+def test_secrets_are_not_shown() -> None:
+    told = shown(load({"api_key": ("sesame",), "ngrok_authtoken": "sesame", "model_id": "m"}, {}))
+    assert told["model_id"] == "m"
+    assert told["api_key"] == told["ngrok_authtoken"] == HIDDEN
+    assert "sesame" not in str(told)
+    assert shown(Settings())["api_key"] == ()
+
+
+def test_what_has_no_effect_is_named_with_the_reason_where_it_asks_for_something() -> None:
+    assert without_effect(Settings()) == {}
+    asked = Settings(max_waiting_tokens=3, master_addr="10.0.0.1", max_best_of=3)
+    assert without_effect(asked) == {
+        "--max-waiting-tokens": OPTIONS["max_waiting_tokens"].ignored,
+        "--master-addr": "there is one shard",
+    }
 
 
 def test_settings_survive_the_way_into_a_child() -> None:
-    settings = load({"api_key": ("k",), "max_input_length": 5, "port": 1234}, {})
-    assert Settings.from_json(settings.to_json()) == settings or settings.max_input_length == 5
-    again = Settings.from_json(settings.to_json())
-    assert (again.api_key, again.max_input_tokens, again.run_dir) == (("k",), 5, settings.run_dir)
+    given = {"api_key": ("k",), "max_input_length": 5, "port": 1234, "cuda_graphs": (1, 2), "log_colorize": False}
+    settings = load(given, {})
+    assert Settings.from_json(settings.to_json()) == settings
 
 
-@pytest.mark.parametrize("command", ["up", "api", "tokenizer", "scheduler", "worker"])
-def test_every_setting_is_an_option_of_every_role(command: str) -> None:
-    shown = CliRunner().invoke(main, [command, "--help"]).output
-    for setting in fields(Settings):
-        assert ("--" + setting.name.replace("_", "-") in shown) == (DERIVED not in setting.metadata)
-
-
-def test_a_wrong_flag_value_is_told_without_a_traceback() -> None:
-    result = CliRunner().invoke(main, ["up", "--dtype", "int3"])
-    assert result.exit_code == 2
-    assert "'int3' is not one of" in result.output
-    result = CliRunner().invoke(main, ["up", "--port", "70000"])
-    assert result.exit_code == 1
-    assert "Traceback" not in result.output
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_default_could_have_been_given(name: str) -> None:
+    default, option = getattr(DEFAULTS, name), OPTIONS[name]
+    if default in (None, ()):
+        return
+    for variable in option.over + option.variables(name):
+        assert value_of(name, option, None, None, {variable: str(default)}) == default

@@ -1,0 +1,180 @@
+"""The command line: every flag of TGI's launcher, on every command that runs something; mistakes are told in words."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tgi import __version__
+from tgi.cli import main
+from tgi.kernel.option import flag
+from tgi.kernel.settings import OPTIONS, Settings
+from tgi.launcher import main as launcher
+from tgi.options import settings_options
+
+ROOT = Path(__file__).parent.parent
+
+# Every flag of TGI 3.3.6's launcher, with a value that is taken and what it comes to.
+# fmt: off
+FLAGS: list[tuple[str, list[str], Any]] = [
+    ("--model-id", ["a/b"], "a/b"), ("--revision", ["v1"], "v1"), ("--validation-workers", ["3"], 3),
+    ("--sharded", ["false"], "false"), ("--num-shard", ["1"], 1), ("--quantize", ["awq"], "awq"),
+    ("--quantize", ["bitsandbytes-nf4"], "bitsandbytes-nf4"), ("--speculate", ["0"], 0),
+    ("--dtype", ["float16"], "float16"), ("--dtype", ["bfloat16"], "bfloat16"),
+    ("--kv-cache-dtype", ["fp8_e4m3fn"], "fp8_e4m3fn"), ("--trust-remote-code", [], True),
+    ("--max-concurrent-requests", ["5"], 5), ("--max-best-of", ["3"], 3), ("--max-stop-sequences", ["0"], 0),
+    ("--max-top-n-tokens", ["6"], 6), ("--max-input-tokens", ["10"], 10), ("--max-input-length", ["10"], 10),
+    ("--max-total-tokens", ["11"], 11), ("--waiting-served-ratio", ["1.2"], 1.2),
+    ("--max-batch-prefill-tokens", ["4096"], 4096), ("--max-batch-total-tokens", ["8192"], 8192),
+    ("--max-waiting-tokens", ["0"], 0), ("--max-batch-size", ["8"], 8), ("--cuda-graphs", ["1,2,4"], (1, 2, 4)),
+    ("--cuda-graphs", ["0"], (0,)), ("--hostname", ["::"], "::"), ("--port", ["80"], 80), ("-p", ["80"], 80),
+    ("--prometheus-port", ["9000"], 9000), ("--shard-uds-path", ["/tmp/s"], "/tmp/s"),
+    ("--master-addr", ["h"], "h"), ("--master-port", ["1"], 1), ("--huggingface-hub-cache", ["/d"], "/d"),
+    ("--weights-cache-override", ["/w"], "/w"), ("--disable-custom-kernels", [], True),
+    ("--cuda-memory-fraction", ["0.5"], 0.5), ("--rope-scaling", ["linear"], "linear"), ("--rope-factor", ["2"], 2.0),
+    ("--json-output", [], True), ("--otlp-endpoint", ["http://o"], "http://o"), ("--otlp-service-name", ["n"], "n"),
+    ("--cors-allow-origin", ["a", "--cors-allow-origin", "b"], ("a", "b")), ("--api-key", ["k"], ("k",)),
+    ("--api-key", ["k", "--api-key", "l,m"], ("k", "l,m")), ("--watermark-gamma", ["0.4"], 0.4),
+    ("--watermark-delta", ["1.5"], 1.5), ("--ngrok", [], True), ("--ngrok-authtoken", ["t"], "t"),
+    ("--ngrok-edge", ["e"], "e"), ("--tokenizer-config-path", ["t.json"], "t.json"),
+    ("--disable-grammar-support", [], True), ("--env", [], True), ("-e", [], True),
+    ("--max-client-batch-size", ["9"], 9), ("--lora-adapters", ["a,b"], "a,b"),
+    ("--usage-stats", ["no-stack"], "no-stack"),
+    ("--payload-limit", ["1000"], 1000), ("--enable-prefill-logprobs", [], True),
+    ("--graceful-termination-timeout", ["5"], 5.0), ("-g", ["5"], 5.0), ("--max-image-fetch-size", ["7"], 7),
+    ("--api-key-file", ["f"], "f"), ("--kserve", [], True), ("--allow-image-urls", ["h"], ("h",)),
+]
+MISTAKES = [
+    (["--nonsense"], 2, "No such option"),
+    (["--model-idd", "x"], 2, "Did you mean '--model-id'?"),
+    (["--model-id"], 2, "requires an argument"),
+    (["--model-id", ""], 2, "it is empty"),
+    (["--api-key", " "], 2, "it is empty"),
+    (["--dtype", "int3"], 2, "'int3' is not one of auto, float32, bfloat16, float16"),
+    (["--quantize", "gptqq"], 2, "'gptqq' is not one of awq"),
+    (["--port", "70000"], 2, "'70000' is not a port number"),
+    (["--port", ""], 2, "'' is not a whole number"),
+    (["--num-shard", "-1"], 2, "'-1' is not a whole number"),
+    (["--usage-stats", "maybe"], 2, "'maybe' is not one of on, off, no-stack"),
+    (["--json-output", "true"], 2, "unexpected extra argument"),
+    (["--log-level", "loud"], 2, "Unknown log level 'loud'"),
+    (["--max-input-tokens", "10", "--max-total-tokens", "10"], 1, "`max_input_tokens`(10) must be <"),
+    (["--sharded", "true", "--num-shard", "2"], 1, "cannot be spread over several devices yet"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "values", "expected"), FLAGS, ids=lambda item: str(item))
+def test_a_flag_of_tgi_is_taken(name: str, values: list[str], expected: Any) -> None:
+    taken: dict[str, Any] = {}
+
+    @click.command()
+    @settings_options
+    def command(**flags: Any) -> None:
+        taken.update({key: value for key, value in flags.items() if value not in (None, ())})
+
+    result = CliRunner().invoke(command, [name, *values])
+    assert result.exit_code == 0, result.output
+    assert list(taken.values()) == [expected]
+
+
+@pytest.mark.parametrize("command", ["up", "api", "tokenizer", "scheduler", "worker", "launcher"])
+def test_every_setting_is_an_option_of_every_role(command: str) -> None:
+    shown = CliRunner().invoke(*((launcher, ["--help"]) if command == "launcher" else (main, [command, "--help"])))
+    for name, option in OPTIONS.items():
+        assert flag(name) in shown.output
+        assert option.short in shown.output
+    assert "--run-dir" not in shown.output
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), MISTAKES, ids=lambda item: str(item))
+def test_a_mistake_is_told_in_one_message(arguments: list[str], code: int, said: str) -> None:
+    for command in (launcher, main):
+        result = CliRunner().invoke(command, arguments if command is launcher else ["up", *arguments])
+        assert said in result.output
+        assert "Traceback" not in result.output
+        assert isinstance(result.exception, SystemExit)
+        assert result.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tokenizer-config-path", "/nowhere"], "/nowhere cannot be read"),
+        (["--weights-cache-override", "/nowhere"], "/nowhere is not a directory"),
+        (["--model-id", "/nowhere"], "'/nowhere' does not exist"),
+    ],
+)
+def test_what_is_not_there_is_told_in_one_message(
+    arguments: list[str], said: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tgi.launcher", "--hostname", "127.0.0.1", "--port", "0"]
+    command += ["--model-id", str(tiny_llama), *arguments]
+    done = subprocess.run(command, env=os.environ | {"TGI_RUN": str(tmp_path)}, capture_output=True, text=True)
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 1
+
+
+def test_the_launcher_is_installed_under_tgi_s_name() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["text-generation-launcher"].partition(":")
+    assert getattr(import_module(module), function) is launcher
+    result = CliRunner().invoke(launcher, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"text-generation-launcher, version {__version__}\n")
+
+
+def test_showing_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, tgi.cli, tgi.launcher; "
+        "print([name for name in ('zmq', 'torch', 'falcon', 'huggingface_hub', 'psutil') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_settings_have_no_two_flags_or_variables_alike() -> None:
+    shorts = [option.short for option in OPTIONS.values() if option.short]
+    variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
+    assert len(set(shorts)) == len(shorts)
+    assert len(set(variables)) == len(variables)
+    assert set(OPTIONS) | {"run_dir", "model_dir"} == set(vars(Settings()))
+
+
+def test_download_weights_says_where_a_model_is(tiny_llama: Path) -> None:
+    arguments = [str(tiny_llama), "--extension", ".safetensors", "--no-auto-convert", "--logger-level", "ERROR"]
+    result = CliRunner().invoke(main, ["download-weights", *arguments, "--json-output"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{tiny_llama}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--merge-lora"], "--merge-lora is not supported"),
+        (["--extension", ".bin"], "the extension .bin are not read"),
+        (["--logger-level", "loud"], "Unknown log level 'loud'"),
+    ],
+)
+def test_download_weights_refuses_what_it_does_not_do(tiny_llama: Path, arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["download-weights", str(tiny_llama), *arguments])
+    assert result.exit_code != 0
+    assert said in result.output
+
+
+def test_download_weights_tells_how_to_convert_pickled_weights(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 1, "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    result = CliRunner().invoke(main, ["download-weights", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "Only safetensors are served. Convert them" in result.output
