@@ -110,8 +110,11 @@ async def finish(service: Service, req: Request, calls: Sequence[Generation]) ->
     return finished
 
 
-def set_headers(service: Service, resp: Response, finished: Sequence[Finished], characters: int) -> None:
-    """The headers of an answer that is sent as a whole: durations and counts, summed over its generations."""
+def set_headers(
+    service: Service, resp: Response, finished: Sequence[Finished], characters: int, choices: int = 1
+) -> None:
+    """The headers of an answer that is sent as a whole: durations and counts, summed over its generations. A prompt
+    counts once, however many `choices` it has."""
     times = Times.of([call for call, _ in finished])
     resp.content_type = "application/json"
     resp.set_headers(
@@ -124,7 +127,7 @@ def set_headers(service: Service, resp: Response, finished: Sequence[Finished], 
             "x-queue-time": f"{times.queue * 1e3:.0f}",
             "x-inference-time": f"{times.inference * 1e3:.0f}",
             "x-time-per-token": f"{times.per_token * 1e3:.0f}",
-            "x-prompt-tokens": str(sum(end.prompt_tokens for _, end in finished)),
+            "x-prompt-tokens": str(sum(end.prompt_tokens for _, end in finished[::choices])),
             "x-generated-tokens": str(sum(call.generated for call, _ in finished)),
         }
     )

@@ -29,21 +29,16 @@ class ChatEvents:
         )
         self._logprobs = logprobs
         self._usage = Usage(len(calls)) if usage else None
-        self._begun = [False for _ in calls]
+        self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant",')  # of choices that have not begun
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> str:
         pieces = self._visible[place].pieces(columns, end)
         logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)] if self._logprobs else ()
-        events = []
+        events = self._openings()
         last = len(pieces) - 1
         for at, piece in enumerate(pieces):
-            role = "" if self._begun[place] else '"role":"assistant",'
-            self._begun[place] = True
-            events.append(
-                f'{self._head}{{"index":{place},"delta":{{{role}"content":{quote(piece)}}},'
-                f'"logprobs":{logprobs[at] if logprobs else "null"},'
-                f'"finish_reason":{finish_reason(end if at == last else None)}}}],"usage":null}}\n\n'
-            )
+            reason = finish_reason(end if at == last else None)
+            events.append(self._event(place, piece, logprobs[at] if logprobs else "null", reason))
         if end is not None and self._usage is not None:
             self._usage.add(place, end, self._calls[place].generated)
         return "".join(events)
@@ -54,6 +49,17 @@ class ChatEvents:
     def close(self) -> str:
         usage = f'{self._head}],"usage":{self._usage.render()}}}\n\n' if self._usage else ""
         return usage + openai.DONE
+
+    def _openings(self) -> list[str]:
+        """Several choices are opened before the first token: clients expect them to appear in their order."""
+        return [self._event(place, "") for place in [*self._roles]] if len(self._roles) > 1 else []
+
+    def _event(self, place: int, piece: str, logprobs: str = "null", reason: str = "null") -> str:
+        role = self._roles.pop(place, "")
+        return (
+            f'{self._head}{{"index":{place},"delta":{{{role}"content":{quote(piece)}}},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}}}],"usage":null}}\n\n'
+        )
 
 
 def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> str:
@@ -108,7 +114,7 @@ class ChatResource:
             await answering.stream(self._service, req, resp, calls, events, None)
             return
         finished = await answering.finish(self._service, req, calls)
-        answering.set_headers(self._service, resp, finished, calls[0].characters or 0)
+        answering.set_headers(self._service, resp, finished, calls[0].characters or 0, len(finished))
         resp.text = render_response(finished, stamp, bool(request.logprobs))
 
 

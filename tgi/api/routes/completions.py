@@ -134,7 +134,7 @@ class CompletionsResource:
             await answering.stream(self._service, req, resp, calls, events, characters)
             return
         finished = await answering.finish(self._service, req, calls)
-        answering.set_headers(self._service, resp, finished, characters)
+        answering.set_headers(self._service, resp, finished, characters, request.n or 1)
         resp.text = render_response(finished, request, stamp)
 
     def _generations(self, request: CompletionRequest) -> list[Generation]:

@@ -1,0 +1,133 @@
+"""Requests with several generations: one fails, one is slow, the client leaves, the places run out."""
+
+import json
+from typing import Any
+
+from tests.api.conftest import Front, texts
+from tests.api.test_lifecycle import Stream, silent
+from tgi.kernel.messages import Cancel, End, Generate, Reason
+
+TWO = '{"prompt":["a","b"],"seed":1%s}'
+
+
+def asked(front: Front, count: int) -> list[int]:
+    return [front.tokenizers[0].next(Generate).rid for _ in range(count)]
+
+
+def done(rid: int, text: str) -> list[Any]:
+    return [texts(rid, (1, text, -0.5, False)), End(rid, Reason.LENGTH, "", text, 1, 1)]
+
+
+def test_choices_share_the_seed_and_differ_in_their_number(serve: Any) -> None:
+    front = serve(silent)
+    stream = Stream(front, "/v1/completions", '{"prompt":["a","b"],"n":2,"stream":true}')
+    orders = [front.tokenizers[0].next(Generate) for _ in range(4)]
+    assert [order.inputs for order in orders] == ["a", "a", "b", "b"]
+    assert [order.sampling.choice for order in orders] == [0, 1, 0, 1]
+    seeds = [order.sampling.seed for order in orders]
+    assert seeds[0] == seeds[1]
+    assert seeds[2] == seeds[3]
+    assert all(order.hide_stop for order in orders)
+    stream.leave()
+
+
+def test_each_of_the_best_of_has_a_seed_of_its_own(serve: Any) -> None:
+    front = serve(silent, max_best_of=3)
+    stream = Stream(front, "/generate", '{"inputs":"a","parameters":{"best_of":3,"do_sample":true,"details":true}}')
+    orders = [front.tokenizers[0].next(Generate) for _ in range(3)]
+    assert len({order.sampling.seed for order in orders}) == 3
+    for order, logprob in zip(orders, (-2.0, -0.5, -1.0), strict=True):
+        rid = order.rid
+        front.tokenizers[0].send(
+            texts(rid, (1, f"{logprob}", logprob, False)), End(rid, Reason.LENGTH, "", f"{logprob}", 1, 1)
+        )
+    answer = json.loads(stream.rest().body)
+    assert answer["generated_text"] == "-0.5"
+    assert answer["details"]["seed"] == orders[1].sampling.seed
+    assert [other["generated_text"] for other in answer["details"]["best_of_sequences"]] == ["-1.0", "-2.0"]
+    assert front.router.in_flight == 0
+
+
+def test_choices_of_a_streamed_chat_appear_in_their_order(serve: Any) -> None:
+    """Whichever has its first token first."""
+    front = serve(silent)
+    stream = Stream(front, "/v1/chat/completions", '{"messages":[],"n":3,"stream":true}')
+    rids = asked(front, 3)
+    front.tokenizers[0].send(*done(rids[2], "c"))
+    stream.until(b'"c"')
+    front.tokenizers[0].send(*done(rids[0], "a"), *done(rids[1], "b"))
+    body = stream.rest().body
+    events = [json.loads(part.removeprefix(b"data: ")) for part in body.split(b"\n\n")[:-2]]
+    choices = [event["choices"][0] for event in events]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 2, 0, 1]
+    assert [choice["delta"].get("role") for choice in choices] == ["assistant"] * 3 + [None] * 3
+    assert [choice["delta"]["content"] for choice in choices] == ["", "", "", "c", "a", "b"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 3 + ["length"] * 3
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_one_prompt_that_fails_ends_the_call_and_cancels_the_other(serve: Any) -> None:
+    front = serve(silent)
+    stream = Stream(front, "/v1/completions", TWO % "")
+    first, second = asked(front, 2)
+    front.tokenizers[0].send(End(second, Reason.INVALID, "too long"))
+    reply = stream.rest()
+    assert (reply.status, reply.body) == (
+        422,
+        b'{"error":"Input validation error: too long","error_type":"validation"}',
+    )
+    assert front.tokenizers[0].next(Cancel).rid == first
+    assert front.router.in_flight == 0
+
+
+def test_one_that_fails_in_mid_stream_ends_the_stream(serve: Any) -> None:
+    front = serve(silent)
+    stream = Stream(front, "/v1/completions", TWO % ',"stream":true')
+    first, second = asked(front, 2)
+    front.tokenizers[0].send(texts(first, (1, "x", -0.5, False)))
+    stream.until(b'"x"')
+    front.tokenizers[0].send(End(second, Reason.FAILED, "broken"))
+    body = stream.rest().body
+    assert body.endswith(
+        b'data: {"error":{"message":"Request failed during generation: broken","http_status_code":424}}\n\n'
+        b"data: [DONE]\n\n"
+    )
+    assert front.tokenizers[0].next(Cancel).rid == first
+    assert front.router.in_flight == 0
+
+
+def test_a_client_that_leaves_cancels_all(serve: Any) -> None:
+    for more in ("", ',"stream":true'):
+        front = serve(silent)
+        stream = Stream(front, "/v1/completions", TWO % more)
+        rids = asked(front, 2)
+        stream.leave()
+        assert [front.tokenizers[0].next(Cancel).rid for _ in rids] == rids
+        front.until_ready()
+        assert front.router.in_flight == 0
+        front.stop()
+
+
+def test_a_request_takes_a_place_for_each_generation_or_none(serve: Any) -> None:
+    front = serve(silent, max_concurrent_requests=3)
+    stream = Stream(front, "/v1/completions", TWO % "")
+    asked(front, 2)
+    refused = front.post("/v1/completions", '{"prompt":["a","b"]}')
+    assert refused.status == 429
+    assert refused.headers["retry-after"].isdecimal()
+    one = Stream(front, "/generate")
+    asked(front, 1)
+    stream.leave()
+    one.leave()
+
+
+def test_a_slow_choice_does_not_hold_the_others_up(serve: Any) -> None:
+    front = serve(silent)
+    stream = Stream(front, "/v1/completions", TWO % ',"stream":true,"stream_options":{"include_usage":true}')
+    first, second = asked(front, 2)
+    front.tokenizers[0].send(*done(second, "y"))
+    stream.until(b'"y"')
+    front.tokenizers[0].send(*done(first, "x"))
+    events = [json.loads(part.removeprefix(b"data: ")) for part in stream.rest().body.split(b"\n\n")[:-2]]
+    assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []]
+    assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
