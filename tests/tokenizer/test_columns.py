@@ -6,7 +6,7 @@ import pytest
 
 from tests.tokenizer.house import API, OTHER, House, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.kernel.messages import Texts, Tokens
+from tgi.kernel.messages import Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, floats, ints, pack, uints
 
 
@@ -47,16 +47,17 @@ def test_tops_go_with_their_tokens() -> None:
         step(
             (three.rid, [(a, [a])]),
             (999, [(c, [c, c])]),
-            (one.rid, [(a, [a, 0]), (b, [b]), (c, [c, a])]),  # the last one behind the stop string
+            (one.rid, [(a, [a, 0]), (b, [b]), (c, [c, a])]),  # ends with b: goes up with its End
             (two.rid, [(a, []), (b, [b, a, c])]),
         ),
     )
     house.tokens((two.rid, [c]))
-    (texts,) = [message for message in house.said(API) if isinstance(message, Texts)]
-    assert texts.texts == ["c", "a", "b", "a", "b", "c"]
-    wanted = [([], []), ([a, 0], ["a", "<|pad|>"]), ([b], ["b"]), ([], []), ([b, a, c], ["b", "a", "c"]), ([], [])]
-    assert tops(texts) == wanted
-    assert [*texts.top_special] == [0, 1, 0, 0, 0, 0]
+    house.end(one.rid)
+    going, last, _ = house.said(API)
+    assert (going.texts, last.texts) == (["c", "a", "b", "c"], ["a", "b"])
+    assert tops(going) == [([], []), ([], []), ([b, a, c], ["b", "a", "c"]), ([], [])]
+    assert tops(last) == [([a, 0], ["a", "<|pad|>"]), ([b], ["b"])]
+    assert ([*going.top_special], [*last.top_special]) == ([0, 0, 0], [0, 1, 0])
     (texts,) = house.said(OTHER)
     assert tops(texts) == [([a], ["a"])]
 

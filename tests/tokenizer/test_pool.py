@@ -24,10 +24,10 @@ def test_a_request_from_text_to_text() -> None:
     house.tokens((add.rid, [EOS]))
     house.end(add.rid, Reason.EOS)
     said = house.said(API)
-    assert [type(message) for message in said] == [Texts, End]
+    assert [type(message) for message in said] == [Texts, Texts, End]  # the last token with its End
     assert shown(said, 70) == ([*answer, EOS], "Größe 👍🏽!<|eos|>")
-    assert [*said[0].special] == [0] * len(answer) + [1]
-    assert said[1] == End(70, Reason.EOS, "", "Größe 👍🏽!", 5, len(answer) + 1, 16, 1000, 30, 70)
+    assert [*said[0].special, *said[1].special] == [0] * len(answer) + [1]
+    assert said[2] == End(70, Reason.EOS, "", "Größe 👍🏽!", 5, len(answer) + 1, 16, 1000, 30, 70)
     assert house.pool.idle
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.tokenizer.house import API, EOS, OTHER, House, ends, ids_of, shown
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.link import Gone
-from tgi.kernel.messages import Cancel, Reason, Stop
+from tgi.kernel.messages import Cancel, End, Reason, Stop, Texts
 
 
 def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
@@ -19,11 +19,12 @@ def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
     house.tokens((add.rid, ids_of("x")), (add.rid, [number]))
     assert house.said(house.scheduler) == [Stop(add.rid)]
     house.tokens((add.rid, [number]))
-    said = house.said(API)
-    assert shown(said, 9) == ([*ids_of("of"), *ids_of("x"), number], "ofx" + word[:2])
-    assert ends(said) == []
+    before = house.said(API)
+    assert shown(before, 9) == ([*ids_of("of"), *ids_of("x")], "ofx")
     house.end(add.rid, Reason.STOP)
-    (end,) = house.said(API)
+    said = house.said(API)
+    assert shown([*before, *said], 9) == ([*ids_of("of"), *ids_of("x"), number], "ofx" + word[:2])
+    (end,) = ends(said)
     assert (end.reason, end.text) == (Reason.STOP, "ofx" + word[:2])
     assert (end.queue_us, end.cached_tokens, end.inference_us) == (30, 16, 70)
     assert end.generated_tokens == len(ids_of("of")) + 2
@@ -52,6 +53,17 @@ def test_cancelled_or_abandoned_between_stop_and_end() -> None:
     assert house.pool.idle
 
 
+def test_the_last_tokens_go_with_the_end_even_if_the_scheduler_dies_between() -> None:
+    house = House()
+    stopped, full = house.ask(1, stop=["b"]), house.ask(2, max_new_tokens=1)
+    house.tokens((stopped.rid, ids_of("b")), (full.rid, ids_of("c")))
+    assert house.said(API) == []
+    house.scheduler_gone()
+    said = house.said(API)
+    assert [type(message) for message in said[:4]] == [Texts, End, Texts, End]
+    assert (shown(said, 1)[1], shown(said, 2)[1]) == ("b", "c")
+
+
 def test_tokens_after_the_stop_in_the_same_row_are_not_billed() -> None:
     house = House()
     add = house.ask(9, stop=["b"])
@@ -66,10 +78,11 @@ def test_length_and_eos_come_before_a_stop_string() -> None:
     house = House()
     add = house.ask(1, max_new_tokens=2, stop=["b", "<|eos|>"])
     house.tokens((add.rid, ids_of("a") + ids_of("b")))
-    assert shown(house.said(API), 1)[1] == "ab"
     house.tokens((add.rid, ids_of("c")))  # more than was asked for
     house.end(add.rid, Reason.LENGTH)
-    (end,) = house.said(API)
+    said = house.said(API)
+    assert shown(said, 1)[1] == "ab"
+    (end,) = ends(said)
     assert (end.reason, end.text) == (Reason.LENGTH, "ab")
     add = house.ask(2, stop=["<|eos|>"])
     house.tokens((add.rid, [EOS]))

@@ -19,7 +19,7 @@ class Tops:
 
 
 class Columns:
-    """Rows are added in three steps: `token` for each of its tokens, then `row`, then `tops` if there are any."""
+    """Rows are added one by one, each with `row` and then `tops` if it has any."""
 
     __slots__ = (
         "_counts", "_held", "_ids", "_logprobs", "_rids", "_special", "_texts", "_top_counts", "_top_ids",
@@ -42,20 +42,17 @@ class Columns:
         self._top_special = bytearray()
         self._top_texts: list[str] = []
 
-    def token(self, text: str, special: int, held: int) -> None:
-        """A token's text, and how many characters must not be shown behind it."""
-        self._texts.append(text)
-        self._special.append(special)
-        if held:
-            _pad(self._held, len(self._texts) - 1)
-            self._held.append(held)
-
-    def row(self, rid: int, count: int, ids: bytes, logprobs: bytes) -> None:
-        """Whose the last `count` tokens are, with their ids and logprobs."""
+    def row(self, rid: int, ids: bytes, logprobs: bytes, texts: list[str], held: list[int]) -> None:
+        """The tokens of a request: columns of ids and logprobs; per token its text and how much is held behind it."""
         self._rids.append(rid)
-        self._counts.append(count)
+        self._counts.append(len(texts))
         self._ids += ids
         self._logprobs += logprobs
+        self._special += bytes(map(self._vocabulary.is_special, ints(ids)))
+        if any(held):
+            _pad(self._held, len(self._texts))
+            self._held.extend(held)
+        self._texts += texts
 
     def tops(self, tops: Tops, first: int, end: int) -> None:
         """The likeliest tokens beside the last ones, which were tokens `first` to `end` of their Tokens."""

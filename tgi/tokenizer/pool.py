@@ -194,26 +194,30 @@ class Pool:
             request = self._requests.get(rid)
             if request is None or request.stage is not Stage.LIVE or request.reason is not None:
                 continue  # drawn before the scheduler heard that this request is over
-            columns = self._columns.get(request.api)
-            if columns is None:
-                columns = self._columns[request.api] = Columns(self._vocabulary)
             if not request.generated:
                 method = "prefill"
-            special = request.special
-            at = first
-            while at < end and request.reason is None:
-                number = ids[at]
-                text = request.push(number)
-                columns.token(text, number < len(special) and special[number], request.held)
-                at += 1
-            columns.row(
-                request.asked.rid, at - first, tokens.ids[4 * first : 4 * at], tokens.logprobs[4 * first : 4 * at]
-            )
+            texts: list[str] = []
+            held: list[int] = []
+            while first + len(texts) < end and request.reason is None:
+                texts.append(request.push(ids[first + len(texts)]))
+                held.append(request.held)
+            at = first + len(texts)
+            columns = self._columns_of(request) if request.reason is None else Columns(self._vocabulary)
+            row = slice(4 * first, 4 * at)
+            columns.row(request.asked.rid, tokens.ids[row], tokens.logprobs[row], texts, held)
             if tops is not None:
                 columns.tops(tops, first, at)
-            if request.reason is Reason.STOP:  # the api's End follows the scheduler's, which is on its way at once
+            if request.reason is not None:
+                request.last = columns.message()
+            if request.reason is Reason.STOP:
                 self._send(scheduler, Stop(rid))
         metrics.tgi_batch_decode_duration.labels(method=method).observe(time.perf_counter() - begun)
+
+    def _columns_of(self, request: Request) -> Columns:
+        columns = self._columns.get(request.api)
+        if columns is None:
+            columns = self._columns[request.api] = Columns(self._vocabulary)
+        return columns
 
     def _ended(self, scheduler: Peer, end: End) -> None:
         request = self._requests.get(end.rid)
@@ -263,7 +267,9 @@ class Pool:
             del self._requests[request.rid]
 
     def _finish(self, request: Request, reason: str, message: str = "", below: End | None = None) -> None:
-        """The End of a request that the scheduler does not know, or no longer."""
+        """The End of a request that the scheduler does not know, or no longer; its last tokens go before it."""
+        if request.last is not None:
+            self._send(request.api, request.last)
         self._send(request.api, request.end(reason, message, below))
         self._apis[request.api].pop(request.asked.rid, None)
         del self._requests[request.rid]

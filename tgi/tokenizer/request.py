@@ -4,7 +4,7 @@ from array import array
 from enum import StrEnum
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, Reason, Texts, encode
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
@@ -31,8 +31,8 @@ class Request:
     """
 
     __slots__ = (
-        "_curtain", "_decoder", "_stop", "api", "asked", "chats", "generated", "held", "max_new_tokens", "prompt",
-        "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
+        "_curtain", "_decoder", "_stop", "api", "asked", "chats", "generated", "held", "last", "max_new_tokens",
+        "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -51,6 +51,7 @@ class Request:
         self.texts: list[str] = []  # of plain tokens, special ones left out
         self.special = bytearray()
         self.reason: Reason | None = None
+        self.last: Texts | None = None  # the last tokens: they go up with the End, since the api shows both as one
         self.held = 0
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
