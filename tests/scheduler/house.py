@@ -5,9 +5,9 @@ run the oldest one, `deliver` brings its result up.
 """
 
 from collections import deque
-from itertools import pairwise
 from typing import Any
 
+from tests.tops import Tops, split_tops
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import (
     PROTOCOL,
@@ -31,8 +31,6 @@ from tgi.scheduler.core import Config, Core
 from tgi.worker.scripted import Script, ScriptedWorker
 
 GREEDY = Sampling(1)
-
-Tops = list[tuple[int, float]]  # beside one token
 
 
 class Asked:
@@ -305,21 +303,6 @@ class House:
     @property
     def asked(self) -> list[Asked]:
         return [asked for tokenizer in self.tokenizers.values() for asked in tokenizer.requests.values()]
-
-
-def split_tops(message: Tokens | Result) -> list[Tops]:
-    """What stands beside each token; nothing if nobody asked."""
-    ids, logprobs = ints(message.top_ids), floats(message.top_logprobs)
-    if not message.top_counts:
-        assert not ids
-        assert not logprobs
-        return []
-    ends = [0]
-    for count in uints(message.top_counts):
-        ends.append(ends[-1] + count)
-    assert ends[-1] == len(ids)
-    entries = list(zip(ids, logprobs, strict=True))
-    return [entries[begin:end] for begin, end in pairwise(ends)]
 
 
 def expected(asked: Asked, script: Script) -> list[int]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.house import House, ok, split_tops
+from tests.scheduler.house import House, ok
+from tests.tops import split_tops
 from tgi.kernel.messages import Reason, Tokens
 from tgi.kernel.pack import INT32, UINT32, pack, uints
 from tgi.scheduler.core import Config

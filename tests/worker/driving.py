@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.tops import split_tops
 from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Limits, Sampling, encode
 from tgi.kernel.pack import floats, ints
@@ -18,6 +19,7 @@ class Drawn(NamedTuple):
 
     ids: list[int]
     logprobs: list[float]
+    tops: list[list[tuple[int, float]]]  # beside each id; empty lists where nobody asked
 
 
 def make_engine(model: Model, slots: int = 16, pages: int = 256) -> TorchEngine:
@@ -39,7 +41,7 @@ def drive(
     """`count` tokens behind each prompt, all at once; request n comes in `stagger` * n steps later than the first."""
     size = engine.limits.page_size
     samplings = samplings or [Sampling(0)] * len(prompts)
-    drawn = [Drawn([], []) for _ in prompts]
+    drawn = [Drawn([], [], []) for _ in prompts]
     computed = [0] * len(prompts)
     free = list(range(engine.limits.pages))[::-1]
     number = 0
@@ -62,9 +64,11 @@ def drive(
             result = engine.collect(engine.launch(step(number, rows, new, pages)))
             assert result.error == ""
             drawing = [at for at, _, _, draw in rows if draw]
-            for at, token, logprob in zip(drawing, ints(result.ids), floats(result.logprobs), strict=True):
+            tops = split_tops(result) or [[]] * len(drawing)
+            for at, token, logprob, top in zip(drawing, ints(result.ids), floats(result.logprobs), tops, strict=True):
                 drawn[at].ids.append(token)
                 drawn[at].logprobs.append(logprob)
+                drawn[at].tops.append(top)
     return drawn
 
 
@@ -77,7 +81,7 @@ def generate(directory: Any, prompt: list[int], count: int) -> Drawn:
 
 
 def generate_with(model: Any, prompt: list[int], count: int) -> Drawn:
-    """Greedy tokens and logprobs of a loaded transformers model."""
+    """Greedy tokens, logprobs and the three likeliest tokens of a loaded transformers model."""
     with torch.no_grad():
         out = model.generate(
             torch.tensor([prompt]),
@@ -91,5 +95,8 @@ def generate_with(model: Any, prompt: list[int], count: int) -> Drawn:
             return_dict_in_generate=True,
         )
     ids = out.sequences[0, len(prompt) :].tolist()
-    logprobs = [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(out.logits, ids, strict=True)]
-    return Drawn(ids, logprobs)
+    rows = [logits[0].log_softmax(-1) for logits in out.logits]
+    logprobs = [float(row[token]) for row, token in zip(rows, ids, strict=True)]
+    likeliest = [row.topk(3) for row in rows]
+    tops = [list(zip(top.indices.tolist(), top.values.tolist(), strict=True)) for top in likeliest]
+    return Drawn(ids, logprobs, tops)

@@ -1,16 +1,16 @@
 """The engine with a toy model: chunks, resumption, reused slots, shared pages and steps ahead change nothing."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.tops import split_tops
 from tests.worker.test_sampling import draws
 from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Limits, Result, Sampling, encode
-from tgi.kernel.pack import floats, ints, uints
+from tgi.kernel.pack import floats, ints
 from tgi.worker.batch import Batch, KVShape
 from tgi.worker.engine import TorchEngine
 from tgi.worker.noise import Noise
@@ -168,13 +168,6 @@ def test_many_requests_of_all_kinds_share_steps_slots_and_pages() -> None:
     assert [ids[: len(mine)] for mine, ids in zip(got, want, strict=True)] == got
 
 
-def tops(result: Result) -> list[list[tuple[int, float]]]:
-    assert result.error == ""
-    entries = list(zip(ints(result.top_ids), floats(result.top_logprobs), strict=True))
-    ends = np.cumsum([0, *uints(result.top_counts)])
-    return [entries[begin:end] for begin, end in pairwise(ends)]
-
-
 def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
     """Beside a row that does not ask and one that does not draw; after a resumption; gone with the slot's occupant."""
     asking = Sampling(2, temperature=1.5, top_k=9, top_n=3)
@@ -183,18 +176,18 @@ def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
     pages = [(at, at * 4 + n) for at in range(3) for n in range(4)]
     engine = make_engine()
     result = engine.collect(engine.launch(step(1, [(0, 0, 9, 1), (2, 0, 4, 0), (1, 0, 9, 1)], news, pages)))
-    none, first = tops(result)
+    none, first = split_tops(result)
     assert none == []
     assert len(first) == 3
     assert [value for _, value in first] == sorted((value for _, value in first), reverse=True)
     assert dict(first).get(ids[0], logprobs[0]) == logprobs[0]
-    second, none = tops(engine.collect(engine.launch(step(2, [(1, 9, 1, 1), (0, 9, 1, 1)]))))
+    second, none = split_tops(engine.collect(engine.launch(step(2, [(1, 9, 1, 1), (0, 9, 1, 1)]))))
     assert none == []
     # In another slot of another engine, behind the ids so far, at the same place with the same bits.
     engine = make_engine()
     back = slot(3, [*PROMPT, ids[0]], encode(asking))
     again = engine.collect(engine.launch(step(1, [(3, 0, 10, 1)], [back], [(3, n) for n in range(20, 24)])))
-    assert tops(again) == [second]
+    assert split_tops(again) == [second]
     plain = engine.collect(engine.launch(step(2, [(3, 0, 9, 1)], [slot(3, PROMPT)], [(3, n) for n in range(4)])))
     assert (plain.top_counts, plain.top_ids, plain.top_logprobs) == (b"", b"", b"")
 

@@ -1,5 +1,7 @@
 """The fallback: transformers' own tokens, over the paged cache, bit-equal under load for GPT-2; refusals by name."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ def prompts(count: int, vocab: int = 512) -> list[list[int]]:
 def same(got: Drawn, want: Drawn) -> None:
     assert got.ids == want.ids
     assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    for mine, theirs in zip(got.tops, want.tops, strict=True):
+        assert [logprob for _, logprob in mine] in ([], pytest.approx([logprob for _, logprob in theirs], abs=1e-4))
+        assert [token for token, _ in mine[:1]] in ([], [token for token, _ in theirs[:1]])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "mistral"])
@@ -43,10 +48,11 @@ def test_tokens_equal_transformers(kind: str) -> None:
     engine = make_engine(build(directory))
     asked = prompts(20)
     want = [generate_with(reference, prompt, 12) for prompt in asked]
+    samplings = [Sampling(0, top_n=3 * (at % 2)) for at in range(16)]
     for prompt, one in zip(asked[:4] + asked[12:14], want[:4] + want[12:14], strict=True):
         same(drive(engine, [prompt], 12)[0], one)
     for together, expected in ((asked[:16], want[:16]), (asked[16:], want[16:])):
-        for got, one in zip(drive(engine, together, 12, stagger=1), expected, strict=True):
+        for got, one in zip(drive(engine, together, 12, samplings, stagger=1), expected, strict=True):
             same(got, one)
 
 
@@ -56,7 +62,9 @@ def test_gpt2_has_the_same_bits_under_any_load(dtype: torch.dtype, threads: int)
     engine = make_engine(build(model("gpt2"), dtype))
     asked = prompts(16) if threads == 1 else prompts(13)[8:]
     count = 10 if threads == 1 else 4
-    samplings = [Sampling(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0) for at in range(16)]
+    samplings = [
+        Sampling(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0, top_n=at % 3) for at in range(16)
+    ]
     samplings = samplings[: len(asked)]
     alone = [drive(engine, [prompt], count, [one])[0] for prompt, one in zip(asked, samplings, strict=True)]
     torch.set_num_threads(threads)
@@ -65,7 +73,7 @@ def test_gpt2_has_the_same_bits_under_any_load(dtype: torch.dtype, threads: int)
     # Resumed ids come back as prefill.
     resumed = [prompt + one.ids[:3] for prompt, one in zip(asked, alone, strict=True)]
     for got, one in zip(drive(engine, resumed, count - 3, samplings), alone, strict=True):
-        assert got == Drawn(one.ids[3:], one.logprobs[3:])
+        assert got == Drawn(one.ids[3:], one.logprobs[3:], one.tops[3:])
 
 
 def test_steps_without_a_draw() -> None:
@@ -140,3 +148,24 @@ def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch", "architectures": ["Nonesuch"]}')
     with pytest.raises(UserError, match="Unsupported model type nonesuch"):
         build_fallback(tmp_path, torch.float32, torch.device("cpu"), lambda stage, percent: None)
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    directory = tmp_path / "model"
+    shutil.copytree(model("llama"), directory)
+    config = json.loads((directory / "config.json").read_text()) | {
+        "model_type": "own_llama",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(UserError, match="runs only with --trust-remote-code"):
+        build_fallback(directory, torch.float32, CPU, quiet)
+    assert build_fallback(directory, torch.float32, CPU, quiet, trust_code=True).vocab_size == config["vocab_size"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import model
+from tests.tops import split_tops
 from tests.worker.driving import drive, make_engine
 from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_scripted import good, slot, step
@@ -35,7 +36,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
     rundir.create(tmp_path)
     directory = model(kind)
     settings = Settings(dtype="bfloat16", max_batch_size=4, max_total_tokens=64, model_dir=directory, run_dir=tmp_path)
-    sampling = Sampling(7, temperature=0.8, top_p=0.95)
+    sampling = Sampling(7, temperature=0.8, top_p=0.95, top_n=3, choice=1)
     local = make_engine(build_model(directory, "bfloat16", "cpu", lambda stage, percent: None))
     (want,) = drive(local, [PROMPT], 6, [sampling])
     scheduler = Scheduler(tmp_path)
@@ -52,6 +53,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         results = [scheduler.result() for _ in steps]
         assert [token for result in results for token in good(result)] == want.ids
         assert [value for result in results for value in floats(result.logprobs)] == want.logprobs
+        assert [top for result in results for top in split_tops(result)] == want.tops
         child.signal(signal.SIGTERM)
         assert end(child) == 0
     finally:
