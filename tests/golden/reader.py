@@ -48,13 +48,12 @@ PLACEHOLDERS = {
     "column": r"\d+",
     "position": r"( at line \d+ column \d+)?",  # the contract does not say whether there is one
     "path": r"([a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*: )?",  # nor whether there is one here
-    "field": r"[a-z_]+",
     "null or count": r"(null|\d+)",
     "words": r"[^\n]*\w[^\n]*",  # a text that the contract leaves open
     "keep-alive comments": r"(:\n\n)+",
     "html type": r"text/html(; charset=utf-8)?",
     "rest": r"[\s\S]*",
-    "exposition": r'(# (HELP|TYPE) [^\n]+\n|[a-z_]+(\{[^\n]*\})? (\d+(\.\d+)?(e[+-]?\d+)?|\+Inf|NaN)\n)+',
+    "exposition": r'(# (HELP|TYPE) [^\n]+\n|[a-z_]+(\{[^\n]*\})? (\d+(\.\d+)?(e[+-]?\d+)?|\+Inf|NaN)\n|\n)+',
 }  # fmt: skip
 _HOLE = re.compile(r"\{\{([a-z][a-z -]*)\}\}")
 

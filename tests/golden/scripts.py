@@ -137,6 +137,12 @@ def together(*rows: tuple[Token, ...]) -> Callable[[], Answer]:
     return script
 
 
+def second_fails() -> Answer:
+    """The first of two requests is served, the second one fails."""
+    scripts = [SCRIPTS['" a", end of sequence'](), failed_at_once()]
+    return lambda message: scripts.pop(0)(message)
+
+
 def pieces(starts: list[int], stops: list[int]) -> Callable[[], Answer]:
     """A text of three tokens, the first of which is special. A chat becomes "a é"."""
 
@@ -179,6 +185,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", " EN" held back, end of sequence': tokens(Reason.EOS, " a EN", A, Token(7, " EN", -0.5, held=2), EOS),
     "failure before the first token": failed_at_once,
     '" a", then failure': tokens(Reason.FAILED, "", A, detail="Server error: out of memory"),
+    '" a", then overloaded': tokens(Reason.OVERLOADED, "", A),
     '" a", then cancelled': tokens(Reason.CANCELLED, "", A),
     "too long": refused(Reason.INVALID, TOO_LONG),
     "tokenizer error": refused(Reason.INVALID, "tokenizer error unknown token"),
@@ -188,6 +195,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", end of sequence | " b", length, in turn': together((A, EOS), (B,)),
     '" b", length | " a", end of sequence, in turn': together((B,), (A, EOS)),
     '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
+    '" a", end of sequence | failure': second_fails,
     "no pieces": no_pieces,
     "three pieces of \"a é\"": pieces([0, 0, 1], [0, 1, 4]),
     "three pieces of \"éa\", cut inside a character": pieces([0, 0, 1], [0, 1, 3]),
