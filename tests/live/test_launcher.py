@@ -1,0 +1,112 @@
+"""`text-generation-launcher` as start scripts for TGI call it: by variables alone, and by flags."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.live.server import PATIENCE_SECONDS, free_port
+
+
+class Launched:
+    """A running launcher. `lines` is what it has printed, from its start to "Ready"."""
+
+    def __init__(self, process: "subprocess.Popen[str]", port: int, lines: list[str]) -> None:
+        self.process = process
+        self.lines = lines
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS, trust_env=False)
+
+    def generate(self, key: str = "") -> int:
+        """The status of one generation."""
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return self.client.post("/generate", json=body, headers=headers).status_code
+
+
+@contextmanager
+def launched(run: Path, port: int, *arguments: str, **variables: str) -> Iterator[Launched]:
+    """Waits until it is ready; ends it as a container's runtime does."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PORT", "HOSTNAME")}
+    own = {"TGI_RUN": str(run), "HF_HUB_OFFLINE": "1", "TGI_HOSTNAME": "127.0.0.1", "TGI_WORKER": "scripted"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tgi.launcher", *arguments],
+        env=inherited | own | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    watchdog = threading.Timer(PATIENCE_SECONDS, process.kill)
+    watchdog.start()
+    lines = []
+    server = Launched(process, port, lines)
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Ready in"):
+                break
+        assert lines[-1].startswith("Ready in"), "".join(lines)
+        yield server
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+        server.client.close()
+
+
+def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("two\nthree\n")
+    port, metrics_port = free_port(), free_port()
+    variables = {
+        "MODEL_ID": str(tiny_llama), "PORT": str(port), "HOSTNAME": "3f2a9c", "MAX_STOP_SEQUENCES": "0",
+        "MAX_TOTAL_TOKENS": "200", "PROMETHEUS_PORT": str(metrics_port), "API_KEY": "one", "JSON_OUTPUT": "true",
+        "TGI_API_KEY_FILE": str(keys), "USAGE_STATS": "on", "ROPE_FACTOR": "2", "OTLP_ENDPOINT": "http://collector",
+    }  # fmt: skip
+    with launched(tmp_path / "run", port, **variables) as server:
+        statuses = {key: server.generate(key) for key in ("one", "two", "three", "four", "one,two", "")}
+        assert statuses == {"one": 200, "two": 200, "three": 200, "four": 401, "one,two": 401, "": 401}
+        assert server.client.get("/info").json()["max_total_tokens"] == 200
+        for name in ("tgi_request_count", "tgi_request_success"):
+            assert f"{name} 3\n" in httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", trust_env=False).text
+        answer = httpx.get(f"http://127.0.0.1:{metrics_port}/generate", trust_env=False)
+        assert answer.status_code == 404
+    logged = [json.loads(line) for line in server.lines if line.startswith("{")]
+    (arguments,) = [entry for entry in logged if entry["message"] == "Arguments"]
+    assert arguments["level"] == "INFO"
+    assert (arguments["port"], arguments["api_key"], arguments["max_best_of"]) == (port, "(hidden)", 2)
+    (warning,) = [entry["message"] for entry in logged if "without effect" in entry["message"]]
+    assert "--usage-stats (nothing is ever sent)" in warning
+    assert "--otlp-endpoint (tracing is not built yet)" in warning
+    assert not [line for line in server.lines if "three" in line]
+
+
+def test_a_start_script_of_tgi_runs_unchanged(tiny_llama: Path, tmp_path: Path) -> None:
+    port = free_port()
+    script = f"""--model-id {tiny_llama} --num-shard 1 --sharded false -p {port} --max-input-tokens 100 -g 5 -e
+        --max-total-tokens=200 --max-batch-prefill-tokens 128 --cuda-graphs 1,2,4 --trust-remote-code
+        --max-concurrent-requests 8 --shard-uds-path /tmp/shard --disable-custom-kernels --dtype float16"""
+    with launched(tmp_path / "run", port, *script.split(), PORT="1") as server:
+        assert server.generate() == 200
+    said = "".join(server.lines)
+    assert "Runtime environment:\nTarget: " in said
+    assert "--shard-uds-path (sockets are in the run directory" in said
+
+
+def test_a_metrics_port_that_is_taken_is_told(tiny_llama: Path, tmp_path: Path) -> None:
+    with (
+        launched(tmp_path / "run", port := free_port(), "--model-id", str(tiny_llama), "--port", str(port)),
+        pytest.raises(AssertionError, match=f"Cannot listen on 127.0.0.1:{port} for --prometheus-port"),
+        launched(tmp_path / "other", 0, "--model-id", str(tiny_llama), "--port", "0", "--prometheus-port", str(port)),
+    ):
+        pass
