@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from tests.api.conformance import conforms
 from tgi.api.main import configure
 from tgi.api.router import Router
 from tgi.api.service import Service
@@ -211,13 +212,15 @@ class Front:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def raw(self, request: bytes) -> Reply:
-        """Sends these bytes and reads until the server closes."""
+        """Sends these bytes and reads until the server closes. The answer must be one that the document describes."""
         with self.connect() as connection:
             connection.sendall(request)
             parts = []
             while part := connection.recv(65536):
                 parts.append(part)
-        return Reply(b"".join(parts))
+        reply = Reply(b"".join(parts))
+        conforms(request, reply, self.settings.kserve)
+        return reply
 
     def get(self, path: str, method: str = "GET", **headers: str) -> Reply:
         return self.raw(request(method, path, b"", headers))

@@ -10,7 +10,7 @@ import msgspec
 
 import tgi
 from tgi.api.errors import ErrorResponse
-from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, Reply
+from tgi.api.operations import INTERNAL, JSON, KSERVE, OPERATIONS, Operation, Reply
 from tgi.api.shapes import chat, cloud, completions, info, kserve, native, native_answers, openai, openai_answers
 from tgi.api.shapes.refined import REFINED
 from tgi.api.shapes.types import Answer, ref
@@ -56,7 +56,8 @@ def _operation(operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
         made["requestBody"] = {"content": {JSON: {"schema": schemas.of(operation.request)}}, "required": True}
     if operation.secured:
         made["security"] = [{}, {KEY: []}]
-    made["responses"] = _responses(operation.replies, schemas)
+    told = any(reply.status == INTERNAL.status for reply in operation.replies)
+    made["responses"] = _responses(operation.replies if told else (*operation.replies, INTERNAL), schemas)
     return made
 
 

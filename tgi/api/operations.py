@@ -97,7 +97,16 @@ OVERLOADED = error(429, "Model is overloaded", "overloaded")
 INCOMPLETE = error(500, "Incomplete generation", "incomplete_generation")
 STARTING = error(503, "The server is still starting", "healthcheck", "unhealthy")
 UNHEALTHY = error(503, "Text generation inference is down", "healthcheck", "unhealthy")
+INTERNAL = error(500, "A defect of the server", "internal", "Internal server error")
 GENERATION = (*UNREADABLE, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING)
+# Vertex and KServe are not told what broke.
+COLLAPSED = (
+    *UNREADABLE,
+    VALIDATION,
+    OVERLOADED,
+    error(500, "Incomplete generation", "Incomplete generation"),
+    STARTING,
+)
 # TGI's document has the errors of /generate_stream as events; before the first token they are ordinary answers here.
 AS_EVENTS = tuple(
     reply._replace(bodies=tuple(body._replace(media=EVENTS) for body in reply.bodies))
@@ -168,7 +177,7 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/vertex", "vertex_compatibility", "Generate tokens from Vertex request",
-        (ok("Generated Text", json(cloud.VertexResponse)), *UNREADABLE, VALIDATION, INCOMPLETE, STARTING),
+        (ok("Generated Text", json(cloud.VertexResponse)), *COLLAPSED),
         cloud.VertexRequest, secured=True,
     ),
     Operation("get", "/", "root_health", "Health check method", (EMPTY, UNHEALTHY)),
@@ -207,7 +216,7 @@ KSERVE = (
     ),
     Operation(
         "post", f"{_VERSION}/infer", "kserve_infer", "Generate tokens from KServe request",
-        (ok("Generated Text", json(kserve.InferenceResponse)), *UNREADABLE, VALIDATION, INCOMPLETE, STARTING),
+        (ok("Generated Text", json(kserve.InferenceResponse)), *COLLAPSED),
         kserve.InferenceRequest, secured=True,
     ),
 )  # fmt: skip
