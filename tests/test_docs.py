@@ -9,7 +9,12 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("script", "page"), [("wire_protocol.py", "wire-protocol.md"), ("metrics_page.py", "metrics.md")]
+    ("script", "page"),
+    [
+        ("wire_protocol.py", "wire-protocol.md"),
+        ("metrics_page.py", "metrics.md"),
+        ("configuration.py", "configuration.md"),
+    ],
 )
 def test_a_page_is_the_one_that_the_code_makes(script: str, page: str) -> None:
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), ROOT / "scripts" / script)

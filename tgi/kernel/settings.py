@@ -30,6 +30,8 @@ CHUNKED = "prompts are always computed in chunks, beside the decode steps of oth
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
 UNTRACED = "tracing is not built yet"
+NO_IMAGES = "images are not served yet"
+UNMARKED = "watermarks are not built yet"
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,11 @@ class Settings:
         text,
         env=("TGI_ALLOW_IMAGE_URLS",),
         separator=",",
+        ignored=NO_IMAGES,
     )
-    max_image_fetch_size: int = setting(1_073_741_824, "Largest image that is fetched, in bytes.", count)
+    max_image_fetch_size: int = setting(
+        1_073_741_824, "Largest image that is fetched, in bytes.", count, ignored=NO_IMAGES
+    )
     kserve: bool = setting(False, "Serve KServe's v2 routes too.", boolean, env=("TGI_KSERVE",))
     aip_predict_route: str | None = setting(None, "Path of Vertex AI's prediction route.", text)
     aip_health_route: str | None = setting(None, "Path of Vertex AI's health route.", text)
@@ -187,8 +192,8 @@ class Settings:
     scripted_step_us: int = setting(
         0, "Microseconds that a step of the scripted worker takes.", integer, env=("TGI_SCRIPTED_STEP_US",)
     )
-    watermark_gamma: float = setting(0.5, "Share of green tokens.", share)
-    watermark_delta: float = setting(2.0, "Bias of green tokens.", number)
+    watermark_gamma: float = setting(0.5, "Share of green tokens.", share, ignored=UNMARKED)
+    watermark_delta: float = setting(2.0, "Bias of green tokens.", number, ignored=UNMARKED)
     shard_uds_path: str | None = setting(
         None, "Socket of the shards.", text, ignored="sockets are in the run directory, which TGI_RUN names"
     )

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Prints docs/configuration.md, made from tgi/kernel/settings.py (redirect it into that file)."""
+
+import inspect
+import re
+import sys
+
+from tgi.kernel.option import Option, boolean, flag
+from tgi.kernel.settings import DEFAULTS, OPTIONS, Settings
+
+HEAD = """# Configuration
+
+<!-- Made by scripts/configuration.py from tgi/kernel/settings.py; a test holds them together. Do not edit. -->
+
+`tgi up` takes every setting of this page, and so does `text-generation-launcher`, the same command under the name that
+start scripts for TGI call. The commands of single roles (`tgi api`, `tgi tokenizer`, `tgi scheduler`, `tgi worker`)
+take all of them too, so that one set of flags or variables fits wherever a role runs.
+
+- A setting is a flag or an environment variable. The flag wins; of several variables the first that is set counts.
+  `AIP_HTTP_PORT` alone beats its flag, as in TGI.
+- A variable that is empty counts as not set. `API_KEY` may not be empty: that would open a server meant to be closed.
+- A flag without a value switches something on; its variable is `true` or `false`. Flags that are on by default have a
+  `--no-` form.
+- TGI's names and defaults are used where TGI has the setting. What is accepted without effect says so here, and in one
+  line of the log at start. What this server cannot do is refused at start, never ignored.
+- All settings are logged at start, secrets hidden.
+
+"""
+
+TAIL = """## Further environment variables
+
+| variable | meaning |
+|---|---|
+| `TGI_RUN` | the run directory ([processes.md](processes.md)); default: one per user and port |
+| `TGI_CACHE` | where imported models are kept; default `~/.cache/tgi` |
+| `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for gated and private models of the Hub |
+| `HF_HOME`, `HF_HUB_CACHE` | where Hub models are kept |
+| `HF_HUB_OFFLINE` | `1`: nothing is fetched |
+| `HF_ENDPOINT`, `HF_HUB_USER_AGENT_ORIGIN`, `HF_HUB_ENABLE_HF_TRANSFER` | read by the Hub's own library |
+| `CUDA_VISIBLE_DEVICES`, `NVIDIA_VISIBLE_DEVICES`, `ZE_AFFINITY_MASK` | the devices that there are; one is used |
+| `OMP_NUM_THREADS` | threads of the worker on CPU; default: the quickest number in a short trial |
+| `PORT` under honcho | ignored: honcho sets one for each process |
+| `HOSTNAME` | ignored: containers set it. `TGI_HOSTNAME` is read |
+
+## Fetching a model beforehand
+
+`tgi download-weights MODEL_ID` fetches a model into the Hub's cache, as far as it is not there, and prints its
+directory. Options: `--revision`, `--trust-remote-code`, `--logger-level`, `--json-output`. `--extension` takes
+`.safetensors` alone; `--auto-convert` and `--no-auto-convert` change nothing, since pickled weights are refused with
+the way to convert them; `--merge-lora` is refused.
+"""
+
+
+def main() -> None:
+    """Prints the page."""
+    sys.stdout.write(page())
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    parts = [HEAD]
+    for title, names in _sections().items():
+        parts.append(f"## {title}\n\n| flag | variables | default | meaning |\n|---|---|---|---|\n")
+        parts += [_row(name, OPTIONS[name]) for name in names]
+        parts.append("\n")
+    return "".join(parts) + TAIL
+
+
+def _sections() -> dict[str, list[str]]:
+    """The settings below each comment of the class, in its order."""
+    found: dict[str, list[str]] = {}
+    for line in inspect.getsource(Settings).splitlines():
+        if title := re.match(r"    # (.+)", line):
+            names = found.setdefault(title[1], [])
+        elif (name := re.match(r"    (\w+): ", line)) and name[1] in OPTIONS:
+            names.append(name[1])
+    return {title: names for title, names in found.items() if names}
+
+
+def _row(name: str, option: Option) -> str:
+    default = getattr(DEFAULTS, name)
+    switch = f"`{flag(name)}`" + (f", `{option.short}`" if option.short else "")
+    if option.read is boolean:
+        kind = "" if default is False else f", `--no-{flag(name)[2:]}`"
+    else:
+        kind = " " + (" \\| ".join(f"`{choice}`" for choice in option.choices) or option.read.__name__.upper())
+    variables = ", ".join(f"`{variable}`" for variable in option.over + option.variables(name))
+    shown = (
+        ""
+        if default is None or default is False or default == ()
+        else f"`{str(default).lower() if default is True else default}`"
+    )
+    meaning = f"{option.help} No effect: {option.ignored}." if option.ignored else option.help
+    return f"| {switch}{kind} | {variables} | {shown} | {meaning} |\n"
+
+
+if __name__ == "__main__":
+    main()
