@@ -99,7 +99,7 @@ def test_wrong_shape(front: Front, body: str, text: str) -> None:
 
 
 def test_stream_is_a_boolean_at_the_root(front: Front) -> None:
-    for value in ("1", "null"):
+    for value in ("1", '"true"'):
         reply = front.post("/", f'{{"inputs":"x","stream":{value}}}')
         assert reply.status == 422
         assert reply.body.decode().startswith(f"{SHAPE}stream: invalid type: ")

@@ -139,7 +139,7 @@ class GenerateRequest(Struct):
 class CompatGenerateRequest(GenerateRequest):
     """Body of POST /, where `stream` chooses the form of the answer."""
 
-    stream: Annotated[bool, doc("Whether to answer token by token")] = False
+    stream: Annotated[bool | None, doc("Whether to answer token by token")] = None
 
 
 class TokenizeRequest(GenerateRequest):
