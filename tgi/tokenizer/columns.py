@@ -1,7 +1,9 @@
 """The tokens of one turn for one api, gathered row by row into the columns of a Texts."""
 
 from array import array
+from collections.abc import MutableSequence
 from itertools import accumulate
+from typing import Any
 
 from tgi.kernel.messages import Texts, Tokens
 from tgi.kernel.pack import UINT32, ints, uints
@@ -19,44 +21,52 @@ class Tops:
 
 
 class Columns:
-    """Rows are added one by one, each with `row` and then `tops` if it has any."""
+    """Whoever adds a row appends to the public columns, then calls `hold` or `tops` where there is something to say.
+
+    `held` and the columns of top tokens may be shorter than the others: behind their end there is nothing.
+    """
 
     __slots__ = (
-        "_counts", "_held", "_ids", "_logprobs", "_rids", "_special", "_texts", "_top_counts", "_top_ids",
-        "_top_logprobs", "_top_special", "_top_texts", "_vocabulary",
+        "_top_counts", "_top_ids", "_top_logprobs", "_top_special", "_top_texts", "_vocabulary", "counts", "held",
+        "ids", "logprobs", "rids", "special", "texts",
     )  # fmt: skip
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self.rids = array(UINT32)
+        self.counts = array(UINT32)
+        self.ids = bytearray()
+        self.logprobs = bytearray()
+        self.special = bytearray()
+        self.texts: list[str] = []
+        self.held = array(UINT32)
         self._vocabulary = vocabulary
-        self._rids = array(UINT32)
-        self._counts = array(UINT32)
-        self._ids = bytearray()
-        self._logprobs = bytearray()
-        self._special = bytearray()
-        self._texts: list[str] = []
-        # These may be shorter than the others: nothing is held, or on top, behind their end.
-        self._held = array(UINT32)
         self._top_counts = array(UINT32)
         self._top_ids = bytearray()
         self._top_logprobs = bytearray()
         self._top_special = bytearray()
         self._top_texts: list[str] = []
 
-    def row(self, rid: int, ids: bytes, logprobs: bytes, texts: list[str], held: list[int]) -> None:
-        """The tokens of a request: columns of ids and logprobs; per token its text and how much is held behind it."""
-        self._rids.append(rid)
-        self._counts.append(len(texts))
-        self._ids += ids
-        self._logprobs += logprobs
-        self._special += bytes(map(self._vocabulary.is_special, ints(ids)))
-        if any(held):
-            _pad(self._held, len(self._texts))
-            self._held.extend(held)
-        self._texts += texts
+    def hold(self, characters: int) -> None:
+        """So many characters must not be shown yet behind the last token."""
+        _pad(self.held, len(self.texts) - 1)
+        self.held.append(characters)
+
+    def split(self) -> "Columns":
+        """The last row, to which no top tokens have been added, as columns of its own."""
+        last = Columns(self._vocabulary)
+        begin = len(self.texts) - self.counts[-1]
+        _move(self.rids, last.rids, -1)
+        _move(self.counts, last.counts, -1)
+        _move(self.ids, last.ids, 4 * begin)
+        _move(self.logprobs, last.logprobs, 4 * begin)
+        _move(self.special, last.special, begin)
+        _move(self.texts, last.texts, begin)
+        _move(self.held, last.held, begin)
+        return last
 
     def tops(self, tops: Tops, first: int, end: int) -> None:
         """The likeliest tokens beside the last ones, which were tokens `first` to `end` of their Tokens."""
-        _pad(self._top_counts, len(self._texts) - (end - first))
+        _pad(self._top_counts, len(self.texts) - (end - first))
         self._top_counts.extend(tops.counts[first:end])
         begin, stop = 4 * tops.ends[first], 4 * tops.ends[end]
         self._top_ids += tops.ids[begin:stop]
@@ -67,23 +77,29 @@ class Columns:
 
     def message(self) -> Texts:
         """All rows as one message."""
-        for column in (self._held, self._top_counts):
+        for column in (self.held, self._top_counts):
             if column:
-                _pad(column, len(self._texts))
+                _pad(column, len(self.texts))
         return Texts(
-            self._rids.tobytes(),
-            self._counts.tobytes(),
-            bytes(self._ids),
-            bytes(self._logprobs),
-            bytes(self._special),
-            self._texts,
-            self._held.tobytes(),
+            self.rids.tobytes(),
+            self.counts.tobytes(),
+            bytes(self.ids),
+            bytes(self.logprobs),
+            bytes(self.special),
+            self.texts,
+            self.held.tobytes(),
             self._top_counts.tobytes() if self._top_ids else b"",
             bytes(self._top_ids),
             bytes(self._top_logprobs),
             bytes(self._top_special),
             self._top_texts,
         )
+
+
+def _move(source: MutableSequence[Any], target: MutableSequence[Any], begin: int) -> None:
+    """What stands at `begin` and behind it."""
+    target.extend(source[begin:])
+    del source[begin:]
 
 
 def _pad(column: "array[int]", length: int) -> None:

@@ -98,7 +98,8 @@ class Pool:
 
     def outgoing(self) -> list[tuple[Peer, Any]]:
         """What is to be sent, in order: texts first, so that an End is always behind its tokens."""
-        messages = [(api, columns.message()) for api, columns in self._columns.items()] + self._messages
+        messages = [(api, columns.message()) for api, columns in self._columns.items() if columns.rids]
+        messages += self._messages
         self._columns, self._messages = {}, []
         return messages
 
@@ -196,28 +197,29 @@ class Pool:
                 continue  # drawn before the scheduler heard that this request is over
             if not request.generated:
                 method = "prefill"
-            texts: list[str] = []
-            held: list[int] = []
-            while first + len(texts) < end and request.reason is None:
-                texts.append(request.push(ids[first + len(texts)]))
-                held.append(request.held)
-            at = first + len(texts)
-            columns = self._columns_of(request) if request.reason is None else Columns(self._vocabulary)
-            row = slice(4 * first, 4 * at)
-            columns.row(request.asked.rid, tokens.ids[row], tokens.logprobs[row], texts, held)
+            columns = self._columns.get(request.api)
+            if columns is None:
+                columns = self._columns[request.api] = Columns(self._vocabulary)
+            special = request.special
+            at = first
+            while at < end and request.reason is None:
+                number = ids[at]
+                columns.texts.append(request.push(number))
+                columns.special.append(number < len(special) and special[number])
+                if request.held:
+                    columns.hold(request.held)
+                at += 1
+            columns.rids.append(request.asked.rid)
+            columns.counts.append(at - first)
+            columns.ids += tokens.ids[4 * first : 4 * at]
+            columns.logprobs += tokens.logprobs[4 * first : 4 * at]
+            if request.reason is not None:
+                columns = request.last = columns.split()
             if tops is not None:
                 columns.tops(tops, first, at)
-            if request.reason is not None:
-                request.last = columns.message()
             if request.reason is Reason.STOP:
                 self._send(scheduler, Stop(rid))
         metrics.tgi_batch_decode_duration.labels(method=method).observe(time.perf_counter() - begun)
-
-    def _columns_of(self, request: Request) -> Columns:
-        columns = self._columns.get(request.api)
-        if columns is None:
-            columns = self._columns[request.api] = Columns(self._vocabulary)
-        return columns
 
     def _ended(self, scheduler: Peer, end: End) -> None:
         request = self._requests.get(end.rid)
@@ -269,7 +271,7 @@ class Pool:
     def _finish(self, request: Request, reason: str, message: str = "", below: End | None = None) -> None:
         """The End of a request that the scheduler does not know, or no longer; its last tokens go before it."""
         if request.last is not None:
-            self._send(request.api, request.last)
+            self._send(request.api, request.last.message())
         self._send(request.api, request.end(reason, message, below))
         self._apis[request.api].pop(request.asked.rid, None)
         del self._requests[request.rid]

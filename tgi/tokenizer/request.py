@@ -4,8 +4,9 @@ from array import array
 from enum import StrEnum
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, Texts, encode
+from tgi.kernel.messages import Add, End, Generate, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
+from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
 from tgi.tokenizer.stop import Curtain, StopMatcher
@@ -51,7 +52,7 @@ class Request:
         self.texts: list[str] = []  # of plain tokens, special ones left out
         self.special = bytearray()
         self.reason: Reason | None = None
-        self.last: Texts | None = None  # the last tokens: they go up with the End, since the api shows both as one
+        self.last: Columns | None = None  # the last tokens: they go up with the End, since the api shows both as one
         self.held = 0
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
@@ -79,7 +80,6 @@ class Request:
         assert self._decoder is not None
         self.generated.append(number)
         text = self._decoder.feed(number)
-        plain = number >= len(self.special) or not self.special[number]
         if len(self.generated) >= self.max_new_tokens:
             self.reason = Reason.LENGTH
         elif number in self.stop_ids:
@@ -87,10 +87,11 @@ class Request:
         elif self._stop is not None and (match := self._stop.feed(text)) is not None:
             self.reason = Reason.STOP
             text = text[: match.end]
-        if text and plain:
+        special = number < len(self.special) and self.special[number] == 1
+        if text and not special:
             self.texts.append(text)
         if self._curtain is not None:
-            self._hide(self._curtain.feed(text, not plain), self._curtain.held)
+            self._hide(self._curtain.feed(text, special), self._curtain.held)
         return text
 
     def _hide(self, length: int | None, held: int) -> None:

@@ -36,6 +36,8 @@ class StopMatcher:
         """Takes the next piece of text; the match that ends first in it, the longest of those that end there."""
         best: Match | None = None
         for needle in self._needles:
+            if not needle.matched and needle.first not in piece:
+                continue
             end = needle.feed(piece)
             if end is not None:
                 match = Match(end - len(needle.text), end)
@@ -51,10 +53,11 @@ class _Needle:
     the string has been seen, so a long one that never comes costs nothing.
     """
 
-    __slots__ = ("_borders", "matched", "text")
+    __slots__ = ("_borders", "first", "matched", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.first = text[0]
         self.matched = 0
         self._borders = array(UINT32, [0, 0])
 
@@ -69,7 +72,7 @@ class _Needle:
                 if not matched:
                     continue
             else:
-                at = piece.find(text[0], at)
+                at = piece.find(self.first, at)
                 if at < 0:
                     break
             matched += 1
