@@ -129,7 +129,7 @@ def test_the_launcher_is_installed_under_tgi_s_name() -> None:
     module, _, function = scripts["text-generation-launcher"].partition(":")
     assert getattr(import_module(module), function) is launcher
     result = CliRunner().invoke(launcher, ["--version"])
-    assert (result.exit_code, result.output) == (0, f"text-generation-launcher, version {__version__}\n")
+    assert (result.exit_code, result.output) == (0, f"text-generation-launcher {__version__}\n")
 
 
 def test_showing_help_imports_nothing_heavy() -> None:

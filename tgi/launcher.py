@@ -10,7 +10,7 @@ from tgi.options import CONTEXT, settings_options, told
 
 
 @click.command("text-generation-launcher", context_settings=CONTEXT)
-@click.version_option(__version__, prog_name="text-generation-launcher")
+@click.version_option(__version__, prog_name="text-generation-launcher", message="%(prog)s %(version)s")
 @settings_options
 def main(**flags: Any) -> None:
     """Run the whole server, with the flags and environment variables of TGI's launcher."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tgi.kernel import arguments, log, metrics, rundir
 from tgi.kernel.errors import UserError
-from tgi.kernel.exposition import Exposition
 from tgi.kernel.progress import Progress
 from tgi.kernel.settings import Settings
 from tgi.kernel.shards import warn_of_idle_devices
@@ -45,6 +44,8 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
         port = listener.detach()  # the supervisor's from here on
         specs += [Spec("api", place, port) for place in range(settings.api_workers)]
         if settings.prometheus_port is not None:
+            from tgi.kernel.exposition import Exposition  # most servers do without its HTTP library
+
             exposition = Exposition(settings.hostname, settings.prometheus_port, settings.run_dir / "metrics")
     settings = progress.settings = _with_model(settings, roles, progress)
     if "tokenizer" in roles:

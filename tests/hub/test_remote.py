@@ -25,7 +25,8 @@ FETCH = textwrap.dedent("""
     from tgi.kernel.errors import UserError
     stages = []
     try:
-        directory = model_directory(sys.argv[1], sys.argv[2] or None, progress=lambda *s: stages.append(s))
+        wanted = json.loads(sys.argv[3])
+        directory = model_directory(sys.argv[1], sys.argv[2] or None, progress=lambda *s: stages.append(s), **wanted)
         print(json.dumps([str(directory), stages]))
     except UserError as error:
         print(json.dumps(["refused", str(error)]))
@@ -96,14 +97,25 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def fetch(hub: Hub, home: Path, name: str = "owner/tiny", revision: str = "", **environment: str) -> list:
-    """What model_directory says in a process of its own: [directory, stages] or ["refused", sentence]."""
+def surroundings(hub: Hub, home: Path) -> dict[str, str]:
+    """An environment in which the Hub is the one on this machine."""
     settings = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    command = [sys.executable, "-c", FETCH, name, revision]
-    done = subprocess.run(
-        command, env=kept | settings | environment, cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    return {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))} | settings
+
+
+def fetch(
+    hub: Hub,
+    home: Path,
+    name: str = "owner/tiny",
+    revision: str = "",
+    *,
+    wanted: dict | None = None,
+    **environment: str,
+) -> list:
+    """What model_directory says in a process of its own: [directory, stages] or ["refused", sentence]."""
+    command = [sys.executable, "-c", FETCH, name, revision, json.dumps(wanted or {})]
+    env = surroundings(hub, home) | environment
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -172,3 +184,41 @@ def test_shards_are_those_that_the_index_names(hub: Hub, tmp_path: Path) -> None
     hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
     directory, _ = fetch(hub, tmp_path)
     assert [path.name for path in Path(directory).glob("*.safetensors")] == ["model-1.safetensors"]
+
+
+def test_weights_that_are_elsewhere_are_not_fetched(hub: Hub, tmp_path: Path) -> None:
+    directory, stages = fetch(hub, tmp_path, wanted={"weights": False})
+    assert (Path(directory) / "tokenizer.json").is_file()
+    assert not list(Path(directory).glob("*.safetensors"))
+    assert ["downloading weights", 100] not in stages
+    assert fetch(hub, tmp_path, wanted={"weights": False}, HF_HUB_OFFLINE="1")[0] == directory
+
+
+def test_code_is_fetched_only_where_it_is_trusted(hub: Hub, tmp_path: Path) -> None:
+    config = json.loads(hub.files["config.json"]) | {"auto_map": {"AutoConfig": "own.Config"}}
+    hub.files |= {"config.json": json.dumps(config).encode(), "own.py": b"pass", "tools/other.py": b"pass"}
+    directory, _ = fetch(hub, tmp_path)
+    assert not list(Path(directory).rglob("*.py"))
+    assert fetch(hub, tmp_path, wanted={"code": True}, HF_HUB_OFFLINE="1")[0] == "refused"
+    assert fetch(hub, tmp_path, wanted={"code": True})[0] == directory
+    assert [path.name for path in Path(directory).rglob("*.py")] == ["own.py"]
+
+
+def test_download_weights_fetches_once_and_prints_the_directory(hub: Hub, tmp_path: Path) -> None:
+    def download(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "tgi", "download-weights", "owner/tiny", *arguments]
+        return subprocess.run(command, env=surroundings(hub, tmp_path), cwd=ROOT, capture_output=True, text=True)
+
+    first = download("--revision", COMMIT)
+    assert (first.returncode, Path(first.stdout.strip()).name) == (0, COMMIT), first.stderr
+    read_card(Path(first.stdout.strip()))
+    hub.requests.clear()
+    assert download("--revision", COMMIT).stdout == first.stdout
+    assert hub.requests == []
+    (Path(first.stdout.strip()) / "model.safetensors").unlink()
+    del hub.files["model.safetensors"]
+    refused = download()
+    assert refused.returncode == 1
+    assert "only as pytorch_model.bin" in refused.stderr
+    assert "Convert them" in refused.stderr
+    assert "Traceback" not in refused.stderr
