@@ -121,6 +121,16 @@ def test_a_request_takes_a_place_for_each_generation_or_none(serve: Any) -> None
     one.leave()
 
 
+def test_a_request_that_can_never_have_its_places_is_refused_for_good(serve: Any) -> None:
+    front = serve(max_concurrent_requests=3)
+    refused = front.post("/v1/completions", '{"prompt":["a","b"],"n":2}')
+    assert refused.status == 422
+    assert json.loads(refused.body) == {
+        "error": "Input validation error: at most 3 texts can be generated at once. Given: 4",
+        "error_type": "validation",
+    }
+
+
 def test_a_slow_choice_does_not_hold_the_others_up(serve: Any) -> None:
     front = serve(silent)
     stream = Stream(front, "/v1/completions", TWO % ',"stream":true,"stream_options":{"include_usage":true}')

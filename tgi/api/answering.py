@@ -53,6 +53,9 @@ def generations(
     ]
     check(asks[0], EARLY)
     count = max(1, p.best_of or 1) * choices
+    most = service.settings.max_concurrent_requests
+    if len(prompts) * count > most:
+        raise errors.validation(f"at most {most} texts can be generated at once. Given: {len(prompts) * count}")
     service.router.admit(len(prompts) * count)
     for ask in asks:
         check(ask, RULES)
