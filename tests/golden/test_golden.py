@@ -106,8 +106,9 @@ def answer_after_keep_alive(front: Front, exchange: Exchange) -> Reply:
     with front.connect() as connection:
         connection.sendall(exchange.bytes)
         data = b""
-        for part in received(connection):
+        for count, part in enumerate(received(connection)):
             data += part
+            assert count < 20 or script is None, f"no keep-alive comment in {data!r}"
             if script and KEEP_ALIVE in data.partition(b"\r\n\r\n")[2]:
                 tokenizer.send(*(script(tokenizer.next(Generate)) or ()))
                 script = None
