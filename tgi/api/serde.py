@@ -92,15 +92,15 @@ class Reader(Protocol[Read_co]):
 class Untagged:
     """Decodes bodies of several request types: each is of the first one that it fits. Raises Rejection as Body does."""
 
-    def __init__(self, enum: str, *shapes: type[msgspec.Struct]) -> None:
+    def __init__(self, enum: str, *bodies: Body[Any]) -> None:
         self._enum = enum  # the name of the choice in errors
-        self._bodies = [Body(shape) for shape in shapes]
+        self._bodies = bodies
 
     def decode(self, body: bytes, path: str = "") -> Any:
         """The request in `body`, which stands at `path` of a larger one."""
-        for shape in self._bodies:
+        for one in self._bodies:
             try:
-                return shape.decode(body)
+                return one.decode(body)
             except Rejection as rejection:
                 if rejection.status != 422:
                     raise

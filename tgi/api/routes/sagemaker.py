@@ -8,14 +8,13 @@ from tgi.api.routes.native import CompatResource
 from tgi.api.serde import Untagged
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest
-from tgi.api.shapes.cloud import SAGEMAKER
 from tgi.api.shapes.native import CompatGenerateRequest
 
 
 class SagemakerResource:
     """POST /invocations."""
 
-    body = Untagged("SagemakerRequest", *SAGEMAKER)
+    body = Untagged("SagemakerRequest", CompatResource.body, ChatResource.body, CompletionsResource.body)
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -11,7 +11,7 @@ from tgi.api.routes import chat
 from tgi.api.serde import Body, Untagged
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest
-from tgi.api.shapes.cloud import VERTEX, GenerateVertexInstance, VertexRequest, VertexResponse
+from tgi.api.shapes.cloud import GenerateVertexInstance, VertexRequest, VertexResponse
 from tgi.api.shapes.native import GenerateParameters
 
 
@@ -19,7 +19,7 @@ class VertexResource:
     """POST /vertex, and the route that AIP_PREDICT_ROUTE names."""
 
     body = Body(VertexRequest)
-    instance = Untagged("VertexInstance", *VERTEX)
+    instance = Untagged("VertexInstance", Body(GenerateVertexInstance), chat.ChatResource.body)
 
     def __init__(self, service: Service) -> None:
         self._service = service

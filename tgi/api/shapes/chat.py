@@ -135,7 +135,7 @@ class ChatRequest(Struct, kw_only=True):
     ]
     model: Model = None
     max_tokens: MaxTokens = None
-    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.")] = None
+    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
     temperature: Temperature = None
     top_p: TopP = None
     seed: Seed = None

@@ -11,9 +11,7 @@ from tgi.api.shapes.native_answers import GenerateResponse, StreamResponse
 from tgi.api.shapes.openai_answers import ChatCompletion, ChatCompletionChunk, Chunk, CompletionFinal
 from tgi.api.shapes.types import Answer, any_of, doc, ref
 
-# The first that fits counts, in this order.
-SAGEMAKER = (CompatGenerateRequest, ChatRequest, CompletionRequest)
-SagemakerRequest = Annotated[Any, any_of("SagemakerRequest", *SAGEMAKER)]
+SagemakerRequest = Annotated[Any, any_of("SagemakerRequest", CompatGenerateRequest, ChatRequest, CompletionRequest)]
 SagemakerResponse = Annotated[
     Any,
     any_of(
@@ -36,8 +34,7 @@ class GenerateVertexInstance(Struct):
     parameters: GenerateParameters | None = None
 
 
-VERTEX = (GenerateVertexInstance, ChatRequest)
-VertexInstance = Annotated[Raw, any_of("VertexInstance", *VERTEX)]
+VertexInstance = Annotated[Raw, any_of("VertexInstance", GenerateVertexInstance, ChatRequest)]
 
 
 class VertexRequest(Struct):

@@ -19,6 +19,7 @@ MaxTokens = Annotated[
     doc(
         "The maximum number of tokens that can be generated; without it, until the context is full.",
         example=32,
+        minimum=1,
     ),
 ]
 
@@ -117,6 +118,7 @@ TopK = Annotated[
     doc(
         "Draw from this many of the likeliest tokens; 0 and -1 mean off.",
         example=10,
+        minimum=-1,
     ),
 ]
 
@@ -136,6 +138,7 @@ N = Annotated[
     doc(
         "How many choices to generate for each prompt.",
         example=2,
+        minimum=1,
     ),
 ]
 
