@@ -28,7 +28,7 @@ VARY = "origin,access-control-request-method,access-control-request-headers"
 def test_exchange(exchange: Exchange, front_for: Callable[[Exchange], Front], monkeypatch: Any) -> None:
     front = front_for(exchange)
     before = int(time.time())
-    if exchange.given == "one request is the limit, and it is there":
+    if exchange.given == "another request is in flight":
         with in_flight(front):
             reply = answer(front, exchange)
     elif exchange.given == "no token before a keep-alive comment":
