@@ -53,10 +53,7 @@ def generations(
     ]
     check(asks[0], EARLY)
     count = max(1, p.best_of or 1) * choices
-    most = service.settings.max_concurrent_requests
-    if len(prompts) * count > most:
-        raise errors.validation(f"at most {most} texts can be generated at once. Given: {len(prompts) * count}")
-    service.router.admit(len(prompts) * count)
+    admit(service, len(prompts) * count)
     for ask in asks:
         check(ask, RULES)
         check(ask, NOT_YET)
@@ -71,6 +68,14 @@ def generations(
             accounting.submitted()
             made.append(Generation(_message(prompt, p, seed, choice, hide_stop), stream, bell))
     return made
+
+
+def admit(service: Service, count: int) -> None:
+    """Takes a place for each of so many generations. Raises ApiError: 422 if there are never so many, 429, 503."""
+    most = service.settings.max_concurrent_requests
+    if count > most:
+        raise errors.validation(f"at most {most} texts can be generated at once. Given: {count}")
+    service.router.admit(count)
 
 
 def _message(prompt: Prompt, p: GenerateParameters, seed: int, choice: int, hide_stop: bool) -> Generate:

@@ -141,9 +141,19 @@ def test_failures_of_vertex(serve: Any, reason: Reason, status: int, body: bytes
 
 
 def test_vertex_takes_a_place_for_each_instance(serve: Any) -> None:
-    front = serve(max_concurrent_requests=1)
-    assert front.post("/vertex", '{"instances":[{"inputs":"x"}]}').status == 200
-    assert front.post("/vertex", '{"instances":[{"inputs":"x"},{"inputs":"y"}]}').status == 429
+    front = serve(lambda request: None, max_concurrent_requests=2)
+    two = '{"instances":[{"inputs":"x"},{"inputs":"y"}]}'
+    body = b'{"inputs":"x"}'
+    head = (
+        f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with front.connect() as waiting:
+        waiting.sendall(head.encode() + body)
+        front.tokenizers[0].next(Generate)
+        assert front.post("/vertex", two).status == 429
+    three = front.post("/vertex", '{"instances":[{"inputs":"x"},{"inputs":"y"},{"inputs":"z"}]}')
+    assert three.status == 422
+    assert b"at most 2 texts can be generated at once. Given: 3" in three.body
 
 
 def test_paths_that_vertex_ai_names(serve: Any) -> None:

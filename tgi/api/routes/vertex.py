@@ -33,7 +33,7 @@ class VertexResource:
         accounting.arrived()
         if not instances:
             raise errors.no_instances()
-        self._service.router.admit(len(instances))
+        answering.admit(self._service, len(instances))
         calls = [self._generation(instance) for instance in instances]
         for call in calls:
             call.bell = calls[0].bell  # one task waits for all
