@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,8 @@ def launched(run: Path, port: int, *arguments: str, **variables: str) -> Iterato
             if line.startswith("Ready in"):
                 break
         assert lines[-1].startswith("Ready in"), "".join(lines)
+        while server.client.get("/health").status_code != 200:  # the news is still on its way up
+            time.sleep(0.02)
         yield server
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_SECONDS) == 0
