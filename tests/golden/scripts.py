@@ -183,6 +183,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
         Reason.LENGTH, " a END", A, Token(7, " EN", -0.5, held=2), Token(8, "D", -0.25)
     ),
     '" a", " EN" held back, end of sequence': tokens(Reason.EOS, " a EN", A, Token(7, " EN", -0.5, held=2), EOS),
+    '" a", " EN" held back, length': tokens(Reason.LENGTH, " a EN", A, Token(7, " EN", -0.5, held=2)),
     "failure before the first token": failed_at_once,
     '" a", then failure': tokens(Reason.FAILED, "", A, detail="Server error: out of memory"),
     '" a", then overloaded': tokens(Reason.OVERLOADED, "", A),
