@@ -26,14 +26,13 @@ class Times(NamedTuple):
     def of(cls, calls: Sequence[Generation]) -> "Times":
         """Of generations that have ended, summed up except for the total: from this process's clock for the whole,
         and from the hops' own figures for the parts."""
-        ends = [call.end for call in calls if call.end is not None]
-        inference = sum(end.inference_us for end in ends) / 1e6
+        ends = [(call, call.end) for call in calls if call.end is not None]
         return cls(
             time.perf_counter() - min(call.arrival for call in calls),
-            sum(end.validation_us for end in ends) / 1e6,
-            sum(end.queue_us for end in ends) / 1e6,
-            inference,
-            inference / max(1, sum(call.generated for call in calls)),
+            sum(end.validation_us for _, end in ends) / 1e6,
+            sum(end.queue_us for _, end in ends) / 1e6,
+            sum(end.inference_us for _, end in ends) / 1e6,
+            sum(end.inference_us / max(1, call.generated) for call, end in ends) / 1e6,
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
 from typing import Protocol
 
 from tgi.api import accounting, errors
@@ -20,7 +21,7 @@ Cancel = Callable[[Sequence[Generation]], None]
 class Events(Protocol):
     """How one route writes its events. Each event is `data: `, one line of JSON, and an empty line."""
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
         """The events of these tokens of generation `place`; `end` comes with its last ones (there is at least one)."""
 
     def failure(self, error: ApiError) -> str:
@@ -83,28 +84,30 @@ class EventStream:
         self._client.close()
 
     def _chunk(self) -> str:
-        """The events that are ready."""
-        written = ""
+        """The events that are ready. Generations take turns, an event each."""
+        turns: list[list[str]] = []
+        ending = ""
         for place, call in [*self._live.items()]:
             end = call.end
             if not call.fresh.texts and end is None:
                 continue
             columns = call.take()
-            if end is None:
-                written += self._events.tokens(place, columns, None)
-                continue
-            error = errors.of_end(end, streaming=True)
-            if error is None and columns.texts:
-                written += self._events.tokens(place, columns, end)
+            error = errors.of_end(end, streaming=True) if end is not None else None
+            if end is not None and error is None and not columns.texts:
+                error = errors.incomplete(streaming=True)
+            if columns.texts:
+                turns.append(self._events.tokens(place, columns, None if error else end))
+            if error is not None:
+                ending = self._fail(error)
+                break
+            if end is not None:
                 accounting.generated(call, end)
                 del self._live[place]
-                continue
-            before = self._events.tokens(place, columns, None) if columns.texts else ""
-            return written + before + self._fail(error or errors.incomplete(streaming=True))
-        if not self._live:
+        if not self._live and not ending:
             accounting.succeeded(self._calls)
-            written += self._events.close()
-        return written
+            ending = self._events.close()
+        events = turns[0] if len(turns) == 1 else chain.from_iterable(zip_longest(*turns, fillvalue=""))
+        return "".join(events) + ending
 
     def _fail(self, error: ApiError) -> str:
         """One generation has failed: so has the request, and nobody wants the others."""

@@ -31,17 +31,19 @@ class ChatEvents:
         self._usage = Usage(len(calls)) if usage else None
         self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant",')  # of choices that have not begun
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
         pieces = self._visible[place].pieces(columns, end)
         logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)] if self._logprobs else ()
-        events = self._openings()
+        openings = self._openings()
+        events = []
         last = len(pieces) - 1
         for at, piece in enumerate(pieces):
             reason = finish_reason(end if at == last else None)
             events.append(self._event(place, piece, logprobs[at] if logprobs else "null", reason))
+        events[0] = openings + events[0]
         if end is not None and self._usage is not None:
             self._usage.add(place, end, self._calls[place].generated)
-        return "".join(events)
+        return events
 
     def failure(self, error: ApiError) -> str:
         return openai.failure(error)
@@ -50,9 +52,9 @@ class ChatEvents:
         usage = f'{self._head}],"usage":{self._usage.render()}}}\n\n' if self._usage else ""
         return usage + openai.DONE
 
-    def _openings(self) -> list[str]:
+    def _openings(self) -> str:
         """Several choices are opened before the first token: clients expect them to appear in their order."""
-        return [self._event(place, "") for place in [*self._roles]] if len(self._roles) > 1 else []
+        return "".join(self._event(place, "") for place in [*self._roles]) if len(self._roles) > 1 else ""
 
     def _event(self, place: int, piece: str, logprobs: str = "null", reason: str = "null") -> str:
         role = self._roles.pop(place, "")

@@ -33,7 +33,7 @@ class CompletionEvents:
         self._offsets = [len(echo) for echo in self._echo]
         self._usage = Usage(self._choices)
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
         pieces = self._visible[place].pieces(columns, end)
         pieces[0] = self._echo[place] + pieces[0]
         self._echo[place] = ""
@@ -49,7 +49,7 @@ class CompletionEvents:
             # TGI puts the choices of the last event behind the model.
             choice = events[-1].removeprefix(self._head).removesuffix(open_end)
             events[-1] = f'{self._head}{self._model},{choice}{finish_reason(end)}}}],"usage":{own}}}\n\n'
-        return "".join(events)
+        return events
 
     def failure(self, error: ApiError) -> str:
         return openai.failure(error)
@@ -135,6 +135,7 @@ class CompletionsResource:
             return
         finished = await answering.finish(self._service, req, calls)
         answering.set_headers(self._service, resp, finished, characters, request.n or 1)
+        resp.delete_header("x-compute-time")  # TGI has it on its other routes alone
         resp.text = render_response(finished, request, stamp)
 
     def _generations(self, request: CompletionRequest) -> list[Generation]:

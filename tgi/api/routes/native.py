@@ -24,7 +24,7 @@ class NativeEvents:
         self._prompt = prompt  # put before the generated text
         self._index = 0
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> str:
+    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
         first = self._index + 1
         self._index += len(columns.texts)
         rendered = render.tokens(columns)
@@ -40,7 +40,7 @@ class NativeEvents:
             details = self._stream_details(end) if self._details else "null"
             open_end = '"generated_text":null,"details":null}\n\n'
             events[-1] = f'{events[-1].removesuffix(open_end)}"generated_text":{text},"details":{details}}}\n\n'
-        return "".join(events)
+        return events
 
     def failure(self, error: ApiError) -> str:
         return f"data: {error.body.decode()}\n\n"
