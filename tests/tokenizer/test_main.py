@@ -149,6 +149,8 @@ def test_a_stream_a_new_scheduler_and_a_drain(world: World, tokenizer: Tokenizer
     again = world.scheduler.of(Add)
     assert again == add._replace(resume=pack(INT32, ids[:4]))
 
+    world.api.send(Generate(2, "Hello", Sampling(7), 50))
+    other = world.scheduler.of(Add)  # what a process says just before it exits may be lost, so something is left
     world.child.signal(signal.SIGTERM)
     world.tokens(again.rid, ids[4:])
     assert world.scheduler.of(Stop) == Stop(again.rid)
@@ -156,6 +158,7 @@ def test_a_stream_a_new_scheduler_and_a_drain(world: World, tokenizer: Tokenizer
     end = world.api.until(lambda message: isinstance(message, End))
     assert (end.reason, end.text, end.queue_us) == (Reason.STOP, "Größe 👍🏽 end", 5)
     assert shown(world.api.heard, 1) == (ids, "Größe 👍🏽 end")
+    world.scheduler.send(End(other.rid, Reason.LENGTH))
     assert world.exit_code() == 0
 
 
