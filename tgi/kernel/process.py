@@ -29,15 +29,16 @@ class Beat:
         if path.stat().st_size != 8:
             path.write_bytes(struct.pack("d", 0.0))
         with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 8)
+            # One store writes the number, one load reads it: struct.pack_into would put zeros there first.
+            self._deadline = memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
 
     def promise(self, deadline: float) -> None:
         """Called by the child."""
-        struct.pack_into("d", self._memory, 0, deadline)
+        self._deadline[0] = deadline
 
     def deadline(self) -> float:
         """Read by the supervisor."""
-        return float(struct.unpack_from("d", self._memory, 0)[0])
+        return self._deadline[0]
 
 
 class Process:
