@@ -268,8 +268,6 @@ def test_best_of_where_there_is_none(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({"frequency_penalty": 0.5}, "`frequency_penalty` is not supported by this server yet"),
-        ({"typical_p": 0.5}, "`typical_p` is not supported by this server yet"),
         ({"watermark": True}, "`watermark` is not supported by this server yet"),
         ({"decoder_input_details": True}, "`decoder_input_details` is not supported by this server yet"),
         ({"grammar": {"type": "regex", "value": "a"}}, "`grammar` is not supported by this server yet"),
@@ -278,3 +276,54 @@ def test_best_of_where_there_is_none(serve: Any) -> None:
 )
 def test_what_is_not_there_yet_is_refused(front: Front, parameters: dict[str, Any], text: str) -> None:
     assert detail(front, "/generate", "x", parameters) == text
+
+
+BIASED = '{"42": -100}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"frequency_penalty": -2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"frequency_penalty": -2.0}, ""),
+        ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        ({"presence_penalty": 2}, ""),
+        ({"logit_bias": {"7": 100.5}}, "`logit_bias` values must be >= -100.0 and <= 100.0"),
+        ({"logit_bias": {"7": -101}}, "`logit_bias` values must be >= -100.0 and <= 100.0"),
+        *(
+            ({"logit_bias": {key: 1}}, f"`logit_bias` must name tokens by their ids, as in {BIASED}")
+            for key in ("", "a", "-1", "+1", " 1", "1.0", "1_0", "01", "\u0661", "9" * 5000)
+        ),
+        ({"logit_bias": {"7": 1, "512": 1}}, "`logit_bias` must name token ids < 512. Given: 512"),
+        ({"logit_bias": {"9999999999": 1}}, "`logit_bias` must name token ids < 512. Given: 9999999999"),
+        ({"logit_bias": {str(token): 0 for token in range(1025)}}, "`logit_bias` supports up to 1024 tokens"),
+        ({"logit_bias": {str(token): 100 for token in range(512)}}, ""),
+        ({"logit_bias": [1.0] * 2000}, ""),
+        ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
+        ({"typical_p": 0.95}, ""),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_what_openais_routes_refuse(
+    front: Front, path: str, body: dict[str, Any], fields: dict[str, Any], text: str
+) -> None:
+    reply = front.post(path, json.dumps(body | fields))
+    if not text:
+        assert reply.status == 200
+        return
+    assert reply.status == 422
+    assert json.loads(reply.body) == {"error": f"Input validation error: {text}", "error_type": "validation"}
+
+
+@pytest.mark.parametrize(
+    "line", ["GET /x", "GET /x HTTP/0.9", "GET /x HTTP/2.0", "CONNECT /generate HTTP/1.1",
+             "CONNECT a:443 HTTP/1.1"],
+)  # fmt: skip
+def test_other_versions_and_tunnels_are_refused(front: Front, line: str) -> None:
+    reply = front.raw(f"{line}\r\nhost: test\r\nconnection: close\r\n\r\n".encode())
+    assert (reply.status, reply.body) == (400, b"Invalid HTTP request received.")

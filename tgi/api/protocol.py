@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection, made to see what it overlooks: upgrades, lost pipelines, endless headers."""
+"""uvicorn's HTTP/1.1 connection, made to see what it overlooks: upgrades, lost pipelines, long heads, other HTTP."""
 
 from typing import Any
 
@@ -57,7 +57,13 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        """The request begins, unless its head is to be read again without its upgrade."""
+        """The request begins, unless its head is to be read again without its upgrade.
+
+        Raises HttpParserError, a 400, for what falcon takes for a defect of the server and for what is never without
+        an upgrade.
+        """
+        if self.parser.get_http_version() not in ("1.0", "1.1") or self.parser.get_method() == b"CONNECT":
+            raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are spoken here, and this is no proxy")
         self._in_head = False
         self._head_bytes = 0
         if not self.parser.should_upgrade():
