@@ -51,6 +51,7 @@ REFUSED = [
     ({"max_total_tokens": 10, "max_batch_total_tokens": 9},
      "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 10 and 9"),
     ({"validation_workers": 0}, "`validation_workers` must be > 0"),
+    ({"max_top_n_tokens": 1025}, "`max_top_n_tokens` must be <= 1024. Given: 1025"),
     ({"sharded": "true", "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),
     ({"num_shard": 0}, "`num_shard` cannot be < 1"),
     ({"num_shard": 2}, "cannot be spread over several devices yet"),

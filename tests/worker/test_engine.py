@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tops import split_tops
-from tests.worker.test_sampling import draws
+from tests.worker.test_sampling import bias, draws
 from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Limits, Result, Sampling, encode
 from tgi.kernel.pack import floats, ints
@@ -74,7 +74,7 @@ def expected(prompt: list[int], count: int, sampling: Sampling) -> tuple[list[in
     """The tokens of a request that nothing disturbs, without engine and pages."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
-        drawn = sample(toy_logits(ids)[None], draws([sampling], [ids]), Noise(VOCAB, CPU))
+        drawn = sample(toy_logits(ids)[None], draws([sampling], [ids], [len(prompt)]), Noise(VOCAB, CPU))
         ids.append(int(drawn.ids))
         logprobs.append(float(drawn.logprobs))
     return ids[len(prompt) :], logprobs
@@ -103,10 +103,15 @@ SAMPLINGS = [
     Sampling(2, temperature=1.5, top_k=9, top_p=0.9, repetition_penalty=1.3),
     Sampling(3, repetition_penalty=1.5),
 ]
+PENALISED = [
+    Sampling(4, count_penalty=0.8, presence_penalty=1.5),
+    Sampling(5, do_sample=True, frequency_penalty=2.0, typical_p=0.9),
+    Sampling(6, temperature=2.0, count_penalty=-0.5, **bias({7: -100.0, 3: 4.0, 60: 2.5})),
+]
 PROMPT = [5, 9, 3, 7, 7, 1, 60, 2, 8]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS + PENALISED, ids=str)
 @pytest.mark.parametrize("chunks", [[9], [4, 5], [1, 1, 1, 6], [3, 3, 2, 1]], ids=str)
 def test_chunks_and_steps_launched_ahead(chunks: list[int], sampling: Sampling) -> None:
     engine = make_engine()
@@ -125,13 +130,13 @@ def test_chunks_and_steps_launched_ahead(chunks: list[int], sampling: Sampling) 
     assert [value for result in results for value in floats(result.logprobs)] == logprobs
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS + PENALISED, ids=str)
 def test_a_resumed_request_goes_on_identically(sampling: Sampling) -> None:
     ids, _ = expected(PROMPT, 12, sampling)
     for cut in (1, 5, 11):
         engine = make_engine()
         known = PROMPT + ids[:cut]
-        new = slot(0, known, encode(sampling))
+        new = slot(0, known, encode(sampling))._replace(prompt_tokens=len(PROMPT))
         drawn = go(engine, step(1, [(0, 0, len(known), 1)], [new], [(0, page) for page in range(10)]))
         for number in range(len(ids) - cut - 1):
             drawn += go(engine, step(number + 2, [(0, len(known) + number, 1, 1)]))

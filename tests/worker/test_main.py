@@ -10,6 +10,7 @@ from tests.models import model
 from tests.tops import split_tops
 from tests.worker.driving import drive, make_engine
 from tests.worker.test_loop import TIMEOUT, Scheduler
+from tests.worker.test_sampling import bias
 from tests.worker.test_scripted import good, slot, step
 from tgi.kernel import rundir
 from tgi.kernel.messages import Sampling, Status, encode
@@ -36,7 +37,8 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
     rundir.create(tmp_path)
     directory = model(kind)
     settings = Settings(dtype="bfloat16", max_batch_size=4, max_total_tokens=64, model_dir=directory, run_dir=tmp_path)
-    sampling = Sampling(7, temperature=0.8, top_p=0.95, top_n=3, choice=1)
+    sampling = Sampling(7, temperature=0.8, top_p=0.95, top_n=3, choice=1, typical_p=0.95, frequency_penalty=0.5)
+    sampling = sampling._replace(count_penalty=0.5, presence_penalty=-0.5, **bias({3: -100.0, 511: 4.0}))
     local = make_engine(build_model(directory, "bfloat16", "cpu", lambda stage, percent: None))
     (want,) = drive(local, [PROMPT], 6, [sampling])
     scheduler = Scheduler(tmp_path)

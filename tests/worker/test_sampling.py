@@ -11,46 +11,62 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tgi.kernel.messages import Sampling
+from tgi.kernel.pack import FLOAT32, INT32, floats, ints, pack
+from tgi.worker.filters import NUCLEUS
 from tgi.worker.noise import Noise, keys
-from tgi.worker.sampling import NUCLEUS, Draws, argmax, sample
+from tgi.worker.params import Draws, Params
+from tgi.worker.sampling import argmax, sample
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(0)
 
 
-def draws(samplings: Sequence[Sampling], histories: Sequence[list[int]]) -> Draws:
-    def history(rows: NDArray[np.int64]) -> torch.Tensor:
-        longest = max(len(histories[row]) for row in rows)
-        return torch.tensor([histories[r] + histories[r][:1] * (longest - len(histories[r])) for r in rows])
+def draws(samplings: Sequence[Sampling], histories: Sequence[list[int]], prompts: Sequence[int] | None = None) -> Draws:
+    """Of rows with these ids, the first `prompts` of which are prompt; all of them unless given."""
+    params = Params.empty(len(samplings))
+    position = np.array([len(ids) for ids in histories])
+    for row, (sampling, prompt) in enumerate(zip(samplings, position if prompts is None else prompts, strict=True)):
+        params.put(row, sampling, int(prompt))
 
-    def column(name: str, dtype: Any) -> NDArray[Any]:
-        return np.array([getattr(sampling, name) for sampling in samplings], dtype)
+    def history(rows: NDArray[np.int64], begins: NDArray[np.int64]) -> torch.Tensor:
+        parts = [histories[row][begin:] for row, begin in zip(rows, begins, strict=True)]
+        longest = max(map(len, parts))
+        filled = [ids + histories[row][:1] * (longest - len(ids)) for row, ids in zip(rows, parts, strict=True)]
+        return torch.tensor(filled, dtype=torch.int64)
 
-    return Draws(
-        column("samples", bool),
-        column("temperature", np.float32),
-        column("top_k", np.int64),
-        column("top_p", np.float64),
-        column("repetition_penalty", np.float32),
-        column("seed", np.uint64),
-        column("choice", np.uint64),
-        column("top_n", np.int64),
-        np.array([len(ids) for ids in histories]),
-        history,
-    )
+    return Draws(params, position, history)
 
 
-def run(logits: torch.Tensor, samplings: Sequence[Sampling], histories: Sequence[list[int]]) -> tuple[Any, Any]:
-    drawn = sample(logits.clone(), draws(samplings, histories), Noise(logits.shape[1], CPU))
+def run(
+    logits: torch.Tensor,
+    samplings: Sequence[Sampling],
+    histories: Sequence[list[int]],
+    prompts: Sequence[int] | None = None,
+) -> tuple[Any, Any]:
+    drawn = sample(logits.clone(), draws(samplings, histories, prompts), Noise(logits.shape[1], CPU))
     return drawn.ids, drawn.logprobs
 
 
-def processed(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> NDArray[np.float64]:
+def bias(values: dict[int, float]) -> dict[str, bytes]:
+    """Fields of a Sampling."""
+    return {"bias_ids": pack(INT32, values.keys()), "biases": pack(FLOAT32, values.values())}
+
+
+def processed(
+    logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int | None = None
+) -> NDArray[np.float64]:
     """The reference: one row, in float64, formula by formula."""
     s = logits.double().numpy().copy()
     p = float(np.float32(sampling.repetition_penalty))
+    generated = history[len(history) if prompt is None else prompt :]
     for token in set(history):
         s[token] = s[token] * p if s[token] < 0 else s[token] / p
+    for token in set(history):
+        s[token] -= sampling.frequency_penalty * history.count(token) / len(history)
+    for token in set(generated):
+        s[token] -= sampling.count_penalty * generated.count(token) + sampling.presence_penalty
+    for token, value in zip(ints(sampling.bias_ids), floats(sampling.biases), strict=True):
+        s[token] += value
     s /= float(np.float32(sampling.temperature))
     if 0 < sampling.top_k < len(s):
         s[s < np.sort(s)[-sampling.top_k]] = -np.inf
@@ -60,11 +76,29 @@ def processed(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> N
         drop = np.cumsum(e / e.sum()) <= 1 - sampling.top_p
         drop[-1] = False
         s[order[drop]] = -np.inf
+    if sampling.typical_p < 1.0:
+        s[~typical(s, sampling.typical_p)] = -np.inf
     return s
 
 
-def reference(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> tuple[int, float]:
-    s = processed(logits, sampling, history)
+def typical(s: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
+    """Which tokens typical_p keeps."""
+    p = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+    surprise = np.array([np.inf if one == 0 else -np.log(one) for one in p])
+    entropy = sum(one * much for one, much in zip(p, surprise, strict=True) if one)
+    kept, total = np.zeros(len(s), bool), 0.0
+    for token in np.argsort(abs(surprise - entropy), kind="stable"):
+        kept[token] = True
+        total += p[token]
+        if total >= mass:
+            break
+    return kept
+
+
+def reference(
+    logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int | None = None
+) -> tuple[int, float]:
+    s = processed(logits, sampling, history, prompt)
     logprobs = s - s.max() - np.log(np.exp(s - s.max()).sum())
     chosen = int(s.argmax())
     if sampling.samples:
@@ -73,6 +107,10 @@ def reference(logits: torch.Tensor, sampling: Sampling, history: list[int]) -> t
         q = Noise(len(s), CPU).exponentials(row_keys)[0].double().numpy()
         chosen = int((np.exp(logprobs) / q).argmax())
     return chosen, float(logprobs[chosen])
+
+
+def penalties(values: Sequence[float]) -> st.SearchStrategy[float]:
+    return st.sampled_from([0.0, 0.0, 0.0, *values])
 
 
 SAMPLING = st.builds(
@@ -85,7 +123,13 @@ SAMPLING = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.2, 0.8]),
     choice=st.sampled_from([0, 0, 1, 127]),
     top_n=st.just(0),
-)
+    typical_p=st.just(1.0),
+    frequency_penalty=penalties([2.0, -2.0, 0.5]),
+    count_penalty=penalties([0.1, -2.0, 1.5]),
+    presence_penalty=penalties([0.7, 2.0, -1.0]),
+    bias_ids=st.sampled_from([b"", b"", pack(INT32, [2, 0])]),
+    biases=st.just(b""),
+).map(lambda sampling: sampling._replace(biases=pack(FLOAT32, [-100.0, 1.5]) if sampling.bias_ids else b""))
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,25 +143,25 @@ def test_every_row_equals_the_reference(samplings: list[Sampling], vocab: int, s
     generator = torch.Generator().manual_seed(random)
     logits = torch.randn(len(samplings), vocab, generator=generator) * scale
     histories = [torch.randint(vocab, (1 + row * 3,), generator=generator).tolist() for row in range(len(samplings))]
-    ids, logprobs = run(logits, samplings, histories)
-    for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
-        expected, logprob = reference(logits[row], sampling, history)
-        s = processed(logits[row], sampling, history)
+    prompts = [(len(history) + 1) // 2 for history in histories]
+    ids, logprobs = run(logits, samplings, histories, prompts)
+    for row, (sampling, history, prompt) in enumerate(zip(samplings, histories, prompts, strict=True)):
+        expected, logprob = reference(logits[row], sampling, history, prompt)
         if ids[row] == expected:
             assert logprobs[row].item() == pytest.approx(logprob, abs=2e-4 if sampling.top_p == 1.0 else 2e-3)
         else:  # a token at the border of top_p, or a photo finish: rare, and only among near-equals
-            assert near(logits[row], sampling, history, int(ids[row]), expected), (row, int(ids[row]), expected, s)
+            assert near(logits[row], sampling, history, prompt, int(ids[row])), (row, int(ids[row]), expected)
 
 
-def near(logits: torch.Tensor, sampling: Sampling, history: list[int], got: int, expected: int) -> bool:
+def near(logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int, got: int) -> bool:
     """Whether a change of p by 1e-5 or of the scores by 1e-5 makes the reference choose `got`."""
     for top_p in {sampling.top_p, max(1e-9, sampling.top_p - 1e-5), min(1.0, sampling.top_p + 1e-5)}:
         other = sampling._replace(top_p=top_p, do_sample=sampling.samples)
-        if reference(logits, other, history)[0] == got:
+        if reference(logits, other, history, prompt)[0] == got:
             return True
         lifted = logits.clone()
         lifted[got] += 1e-5 * max(1.0, float(abs(lifted[got])))
-        if reference(lifted, other, history)[0] == got:
+        if reference(lifted, other, history, prompt)[0] == got:
             return True
     return False
 
@@ -131,6 +175,12 @@ MIX = [
     Sampling(5, temperature=3.0, top_p=0.99),  # a wide nucleus
     Sampling(6, repetition_penalty=1.3),
     Sampling(7, temperature=0.9, top_k=50, top_p=0.8, repetition_penalty=1.1),
+    Sampling(8, typical_p=0.6),
+    Sampling(9, temperature=3.0, typical_p=0.99),  # wide again
+    Sampling(10, frequency_penalty=-1.5),
+    Sampling(11, count_penalty=1.1, presence_penalty=-0.3),
+    Sampling(12, **bias({3: 5.5, 77: -100.0, 130: 1e-3})),
+    Sampling(13, temperature=0.8, top_k=10, top_p=0.95, typical_p=0.95, frequency_penalty=1.3, presence_penalty=2.0),
 ]
 
 
@@ -141,17 +191,22 @@ def test_a_row_has_the_same_bits_in_any_batch(threads: int, vocab: int) -> None:
     logits = torch.randn(32, vocab, generator=generator) * 3
     samplings = [MIX[row % len(MIX)]._replace(seed=row) for row in range(32)]
     histories = [torch.randint(vocab, (1 + row * 5 % 37,), generator=generator).tolist() for row in range(32)]
-    alone = [run(logits[r : r + 1], samplings[r : r + 1], histories[r : r + 1]) for r in range(32)]
+    prompts = [(len(ids) + 2) // 3 for ids in histories]
+
+    def some(rows: slice) -> tuple[Any, Any]:
+        return run(logits[rows], samplings[rows], histories[rows], prompts[rows])
+
+    alone = [some(slice(r, r + 1)) for r in range(32)]
     torch.set_num_threads(threads)
     for size in (1, 2, 3, 7, 32) if threads == 1 else (1, 2, 5):
         for begin in {0, 5, 32 - size}:
             rows = slice(begin, min(begin + size, 32))
-            ids, logprobs = run(logits[rows], samplings[rows], histories[rows])
+            ids, logprobs = some(rows)
             assert ids.tolist() == [int(one[0]) for one in alone[rows]]
             assert torch.equal(logprobs, torch.cat([one[1] for one in alone[rows]]))
 
 
-@pytest.mark.parametrize("sampling", [MIX[1], MIX[2], MIX[3], MIX[4], MIX[7]], ids=str)
+@pytest.mark.parametrize("sampling", [MIX[1], MIX[2], MIX[3], MIX[4], MIX[7], MIX[8]], ids=str)
 def test_the_drawn_distribution_is_the_processed_one(sampling: Sampling) -> None:
     """20,000 draws at as many positions, against the reference's probabilities."""
     count, vocab = 20_000, 24

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.worker.test_sampling import draws, processed
-from tgi.kernel.messages import Sampling
+from tgi.kernel.messages import MOST_TOPS, Sampling
 from tgi.kernel.pack import floats, ints, uints
 from tgi.worker.noise import Noise
 from tgi.worker.sampling import Drawn, sample
-from tgi.worker.tops import BLOCK_ROWS, LONGEST, TIES, Tops, columns, find_tops
+from tgi.worker.tops import BLOCK_ROWS, TIES, Tops, columns, find_tops
 
 CPU = torch.device("cpu")
 Listed = list[tuple[int, float]]
@@ -79,6 +79,12 @@ SAMPLING = st.builds(
     repetition_penalty=st.sampled_from([1.0, 2.0, 0.5]),
     choice=st.integers(0, 3),
     top_n=st.sampled_from([0, 1, 2, 5, 20]),
+    typical_p=st.just(1.0),
+    frequency_penalty=st.just(0.0),
+    count_penalty=st.just(0.0),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    bias_ids=st.just(b""),
+    biases=st.just(b""),
 )
 
 
@@ -143,7 +149,7 @@ def test_a_list_has_an_end() -> None:
     flat = torch.full((2, 5000), -8.5)
     short, huge = find(flat, [3, 10**12])
     assert [token for token, _ in short] == list(range(3 + TIES))
-    assert [token for token, _ in huge] == list(range(LONGEST))
+    assert [token for token, _ in huge] == list(range(MOST_TOPS))
 
 
 def test_no_number_is_no_token() -> None:

@@ -9,6 +9,7 @@ from tgi.api.calls import Generation
 from tgi.api.errors import ApiError
 from tgi.kernel import metrics
 from tgi.kernel.messages import End, Generate, Limits, Reason
+from tgi.kernel.pack import ints
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +99,11 @@ def succeeded(calls: Sequence[Generation]) -> None:
 
 
 def _parameters(request: Generate) -> dict[str, Any]:
-    """What was asked for, without the text."""
+    """What was asked for, without the text; of biases their number."""
     asked = {name: getattr(request, name) for name in ("max_new_tokens", "truncate", "stop")}
-    return asked | request.sampling._asdict()
+    drawn = request.sampling._asdict()
+    del drawn["bias_ids"], drawn["biases"]
+    return asked | drawn | {"logit_bias": len(ints(request.sampling.bias_ids))}
 
 
 def duration(seconds: float) -> str:

@@ -11,8 +11,10 @@ from tgi.api.calls import Bell, Generation
 from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import Events, EventStream
+from tgi.api.steering import NONE, Steering
 from tgi.api.validation import EARLY, NOT_YET, RULES, Ask, check
 from tgi.kernel.messages import End, Generate, Sampling
+from tgi.kernel.pack import FLOAT32, INT32, pack
 
 
 class Prompt(NamedTuple):
@@ -37,6 +39,7 @@ def generations(
     stream: bool,
     choices: int = 1,
     hide_stop: bool = False,
+    steering: Steering = NONE,
 ) -> list[Generation]:
     """The generations of one request, `choices` for each prompt, next to each other. Raises ApiError if they may not
     be computed, or not now."""
@@ -48,6 +51,8 @@ def generations(
             stream,
             service.settings,
             limits.max_input_tokens if limits else 0,
+            limits.vocab_size if limits else 0,
+            steering,
         )
         for prompt in prompts
     ]
@@ -64,9 +69,9 @@ def generations(
         for place in range(count):
             if place and (p.best_of or 1) > 1:
                 seed = service.seed(None)  # best_of: each has a seed of its own
-            choice = place if choices > 1 else 0
+            sampling = _sampling(p, steering, seed, place if choices > 1 else 0)
             accounting.submitted()
-            made.append(Generation(_message(prompt, p, seed, choice, hide_stop), stream, bell))
+            made.append(Generation(_message(prompt, p, sampling, hide_stop), stream, bell))
     return made
 
 
@@ -78,9 +83,9 @@ def admit(service: Service, count: int) -> None:
     service.router.admit(count)
 
 
-def _message(prompt: Prompt, p: GenerateParameters, seed: int, choice: int, hide_stop: bool) -> Generate:
-    """What goes down (its rid is the router's to give)."""
-    sampling = Sampling(
+def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int) -> Sampling:
+    """How one generation draws."""
+    return Sampling(
         seed=seed,
         do_sample=bool(p.do_sample),
         temperature=1.0 if p.temperature is None else p.temperature,
@@ -89,7 +94,17 @@ def _message(prompt: Prompt, p: GenerateParameters, seed: int, choice: int, hide
         repetition_penalty=1.0 if p.repetition_penalty is None else p.repetition_penalty,
         top_n=p.top_n_tokens or 0,
         choice=choice,
+        typical_p=1.0 if p.typical_p is None else p.typical_p,
+        frequency_penalty=p.frequency_penalty or 0.0,
+        count_penalty=steering.frequency_penalty,
+        presence_penalty=steering.presence_penalty,
+        bias_ids=pack(INT32, steering.logit_bias.keys()),
+        biases=pack(FLOAT32, steering.logit_bias.values()),
     )
+
+
+def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_stop: bool) -> Generate:
+    """What goes down (its rid is the router's to give)."""
     return Generate(
         0,
         prompt.inputs,

@@ -20,8 +20,8 @@ DONE = "data: [DONE]\n\n"
 
 
 def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | None, top_n: int) -> GenerateParameters:
-    """The request's parameters under TGI's names. Requests sample, except at temperature 0; the values that mean
-    "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out."""
+    """The request's parameters under TGI's names, without those that are OpenAI's alone (Steering). Requests sample,
+    except at temperature 0; the values that mean "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out."""
     greedy = request.temperature == 0
     return GenerateParameters(
         do_sample=not greedy,
@@ -30,7 +30,6 @@ def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | N
         top_k=None if request.top_k in (0, -1) else request.top_k,
         typical_p=None if request.typical_p == 1 else request.typical_p,
         repetition_penalty=request.repetition_penalty,
-        frequency_penalty=request.frequency_penalty,
         max_new_tokens=max_new_tokens,
         stop=request.stops,
         seed=request.seed,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from tgi.api import errors
 from tgi.api.shapes.native import GenerateParameters
+from tgi.api.steering import MOST_BIASES, NONE, Steering, biases, is_id
 from tgi.kernel.settings import Settings
 
 
@@ -16,11 +17,23 @@ class Ask(NamedTuple):
     stream: bool
     settings: Settings
     max_input_tokens: int
+    vocab_size: int
+    steering: Steering = NONE
 
     @property
     def stops(self) -> int:
         """How many stop strings."""
         return len(self.p.stops)
+
+    @property
+    def frequency_penalty(self) -> float:
+        """In one of its two meanings: no route has both."""
+        return self.p.frequency_penalty or self.steering.frequency_penalty
+
+    @property
+    def highest_biased(self) -> int:
+        """The highest token id that has a bias; -1 if none has."""
+        return max(self.steering.logit_bias, default=-1)
 
     @property
     def samples(self) -> bool:
@@ -67,7 +80,7 @@ RULES = [
     Rule("5", lambda a: _is(a.p.temperature, lambda v: v <= 0), "`temperature` must be strictly positive"),
     Rule("6", lambda a: _is(a.p.repetition_penalty, lambda v: v <= 0),
          "`repetition_penalty` must be strictly positive"),
-    Rule("7", lambda a: _is(a.p.frequency_penalty, lambda v: not -2 <= v <= 2),
+    Rule("7", lambda a: not -2 <= a.frequency_penalty <= 2,
          "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     Rule("8", lambda a: _is(a.p.top_p, _share), "`top_p` must be > 0.0 and < 1.0"),
     Rule("9", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
@@ -82,13 +95,12 @@ RULES = [
     Rule("15", lambda a: a.inputs == "", "`inputs` cannot be empty"),
     Rule("16", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
          "`truncate` must be strictly positive and less than {ask.max_input_tokens}. Given: {ask.p.truncate}"),
+    Rule("logit_bias", lambda a: a.highest_biased >= a.vocab_size,
+         "`logit_bias` must name token ids < {ask.vocab_size}. Given: {ask.highest_biased}"),
 ]
 
 # What this server does not do yet is refused, never ignored.
 NOT_YET = [
-    Rule("frequency_penalty", lambda a: bool(a.p.frequency_penalty),
-         "`frequency_penalty` is not supported by this server yet"),
-    Rule("typical_p", lambda a: _is(a.p.typical_p, lambda v: v < 1), "`typical_p` is not supported by this server yet"),
     Rule("watermark", lambda a: bool(a.p.watermark), "`watermark` is not supported by this server yet"),
     Rule("decoder_input_details", lambda a: bool(a.p.decoder_input_details),
          "`decoder_input_details` is not supported by this server yet"),
@@ -101,10 +113,12 @@ OPENAI = [
     Rule("n", lambda r: r.n == 0, "`n` must be strictly positive"),
     Rule("presence_penalty", lambda r: _is(r.presence_penalty, lambda v: not -2 <= v <= 2),
          "`presence_penalty` must be >= -2.0 and <= 2.0"),
-    Rule("presence_penalty", lambda r: bool(r.presence_penalty),
-         "`presence_penalty` is not supported by this server yet"),
-    Rule("logit_bias", lambda r: isinstance(r.logit_bias, dict) and bool(r.logit_bias),
-         "`logit_bias` is not supported by this server yet"),
+    Rule("logit_bias", lambda r: len(biases(r)) > MOST_BIASES,
+         f"`logit_bias` supports up to {MOST_BIASES} tokens"),
+    Rule("logit_bias", lambda r: not all(map(is_id, biases(r))),
+         "`logit_bias` must name tokens by their ids, as in {{\"42\": -100}}"),
+    Rule("logit_bias", lambda r: not all(-100 <= value <= 100 for value in biases(r).values()),
+         "`logit_bias` values must be >= -100.0 and <= 100.0"),
     Rule("response_format", lambda r: r.response_format is not None and r.response_format.type != "text",
          "`response_format` is not supported by this server yet"),
 ]

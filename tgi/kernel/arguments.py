@@ -8,6 +8,7 @@ from typing import Any
 
 from tgi.kernel import rundir
 from tgi.kernel.errors import UserError
+from tgi.kernel.messages import MOST_TOPS
 from tgi.kernel.option import flag, value_of
 from tgi.kernel.settings import DEFAULTS, OPTIONS, Settings
 from tgi.kernel.shards import refuse_shards
@@ -87,6 +88,8 @@ def _check(settings: Settings) -> None:
             raise _invalid(f"Invalid LoRA adapter format: {item.strip()}")
     if settings.rope_factor is not None and settings.rope_factor < 1:
         raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
+    if settings.max_top_n_tokens > MOST_TOPS:
+        raise _invalid(f"`max_top_n_tokens` must be <= {MOST_TOPS}. Given: {settings.max_top_n_tokens}")
     for route in (settings.aip_predict_route, settings.aip_health_route):
         if route is not None and not route.startswith("/"):
             raise _invalid(f"a route must begin with a slash. Given: {route}")

@@ -20,6 +20,9 @@ from tgi.kernel.codec import Codec
 
 PROTOCOL = 1
 
+# So many of the likeliest tokens stand at most beside a drawn one: a Result must stay a small message.
+MOST_TOPS = 1024
+
 
 class Hello(NamedTuple):
     """The first message in each direction of a link: who speaks, and in which life.
@@ -91,11 +94,18 @@ class Sampling(NamedTuple):
     repetition_penalty: float = 1.0
     top_n: int = 0  # with each token, this many of the likeliest ones (more where several share the last place)
     choice: int = 0  # which of several answers to one prompt; each has noise of its own from the same seed
+    typical_p: float = 1.0
+    frequency_penalty: float = 0.0  # TGI's: by a token's share of all ids so far
+    count_penalty: float = 0.0  # OpenAI's frequency_penalty: by how often a token was generated
+    presence_penalty: float = 0.0  # OpenAI's: once for each token that was generated
+    bias_ids: bytes = b""  # int32, each id once: OpenAI's logit_bias
+    biases: bytes = b""  # float32, same length
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn at random (sampling.md, "which requests sample"); greedy otherwise."""
-        return self.do_sample or self.temperature != 1.0 or self.top_k > 0 or self.top_p < 1.0
+        limited = self.top_k > 0 or self.top_p < 1.0 or self.typical_p < 1.0
+        return self.do_sample or self.temperature != 1.0 or limited
 
 
 class Reason(StrEnum):

@@ -12,7 +12,8 @@ from tgi.kernel.messages import Limits, Result, Step
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.loop import Poisoned
 from tgi.worker.noise import Noise
-from tgi.worker.sampling import Drawn, Draws, sample
+from tgi.worker.params import Draws
+from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import Rows, Slots
 from tgi.worker.tops import Tops, columns
 
@@ -148,24 +149,14 @@ class TorchEngine:
         state = self._slots
         slots, position = rows.slots[rows.drawing], rows.ends[rows.drawing]
 
-        def history(chosen: NDArray[np.int64]) -> Tensor:
-            places = np.arange(position[chosen].max())[None]
-            places = np.where(places < position[chosen][:, None], places, 0)
+        def history(chosen: NDArray[np.int64], begins: NDArray[np.int64]) -> Tensor:
+            ends = position[chosen][:, None]
+            places = begins[:, None] + np.arange((ends[:, 0] - begins).max())
+            places = np.where(places < ends, places, 0)
             (at,) = self._to_device((places + slots[chosen][:, None] * state.width).ravel())
             return state.ids.view(-1)[at].long().view(places.shape)
 
-        draws = Draws(
-            state.samples[slots],
-            state.temperature[slots],
-            state.top_k[slots],
-            state.top_p[slots],
-            state.repetition_penalty[slots],
-            state.seed[slots],
-            state.choice[slots],
-            state.top_n[slots],
-            position,
-            history,
-        )
+        draws = Draws(state.params.take(slots), position, history)
         drawn = sample(logits, draws, self._noise)
         (at,) = self._to_device(slots * state.width + position)
         state.ids.view(-1)[at] = drawn.ids.int()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import Sampling, Slot, Step, decode
-from tgi.worker.tops import LONGEST
+from tgi.worker.params import Params
 
 EMPTY = -2  # nobody is in the slot
 NEW = -1  # nothing is computed yet: the first row may start behind a cached prefix
@@ -46,14 +46,7 @@ class Slots:
         self.known = np.zeros(count, np.int64)  # ids, drawn ones included
         self.computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache
         self.held = np.zeros(count, np.int64)  # pages
-        self.samples = np.zeros(count, np.bool_)
-        self.temperature = np.ones(count, np.float32)
-        self.top_k = np.zeros(count, np.int64)
-        self.top_p = np.ones(count, np.float64)
-        self.repetition_penalty = np.ones(count, np.float32)
-        self.seed = np.zeros(count, np.uint64)
-        self.choice = np.zeros(count, np.uint64)
-        self.top_n = np.zeros(count, np.int64)
+        self.params = Params.empty(count)
 
     def reset(self) -> None:
         """Empties all slots."""
@@ -125,18 +118,18 @@ class Slots:
         sampling = decode(new.sampling)
         if not isinstance(sampling, Sampling):
             raise ProtocolError(f"slot {slot}: expected a Sampling, got {type(sampling).__name__}")
+        if not 0 < new.prompt_tokens <= len(ids):
+            raise BadStep(f"slot {slot}: {new.prompt_tokens} of {len(ids)} ids are prompt")
+        try:
+            self.params.put(slot, sampling, new.prompt_tokens)
+        except (ValueError, OverflowError) as error:
+            raise BadStep(f"slot {slot}: {error}") from error
+        if (bias := self.params.bias[slot]) is not None:
+            _need_within(bias.ids, self._vocab_size, "biased token id")
         self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
         self.known[slot] = len(ids)
         self.computed[slot] = NEW
         self.held[slot] = 0
-        self.samples[slot] = sampling.samples
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.repetition_penalty[slot] = sampling.repetition_penalty
-        self.seed[slot] = sampling.seed
-        self.choice[slot] = sampling.choice
-        self.top_n[slot] = min(sampling.top_n, LONGEST)
 
     def _need_occupied(self, slots: Ints) -> None:
         _need_within(slots, len(self.known), "slot")

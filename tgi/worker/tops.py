@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tgi.kernel.messages import MOST_TOPS
+
 # A flat distribution has as many equals as the vocabulary has tokens. So many are listed beyond the n asked for.
 TIES = 128
-# And so many at most beside one token, whatever is asked for: a result must stay a small message.
-LONGEST = 1024
 # Rows are ranked in blocks, which bounds the scratch memory (three int64 per token of the vocabulary).
 BLOCK_ROWS = 32
 
@@ -31,7 +31,7 @@ class Tops(NamedTuple):
 
 def find_tops(logprobs: Tensor, rows: NDArray[np.int64], top_n: NDArray[np.int64]) -> Tops:
     """The lists of these drawing rows, which ask for top_n [n] > 0 tokens of their logprobs float32 [n, vocab]."""
-    most = min(LONGEST, logprobs.shape[1])
+    most = min(MOST_TOPS, logprobs.shape[1])
     wanted = np.minimum(top_n, most)
     longest = np.minimum(wanted + TIES, most)
     ids = torch.cat([_rank(block, int(longest.max())) for block in logprobs.split(BLOCK_ROWS)])

@@ -128,6 +128,10 @@ def test_parameters_reach_the_tokenizer(front: Front) -> None:
         | {"stop": ["a", "b"], "truncate": 7},
     )
     assert message.sampling == Sampling(1, False, 0.5, 3, 0.25, 1.5)
+    sampling = asked(front, {"typical_p": 0.75, "frequency_penalty": -1.5, "seed": 1}).sampling
+    assert sampling == Sampling(1, typical_p=0.75, frequency_penalty=-1.5)
+    assert sampling.samples
+    assert not asked(front, {"frequency_penalty": 2.0}).sampling.samples
     assert (message.max_new_tokens, message.truncate, message.stop) == (9, 7, ["a", "b"])
     assert message.resume == b""
     assert message.add_special_tokens

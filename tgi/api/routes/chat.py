@@ -13,6 +13,7 @@ from tgi.api.openai import Stamp, Usage, Visible, finish_reason
 from tgi.api.serde import Body
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest
+from tgi.api.steering import Steering
 from tgi.api.validation import OPENAI, check
 from tgi.kernel.messages import End
 
@@ -130,5 +131,11 @@ def generations(service: Service, request: ChatRequest) -> list[Generation]:
     p = openai.parameters(request, request.max_new_tokens, top_n)
     choices = request.n or 1
     return answering.generations(
-        service, [Prompt("", chat)], p, stream=bool(request.stream), choices=choices, hide_stop=True
+        service,
+        [Prompt("", chat)],
+        p,
+        stream=bool(request.stream),
+        choices=choices,
+        hide_stop=True,
+        steering=Steering.of(request),
     )

@@ -14,6 +14,7 @@ from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
 from tgi.api.serde import Body
 from tgi.api.service import Service
 from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.steering import Steering
 from tgi.api.validation import COMPLETIONS, OPENAI, check
 from tgi.kernel.messages import End
 
@@ -149,5 +150,11 @@ class CompletionsResource:
         p = openai.parameters(request, request.max_tokens, request.logprobs or 0)
         prompts = [Prompt(text) for text in request.prompts]
         return answering.generations(
-            self._service, prompts, p, stream=bool(request.stream), choices=request.n or 1, hide_stop=True
+            self._service,
+            prompts,
+            p,
+            stream=bool(request.stream),
+            choices=request.n or 1,
+            hide_stop=True,
+            steering=Steering.of(request),
         )

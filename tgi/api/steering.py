@@ -1,0 +1,45 @@
+"""What only OpenAI's routes can ask of the draws: penalties by counts, and biases for single tokens."""
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tgi.api import float32
+from tgi.api.shapes.chat import ChatRequest
+from tgi.api.shapes.completions import CompletionRequest
+
+# A request for more biases than this is refused: they travel with each of its generations.
+MOST_BIASES = 1024
+
+_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
+class Steering(NamedTuple):
+    """The values that hold; the defaults are those of a request that asks for nothing."""
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, request: ChatRequest | CompletionRequest) -> "Steering":
+        """Of a request whose `logit_bias` has passed the rules. Floats are rounded to float32, as all parameters."""
+        return cls(
+            float32.rounded(request.frequency_penalty or 0.0),
+            float32.rounded(request.presence_penalty or 0.0),
+            {int(token): float32.rounded(value) for token, value in biases(request).items()},
+        )
+
+
+NONE = Steering()
+
+
+def biases(request: ChatRequest | CompletionRequest) -> Mapping[str, float]:
+    """The biases as they were sent. TGI's array form means nothing."""
+    return request.logit_bias if isinstance(request.logit_bias, dict) else {}
+
+
+def is_id(text: str) -> bool:
+    """Whether this is a token id in plain decimal digits."""
+    return _ID.fullmatch(text) is not None

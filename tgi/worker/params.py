@@ -1,0 +1,92 @@
+"""How requests draw, as host columns: one entry for each slot, or for each row of a step that draws."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgi.kernel.messages import MOST_TOPS, Sampling
+from tgi.kernel.pack import floats, ints
+from tgi.worker.rows import Rows
+
+# No penalty makes a score larger, or float32 might overflow and a logprob be no number.
+LARGEST_SCORE = 1e8
+
+
+class Bias(NamedTuple):
+    """What one request adds to the scores of single tokens."""
+
+    ids: NDArray[np.int64]  # [B], each once
+    values: NDArray[np.float32]  # [B]
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "Bias | None":
+        """None if nothing is added. Raises ProtocolError for columns that are none, ValueError if they do not fit."""
+        ids, values = ints(sampling.bias_ids), floats(sampling.biases)
+        if len(ids) != len(values):
+            raise ValueError(f"{len(ids)} bias_ids and {len(values)} biases")
+        if len(set(ids)) != len(ids):
+            raise ValueError("a token has two biases")
+        return cls(np.array(ids, np.int64), np.array(values, np.float32)) if ids else None
+
+
+class Params(NamedTuple):
+    """Columns [N]; all but the last two hold the fields of Sampling that have their names."""
+
+    samples: NDArray[np.bool_]  # at random; greedy otherwise
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    typical_p: NDArray[np.float64]
+    repetition_penalty: NDArray[np.float32]
+    frequency_penalty: NDArray[np.float64]
+    count_penalty: NDArray[np.float32]
+    presence_penalty: NDArray[np.float32]
+    seed: NDArray[np.uint64]
+    choice: NDArray[np.uint64]
+    top_n: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int64]  # ids from here on were generated
+    bias: NDArray[np.object_]  # Bias | None
+
+    @classmethod
+    def empty(cls, count: int) -> "Params":
+        """Room for `count` requests."""
+        return cls(
+            samples=np.zeros(count, np.bool_),
+            temperature=np.ones(count, np.float32),
+            top_k=np.zeros(count, np.int64),
+            top_p=np.ones(count, np.float64),
+            typical_p=np.ones(count, np.float64),
+            repetition_penalty=np.ones(count, np.float32),
+            frequency_penalty=np.zeros(count, np.float64),
+            count_penalty=np.zeros(count, np.float32),
+            presence_penalty=np.zeros(count, np.float32),
+            seed=np.zeros(count, np.uint64),
+            choice=np.zeros(count, np.uint64),
+            top_n=np.zeros(count, np.int64),
+            prompt_tokens=np.zeros(count, np.int64),
+            bias=np.full(count, None),
+        )
+
+    def put(self, at: int, sampling: Sampling, prompt_tokens: int) -> None:
+        """A request comes to this place. Raises ValueError or ProtocolError for what no column can hold."""
+        self.bias[at] = Bias.of(sampling)
+        self.prompt_tokens[at] = prompt_tokens
+        for name in self._fields[:-2]:
+            getattr(self, name)[at] = getattr(sampling, name)
+        self.top_n[at] = min(sampling.top_n, MOST_TOPS)
+
+    def take(self, at: NDArray[np.int64]) -> "Params":
+        """The columns of these places, in this order."""
+        return Params._make(column[at] for column in self)
+
+
+class Draws(NamedTuple):
+    """How D rows draw, and where their ids so far can be read."""
+
+    params: Params  # [D]
+    position: NDArray[np.int64]  # [D] of the token that is drawn = how many are known
+    history: Callable[[Rows, NDArray[np.int64]], Tensor]  # rows and where each begins -> int64 [n, L]: their ids from
+    # there on; short ones are filled with their first
