@@ -13,9 +13,10 @@ from langchain_core.runnables import Runnable
 from langchain_huggingface import ChatHuggingFace, HuggingFaceEndpoint
 from langchain_openai import ChatOpenAI, OpenAI
 
-from tests.clients.served import ANSWER, PROMPT, QUESTION, URL
+from tests.clients.served import ANSWER, MESSAGES, PROMPT, QUESTION, SYSTEM, URL
 
-OPENAI: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none", "temperature": 0, "max_tokens": 20}
+LOOP = asyncio.Runner()  # one event loop for all: langchain-openai shares its connections between models
+OPENAI: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
 
 
 def chat_openai(**options: Any) -> ChatOpenAI:
@@ -28,12 +29,12 @@ def completions() -> OpenAI:
 
 def endpoint(**options: Any) -> HuggingFaceEndpoint:
     """Greedy: its own defaults sample."""
-    greedy = {"temperature": None, "top_p": None, "typical_p": None}
-    return HuggingFaceEndpoint(endpoint_url=URL, max_new_tokens=20, **greedy | options)
+    greedy = {"temperature": None, "top_p": None, "typical_p": None, "max_new_tokens": 12}
+    return HuggingFaceEndpoint(endpoint_url=URL, **greedy | options)
 
 
 def chat_hugging_face() -> ChatHuggingFace:
-    return ChatHuggingFace(llm=endpoint(), temperature=0, max_tokens=20)
+    return ChatHuggingFace(llm=endpoint(), temperature=0, max_tokens=12)
 
 
 def joined(chunks: list[Any]) -> Any:
@@ -55,7 +56,7 @@ CHATS = pytest.mark.parametrize("make", [chat_openai, chat_hugging_face])
 
 @CHATS
 def test_invoke(make: Any) -> None:
-    answer = make().invoke(QUESTION)
+    answer = make().invoke(MESSAGES)
     assert isinstance(answer, AIMessage)
     assert ANSWER in answer.content
     assert answer.response_metadata["finish_reason"] == "stop"
@@ -66,44 +67,49 @@ def test_invoke(make: Any) -> None:
 @CHATS
 def test_stream(make: Any) -> None:
     model = make()
-    total = joined(list(model.stream(QUESTION)))
-    assert total.content == model.invoke(QUESTION).content
+    total = joined(list(model.stream(MESSAGES)))
+    assert total.content == model.invoke(MESSAGES).content
     assert ANSWER in total.content
     assert total.response_metadata["finish_reason"] == "stop"
 
 
 @CHATS
 def test_batch(make: Any) -> None:
-    answers = make().batch([QUESTION, [SystemMessage("You answer briefly."), HumanMessage(QUESTION)]])
+    answers = make().batch([MESSAGES, MESSAGES])
     assert [ANSWER in answer.content for answer in answers] == [True, True]
 
 
 @CHATS
 def test_ainvoke(make: Any) -> None:
-    assert ANSWER in asyncio.run(make().ainvoke(QUESTION)).content
+    assert ANSWER in LOOP.run(make().ainvoke(MESSAGES)).content
 
 
 @CHATS
 def test_astream(make: Any) -> None:
-    total = joined(asyncio.run(gathered(make().astream(QUESTION))))
+    total = joined(LOOP.run(gathered(make().astream(MESSAGES))))
     assert ANSWER in total.content
     assert total.response_metadata["finish_reason"] == "stop"
 
 
 @CHATS
 def test_stop(make: Any) -> None:
-    assert make().invoke(QUESTION, stop=["France"]).content == "The capital of "
+    assert make().invoke(MESSAGES, stop=["France"]).content == "The capital of "
 
 
 @CHATS
 def test_conversation(make: Any) -> None:
-    turns: list[BaseMessage] = [HumanMessage("Hello"), AIMessage("What do you want to know?"), HumanMessage(QUESTION)]
+    turns: list[BaseMessage] = [
+        SystemMessage(SYSTEM),
+        HumanMessage("Hello"),
+        AIMessage("Hello."),
+        HumanMessage(QUESTION),
+    ]
     assert ANSWER in make().invoke(turns).content
 
 
 @CHATS
 def test_chain(make: Any) -> None:
-    prompt = ChatPromptTemplate.from_messages([("user", "What is the capital of {country}?")])
+    prompt = ChatPromptTemplate.from_messages([("system", SYSTEM), ("user", "What is the capital of {country}?")])
     chain: Runnable[Any, str] = prompt | make() | StrOutputParser()
     assert ANSWER in chain.invoke({"country": "France"})
 
@@ -111,23 +117,23 @@ def test_chain(make: Any) -> None:
 @CHATS
 def test_usage_of_a_stream(make: Any) -> None:
     model = make()
-    total = joined(list(model.stream(QUESTION, stream_usage=True)))
-    expected = model.invoke(QUESTION).usage_metadata
+    total = joined(list(model.stream(MESSAGES, stream_usage=True)))
+    expected = model.invoke(MESSAGES).usage_metadata
     assert {name: total.usage_metadata[name] for name in ("input_tokens", "output_tokens", "total_tokens")} == {
         name: expected[name] for name in ("input_tokens", "output_tokens", "total_tokens")
     }
 
 
 def test_choices_and_logprobs() -> None:
-    result = chat_openai(n=2, logprobs=True, top_logprobs=2).generate([[HumanMessage(QUESTION)]])
+    result = chat_openai(n=2, logprobs=True, top_logprobs=2).generate([[SystemMessage(SYSTEM), HumanMessage(QUESTION)]])
     assert [ANSWER in choice.text for choice in result.generations[0]] == [True, True]
-    tokens = chat_openai(logprobs=True, top_logprobs=2).invoke(QUESTION).response_metadata["logprobs"]["content"]
+    tokens = chat_openai(logprobs=True, top_logprobs=2).invoke(MESSAGES).response_metadata["logprobs"]["content"]
     assert all(len(token["top_logprobs"]) == 2 for token in tokens)
 
 
 def test_refusals_keep_their_class() -> None:
     with pytest.raises(openai.UnprocessableEntityError):
-        chat_openai(top_p=1.5).invoke(QUESTION)
+        chat_openai(top_p=1.5).invoke(MESSAGES)
 
 
 # Text models
@@ -155,9 +161,9 @@ def test_text_batch(make: Any) -> None:
 
 @TEXTS
 def test_text_ainvoke_and_astream(make: Any) -> None:
-    text = asyncio.run(make().ainvoke(PROMPT))
+    text = LOOP.run(make().ainvoke(PROMPT))
     assert ANSWER in text
-    assert "".join(asyncio.run(gathered(make().astream(PROMPT)))).removesuffix("<|im_end|>") == text
+    assert "".join(LOOP.run(gathered(make().astream(PROMPT)))).removesuffix("<|im_end|>") == text
 
 
 @TEXTS

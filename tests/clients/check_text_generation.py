@@ -8,10 +8,10 @@ from text_generation import AsyncClient, Client
 from text_generation.errors import ValidationError
 from text_generation.types import FinishReason, Message, Response, StreamResponse
 
-from tests.clients.served import ANSWER, PROMPT, QUESTION, URL
+from tests.clients.served import ANSWER, MESSAGES, PROMPT, URL
 
 TOO_MANY_STOPS = ["a", "b", "c", "d", "e"]
-CHAT = [Message(role="user", content=QUESTION)]
+CHAT = [Message(**message) for message in MESSAGES]
 
 
 @pytest.fixture
@@ -20,20 +20,20 @@ def client() -> Client:
 
 
 def stream(client: Client, **parameters: object) -> list[StreamResponse]:
-    return list(client.generate_stream(PROMPT, max_new_tokens=20, **parameters))
+    return list(client.generate_stream(PROMPT, max_new_tokens=12, **parameters))
 
 
 async def generate_async(**parameters: object) -> Response:
-    return await AsyncClient(URL, timeout=60).generate(PROMPT, max_new_tokens=20, **parameters)
+    return await AsyncClient(URL, timeout=60).generate(PROMPT, max_new_tokens=12, **parameters)
 
 
 async def stream_async(**parameters: object) -> list[StreamResponse]:
-    events = AsyncClient(URL, timeout=60).generate_stream(PROMPT, max_new_tokens=20, **parameters)
+    events = AsyncClient(URL, timeout=60).generate_stream(PROMPT, max_new_tokens=12, **parameters)
     return [event async for event in events]
 
 
 def test_generate(client: Client) -> None:
-    answer = client.generate(PROMPT, max_new_tokens=20)
+    answer = client.generate(PROMPT, max_new_tokens=12)
     assert ANSWER in answer.generated_text
     details = answer.details
     assert details.finish_reason == FinishReason.EndOfSequenceToken
@@ -55,7 +55,7 @@ def test_generate_stream(client: Client) -> None:
 
 
 def test_async_generate_is_the_same(client: Client) -> None:
-    assert asyncio.run(generate_async()) == client.generate(PROMPT, max_new_tokens=20)
+    assert asyncio.run(generate_async()) == client.generate(PROMPT, max_new_tokens=12)
 
 
 def test_async_generate_stream_is_the_same(client: Client) -> None:
@@ -63,7 +63,7 @@ def test_async_generate_stream_is_the_same(client: Client) -> None:
 
 
 def test_stop_sequence_ends_the_text(client: Client) -> None:
-    answer = client.generate(PROMPT, max_new_tokens=20, stop_sequences=["France"])
+    answer = client.generate(PROMPT, max_new_tokens=12, stop_sequences=["France"])
     assert answer.generated_text.endswith("France")
     assert answer.details.finish_reason == FinishReason.StopSequence
     assert stream(client, stop_sequences=["France"])[-1].generated_text == answer.generated_text
@@ -95,7 +95,7 @@ def test_refusals_are_validation_errors(client: Client) -> None:
 
 
 def test_chat(client: Client) -> None:
-    answer = client.chat(CHAT, max_tokens=20, temperature=0)
+    answer = client.chat(CHAT, max_tokens=12, temperature=0)
     assert answer.object == "chat.completion"
     [choice] = answer.choices
     assert choice.message.role == "assistant"
@@ -113,7 +113,7 @@ def test_chat_with_logprobs_and_choices(client: Client) -> None:
 
 
 def test_async_chat() -> None:
-    answer = asyncio.run(AsyncClient(URL, timeout=60).chat(CHAT, max_tokens=20, temperature=0))
+    answer = asyncio.run(AsyncClient(URL, timeout=60).chat(CHAT, max_tokens=12, temperature=0))
     assert ANSWER in answer.choices[0].message.content
 
 
