@@ -1,0 +1,112 @@
+"""What the pages for users say is so: links lead somewhere, flags exist, start lines are taken, refusals are these."""
+
+import re
+import shlex
+import string
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import FLAGS
+from tgi.api.validation import COMPLETIONS, NOT_YET, OPENAI
+from tgi.kernel.arguments import load
+from tgi.kernel.option import flag
+from tgi.kernel.settings import OPTIONS
+from tgi.launcher import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+COMPATIBILITY, MIGRATING = PAGES["compatibility.md"], PAGES["migrating.md"]
+OURS = {"--max-image-fetch-size", "--api-key-file", "--kserve", "--allow-image-urls"}  # flags that TGI has not
+LAUNCHER = {name for name, _, _ in FLAGS if name.startswith("--")} - OURS
+OTHERS_FLAGS = {"--gpus", "--shm-size", "--no-cache-dir"}  # of docker and pip
+VARIABLES = {variable for name, option in OPTIONS.items() for variable in option.over + option.variables(name)}
+NOT_SERVED = " is not supported by this server"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: str) -> set[str]:
+    """Where links into a page may lead: its headings, as they become addresses."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    kept = string.ascii_lowercase + string.digits + "-_"
+    return {"".join(c for c in heading.lower().replace(" ", "-") if c in kept) for heading in headings}
+
+
+def named_flags(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+
+
+def row(page: str, begin: str) -> str:
+    """The line of a table that begins so."""
+    (found,) = [line for line in page.splitlines() if line.startswith(f"| {begin}")]
+    return found
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    here = ROOT if name == "README.md" else ROOT / "docs"
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (here / path).resolve() if path else here / name
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text()), target
+
+
+@pytest.mark.parametrize("page", [COMPATIBILITY, MIGRATING], ids=["compatibility", "migrating"])
+def test_flags_that_are_named_exist(page: str) -> None:
+    assert named_flags(page) <= {flag(name) for name in OPTIONS} | OTHERS_FLAGS
+
+
+def test_every_flag_of_tgi_is_placed() -> None:
+    """Each flag of TGI's launcher stands in one of the rows, and those without effect in theirs."""
+    kept, silent, refused = (
+        named_flags(row(MIGRATING, begin)) for begin in ("keep their meaning", "accepted, without", "refused, or only")
+    )
+    placed = kept | silent | refused | named_flags(row(MIGRATING, "do more"))
+    assert placed >= LAUNCHER
+    assert not kept & silent
+    assert not refused & (kept | silent)
+    assert silent >= LAUNCHER & {flag(name) for name, option in OPTIONS.items() if option.ignored}
+
+
+def start_lines() -> list[str]:
+    lines = [line for block in blocks(MIGRATING, "sh") for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if "text-generation-launcher" in line and not line.startswith("docker")]
+
+
+def test_there_are_start_lines() -> None:
+    assert len(start_lines()) >= 4
+
+
+@pytest.mark.parametrize("line", start_lines())
+def test_a_start_line_is_taken(line: str) -> None:
+    words = shlex.split(line)
+    at = words.index("text-generation-launcher")
+    environ = dict(word.split("=", 1) for word in words[:at])
+    settings = load(main.make_context("launcher", words[at + 1 :]).params, environ)
+    assert settings.model_id == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert settings.port == 8080
+
+
+def test_variables_of_the_compose_file_exist() -> None:
+    (service,) = blocks(MIGRATING, "yaml")
+    named = set(re.findall(r"^ {6}([A-Z_]+):", service, re.MULTILINE))
+    assert len(named) > 3
+    assert named <= VARIABLES | {"HF_TOKEN"}
+
+
+@pytest.mark.parametrize("source", blocks(MIGRATING, "python"))
+def test_examples_are_python(source: str) -> None:
+    compile(source, "migrating.md", "exec")
+
+
+def test_what_is_not_served_is_listed_and_nothing_else() -> None:
+    texts = {rule.detail for rule in (*NOT_YET, *OPENAI, *COMPLETIONS) if NOT_SERVED in rule.detail}
+    section = COMPATIBILITY.partition("## Not served yet")[2]
+    assert texts == {text for text in re.findall(r"`` (.+?) ``", section) if NOT_SERVED in text}
