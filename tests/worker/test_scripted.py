@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from tgi.kernel.messages import Result, Sampling, Slot, Step, encode
-from tgi.kernel.pack import INT32, UINT8, floats, ints, pack, uints
+from tgi.kernel.pack import FLOAT32, INT32, UINT8, floats, ints, pack, uints
 from tgi.worker.sayings import IDS
 from tgi.worker.scripted import Script, ScriptedEngine, ScriptedWorker
 
@@ -15,6 +15,11 @@ GREEDY = encode(Sampling(1))
 
 def slot(number: int, ids: list[int], sampling: bytes = GREEDY) -> Slot:
     return Slot(number, pack(INT32, ids), len(ids), sampling)
+
+
+def biased(*ids: int) -> bytes:
+    """A request with one bias, for these ids."""
+    return encode(Sampling(1, bias_ids=pack(INT32, ids), biases=pack(FLOAT32, [1.0])))
 
 
 def step(
@@ -163,6 +168,8 @@ FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
         (step(2, [(3, 0, 1, 1)], [slot(3, [1])], [(3, 3)]), "slot 3 of 3"),
         (step(2, [(1, 0, 1, 1)], [slot(1, [128])], [(1, 3)]), "not in the vocabulary"),
         (step(2, [(1, 0, 1, 1)], [slot(1, [-1])], [(1, 3)]), "not in the vocabulary"),
+        (step(2, [(1, 0, 1, 1)], [slot(1, [1], biased(128))], [(1, 3)]), "a biased id is not in the vocabulary"),
+        (step(2, [(1, 0, 1, 1)], [slot(1, [1], biased(1, 2))], [(1, 3)]), "bias_ids and biases differ in length"),
         (step(2, [(1, 0, 24, 1)], [slot(1, [1] * 24)], [(1, 3)]), "leave no room"),
         (step(2, [(1, 0, 5, 1)], [slot(1, [1] * 5)], [(1, 3)]), "1 pages do not cover 5 tokens"),
         (step(2, [(1, 0, 3, 1)], [slot(1, [1] * 4)], [(1, 3)]), "draws at 3 of 4 known ids"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import Limits, Result, Sampling, Step, decode
-from tgi.kernel.pack import ints
+from tgi.kernel.pack import floats, ints
 from tgi.worker.sayings import Said, ids_of, noise_of, result_of, say
 
 
@@ -130,6 +130,12 @@ class ScriptedWorker:
             )
             _need(
                 min(ids) >= 0 and max(ids) < self.script.vocab_size, f"slot {new.slot}: an id is not in the vocabulary"
+            )
+            biased = ints(sampling.bias_ids)
+            _need(len(biased) == len(floats(sampling.biases)), f"slot {new.slot}: bias_ids and biases differ in length")
+            _need(
+                all(0 <= token < self.script.vocab_size for token in biased),
+                f"slot {new.slot}: a biased id is not in the vocabulary",
             )
             seen.add(new.slot)
             if old := self._slots.get(new.slot):

@@ -1,0 +1,74 @@
+"""The columns of running requests: what a slot takes, at its bounds, and what it refuses in words."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.test_sampling import bias
+from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
+from tgi.kernel.pack import FLOAT32, INT32, pack
+from tgi.worker.params import Params
+from tgi.worker.slots import BadStep, Slots
+
+LARGEST_FLOAT = 3.4028234663852886e38
+
+
+def occupy(sampling: Sampling, prompt_tokens: int = 2) -> Slots:
+    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"))
+    new = Slot(1, pack(INT32, [1, 2, 3]), prompt_tokens, encode(sampling))
+    slots.apply(Step(1, 1, [new], b"", b"", b"", b"", b"", b""))
+    return slots
+
+
+def test_a_slot_holds_what_its_last_occupant_asked_for() -> None:
+    params = Params.empty(3)
+    params.put(1, Sampling(5, count_penalty=1.5, **bias({3: -1.0})), 7)
+    assert params.bias[1].ids.tolist() == [3]
+    assert (params.count_penalty[1], params.prompt_tokens[1]) == (1.5, 7)
+    taken = params.take(np.array([1, 0]))
+    assert (taken.seed.tolist(), taken.top_p.tolist(), taken.bias[1]) == ([5, 0], [1.0, 1.0], None)
+    params.put(1, Sampling(6), 1)
+    assert params.bias[1] is None
+    assert taken.count_penalty.tolist() == [1.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"seed": 2**64 - 1, "choice": 2**32, "top_n": 2**32 - 1, "top_k": 2**31 - 1},
+        {"temperature": LARGEST_FLOAT, "repetition_penalty": LARGEST_FLOAT, "top_p": 1e-45, "typical_p": 1e-45},
+        {"temperature": 1e-45, "repetition_penalty": 1e-45, "frequency_penalty": -2.0, "presence_penalty": 2.0},
+        bias(dict.fromkeys(range(64), -100.0)),
+    ],
+    ids=str,
+)
+def test_whatever_passes_the_front_end_fits(extreme: dict[str, Any]) -> None:
+    slots = occupy(Sampling(**{"seed": 0} | extreme))
+    assert slots.params.top_n[1] <= MOST_TOPS
+    assert slots.known[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (Sampling(0, choice=-1), "slot 1: "),
+        (Sampling(-1), "slot 1: "),
+        (Sampling(0, top_k=2**63), "slot 1: "),
+        (Sampling(0, bias_ids=pack(INT32, [1])), "slot 1: 1 bias_ids and 0 biases"),
+        (Sampling(0, bias_ids=pack(INT32, [1, 1]), biases=pack(FLOAT32, [1, 2])), "slot 1: a token has two biases"),
+        (Sampling(0, **bias({64: 1.0})), "biased token id 64 is not within 0 to 63"),
+        (Sampling(0, **bias({-1: 1.0})), "biased token id -1 is not within 0 to 63"),
+    ],
+    ids=str,
+)
+def test_what_no_front_end_sends_is_named(sampling: Sampling, words: str) -> None:
+    with pytest.raises(BadStep, match=words):
+        occupy(sampling)
+
+
+@pytest.mark.parametrize("prompt_tokens", [-1, 0, 4])
+def test_a_prompt_that_does_not_fit_its_ids(prompt_tokens: int) -> None:
+    with pytest.raises(BadStep, match=f"slot 1: {prompt_tokens} of 3 ids are prompt"):
+        occupy(Sampling(0), prompt_tokens)
