@@ -214,7 +214,7 @@ def test_completion_logprobs(client: OpenAI) -> None:
     [choice] = answer.choices
     logprobs = choice.logprobs
     assert "".join(logprobs.tokens).startswith(choice.text)
-    assert logprobs.text_offset[:2] == [0, len(logprobs.tokens[0])]
+    assert logprobs.text_offset[1] - logprobs.text_offset[0] == len(logprobs.tokens[0])
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs)
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert top[token] == logprob == max(top.values()) <= 0
