@@ -34,6 +34,19 @@ def test_a_slot_holds_what_its_last_occupant_asked_for() -> None:
     assert taken.count_penalty.tolist() == [1.5, 0.0]
 
 
+def test_who_leaves_the_scores_alone() -> None:
+    """All processors are passed over where all rows are plain."""
+    params = Params.empty(1)
+    for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2)):
+        params.put(0, plain, 1)
+        assert params.plain[0]
+    for name in set(Sampling._fields) - {"seed", "do_sample", "top_n", "choice", "bias_ids", "biases"}:
+        params.put(0, Sampling(0, **{name: 2}), 1)
+        assert not params.plain[0], name
+    params.put(0, Sampling(0, **bias({1: 1.0})), 1)
+    assert not params.plain[0]
+
+
 @pytest.mark.parametrize(
     "extreme",
     [

@@ -68,8 +68,14 @@ def _likely(scores: Tensor, probabilities: Tensor) -> Tensor:
 def _typical(scores: Tensor, probabilities: Tensor) -> Tensor:
     """The rank of tokens for typical_p: minus the distance between surprise and entropy."""
     surprise = -scores.log_softmax(-1).clamp_(min=-LARGEST_SCORE)  # finite, to be multiplied with a probability of 0
-    entropy = (probabilities * surprise).cumsum(-1, dtype=torch.float64)[:, -1:]
-    return (surprise - entropy.float()).abs_().neg_()
+    return (surprise - _sums(probabilities * surprise)).abs_().neg_()
+
+
+def _sums(values: Tensor) -> Tensor:
+    """The sum of each row [n, 1]. numpy's, since torch splits a lone row among threads, and rounds otherwise then."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy().sum(-1, keepdims=True))
+    return values.sum(-1, keepdim=True)
 
 
 def _keep_mass(scores: Tensor, mass: NDArray[np.float64], rank: Rank) -> Tensor:

@@ -14,6 +14,8 @@ from tgi.worker.rows import Rows
 # No penalty makes a score larger, or float32 might overflow and a logprob be no number.
 LARGEST_SCORE = 1e8
 
+PLAIN = Sampling(0)
+
 
 class Bias(NamedTuple):
     """What one request adds to the scores of single tokens."""
@@ -33,7 +35,7 @@ class Bias(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Columns [N]; all but the last two hold the fields of Sampling that have their names."""
+    """Columns [N]; all but the last three hold the fields of Sampling that have their names."""
 
     samples: NDArray[np.bool_]  # at random; greedy otherwise
     temperature: NDArray[np.float32]
@@ -47,6 +49,7 @@ class Params(NamedTuple):
     seed: NDArray[np.uint64]
     choice: NDArray[np.uint64]
     top_n: NDArray[np.int64]
+    plain: NDArray[np.bool_]  # scores stay as the model made them
     prompt_tokens: NDArray[np.int64]  # ids from here on were generated
     bias: NDArray[np.object_]  # Bias | None
 
@@ -66,6 +69,7 @@ class Params(NamedTuple):
             seed=np.zeros(count, np.uint64),
             choice=np.zeros(count, np.uint64),
             top_n=np.zeros(count, np.int64),
+            plain=np.ones(count, np.bool_),
             prompt_tokens=np.zeros(count, np.int64),
             bias=np.full(count, None),
         )
@@ -74,7 +78,8 @@ class Params(NamedTuple):
         """A request comes to this place. Raises ValueError or ProtocolError for what no column can hold."""
         self.bias[at] = Bias.of(sampling)
         self.prompt_tokens[at] = prompt_tokens
-        for name in self._fields[:-2]:
+        self.plain[at] = sampling._replace(seed=0, do_sample=False, top_n=0, choice=0) == PLAIN
+        for name in self._fields[:-3]:
             getattr(self, name)[at] = getattr(sampling, name)
         self.top_n[at] = min(sampling.top_n, MOST_TOPS)
 

@@ -48,8 +48,9 @@ def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
 
     Logprobs, also those of the likeliest tokens, are log_softmax of the processed scores.
     """
-    for process in PROCESSORS:
-        process(scores, draws)
+    if not draws.params.plain.all():
+        for process in PROCESSORS:
+            process(scores, draws)
     ids = argmax(scores)
     if draws.params.samples.any():
         rows = np.flatnonzero(draws.params.samples)
