@@ -24,6 +24,7 @@ ONLY_IN = {
     "asyncio": {"api"},
     "zmq": {"kernel"},
     "msgpack": {"kernel"},
+    "opentelemetry": {"kernel/trace.py"},
 }
 
 

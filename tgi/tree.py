@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tgi.kernel import arguments, log, metrics, rundir
+from tgi.kernel import arguments, log, metrics, rundir, tracing
 from tgi.kernel.errors import UserError
 from tgi.kernel.progress import Progress
 from tgi.kernel.settings import Settings
@@ -27,6 +27,7 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a supervisor: as Ctrl-C, with everything cleaned up
         signal.signal(number, signal.default_int_handler)
     _announce(settings)
+    tracing.check(settings)
     rundir.create(settings.run_dir)
     first = not rundir.holders(settings.run_dir)
     locks = [rundir.Lock(settings.run_dir, role) for role in roles]

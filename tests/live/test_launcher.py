@@ -74,7 +74,7 @@ def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
     variables = {
         "MODEL_ID": str(tiny_llama), "PORT": str(port), "HOSTNAME": "3f2a9c", "MAX_STOP_SEQUENCES": "0",
         "MAX_TOTAL_TOKENS": "200", "PROMETHEUS_PORT": str(metrics_port), "API_KEY": "one", "JSON_OUTPUT": "true",
-        "TGI_API_KEY_FILE": str(keys), "USAGE_STATS": "on", "ROPE_FACTOR": "2", "OTLP_ENDPOINT": "http://collector",
+        "TGI_API_KEY_FILE": str(keys), "USAGE_STATS": "on", "ROPE_FACTOR": "2",
     }  # fmt: skip
     with launched(tmp_path / "run", port, **variables) as server:
         statuses = {key: server.generate(key) for key in ("one", "two", "three", "four", "one,two", "")}
@@ -90,7 +90,6 @@ def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
     assert (arguments["port"], arguments["api_key"], arguments["max_best_of"]) == (port, "(hidden)", 2)
     (warning,) = [entry["message"] for entry in logged if "without effect" in entry["message"]]
     assert "--usage-stats (nothing is ever sent)" in warning
-    assert "--otlp-endpoint (tracing is not built yet)" in warning
     assert not [line for line in server.lines if "three" in line]
 
 

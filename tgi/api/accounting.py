@@ -1,15 +1,19 @@
 """What is counted, measured and logged: once per HTTP request, and once per generation of it."""
 
+import json
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.api.calls import Generation
 from tgi.api.errors import ApiError
 from tgi.kernel import metrics
 from tgi.kernel.messages import End, Generate, Limits, Reason
 from tgi.kernel.pack import ints
+
+if TYPE_CHECKING:
+    from tgi.kernel.trace import Span
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +46,19 @@ def arrived() -> None:
     metrics.tgi_request_count.inc()
 
 
-def failed(error: ApiError) -> None:
-    """Counts a request that was refused or broke."""
+def failed(error: ApiError, span: "Span | None") -> None:
+    """Counts a request that was refused or broke, and marks its span."""
     if error.counted:
         metrics.tgi_request_failure.labels(err=error.counted).inc()
+    if span is not None:
+        span.fail(error.error_type, error.message)
 
 
-def dropped() -> None:
-    """Counts a request whose client left."""
+def dropped(span: "Span | None") -> None:
+    """Counts a request whose client left, and marks its span."""
     metrics.tgi_request_failure.labels(err="dropped").inc()
+    if span is not None:
+        span.fail("dropped", "the client has left")
 
 
 def submitted() -> None:
@@ -79,23 +87,23 @@ def generated(call: Generation, end: End) -> None:
 
 
 def succeeded(calls: Sequence[Generation]) -> None:
-    """Counts, measures and logs a request all of whose generations have finished."""
+    """Counts, measures, logs and traces a request all of whose generations have finished."""
     times = Times.of(calls)
     metrics.tgi_request_success.inc()
     metrics.tgi_request_duration.observe(times.total)
     sampling = calls[0].request.sampling
-    log.info(
-        "Success",
-        extra={
-            "parameters": _parameters(calls[0].request),
-            "total_time": duration(times.total),
-            "validation_time": duration(times.validation),
-            "queue_time": duration(times.queue),
-            "inference_time": duration(times.inference),
-            "time_per_token": duration(times.per_token),
-            "seed": sampling.seed if sampling.samples else None,
-        },
-    )
+    fields = {
+        "parameters": _parameters(calls[0].request),
+        "total_time": duration(times.total),
+        "validation_time": duration(times.validation),
+        "queue_time": duration(times.queue),
+        "inference_time": duration(times.inference),
+        "time_per_token": duration(times.per_token),
+        "seed": sampling.seed if sampling.samples else None,
+    }
+    log.info("Success", extra=fields)
+    if (span := calls[0].span) is not None:  # an OTLP attribute holds no object, and no uint64
+        span.set({key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()})
 
 
 def _parameters(request: Generate) -> dict[str, Any]:

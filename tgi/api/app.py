@@ -8,7 +8,7 @@ import falcon
 import falcon.asgi
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting
+from tgi.api import accounting, tracing
 from tgi.api.client import Receive
 from tgi.api.errors import ApiError, ClientGone, Rejection
 from tgi.api.middleware import Auth, Cors
@@ -77,6 +77,8 @@ def build(service: Service) -> Asgi:
     """The ASGI application of one front end."""
     app = falcon.asgi.App()
     app.add_middleware(Cors(service.settings.cors_allow_origin))
+    if service.tracer is not None:
+        app.add_middleware(tracing.Named(service.settings))
     app.add_middleware(Auth(service.settings.api_key, service.settings.aip_predict_route))
     app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty answer has no type
     app.set_error_serializer(lambda req, resp, error: None)  # falcon's own errors (404, 405) have no body
@@ -92,11 +94,11 @@ def build(service: Service) -> Asgi:
         scope[RECEIVE] = receive
         await app(scope, receive, send)
 
-    return outermost
+    return outermost if service.tracer is None else tracing.traced(outermost, service.tracer)
 
 
 async def _api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:
-    accounting.failed(error)
+    accounting.failed(error, tracing.span_of(req))
     resp.status = error.status
     resp.content_type = "application/json"
     resp.set_headers(error.headers)

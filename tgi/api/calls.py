@@ -3,9 +3,12 @@
 import asyncio
 import time
 from array import array
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.kernel.messages import End, Generate, Reason, Tokenize, Tokenized
+
+if TYPE_CHECKING:
+    from tgi.kernel.trace import Span
 
 SUCCESSES = frozenset((Reason.LENGTH, Reason.EOS, Reason.STOP))
 
@@ -62,6 +65,7 @@ class Call:
         self.bell = bell
         self.wanted = True  # the client still waits, and there has been no end
         self.losses = 0  # tokenizers that died while they had it, since its latest token
+        self.span: Span | None = None  # of the HTTP request that it belongs to, if there is tracing
 
     def order(self, rid: int) -> tuple[Any, ...]:
         """The message that asks a tokenizer for what is still missing."""
@@ -101,7 +105,8 @@ class Generation(Call):
         self.latest = self.arrival
 
     def order(self, rid: int) -> Generate:
-        return self.request._replace(rid=rid, resume=self.resume.tobytes())
+        trace = "" if self.span is None else self.span.traceparent
+        return self.request._replace(rid=rid, resume=self.resume.tobytes(), trace=trace)
 
     def fail(self, message: str) -> None:
         self.finish(End(0, Reason.FAILED, message))

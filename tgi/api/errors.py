@@ -20,6 +20,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(error)
         self.status = status
+        self.error_type = error_type
         self.message = error
         self.counted = counted
         self.headers = headers or {}

@@ -14,6 +14,7 @@ from tgi.api import app
 from tgi.api.protocol import Protocol
 from tgi.api.router import Router
 from tgi.api.service import Service
+from tgi.kernel import tracing
 from tgi.kernel.link import Link
 from tgi.kernel.permits import Permits
 from tgi.kernel.process import Process
@@ -44,7 +45,8 @@ async def serve(process: Process) -> None:
     router = Router(links, permits)
     assert settings.model_id is not None  # the command line has filled in the default
     assert process.listen_fd is not None  # and has taken the port
-    service = Service(settings, router, settings.model_id, settings.compute_type)
+    tracer = tracing.tracer(settings, process.name)
+    service = Service(settings, router, settings.model_id, settings.compute_type, tracer=tracer)
     server = Server(service, process)
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     for fd in process.fds:
@@ -57,6 +59,8 @@ async def serve(process: Process) -> None:
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:
         router.close()
+        if tracer is not None:
+            tracer.close()
 
 
 class Server(uvicorn.Server):

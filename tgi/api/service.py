@@ -5,7 +5,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from falcon.asgi import Request
 
@@ -15,7 +15,11 @@ from tgi.api.client import Client
 from tgi.api.errors import ClientGone, Rejection
 from tgi.api.router import Router
 from tgi.api.serde import Reader
+from tgi.api.tracing import span_of
 from tgi.kernel.settings import Settings
+
+if TYPE_CHECKING:
+    from tgi.kernel.trace import Tracer
 
 T = TypeVar("T")
 
@@ -34,6 +38,7 @@ class Service:
     model_id: str
     compute_type: str
     draws: random.Random = field(default_factory=random.SystemRandom)
+    tracer: "Tracer | None" = None
 
     async def read(self, req: Request, body: Reader[T]) -> T:
         """The request in the body. Raises Rejection: 415, 413 as soon as the limit is passed, then 400 and 422."""
@@ -58,12 +63,15 @@ class Service:
     def submit(self, calls: Sequence[Call], req: Request) -> Client:
         """Sends the calls of a request down, and cancels those that go on as soon as its client leaves."""
 
+        span = span_of(req)
+
         def release() -> None:
             if any(call.wanted for call in calls if isinstance(call, Generation)):
-                accounting.dropped()
+                accounting.dropped(span)
             self.cancel(calls)
 
         for call in calls:
+            call.span = span
             self.router.submit(call)
         return Client(req.scope[RECEIVE], release)
 

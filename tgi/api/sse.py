@@ -111,7 +111,7 @@ class EventStream:
 
     def _fail(self, error: ApiError) -> str:
         """One generation has failed: so has the request, and nobody wants the others."""
-        accounting.failed(error)
+        accounting.failed(error, self._calls[0].span)
         self._cancel(self._calls)
         self._live = {}
         return self._events.failure(error)

@@ -29,7 +29,6 @@ QUANTIZATIONS = (
 CHUNKED = "prompts are always computed in chunks, beside the decode steps of others"
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
-UNTRACED = "tracing is not built yet"
 NO_IMAGES = "images are not served yet"
 UNMARKED = "watermarks are not built yet"
 
@@ -214,8 +213,10 @@ class Settings:
     log_level: str = setting("info", "debug, info, warn, error or off; with commas also TARGET=LEVEL.", text)
     log_colorize: bool | None = setting(None, "Colour levels in logs; default: on a terminal.", boolean)
     env: bool = setting(False, "Log the runtime environment at start.", boolean, env=(), short="-e")
-    otlp_endpoint: str | None = setting(None, "Where traces go.", text, ignored=UNTRACED)
-    otlp_service_name: str = setting("text-generation-inference.router", "Name in traces.", text, ignored=UNTRACED)
+    otlp_endpoint: str | None = setting(
+        None, "OTLP collector (gRPC) that traces go to: http://HOST:4317. Without it there are none.", text
+    )
+    otlp_service_name: str = setting("text-generation-inference.router", "service.name of the traces.", text)
     usage_stats: str = setting(
         "off", "Usage statistics.", text, choices=("on", "off", "no-stack"), ignored="nothing is ever sent"
     )

@@ -4,11 +4,13 @@ import gc
 import logging
 import time
 
+from tgi.kernel import tracing
 from tgi.kernel.link import Gone, Link
 from tgi.kernel.messages import Hello, Result
 from tgi.kernel.process import Process
 from tgi.scheduler.core import Config, Core
 from tgi.scheduler.meter import Meter
+from tgi.scheduler.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,8 @@ def main(process: Process) -> None:
     process.watch(back)
     core = Core(Config(settings.prefix_caching, settings.step_target, settings.stall_limit))
     meter = Meter()
+    tracer = tracing.tracer(settings, process.name)
+    spans = Spans(tracer) if tracer is not None else None
     gc.collect()
     gc.freeze()
     try:
@@ -29,13 +33,15 @@ def main(process: Process) -> None:
             now = time.monotonic()
             process.state(*_state(process, core))
             process.wait(core.deadline(now) - now)
-            _turn(core, front, back, meter)
+            _turn(core, front, back, meter, spans)
     finally:
         front.close()
         back.close()
+        if tracer is not None:
+            tracer.close()
 
 
-def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
+def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None) -> None:
     """Takes what has come, keeps the worker busy first, then tells the tokenizers, then keeps the books."""
     now = time.monotonic()
     for link in (back, front):
@@ -45,6 +51,8 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
                 _agree(message.model, front, back)
             elif isinstance(message, Gone):
                 log.info("%s is gone", peer)
+            if spans is not None:
+                spans.came(peer, message)
             if isinstance(message, Result):
                 meter.result(core, message, peer, now)
             else:
@@ -54,6 +62,8 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter) -> None:
         back.send(core.worker, step)
     back.flush()
     for peer, message in core.outgoing():
+        if spans is not None:
+            spans.went(peer, message)
         front.send(peer, message)
     front.flush()
     core.settle()

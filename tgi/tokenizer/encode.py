@@ -1,12 +1,16 @@
 """Text to ids: prompts for the model, and tokens with their byte offsets for the tokenize routes."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from tgi.kernel import tracing
 from tgi.kernel.messages import Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import INT32, UINT8, pack
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.template import TemplateError
 from tgi.tokenizer.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tgi.kernel.trace import Tracer
 
 
 class EncodeError(Exception):
@@ -31,16 +35,20 @@ class Refusal(NamedTuple):
 class Encoder:
     """What is asked of a tokenizer, texts and chats, to ids. May be called from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, chats: Chats) -> None:
+    def __init__(self, vocabulary: Vocabulary, chats: Chats, tracer: "Tracer | None" = None) -> None:
         self._vocabulary = vocabulary
         self._chats = chats
+        self._tracer = tracer
 
     def prompt(self, asked: Generate) -> Prompt | Refusal:
         """The prompt of a request. A chat's template writes the special tokens itself."""
         try:
+            text, add_special_tokens = asked.inputs, asked.add_special_tokens
             if asked.chat:
-                return prompt(self._vocabulary, self._chats.text(asked.chat), False, asked.truncate)
-            return prompt(self._vocabulary, asked.inputs, asked.add_special_tokens, asked.truncate)
+                with tracing.span(self._tracer, "apply_chat_template", asked.trace):
+                    text, add_special_tokens = self._chats.text(asked.chat), False
+            with tracing.span(self._tracer, "tokenize", asked.trace):
+                return prompt(self._vocabulary, text, add_special_tokens, asked.truncate)
         except EncodeError as error:
             return Refusal(Reason.INVALID, str(error))
         except TemplateError as error:

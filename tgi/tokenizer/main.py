@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tgi.hub.card import read_card
+from tgi.kernel import tracing
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
 from tgi.tokenizer.chat import Chats
@@ -61,7 +62,8 @@ def main(process: Process) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
     process.state("starting", "loading the tokenizer")
     card = read_card(process.settings.model_dir)
-    pool = Pool(Vocabulary.load(card), Chats.load(card))
+    tracer = tracing.tracer(process.settings, process.name)
+    pool = Pool(Vocabulary.load(card), Chats.load(card), tracer=tracer)
     hello = process.hello(card.fingerprint)
     front = Link.bind(process.address(f"tok-{process.place}.front"), hello)
     down = Link.connect(process.address("sched-0.front"), hello)
@@ -79,6 +81,8 @@ def main(process: Process) -> None:
     thread.close()
     down.close()
     front.close()
+    if tracer is not None:
+        tracer.close()
 
 
 def turn(pool: Pool, front: Link, down: Link, thread: Thread) -> None:

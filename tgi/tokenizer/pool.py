@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Peer
@@ -31,6 +31,9 @@ from tgi.tokenizer.encode import Encoder, Refusal
 from tgi.tokenizer.request import Request, Stage
 from tgi.tokenizer.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from tgi.kernel.trace import Tracer
+
 log = logging.getLogger(__name__)
 
 # A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
@@ -54,10 +57,17 @@ class Pool:
     both have come.
     """
 
-    def __init__(self, vocabulary: Vocabulary, chats: Chats, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        chats: Chats,
+        clock: Callable[[], float] = time.monotonic,
+        tracer: "Tracer | None" = None,
+    ) -> None:
         self.jobs: deque[Job] = deque()
         self._vocabulary = vocabulary
-        self._encoder = Encoder(vocabulary, chats)
+        self._encoder = Encoder(vocabulary, chats, tracer)
+        self._tracer = tracer
         self._clock = clock
         self._apis: dict[Peer, dict[int, Request]] = {}  # of each api, by its own rid, until the End is sent
         self._requests: dict[int, Request] = {}  # by our rid
@@ -139,6 +149,7 @@ class Pool:
         elif key.rid not in self._requests:
             log.debug("a request left while it was encoded")
         elif isinstance(result, Refusal):
+            self._validated(key, result)
             self._finish(key, result.reason, result.message)
         else:
             key.encoded(result)
@@ -240,6 +251,7 @@ class Pool:
         """Checks an encoded request against the limits and passes it on."""
         asked = request.asked.max_new_tokens
         if problem := limits.refusal(known, request.prompt.tokens, asked):
+            self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return
         request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked))
@@ -247,10 +259,18 @@ class Pool:
             self._send(request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters))
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
+        self._validated(request)
         if request.reason is not None:  # the ids of an earlier life are all that was asked for
             self._finish(request, request.reason)
         elif self._scheduler is not None:
             self._send(self._scheduler, request.add())
+
+    def _validated(self, request: Request, refusal: Refusal | None = None) -> None:
+        """Traces what has just become of a request: it was passed on, or refused."""
+        if self._tracer is not None and request.asked.trace:
+            now = time.time()
+            began = now - (self._clock() - request.received)
+            self._tracer.record("validate", request.asked.trace, began, now, failure=refusal)
 
     def _withdraw(self, request: Request) -> bool:
         """Nobody wants this request any more. Whether the scheduler knows of it, and has now been told."""

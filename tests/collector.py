@@ -1,0 +1,91 @@
+"""An OTLP collector for tests: a gRPC server on a loopback port that keeps the spans it is sent."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+PATIENCE_SECONDS = 60
+
+
+class Span(NamedTuple):
+    """A span that has arrived. Ids in hexadecimal, times in nanoseconds since 1970."""
+
+    name: str
+    trace: str
+    id: str
+    parent: str
+    kind: str
+    begun: int
+    ended: int
+    attributes: dict[str, Any]
+    error: str | None  # the message of its failure, if it failed
+    resource: dict[str, Any]
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """What has arrived so far."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self.spans: list[Span] = []
+        self._news = threading.Condition()
+
+    def Export(self, request: Any, context: Any) -> Any:
+        with self._news:
+            for group in request.resource_spans:
+                resource = _values(group.resource.attributes)
+                self.spans += [_span(sent, resource) for scope in group.scope_spans for sent in scope.spans]
+            self._news.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def until(self, *names: str, when: Callable[[Span], bool] = lambda span: True) -> dict[str, Span]:
+        """Waits until there is a span of each of these names for which `when` holds: the first one of each."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        with self._news:
+            while True:
+                found = {span.name: span for span in reversed(self.spans) if span.name in names and when(span)}
+                if len(found) == len(names):
+                    return found
+                assert time.monotonic() < end, f"waited in vain for {names}: {self.spans}"
+                self._news.wait(1)
+
+
+def _span(sent: Sent, resource: dict[str, Any]) -> Span:
+    return Span(
+        sent.name,
+        sent.trace_id.hex(),
+        sent.span_id.hex(),
+        sent.parent_span_id.hex(),
+        Sent.SpanKind.Name(sent.kind).removeprefix("SPAN_KIND_"),
+        sent.start_time_unix_nano,
+        sent.end_time_unix_nano,
+        _values(sent.attributes),
+        sent.status.message if sent.status.code == Status.STATUS_CODE_ERROR else None,
+        resource,
+    )
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {entry.key: getattr(entry.value, entry.value.WhichOneof("value")) for entry in attributes}
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """A collector that runs."""
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield collector
+    finally:
+        server.stop(0).wait()
