@@ -78,12 +78,12 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
+def collecting(port: int = 0) -> Iterator[Collector]:
     """A collector that runs."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:
         yield collector

@@ -216,6 +216,30 @@ def test_a_dead_collector_disturbs_nobody(tiny_llama: Path, tmp_path: Path, hang
     assert "Traceback" not in server.said()
 
 
+def test_a_collector_that_goes_away_and_comes_back(tiny_llama: Path, tmp_path: Path) -> None:
+    port = free_port()
+    flags = (*SCRIPTED, "--otlp-endpoint", f"http://127.0.0.1:{port}", "--json-output")
+    env = AT_ONCE | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *flags, env=env) as server:
+        with collecting(port) as first:
+            server.start().ready()
+            server.generate("Hello", max_new_tokens=1)
+            first.until("generate", "tokenize", "infer")
+        server.generate("Hello", max_new_tokens=1)
+        server.until(lambda: server.said().count("Traces do not reach") == 3, "three processes say so")
+        with collecting(port) as second:
+
+            def arrives() -> bool:
+                server.generate("Hello", max_new_tokens=1)
+                return server.said().count("Traces reach") == 3
+
+            server.until(arrives, "all three reach it again")
+            assert {span.name for span in second.spans} >= {"generate", "tokenize", "infer"}
+        server.stop()
+    after_start = server.said().partition("Ready in")[2].splitlines()[1:]
+    assert [line for line in after_start if not line.startswith("{")] == []  # gRPC logs nothing by itself
+
+
 def test_a_host_without_opentelemetry_says_what_to_install(tiny_llama: Path, tmp_path: Path) -> None:
     (missing := tmp_path / "missing").mkdir()
     (missing / "opentelemetry.py").write_text("raise ModuleNotFoundError(\"No module named 'opentelemetry'\")\n")

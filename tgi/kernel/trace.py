@@ -125,7 +125,7 @@ class _Exporter(OTLPSpanExporter):
         if arrive != self._arrive:
             self._arrive = arrive
             if arrive:
-                log.info("traces reach %s now", self._address)
+                log.info("Traces reach %s now", self._address)
             else:
                 log.warning(
                     "Traces do not reach %s and are dropped until they do. Is an OTLP collector listening there for "

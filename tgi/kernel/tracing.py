@@ -1,5 +1,6 @@
 """The way to tracing, which is nothing unless --otlp-endpoint is given: OpenTelemetry is not even imported then."""
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ def span(tracer: "Tracer | None", name: str, traceparent: str) -> AbstractContex
 
 
 def _tracer_class() -> "type[Tracer]":
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's C core would write to standard error past all log settings
     try:
         from tgi.kernel.trace import Tracer
     except ImportError as error:
