@@ -53,6 +53,16 @@ def test_nothing_asked_nothing_sent(front: Front, path: str, body: dict[str, Any
     assert message.sampling == Sampling(1, do_sample=True)
 
 
+@ROUTES
+@pytest.mark.parametrize("limit", [{"top_p": 0.5}, {"top_k": 5}, {"typical_p": 0.5}, {"top_p": 1}], ids=str)
+def test_temperature_0_is_greedy_whatever_the_limits_are(
+    front: Front, path: str, body: dict[str, Any], limit: dict[str, Any]
+) -> None:
+    (message,) = asked(front, path, body | limit | {"temperature": 0, "seed": 1, "presence_penalty": 0.5})
+    assert message.sampling == Sampling(1, presence_penalty=0.5)
+    assert not message.sampling.samples
+
+
 def test_floats_are_rounded_as_all_parameters_are() -> None:
     request = CompletionRequest(prompt="x", presence_penalty=0.1, frequency_penalty=2.00000001, logit_bias={"1": 0.1})
     single = 0.10000000149011612

@@ -15,7 +15,8 @@ PROMPTS = [
     "The capital of France is" + " and the river runs through the city" * (n % 5) + f" number {n}" * (n * n // 20 + 1)
     for n in range(20)
 ]
-SEEDED = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
+SEEDED = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "typical_p": 0.95}
+SEEDED |= {"repetition_penalty": 1.1, "frequency_penalty": 0.5}
 AT_ONCE = 16
 NEAR = 1e-5  # where the two best logits lie closer than this, either is right
 

@@ -85,7 +85,7 @@ def admit(service: Service, count: int) -> None:
 
 def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int) -> Sampling:
     """How one generation draws."""
-    return Sampling(
+    sampling = Sampling(
         seed=seed,
         do_sample=bool(p.do_sample),
         temperature=1.0 if p.temperature is None else p.temperature,
@@ -101,6 +101,7 @@ def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int)
         bias_ids=pack(INT32, steering.logit_bias.keys()),
         biases=pack(FLOAT32, steering.logit_bias.values()),
     )
+    return sampling._replace(top_k=0, top_p=1.0, typical_p=1.0) if steering.greedy else sampling
 
 
 def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_stop: bool) -> Generate:

@@ -1,4 +1,4 @@
-"""What only OpenAI's routes can ask of the draws: penalties by counts, and biases for single tokens."""
+"""What only OpenAI's routes can ask of the draws: none at all, penalties by counts, and biases for single tokens."""
 
 import re
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ class Steering(NamedTuple):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = MappingProxyType({})
+    greedy: bool = False  # whatever the limits are: on TGI's routes a limit alone makes a request sample
 
     @classmethod
     def of(cls, request: ChatRequest | CompletionRequest) -> "Steering":
@@ -29,6 +30,7 @@ class Steering(NamedTuple):
             float32.rounded(request.frequency_penalty or 0.0),
             float32.rounded(request.presence_penalty or 0.0),
             {int(token): float32.rounded(value) for token, value in biases(request).items()},
+            request.temperature == 0,
         )
 
 
