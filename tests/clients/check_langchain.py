@@ -178,3 +178,16 @@ def test_streaming_endpoint() -> None:
 def test_sampling_endpoint() -> None:
     model = endpoint(do_sample=True, temperature=1.5, top_k=50, top_p=0.95, seed=7, max_new_tokens=8)
     assert model.invoke(PROMPT) == model.invoke(PROMPT)
+
+
+def test_the_endpoint_s_own_defaults() -> None:
+    """It sends top_k 10, top_p and typical_p 0.95 and temperature 0.8 if nobody says otherwise."""
+    model = HuggingFaceEndpoint(endpoint_url=URL, seed=7, max_new_tokens=8)
+    assert model.typical_p == 0.95
+    assert model.invoke(PROMPT) == model.invoke(PROMPT) != ""
+
+
+def test_penalties_and_biases() -> None:
+    model = ChatOpenAI(**OPENAI, model="tgi", max_retries=0, frequency_penalty=0.5, presence_penalty=0.5)
+    assert model.invoke(MESSAGES).content
+    assert model.bind(logit_bias={"9": -100}).invoke(MESSAGES).content
