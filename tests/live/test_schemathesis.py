@@ -1,0 +1,161 @@
+"""schemathesis draws requests from the OpenAPI document that a real server serves; every answer is held against it.
+
+The same few requests are drawn each time. For many others:
+
+    TGI_FUZZ_EXAMPLES=2000 .venv/bin/pytest --timeout=0 tests/live/test_schemathesis.py
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import ignored_auth, negative_data_rejection
+
+from tests.api.conformance import conforms
+from tests.live.server import Server
+from tgi.api.operations import KSERVE, OPERATIONS, Operation
+
+EXAMPLES = int(os.environ.get("TGI_FUZZ_EXAMPLES", "0"))
+SECONDS = 30  # an answer that takes longer hangs
+# Bodies seldom say when to stop, so the context is short.
+SHORT = ("--worker", "scripted", "--kserve", "--max-total-tokens", "64", "--validation-workers", "1")
+KEY = "a secret"
+WRONG_KEYS = [None, "", KEY, "Bearer", f"Basic {KEY}", f"Bearer x{KEY}", f"Bearer {KEY}!", f"Bearer {KEY.upper()}"]
+ALL = {operation.id: operation for operation in OPERATIONS + KSERVE}
+POSTS = {name: operation for name, operation in ALL.items() if operation.request is not None}
+# They look at the shape of parameters and at few of the values, as TGI does.
+LENIENT = {"tokenize", "get_chat_tokenize", "vertex_compatibility", "kserve_infer"}
+
+Schema, Case, Response = Any, Any, Any  # schemathesis'
+Check = Callable[[Any, Response, Case], bool | None]
+
+
+def read(server: Server, change: Callable[[Operation, dict[str, Any]], None] | None = None) -> Schema:
+    """The server's document for schemathesis, with what `change` has done to each operation."""
+    document = server.client.get("/api-doc/openapi.json").json()
+    for operation in ALL.values() if change else ():
+        change(operation, document["paths"][operation.path][operation.method])
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=server.url)
+    schema.config.max_stream_events = None
+    return schema
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("fuzz") / "run", "--model-id", str(tiny_llama), *SHORT) as made:
+        yield made.start().ready()
+
+
+@pytest.fixture(scope="module")
+def schema(server: Server) -> Schema:
+    return read(server)
+
+
+def send(schema: Schema, operation: Operation, mode: GenerationMode, count: int, *wanted: Check, **call: Any) -> None:
+    """Sends this many requests of an operation (or as many as are asked for by hand) and checks the answers."""
+
+    @settings(
+        max_examples=EXAMPLES or count, derandomize=not EXAMPLES, database=None, deadline=None,
+        suppress_health_check=[*HealthCheck],
+    )  # fmt: skip
+    @given(case=schema[operation.path][operation.method.upper()].as_strategy(generation_mode=mode))
+    def sent(case: Case) -> None:
+        if mode == GenerationMode.POSITIVE:
+            case.body = parsed(case.body)
+        case.call_and_validate(checks=[not_a_server_error, as_documented, *wanted], timeout=SECONDS, **call)
+
+    sent()
+
+
+def parsed(value: Any) -> Any:
+    """The same without what no schema can say: 1.0 is an integer for JSON Schema and a float for TGI's parser, and
+    two names of one field exclude each other."""
+    if isinstance(value, dict):
+        both = {"max_tokens", "max_completion_tokens"} <= value.keys()
+        return {name: parsed(member) for name, member in value.items() if not both or name != "max_tokens"}
+    if isinstance(value, list):
+        return [parsed(member) for member in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
+
+
+class Answer:
+    """A response as `conforms` takes it."""
+
+    def __init__(self, response: Response) -> None:
+        self.status = response.status_code
+        self.headers = {name.lower(): values[0] for name, values in response.headers.items()}
+        self.body = response.content
+
+
+def as_documented(ctx: Any, response: Response, case: Case) -> None:
+    """Status, media type and body are among those of the document; of a stream, the data of each event."""
+    conforms(f"{case.method} {case.operation.path} HTTP/1.1\r\n".encode(), Answer(response), with_kserve=True)
+
+
+def shaped(ctx: Any, response: Response, case: Case) -> None:
+    """What the document allows may break a rule, or be too much for this server: it is never of the wrong shape."""
+    assert response.status_code in (200, 404, 422)
+    if response.status_code == 422:
+        assert response.headers["content-type"] == ["application/json"], response.content
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_document_allows(schema: Schema, name: str) -> None:
+    send(schema, ALL[name], GenerationMode.POSITIVE, 8, shaped)
+
+
+@pytest.mark.parametrize("name", POSTS)
+def test_what_the_document_does_not_allow(schema: Schema, name: str) -> None:
+    send(schema, ALL[name], GenerationMode.NEGATIVE, 10, *(() if name in LENIENT else (negative_data_rejection,)))
+
+
+def test_other_methods_are_refused_everywhere(server: Server) -> None:
+    paths: dict[str, set[str]] = {}
+    for operation in ALL.values():
+        paths.setdefault(operation.path.format(model="m", version="1"), set()).add(operation.method.upper())
+    for path, allowed in paths.items():
+        allowed |= {"HEAD"} if "GET" in allowed else set()
+        for method in {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "QUERY"} - allowed:
+            answer = server.client.request(method, path, json={"inputs": "Hello"})
+            assert (answer.status_code, answer.content) == (405, b""), f"{method} {path}"
+            assert {*answer.headers["allow"].split(",")} == allowed, f"{method} {path}"
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "application/xml", "application/x-www-form-urlencoded", "json"]
+)
+def test_other_content_types_are_refused_everywhere(server: Server, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    for operation in POSTS.values():
+        path = operation.path.format(model="m", version="1")
+        answer = server.client.post(path, content=json.dumps({"inputs": "Hello"}), headers=headers)
+        assert answer.status_code == 415, path
+
+
+def test_no_operation_that_wants_a_key_goes_without(tiny_llama: Path, tmp_path: Path) -> None:
+    def want(operation: Operation, described: dict[str, Any]) -> None:
+        if operation.secured:
+            described["security"].remove({})  # the document allows for servers without keys
+
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SHORT, "--api-key", KEY) as server:
+        schema = read(server.start().ready(), want)
+        for operation in ALL.values():
+            headers = {"Authorization": f"Bearer {KEY}"} if operation.secured else {}
+            send(schema, operation, GenerationMode.POSITIVE, 3, ignored_auth, let_in, headers=headers)
+        for path in (operation.path.format(model="m", version="1") for operation in POSTS.values()):
+            for key in WRONG_KEYS:
+                answer = server.client.post(path, json={}, headers={"authorization": key} if key is not None else {})
+                assert (answer.status_code, answer.content) == (401, b""), f"{path} with {key!r}"
+
+
+def let_in(ctx: Any, response: Response, case: Case) -> None:
+    """Who has the key, or needs none, is not asked for one."""
+    assert response.status_code != 401
