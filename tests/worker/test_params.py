@@ -11,6 +11,7 @@ from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.worker.params import Params
 from tgi.worker.slots import BadStep, Slots
+from tgi.worker.start import WARM_SAMPLING
 
 LARGEST_FLOAT = 3.4028234663852886e38
 
@@ -45,6 +46,13 @@ def test_who_leaves_the_scores_alone() -> None:
         assert not params.plain[0], name
     params.put(0, Sampling(0, **bias({1: 1.0})), 1)
     assert not params.plain[0]
+
+
+def test_the_trial_at_start_has_every_processor_at_work() -> None:
+    """Its peak of memory is what the KV cache must leave free."""
+    choosing = {"seed", "do_sample", "top_n", "choice"}
+    idle = {name for name, off in Sampling._field_defaults.items() if getattr(WARM_SAMPLING, name) == off}
+    assert idle <= choosing
 
 
 @pytest.mark.parametrize(

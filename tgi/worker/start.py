@@ -9,7 +9,7 @@ import torch
 
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Limits, Sampling, Slot, Step, encode
-from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.kernel.pack import FLOAT32, INT32, UINT8, pack
 from tgi.kernel.settings import Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
@@ -24,7 +24,19 @@ Progress = Callable[[str, int], None]
 PAGES_FILE = "worker.pages"  # in the run directory: supervisor's pid, pages
 WARM_PROMPT = 20  # tokens: more than one page
 # Every processor at work.
-WARM_SAMPLING = Sampling(1, temperature=0.9, top_k=10, top_p=0.9, repetition_penalty=1.2)
+WARM_SAMPLING = Sampling(
+    seed=1,
+    temperature=0.9,
+    top_k=10,
+    top_p=0.9,
+    typical_p=0.9,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    count_penalty=0.1,
+    presence_penalty=0.1,
+    bias_ids=pack(INT32, [0]),
+    biases=pack(FLOAT32, [1.0]),
+)
 
 
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
