@@ -1,6 +1,8 @@
 """POST /tokenize and /chat_tokenize: the ids of a text or a chat, with the place of each."""
 
+import asyncio
 from collections.abc import Iterator
+from itertools import islice
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
@@ -14,6 +16,9 @@ from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.native import TokenizeRequest
 from tgi.kernel.messages import Reason, Tokenized
 from tgi.kernel.pack import ints
+
+# So many items are written before other requests have their turn: a body may hold a million tokens.
+TURN = 4096
 
 
 class _Tokenize:
@@ -45,7 +50,7 @@ class TokenizeResource(_Tokenize):
         request = await self._service.read(req, self.body)
         encoded = await self._encode(req, request.inputs, request.add_special_tokens is not False)
         resp.content_type = "application/json"
-        resp.text = f"[{','.join(render_items(request.inputs, encoded))}]"
+        resp.text = f"[{await _rendered(request.inputs, encoded)}]"
 
 
 class ChatTokenizeResource(_Tokenize):
@@ -58,9 +63,19 @@ class ChatTokenizeResource(_Tokenize):
         request = await self._service.read(req, self.body)
         accounting.arrived()
         encoded = await self._encode(req, "", False, chat_prompt(request))
-        items = ",".join(render_items(encoded.text, encoded))
+        items = await _rendered(encoded.text, encoded)
         resp.content_type = "application/json"
         resp.text = f'{{"tokenize_response":[{items}],"templated_text":{quote(encoded.text)}}}'
+
+
+async def _rendered(inputs: str, encoded: Tokenized) -> str:
+    """All items, with commas between them."""
+    items = render_items(inputs, encoded)
+    parts = []
+    while part := ",".join(islice(items, TURN)):
+        parts.append(part)
+        await asyncio.sleep(0)
+    return ",".join(parts)
 
 
 def render_items(inputs: str, encoded: Tokenized) -> Iterator[str]:
