@@ -69,6 +69,51 @@ def test_both_sides_greet_in_any_order(address: str, links: Any, connect_first: 
     assert [peer.role for peer in low.peers] == ["tokenizer"]
 
 
+def looked(watcher: Link) -> list[tuple[Peer, Any]]:
+    """What a link hears that sends nothing itself, once its monitor has told of a broken connection."""
+    assert watcher.monitor.poll(30_000)
+    watcher.look()
+    return list(watcher.receive())
+
+
+def test_the_binding_side_sees_who_of_several_has_left(address: str, links: Any) -> None:
+    low = links(Link.bind(address, hello("scheduler")))
+    first, second = (links(Link.connect(address, hello("tokenizer", place))) for place in (0, 1))
+    until([low, first, second], lambda heard: all(heard) and len(heard[0]) == 2)
+    first.close()
+    heard = looked(low)
+    assert [(peer.place, event) for peer, event in heard] == [(0, Gone())]
+    assert [peer.place for peer in low.peers] == [1]
+    assert list(second.receive()) == []  # it was asked whether it is there, and that is nobody's business
+
+
+def test_the_connecting_side_sees_the_other_leave_and_come_back(address: str, links: Any) -> None:
+    low = links(Link.bind(address, hello("scheduler")))
+    up = links(Link.connect(address, hello("tokenizer")))
+    until([low, up], lambda heard: all(heard))
+    low.close()
+    assert [event for _, event in looked(up)] == [Gone()]
+    again = links(Link.bind(address, hello("scheduler")))
+    _, heard = until([again, up], lambda heard: all(heard))
+    assert [event for _, event in heard] == [again.me]
+    up.look()
+    assert list(up.receive()) == []  # the old break is not told again
+    assert up.peers
+
+
+def test_a_break_that_is_seen_late_is_not_taken_for_the_new_connection(address: str, links: Any) -> None:
+    low = links(Link.bind(address, hello("scheduler")))
+    up = links(Link.connect(address, hello("tokenizer")))
+    until([low, up], lambda heard: all(heard))
+    low.close()
+    again = links(Link.bind(address, hello("scheduler")))
+    _, heard = until([again, up], lambda heard: all(heard))  # without a look in between
+    assert [event for _, event in heard] == [Gone(), again.me]
+    up.look()
+    assert list(up.receive()) == []
+    assert up.peers
+
+
 def test_messages_of_one_flush_keep_their_order(address: str, links: Any) -> None:
     low = links(Link.bind(address, hello("scheduler")))
     up = links(Link.connect(address, hello("tokenizer")))

@@ -145,7 +145,8 @@ def test_nobody_has_what_another_has(tmp_path: Path) -> None:
     ]
     said = [racer.communicate()[0].split() for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0]
-    assert all(int(taken) > 100 and int(refused) > 100 for taken, refused in said)
+    assert all(int(taken) > 100 for taken, _ in said)
+    assert sum(int(refused) for _, refused in said) > 0
     assert (tmp_path / "marks").read_bytes() == bytes(20)
 
 

@@ -249,3 +249,18 @@ def test_a_floor_with_another_model_is_refused(tiny_llama: Path, tmp_path: Path)
             time.sleep(1.0)
         server.until(lambda: "it serves another model" in server.said(), "the tokenizer is refused in words")
         assert not server.healthy()
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0"])
+def test_health_tells_of_a_death_before_there_is_a_successor(server: Server, victim: str) -> None:
+    """Nobody sends anything, and the supervisor is held, so that only the broken connection can tell."""
+    server.start("up", "--validation-workers", "1").ready()
+    processes = server.processes()
+    server.commands["up"].send_signal(signal.SIGSTOP)
+    try:
+        processes[victim].kill()
+        server.until(lambda: server.client.get("/health").status_code == 503, "the death is told")
+    finally:
+        server.commands["up"].send_signal(signal.SIGCONT)
+    server.ready()
+    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 # How long a silent connection stays open: longer than the usual load balancer (60 s) keeps it for its next request.
 KEEP_ALIVE_SECONDS = 75
+# A front end that takes the place of another knows the state of the house before its first client asks.
+INTRODUCTION_SECONDS = 1.0
 
 
 def main(process: Process) -> None:
@@ -56,6 +58,7 @@ async def serve(process: Process) -> None:
     if process.stopping:  # the signal came before this loop listened to it
         server.stop()
     try:
+        await router.introduced(INTRODUCTION_SECONDS)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:
         router.close()

@@ -136,19 +136,31 @@ class Router:
         self._loop = loop
         for tokenizer in self.tokenizers:
             loop.add_reader(tokenizer.link.socket.fileno(), self._pump, tokenizer)
+            loop.add_reader(tokenizer.link.monitor.fileno(), self._look, tokenizer)
         self._pump_soon()
+
+    async def introduced(self, seconds: float) -> None:
+        """Waits for the first Status of a tokenizer, at most this long."""
+        end = time.monotonic() + seconds
+        while not any(tokenizer.status for tokenizer in self.tokenizers) and time.monotonic() < end:
+            await asyncio.sleep(0.005)
 
     def close(self) -> None:
         """Stops listening and closes the links."""
         for tokenizer in self.tokenizers:
             if self._loop is not None:
                 self._loop.remove_reader(tokenizer.link.socket.fileno())
+                self._loop.remove_reader(tokenizer.link.monitor.fileno())
             tokenizer.link.close()
 
     def _pump_soon(self) -> None:
         if self._loop is not None:
             for tokenizer in self.tokenizers:
                 self._loop.call_soon(self._pump, tokenizer)
+
+    def _look(self, tokenizer: Tokenizer) -> None:
+        tokenizer.link.look()
+        self._pump(tokenizer)
 
     def _pump(self, tokenizer: Tokenizer) -> None:
         """Sends what is queued and handles what has come; comes back in the next turn of the loop while more comes."""

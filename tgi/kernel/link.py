@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 import socket as sockets
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,13 +13,19 @@ import zmq
 
 from tgi.kernel.codec import MAX_FRAME_BYTES
 from tgi.kernel.errors import ProtocolError, UserError
-from tgi.kernel.messages import PROTOCOL, Hello, Refused, decode, encode
+from tgi.kernel.messages import PROTOCOL, Hello, Ping, Refused, decode, encode
 from tgi.kernel.rundir import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
 
 # Messages taken from the socket in one receive(); the rest waits for the next turn of the loop.
 RECEIVE_AT_ONCE = 256
+# libzmq tells of a broken connection a moment before it gives up what belongs to it.
+LOOKS = 20
+LOOK_SECONDS = 0.001
+
+
+_PING = encode(Ping())
 
 
 class Peer(NamedTuple):
@@ -43,6 +50,8 @@ class Link:
     Hello; the DEALER answers that with its own. So each new connection, and nothing else, brings a Hello to both
     sides, in whatever order the processes start, and what was in flight on an old connection is known to be lost:
     the upstream side submits it again.
+
+    A life ends when its connection breaks: `monitor` becomes readable then, and `look` finds out whose it was.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", address: str, me: Hello) -> None:
@@ -55,6 +64,7 @@ class Link:
         self._outbox: dict[Peer, list[bytes]] = {}
         self._events: deque[tuple[Peer, Any]] = deque()
         self._binds = socket.type == zmq.ROUTER
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     @classmethod
     def bind(cls, address: str, me: Hello) -> "Link":
@@ -67,7 +77,7 @@ class Link:
         except zmq.ZMQError as error:
             socket.close(0)
             raise UserError(f"Cannot listen on {address}: {error.strerror}. Is another tgi using it?") from error
-        return cls(socket, address, me)
+        return cls(socket, address, me)  # nothing can have connected and broken yet
 
     @classmethod
     def connect(cls, address: str, me: Hello) -> "Link":
@@ -77,8 +87,9 @@ class Link:
         socket.setsockopt(zmq.PROBE_ROUTER, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        link = cls(socket, address, me)
         socket.connect(address)
-        return cls(socket, address, me)
+        return link
 
     @property
     def pending(self) -> bool:
@@ -115,10 +126,32 @@ class Link:
             if peer in self.peers and not self._send(self._routes[peer], frames):
                 self._forget(peer)
 
+    def look(self) -> None:
+        """A connection has broken: whoever cannot be reached any more is Gone, as receive() will say."""
+        if not self._hear_of_breaks():
+            return
+        for _ in range(LOOKS):
+            lost = [peer for peer, route in self._routes.items() if not self._binds or not self._send(route, [_PING])]
+            for peer in lost:
+                self._forget(peer)
+            if lost or not self.peers:
+                return
+            time.sleep(LOOK_SECONDS)
+
     def close(self) -> None:
         """Sends what is queued and closes; what the peer has not read within the linger time is lost."""
         self.flush()
+        self.socket.disable_monitor()
+        self.monitor.close(0)
         self.socket.close()
+
+    def _hear_of_breaks(self) -> bool:
+        """Empties the monitor. Whether there was anything in it."""
+        heard = False
+        while self.monitor.poll(0):
+            self.monitor.recv_multipart()
+            heard = True
+        return heard
 
     def _take(self, route: bytes, frame: bytes) -> Iterator[tuple[Peer, Any]]:
         if not frame:  # the probe of a new connection
@@ -132,6 +165,8 @@ class Link:
             return
         if isinstance(message, Hello):
             yield from self._greet(route, message)
+        elif isinstance(message, Ping):
+            pass
         elif isinstance(message, Refused):
             log.error("%s refused this process: %s", self.address, message.message)
         elif (peer := self._who.get(route)) is not None:
@@ -144,6 +179,8 @@ class Link:
             log.error("refused %s-%d on %s: %s", hello.role, hello.place, self.address, problem)
             self._send(route, [encode(Refused(problem))])
             return
+        if not self._binds:
+            self._hear_of_breaks()  # those of the connection before this one
         peer = Peer(hello.role, hello.place, hello.boot)
         for old in [other for other in self.peers if other[:2] == peer[:2]]:
             self._forget(old)

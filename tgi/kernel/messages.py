@@ -4,6 +4,7 @@ Direction of travel (a request walks down, tokens walk up):
 
     api  -- Generate, Tokenize, Cancel -->  tokenizer  -- Add, Cancel, Stop -->  scheduler  -- Step -->    worker
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- Result --  worker
+    (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (Hello in both directions of every link; Status travels up from wherever something changed)
 
 `rid` numbers a request on one link. It is chosen by the side that sends the request down and is unique for the life
@@ -22,6 +23,8 @@ PROTOCOL = 1
 
 # So many of the likeliest tokens stand at most beside a drawn one: a Result must stay a small message.
 MOST_TOPS = 1024
+# So many stand at most beside a token of the prompt: a step, and a message, has thousands of these.
+MOST_PROMPT_TOPS = 20
 
 
 class Hello(NamedTuple):
@@ -45,6 +48,10 @@ class Refused(NamedTuple):
     """The answer to a Hello that does not fit (protocol or model differ), in words. The link stays unused."""
 
     message: str
+
+
+class Ping(NamedTuple):
+    """Says nothing and is not answered: who cannot be sent one is gone."""
 
 
 class Limits(NamedTuple):
@@ -148,6 +155,9 @@ class Generate(NamedTuple):
 
     `chat`, if not empty, is a chat as JSON (`tokenizer/chat.py` names its keys) and takes the place of `inputs`. With
     `hide_stop` the text ends before the stop string, and `Texts.held` says what must not be shown yet.
+
+    With `prompt_from` the tokens of the prompt come back too (PromptTokens), from this position on: 0 means all of
+    them, and whoever resumes leaves out those that it has.
     """
 
     rid: int
@@ -162,6 +172,8 @@ class Generate(NamedTuple):
     trace: str = ""
     chat: bytes = b""
     hide_stop: bool = False
+    prompt_from: int | None = None  # None: the prompt's tokens are not wanted
+    prompt_top_n: int = 0  # with each of them so many of the likeliest in its place; at most MOST_PROMPT_TOPS
 
 
 class Prompted(NamedTuple):
@@ -191,6 +203,24 @@ class Texts(NamedTuple):
     top_logprobs: bytes = b""  # float32, sum(top_counts)
     top_special: bytes = b""  # uint8, sum(top_counts)
     top_texts: list[str] = []  # sum(top_counts): each token decoded by itself
+
+
+class PromptTokens(NamedTuple):
+    """Some tokens of a request's prompt, in order, from `Generate.prompt_from` to its end; all before the first Texts.
+
+    Logprobs are those of the model, whatever the request's sampling. Beside each token stand
+    min(prompt_top_n, vocabulary) likeliest ones, likeliest first, the lowest id first among equals. The first token of
+    the prompt has none, and NaN for a logprob.
+    """
+
+    rid: int
+    ids: bytes  # int32
+    logprobs: bytes  # float32, same length
+    starts: bytes  # int32, same length: the characters of the prompt's text that stand before each token
+    texts: list[str]  # same length: each token decoded by itself
+    top_ids: bytes = b""  # int32
+    top_logprobs: bytes = b""  # float32, same length
+    top_texts: list[str] = []  # same length
 
 
 class Tokenize(NamedTuple):
@@ -230,6 +260,8 @@ class Add(NamedTuple):
 
     `sampling` is an encoded Sampling, handed on to the slot as it is. `stop_ids` (int32) end the request when drawn.
     `max_new_tokens` counts the resumed ids too. `salt` separates prefix caches (adapter, tenant, image).
+
+    With `prompt_from` the logprobs of the prompt's tokens are wanted too (PromptLogprobs), from this position on.
     """
 
     rid: int
@@ -241,6 +273,8 @@ class Add(NamedTuple):
     salt: bytes = b""
     trace: str = ""
     epoch: int = 0
+    prompt_from: int = 0
+    prompt_top_n: int = 0
 
 
 class Stop(NamedTuple):
@@ -261,16 +295,32 @@ class Tokens(NamedTuple):
     top_logprobs: bytes = b""
 
 
+class PromptLogprobs(NamedTuple):
+    """Logprobs of the next tokens of a prompt: in order, each once, from `Add.prompt_from` to the prompt's end; all
+    before the request's first Tokens. Top columns as in PromptTokens."""
+
+    rid: int
+    logprobs: bytes  # float32
+    top_ids: bytes = b""  # int32
+    top_logprobs: bytes = b""  # float32
+
+
 # --- scheduler <-> worker ---------------------------------------------------------------------------------------------
 
 
 class Slot(NamedTuple):
-    """A request moves into a slot of the worker. `tokens` (int32) are all ids known so far: prompt, then generated."""
+    """A request moves into a slot of the worker. `tokens` (int32) are all ids known so far: prompt, then generated.
+
+    Where `prompt_from` is not 0, a row that computes position p tells the logprob of the token at p + 1 as well, if
+    that belongs to the prompt and p + 1 >= prompt_from. No row starts behind position prompt_from - 1 then.
+    """
 
     slot: int
     tokens: bytes
     prompt_tokens: int
     sampling: bytes  # encoded Sampling
+    prompt_from: int = 0
+    prompt_top_n: int = 0
 
 
 class Step(NamedTuple):
@@ -311,6 +361,9 @@ class Result(NamedTuple):
     top_counts: bytes = b""  # as in Texts
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    prompt_logprobs: bytes = b""  # float32: of the prompts' tokens that this step tells, row by row
+    prompt_top_ids: bytes = b""  # int32: beside each of them, min(Slot.prompt_top_n, vocabulary)
+    prompt_top_logprobs: bytes = b""  # float32, same length
 
 
 # The tag of a message is its place in this list: append only.
@@ -331,6 +384,9 @@ MESSAGES: list[type] = [
     Result,
     Refused,
     Prompted,
+    Ping,
+    PromptTokens,
+    PromptLogprobs,
 ]
 
 codec = Codec(MESSAGES)

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -58,6 +59,7 @@ class Process:
         self._beat = Beat(self.run_dir / f"{self.name}.beat")
         self._parent_fd = parent_fd
         self._links: list[Link] = []
+        self._monitored: dict[Any, Link] = {}
         self._poller = zmq.Poller()
         self._wake, write = socket.socketpair()
         self._wake.setblocking(False)
@@ -91,6 +93,8 @@ class Process:
         """Adds a link to what `wait` waits for."""
         self._links.append(link)
         self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+        self._monitored[link.monitor] = link
 
     def wait(self, timeout: float) -> None:
         """Sleeps until a watched link has something, a signal comes, or `timeout` seconds have passed."""
@@ -104,6 +108,8 @@ class Process:
         for source, _ in ready:
             if isinstance(source, int):
                 self.woken()
+            elif source in self._monitored:
+                self._monitored[source].look()
 
     def woken(self) -> None:
         """Handles what came in on `fds`: a signal (it has set `stopping`), or the parent's end of its pipe closing."""
