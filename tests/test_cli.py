@@ -146,7 +146,8 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
-    assert set(OPTIONS) | {"run_dir", "model_dir"} == set(vars(Settings()))
+    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag"}
+    assert set(OPTIONS) | derived == set(vars(Settings()))
 
 
 def test_download_weights_says_where_a_model_is(tiny_llama: Path) -> None:

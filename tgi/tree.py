@@ -15,6 +15,7 @@ from tgi.kernel.settings import Settings
 from tgi.kernel.shards import warn_of_idle_devices
 from tgi.kernel.spawn import Spec
 from tgi.kernel.supervise import Supervisor, listening_socket
+from tgi.runtime import compute_type, report
 
 ROLES = ("api", "tokenizer", "scheduler", "worker")
 
@@ -48,6 +49,8 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
             from tgi.kernel.exposition import Exposition  # most servers do without its HTTP library
 
             exposition = Exposition(settings.hostname, settings.prometheus_port, settings.run_dir / "metrics")
+    if "api" in roles and settings.compute_type is None:
+        settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)
     if "tokenizer" in roles:
         specs += [Spec("tokenizer", place) for place in range(settings.validation_workers)]
@@ -74,8 +77,6 @@ def _announce(settings: Settings) -> None:
         logger.warning("`trust_remote_code` is set: Python code that comes with the model may run")
     warn_of_idle_devices(settings, os.environ)
     if settings.env:
-        from tgi.runtime import report
-
         logger.info("%s", report(settings))
 
 
@@ -92,6 +93,7 @@ def _listen(settings: Settings) -> socket.socket:
 def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) -> Settings:
     """The settings with the model directory that all roles read: found, downloaded or imported here, once."""
     from tgi.hub.card import read_card
+    from tgi.hub.origin import commit, pipeline_tag
     from tgi.hub.overlay import Changes, changed
     from tgi.hub.resolve import DEFAULT_MODEL, model_directory
 
@@ -106,6 +108,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         code=settings.trust_remote_code,
         progress=progress.stage,
     )
+    known = replace(named, model_sha=commit(directory), model_pipeline_tag=pipeline_tag(directory))
     changes = Changes(
         rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
         tokenizer_config=_path(settings.tokenizer_config_path),
@@ -113,7 +116,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     )
     directory = changed(directory, changes, settings.run_dir / "models")
     read_card(directory)  # refuses here, once and in the foreground, what no role could serve
-    return replace(named, model_dir=directory)
+    return replace(known, model_dir=directory)
 
 
 def _path(name: str | None) -> Path | None:

@@ -48,7 +48,7 @@ async def serve(process: Process) -> None:
     assert settings.model_id is not None  # the command line has filled in the default
     assert process.listen_fd is not None  # and has taken the port
     tracer = tracing.tracer(settings, process.name)
-    service = Service(settings, router, settings.model_id, settings.compute_type, tracer=tracer)
+    service = Service(settings, router, settings.model_id, settings.compute_type or "", tracer=tracer)
     server = Server(service, process)
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     for fd in process.fds:

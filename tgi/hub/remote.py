@@ -14,7 +14,7 @@ from tgi.kernel.errors import UserError
 log = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-SMALL = re.compile(r"[^/]+\.(json|jinja|model|tiktoken|txt)|additional_chat_templates/[^/]+\.jinja")
+SMALL = re.compile(r"README\.md|[^/]+\.(json|jinja|model|tiktoken|txt)|additional_chat_templates/[^/]+\.jinja")
 CODE = re.compile(r"[^/]+\.py")
 TIMEOUT_S = 10
 

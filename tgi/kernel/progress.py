@@ -1,11 +1,14 @@
 """What the terminal shows while a server starts: one bar (or one line per stage), then one line with the URL."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterable
 
 from tgi.kernel import rundir
 from tgi.kernel.settings import Settings
+
+log = logging.getLogger(__name__)
 
 BAR_CELLS = 24
 
@@ -19,9 +22,16 @@ class Progress:
         self._began = time.monotonic()
         self._shown = ""
         self._done = False
+        self._logs = settings is not None and settings.json_output  # whoever reads JSON reads nothing else
 
     def stage(self, stage: str, percent: int) -> None:
         """Shows how far a stage is. Percent is 0 to 100."""
+        if self._logs:
+            shown = f"{self._title}: {stage}"
+            if shown != self._shown:
+                log.info("%s", shown)
+            self._shown = shown
+            return
         if sys.stderr.isatty():
             full = BAR_CELLS * percent // 100
             bar = "━" * full + "╌" * (BAR_CELLS - full)
@@ -52,4 +62,8 @@ class Progress:
             host = self.settings.hostname.replace("0.0.0.0", "127.0.0.1")
             url = f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
             took = time.monotonic() - self._began
-            print(f"Ready in {took:.1f} s: {self.settings.model_id} on {url}", flush=True)
+            ready = f"Ready in {took:.1f} s: {self.settings.model_id} on {url}"
+            if self._logs:
+                log.info("%s", ready)
+            else:
+                print(ready, flush=True)

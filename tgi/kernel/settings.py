@@ -135,7 +135,9 @@ class Settings:
     cors_allow_origin: tuple[str, ...] = setting(
         (), "Origins that browsers may call from; all without it. Repeatable.", text, separator=","
     )
-    compute_type: str = setting("gpu+optimized", "What the header x-compute-type says.", text)
+    compute_type: str | None = setting(
+        None, "What the header x-compute-type says; default: the number and kind of the GPUs.", text
+    )
     reuse_port: bool = setting(
         False, "Let front ends that are started alone share the port (SO_REUSEPORT).", boolean, env=("TGI_REUSE_PORT",)
     )
@@ -224,6 +226,8 @@ class Settings:
     # Derived while starting, never given by the user
     run_dir: Path = field(default=Path("."))
     model_dir: Path = field(default=Path("."))  # the resolved model_id
+    model_sha: str | None = None  # its commit, if it came from the Hub
+    model_pipeline_tag: str | None = None
 
     def to_json(self) -> str:
         """For a child process's environment."""

@@ -203,3 +203,13 @@ def test_an_end_without_its_last_token_is_incomplete(serve: Any) -> None:
     reply = front.post("/generate", '{"inputs":"x"}')
     assert reply.status == 500
     assert reply.body == b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'
+
+
+def test_the_prompt_comes_back_at_the_root_unless_the_model_is_for_something_else(serve: Any) -> None:
+    body = '{"inputs":"x","parameters":{}}'
+    for tag, text in ((None, b"x a"), ("text-generation", b"x a"), ("text2text-generation", b" a")):
+        front = serve(model_pipeline_tag=tag, model_sha="abc")
+        assert front.post("/", body).body == b'[{"generated_text":"%s"}]' % text
+        info = json.loads(front.get("/info").body)
+        assert (info["model_pipeline_tag"], info["model_sha"]) == (tag, "abc")
+        front.stop()

@@ -43,8 +43,8 @@ class InfoResource:
         resp.data = msgspec.json.encode(
             Info(
                 model_id=self._service.model_id,
-                model_sha=None,
-                model_pipeline_tag=None,
+                model_sha=settings.model_sha,
+                model_pipeline_tag=settings.model_pipeline_tag,
                 max_concurrent_requests=settings.max_concurrent_requests,
                 max_best_of=settings.max_best_of,
                 max_stop_sequences=settings.max_stop_sequences,

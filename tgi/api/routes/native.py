@@ -140,7 +140,8 @@ class GenerateStreamResource(_Native):
 
 
 class CompatResource(_Native):
-    """POST /: an array of one, or a stream; the prompt comes back with the text unless told not to."""
+    """POST /: an array of one, or a stream; the prompt comes back with the text, unless the request says no or the
+    model is known to be for something else."""
 
     body = Body(CompatGenerateRequest)
 
@@ -151,7 +152,9 @@ class CompatResource(_Native):
     async def answer(self, request: CompatGenerateRequest, req: Request, resp: Response) -> None:
         """The same for a body that has been read."""
         p = request.effective
-        full_text = p.return_full_text is not False
+        full_text = p.return_full_text
+        if full_text is None:
+            full_text = self._service.settings.model_pipeline_tag in (None, "text-generation")
         if request.stream:
             await self._stream(req, resp, request.inputs, p, full_text)
         else:
