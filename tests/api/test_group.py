@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.api.conftest import Front, texts
 from tests.api.test_lifecycle import Stream, silent
+from tgi.api import sse
 from tgi.kernel.messages import Cancel, End, Generate, Reason
 
 TWO = '{"prompt":["a","b"],"seed":1%s}'
@@ -141,3 +142,21 @@ def test_a_slow_choice_does_not_hold_the_others_up(serve: Any) -> None:
     events = [json.loads(part.removeprefix(b"data: ")) for part in stream.rest().body.split(b"\n\n")[:-2]]
     assert [[choice["index"] for choice in event["choices"]] for event in events] == [[1], [0], []]
     assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+
+
+def test_a_backlog_is_written_in_turns(serve: Any) -> None:
+    """Thousands of tokens that wait for one client, who gets them all, do not make the others wait."""
+    front = serve(silent)
+    stream = Stream(front, "/v1/completions", TWO % ',"stream":true')
+    rids = asked(front, 2)
+    count = 3 * sse.MOST_EVENTS
+    for rid in rids:
+        tokens = [(k, "x", -0.5, False) for k in range(count)]
+        front.tokenizers[0].send(texts(rid, *tokens), End(rid, Reason.LENGTH, "", "x" * count, 1, count))
+    reply = stream.rest()
+    events = [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n")[:-2]]
+    for place in (0, 1):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == place]
+        assert "".join(choice["text"] for choice in choices) == "x" * count
+        assert [choice["finish_reason"] for choice in choices[-2:]] == [None, "length"]
+    assert max(chunk.count(b"data: ") for chunk in reply.chunks) <= sse.MOST_EVENTS + 1  # and [DONE]

@@ -37,6 +37,10 @@ class Columns(NamedTuple):
         """No tokens yet."""
         return cls(array("i"), array("f"), bytearray(), [], array("I"), [])
 
+    def part(self, of: slice) -> "Columns":
+        """Some of the tokens."""
+        return Columns(self.ids[of], self.logprobs[of], self.special[of], self.texts[of], self.held[of], self.tops[of])
+
 
 class Bell:
     """Wakes the one task that waits for what comes. It looks first, and waits if there is nothing."""
@@ -147,10 +151,13 @@ class Generation(Call):
         self.end = end
         self.bell.ring()
 
-    def take(self) -> Columns:
-        """The tokens that have come since the last call."""
+    def take(self, most: int | None = None) -> Columns:
+        """The tokens that have come since the last call, or the first `most` of them."""
         fresh, self.fresh = self.fresh, Columns.empty()
-        return fresh
+        if most is None or len(fresh.texts) <= most:
+            return fresh
+        self.fresh = fresh.part(slice(most, None))
+        return fresh.part(slice(most))
 
 
 class Encoding(Call):

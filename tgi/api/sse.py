@@ -13,6 +13,9 @@ from tgi.kernel.messages import End
 
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
+# A client that reads slowly, or stops and goes on, may have thousands of tokens to come. So many events are written in
+# one go, then others have their turn.
+MOST_EVENTS = 256
 
 
 Cancel = Callable[[Sequence[Generation]], None]
@@ -42,6 +45,7 @@ class EventStream:
         self._events = events
         self._client = client
         self._cancel = cancel
+        self._behind = False  # the latest chunk was not all that there was
         self._silent = False  # no event for KEEP_ALIVE_SECONDS
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -70,6 +74,8 @@ class EventStream:
         while self._live and not self._client.gone:
             if chunk := self._chunk():
                 self._last = self._loop.time()
+                if self._behind:
+                    await asyncio.sleep(0)
                 return chunk.encode()
             if self._silent:
                 self._silent = False
@@ -87,11 +93,15 @@ class EventStream:
         """The events that are ready. Generations take turns, an event each."""
         turns: list[list[str]] = []
         ending = ""
+        self._behind = False
+        most = max(1, MOST_EVENTS // len(self._live))
         for place, call in [*self._live.items()]:
-            end = call.end
-            if not call.fresh.texts and end is None:
+            if not call.fresh.texts and call.end is None:
                 continue
-            columns = call.take()
+            columns = call.take(most)
+            end = call.end
+            if call.fresh.texts:
+                self._behind, end = True, None
             error = errors.of_end(end, streaming=True) if end is not None else None
             if end is not None and error is None and not columns.texts:
                 error = errors.incomplete(streaming=True)
