@@ -4,11 +4,13 @@ The house checks on the way that steps are what a strict worker accepts, that no
 that slots, pages and queue agree; here hypothesis decides what happens next.
 """
 
+from typing import Any
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.house import Asked, House, alone, replay
+from tests.scheduler.house import Asked, House, everything, replay
 from tgi.kernel.messages import Cancel, Reason, Result, Stop
 from tgi.scheduler.core import Config
 from tgi.worker.scripted import Script
@@ -47,13 +49,11 @@ class Scheduler(RuleBasedStateMachine):
         seed=st.none() | st.integers(0, 3),
         top_n=st.sampled_from([0, 0, 1, 3]),
         choice=st.integers(0, 1),
+        prompt_top_n=st.sampled_from([None, None, 0, 2]),
     )
-    def add(
-        self, prompt: list[int], first: int, new: int, place: int, eos: bool, seed: int | None, top_n: int, choice: int
-    ) -> None:
+    def add(self, prompt: list[int], first: int, new: int, eos: bool, **asked: Any) -> None:
         stop_ids = list(range(40, 50)) if eos else []
-        prompt = [first, *prompt[1:]]
-        self.house.add(prompt, new, place=place, stop_ids=stop_ids, seed=seed, top_n=top_n, choice=choice)
+        self.house.add([first, *prompt[1:]], new, stop_ids=stop_ids, **asked)
 
     @rule()
     def plan(self) -> None:
@@ -137,8 +137,11 @@ class Scheduler(RuleBasedStateMachine):
             assert len(asked.prompt) + asked.new > min(LIMIT, self.script.pages * 4)
             assert not asked.ids
             return
-        want, tops = alone(asked, self.script)
+        want, tops, told, told_tops = everything(asked, self.script)
         assert asked.tops == tops[: len(asked.ids)]
+        assert asked.told == told[: len(asked.told)]
+        assert asked.told_tops == told_tops[: len(asked.told) * (asked.prompt_top_n or 0)]
+        assert len(asked.told) == asked.tells or not asked.ids
         match asked.end.reason:
             case Reason.LENGTH:
                 assert asked.ids == want

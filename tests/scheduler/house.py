@@ -15,6 +15,7 @@ from tgi.kernel.messages import (
     Cancel,
     End,
     Hello,
+    PromptLogprobs,
     Reason,
     Result,
     Sampling,
@@ -36,7 +37,15 @@ GREEDY = Sampling(1)
 class Asked:
     """A request as its tokenizer knows it."""
 
-    def __init__(self, prompt: list[int], new: int, stop_ids: list[int], sampling: Sampling, resume: list[int]) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        new: int,
+        stop_ids: list[int],
+        sampling: Sampling,
+        resume: list[int],
+        prompt_top_n: int | None = None,
+    ) -> None:
         self.prompt = prompt
         self.new = new
         self.stop_ids = stop_ids
@@ -44,8 +53,17 @@ class Asked:
         self.asks = sampling.top_n > 0
         self.ids = list(resume)
         self.tops: list[Tops] = []  # beside each id that was sent
+        self.prompt_top_n = prompt_top_n  # None: the logprobs of the prompt are not wanted
+        self.told: list[float] = []  # logprobs of the prompt, from its second token on
+        self.told_tops: Tops = []  # all beside them
         self.end: End | None = None
         self.told_to_stop = False
+        self.resumed = len(resume)  # ids that it had when it was last submitted
+
+    @property
+    def tells(self) -> int:
+        """How many logprobs of its prompt there are to be told."""
+        return 0 if self.prompt_top_n is None else len(self.prompt) - 1
 
 
 class Tokenizer:
@@ -72,12 +90,21 @@ class Tokenizer:
                 asked = self.requests[rid]
                 assert asked.end is None, "a token after the end"
                 assert not asked.told_to_stop, "a token after a cancel"
+                assert len(asked.told) == asked.tells, "a token before all logprobs of the prompt"
                 assert bool(top) == asked.asks
                 asked.ids.append(token)
                 asked.tops.append(top)
             return
-        assert isinstance(message, End), message
+        assert isinstance(message, End | PromptLogprobs), message
         asked = self.requests[message.rid]
+        if isinstance(message, PromptLogprobs):
+            assert asked.end is None, "logprobs after the end"
+            assert not asked.told_to_stop, "logprobs after a cancel"
+            assert asked.prompt_top_n is not None, "nobody asked for these"
+            assert len(asked.ids) == asked.resumed, "logprobs of the prompt after a token"
+            asked.told += floats(message.logprobs)
+            asked.told_tops += zip(ints(message.top_ids), floats(message.top_logprobs), strict=True)
+            return
         assert asked.end is None, "two ends"
         asked.end = message
         assert message.prompt_tokens == len(asked.prompt)
@@ -176,9 +203,11 @@ class House:
         resume: list[int] | None = None,
         top_n: int = 0,
         choice: int = 0,
+        prompt_top_n: int | None = None,
     ) -> Asked:
         sampling = GREEDY if seed is None else Sampling(seed, do_sample=True)
-        asked = Asked(prompt, new, stop_ids or [], sampling._replace(top_n=top_n, choice=choice), resume or [])
+        sampling = sampling._replace(top_n=top_n, choice=choice)
+        asked = Asked(prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n)
         self.rids += 1
         self.tokenizers[place].requests[self.rids] = asked
         self._submit(place, self.rids, asked)
@@ -186,7 +215,10 @@ class House:
 
     def _submit(self, place: int, rid: int, asked: Asked) -> None:
         columns = [pack(INT32, values) for values in (asked.prompt, asked.stop_ids, asked.ids)]
+        asked.resumed = len(asked.ids)
         add = Add(rid, columns[0], asked.new, asked.sampling, columns[1], columns[2])
+        if asked.prompt_top_n is not None:
+            add = add._replace(prompt_from=1 + len(asked.told), prompt_top_n=asked.prompt_top_n)
         self.handle(add, self.tokenizers[place].peer)
 
     def cancel(self, asked: Asked, kind: Any = Cancel) -> None:
@@ -312,13 +344,22 @@ def expected(asked: Asked, script: Script) -> list[int]:
 
 def alone(asked: Asked, script: Script) -> tuple[list[int], list[Tops]]:
     """The same with what stands beside each token."""
+    drawn, tops, _, _ = everything(asked, script)
+    return drawn, tops
+
+
+def everything(asked: Asked, script: Script) -> tuple[list[int], list[Tops], list[float], Tops]:
+    """The same with the logprobs of the prompt, and all that stands beside these."""
     worker = ScriptedWorker(script)
     size = script.page_size
     known = len(asked.prompt)
     drawn: list[int] = []
     tops: list[Tops] = []
+    told: list[float] = []
+    told_tops: Tops = []
+    asks = () if asked.prompt_top_n is None or known == 1 else (1, asked.prompt_top_n)
     while len(drawn) < asked.new and known < script.limits().max_total_tokens:
-        slots = [] if drawn else [Slot(0, pack(INT32, asked.prompt), known, asked.sampling)]
+        slots = [] if drawn else [Slot(0, pack(INT32, asked.prompt), known, asked.sampling, *asks)]
         start = 0 if not drawn else known - 1
         held = 0 if not drawn else -(-start // size)
         pages = list(range(held, -(-known // size)))
@@ -332,10 +373,12 @@ def alone(asked: Asked, script: Script) -> tuple[list[int], list[Tops]]:
         assert not result.error, result.error
         drawn += ints(result.ids)
         tops += split_tops(result) or [[]]
+        told += floats(result.prompt_logprobs)
+        told_tops += zip(ints(result.prompt_top_ids), floats(result.prompt_top_logprobs), strict=True)
         known += 1
         if drawn[-1] in asked.stop_ids:
             break
-    return drawn, tops
+    return drawn, tops, told, told_tops
 
 
 def replay(journal: list[tuple[Any, ...]], config: Config) -> tuple[list[tuple[Peer, Any]], list[Step]]:
@@ -354,7 +397,8 @@ def replay(journal: list[tuple[Any, ...]], config: Config) -> tuple[list[tuple[P
 def ok(asked: Asked, script: Script) -> None:
     """A request that ended as if it had been alone."""
     assert asked.end is not None
-    want, tops = alone(asked, script)
+    want, tops, told, told_tops = everything(asked, script)
     assert asked.ids == want
     assert asked.tops == tops[len(want) - len(asked.tops) :]
+    assert (asked.told, asked.told_tops) == (told, told_tops)
     assert asked.end.reason == (Reason.LENGTH if len(want) == asked.new else Reason.EOS)

@@ -46,7 +46,7 @@ class ToyModel:
     kv = KVShape(1, 1, 1, 1, torch.float32)
     fails = False
 
-    def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
+    def forward(self, batch: Batch, attention: Any, reader: Any = None) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("the model fails")
         attention.memory[batch.cache_at] = batch.tokens

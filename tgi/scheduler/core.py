@@ -16,6 +16,7 @@ from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.plan import Flight, Planner
+from tgi.scheduler.prompts import pieces
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
 from tgi.scheduler.status import REFUSED, WAITING, Load, Report
@@ -245,7 +246,7 @@ class Core:
         planner = self._planner
         assert planner is not None
         flight = self._flight[0]
-        fault = result.error or flight.fault(result)
+        fault = result.error or flight.fault(result, planner.limits.vocab_size)
         self.counters.done.append(
             StepDone(flight.method, bool(fault), now - max(self._moved, flight.sent), result.forward_us / 1e6)
         )
@@ -259,6 +260,10 @@ class Core:
         self._flight.popleft()
         self._pace.learn(flight.decode_rows, flight.prefill_tokens, result.forward_us)
         number = flight.step.number
+        for request, piece in pieces(flight.telling, result, planner.limits.vocab_size):
+            if number >= request.since:
+                request.prompt_from += len(piece.logprobs) // 4
+                self._outbox.put(request.client.peer, piece)
         if result.top_counts:
             for request, top in zip(flight.drawing, tops(result), strict=True):
                 if number >= request.since:

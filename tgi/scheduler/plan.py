@@ -9,6 +9,7 @@ from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.pages import PagePool
+from tgi.scheduler.prompts import Telling, telling, told_fit
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import NEVER, NO_SLOT, Request
 from tgi.scheduler.tokens import tops_fit
@@ -27,6 +28,7 @@ class Flight(NamedTuple):
     step: Step
     drawing: list[Request]  # the rows that draw, in their order
     prefilling: list[Request]  # rows of chunks that do not finish their prompt
+    telling: list[Telling]  # the rows that tell logprobs of their prompts, in their order
     decode_rows: int
     prefill_tokens: int
     admitted: int  # requests that came from the queue
@@ -43,7 +45,7 @@ class Flight(NamedTuple):
         """TGI's word for what it computes."""
         return "prefill" if self.prefill_tokens else "decode"
 
-    def fault(self, result: Result) -> str:
+    def fault(self, result: Result, vocab_size: int) -> str:
         """In what a result does not answer this step; "" if it does."""
         number, rows = self.step.number, len(self.drawing)
         if result.number != number:
@@ -52,6 +54,8 @@ class Flight(NamedTuple):
             return f"the result of step {number} does not have one token for each of {rows} rows"
         if not tops_fit(result, rows):
             return f"the columns of likeliest tokens in the result of step {number} do not fit its {rows} rows"
+        if not told_fit(result, self.telling, vocab_size):
+            return f"the result of step {number} does not have the logprobs of the prompts' tokens that it computed"
         return ""
 
 
@@ -68,6 +72,7 @@ class _Draft:
         self.draws = bytearray()
         self.drawing: list[Request] = []
         self.prefilling: list[Request] = []
+        self.telling: list[Telling] = []
         self.filling: list[Request] = []  # of whose pages this step completes some
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
@@ -85,7 +90,15 @@ class _Draft:
         )
         tokens = sum(self.counts[decode_rows:])
         return Flight(
-            step, self.drawing, self.prefilling, decode_rows, tokens, len(self.slots), joined and bool(self.slots), now
+            step,
+            self.drawing,
+            self.prefilling,
+            self.telling,
+            decode_rows,
+            tokens,
+            len(self.slots),
+            joined and bool(self.slots),
+            now,
         )
 
 
@@ -204,6 +217,8 @@ class Planner:
         request.planned = end = start + count
         if self._caching:
             draft.filling.append(request)
+        if request.tells and (told := telling(request, start, end)):
+            draft.telling.append(told)
         draft.rows.append(request.slot)
         draft.starts.append(start)
         draft.counts.append(count)
@@ -230,7 +245,9 @@ class Planner:
             return False  # nothing has changed since the last try
         # The last id is always computed, since its row draws the next: where it is alone in a page, that one is new.
         column, full = request.ids.tobytes(), (len(request.ids) - 1) // self._page_size
-        found, prefix = self.pool.find(request.salt, column, full)
+        # A position that tells a logprob is computed, too.
+        most = min(full, (request.prompt_from - 1) // self._page_size) if request.tells else full
+        found, prefix = self.pool.find(request.salt, column, most)
         missing = full + 1 - len(found)
         if self._lacks(missing + spare):
             available = self.pool.available
@@ -269,7 +286,8 @@ class Planner:
             request.first_planned = now
             request.cached_tokens = min(planned, request.prompt_tokens)
         self._counters.cache_hit_tokens += planned
-        draft.slots.append(Slot(request.slot, column, request.prompt_tokens, request.sampling))
+        asks = (request.prompt_from, request.prompt_top_n) if request.tells else ()
+        draft.slots.append(Slot(request.slot, column, request.prompt_tokens, request.sampling, *asks))
         draft.page_slots += array(INT32, (request.slot,)) * len(pages)
         draft.page_ids.fromlist(pages)
 

@@ -4,7 +4,7 @@ from array import array
 from functools import lru_cache
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import TRANSITIONS, Add, Reason, State, transition
+from tgi.kernel.messages import MOST_PROMPT_TOPS, TRANSITIONS, Add, Reason, State, transition
 from tgi.kernel.pack import INT32, ints
 from tgi.scheduler.tokens import Row, Top
 
@@ -30,7 +30,9 @@ class Request:
         "pages",
         "planned",
         "prefix",
+        "prompt_from",
         "prompt_tokens",
+        "prompt_top_n",
         "publish_at",
         "published",
         "received",
@@ -47,7 +49,7 @@ class Request:
     )
 
     def __init__(self, client: "Client", add: Add, order: int, received: float) -> None:
-        """Raises ValueError or ProtocolError if a column of `add` is none."""
+        """Raises ValueError or ProtocolError if a column of `add` is none, or a field has no meaning."""
         self.client = client
         self.rid = add.rid
         self.order = order  # of arrival; a smaller number goes first
@@ -55,6 +57,11 @@ class Request:
         self.first_planned: float | None = None
         self.ids = array(INT32, add.prompt)
         self.prompt_tokens = len(self.ids)
+        if add.prompt_from < 0 or not 0 <= add.prompt_top_n <= MOST_PROMPT_TOPS:
+            raise ValueError(f"prompt_from is {add.prompt_from} and prompt_top_n {add.prompt_top_n}")
+        # From this position on the logprobs of the prompt's tokens are still to be told.
+        self.prompt_from = min(add.prompt_from, self.prompt_tokens) or self.prompt_tokens
+        self.prompt_top_n = add.prompt_top_n
         self.ids.frombytes(add.resume)
         self.limit = self.prompt_tokens + add.max_new_tokens  # so many ids end it
         self.last_start = self.limit - 2  # the position that the last decode row computes
@@ -91,6 +98,11 @@ class Request:
     def suspected(self) -> bool:
         """Whether it is to be tried alone."""
         return self.strikes >= SUSPECT
+
+    @property
+    def tells(self) -> bool:
+        """Whether logprobs of its prompt are still to be told."""
+        return self.prompt_from < self.prompt_tokens
 
     def finished(self) -> Reason | None:
         """Why it is complete, if it is. Length counts before an end token, as in TGI."""

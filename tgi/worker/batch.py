@@ -1,5 +1,6 @@
 """What one forward pass needs: the tokens of a step, back to back, and where their keys and values live."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,15 @@ class Attention(Protocol):
         [T, heads, head_dim] over each row's whole context. Returns [T, heads, head_dim] in the query's dtype."""
 
 
+class Reader(Protocol):
+    """Wants the logits of more tokens than those that draw, few at a time: together they might not fit."""
+
+    blocks: Sequence[Tensor]  # int64 [n] indices into T each
+
+    def read(self, logits: Tensor) -> None:
+        """Takes the raw logits float32 [n, vocab_size] of the next block."""
+
+
 class Model(Protocol):
     """A causal language model over a paged cache."""
 
@@ -60,5 +70,5 @@ class Model(Protocol):
     kv: KVShape
     device: torch.device
 
-    def forward(self, batch: Batch, attention: Attention) -> Tensor:
-        """Raw logits, float32 [D, vocab_size], of the rows that draw."""
+    def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
+        """Raw logits, float32 [D, vocab_size], of the rows that draw. A reader is given those that it wants."""

@@ -13,6 +13,7 @@ from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.loop import Poisoned
 from tgi.worker.noise import Noise
 from tgi.worker.params import Draws
+from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import Rows, Slots
 from tgi.worker.tops import Tops, columns
@@ -24,6 +25,7 @@ class Pending(NamedTuple):
     number: int
     epoch: int
     drawn: Drawn  # on the host
+    told: Told | None  # of prompts, on the host
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
@@ -82,6 +84,7 @@ class TorchEngine:
             forward_us = int(pending.begin.elapsed_time(pending.end) * 1000)
         ids = pending.drawn.ids.numpy().astype(np.int32)
         top_counts, top_ids, top_logprobs = columns(pending.drawn.tops, len(ids))
+        prompt_logprobs, prompt_top_ids, prompt_top_logprobs = prompt_columns(pending.told)
         return Result(
             pending.number,
             pending.epoch,
@@ -92,6 +95,9 @@ class TorchEngine:
             top_counts=top_counts,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_ids=prompt_top_ids,
+            prompt_top_logprobs=prompt_top_logprobs,
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -102,14 +108,17 @@ class TorchEngine:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
         batch = self._batch(rows)
-        logits = self._model.forward(batch, self._attention)
+        reader = self._reader(rows)
+        logits = self._model.forward(batch, self._attention, reader)
         drawn = self._draw(rows, logits)
+        told = None if reader is None else reader.told()
         self._slots.advance(rows)
         if end is not None:
-            drawn = _to_host(drawn)
+            drawn = _drawn_to_host(drawn)
+            told = told and Told(_to_host(told.logprobs), told.top_n, *map(_to_host, told[2:]))
             end.record()
         forward_us = int((time.monotonic() - began) * 1e6)
-        return Pending(step.number, step.epoch, drawn, forward_us, begin, end)
+        return Pending(step.number, step.epoch, drawn, told, forward_us, begin, end)
 
     def _batch(self, rows: Rows) -> Batch:
         """Lays the rows' tokens back to back."""
@@ -142,6 +151,14 @@ class TorchEngine:
             context_lengths=rows.ends.tolist(),
         )
 
+    def _reader(self, rows: Rows) -> PromptReader | None:
+        """Whoever reads what these rows are to tell of their prompts, if they are."""
+        found = wanted(self._slots, rows)
+        if found is None:
+            return None
+        at, next_at = self._to_device(found.at, found.next_at)
+        return PromptReader(found, at, self._slots.ids.view(-1)[next_at].long())
+
     def _draw(self, rows: Rows, logits: Tensor) -> Drawn:
         """Draws for the rows that do, and writes the ids behind those that are known."""
         if not len(rows.drawing):
@@ -170,11 +187,12 @@ class TorchEngine:
         return list(packed.split([len(column) for column in columns]))
 
 
-def _to_host(drawn: Drawn) -> Drawn:
+def _to_host(values: Tensor) -> Tensor:
     """A copy in pinned memory, under way on the current stream."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    def copy(values: Tensor) -> Tensor:
-        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
-    tops = drawn.tops and Tops(drawn.tops.rows, *map(copy, drawn.tops[1:]))
-    return Drawn(copy(drawn.ids), copy(drawn.logprobs), tops)
+def _drawn_to_host(drawn: Drawn) -> Drawn:
+    """The same for all that was drawn."""
+    tops = drawn.tops and Tops(drawn.tops.rows, *map(_to_host, drawn.tops[1:]))
+    return Drawn(_to_host(drawn.ids), _to_host(drawn.logprobs), tops)

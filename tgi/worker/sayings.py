@@ -9,6 +9,8 @@ from tgi.kernel.pack import FLOAT32, INT32, UINT8, UINT32, pack
 FIRST_ID, IDS = 40, 50
 # No seed is negative. (None would not do: its hash differs between processes.)
 GREEDY = -1
+# In its place where the logprob of a prompt's own token is told. (-2 has the hash of -1.)
+PROMPT = -3
 
 Tops = Sequence[tuple[int, float]]  # (id, logprob), likeliest first
 Said = tuple[int, float, Tops]  # id, logprob, and what stands beside them
@@ -44,10 +46,22 @@ def say(number: int, top_n: int, ids: range) -> Said:
     return token, logprob, sorted(tops, key=lambda top: (-top[1], top[0]))
 
 
-def result_of(number: int, epoch: int, said: Sequence[Said]) -> Result:
-    """The result of a step whose drawing rows got these."""
+def tell(number: int, token: int, top_n: int, ids: range) -> Said:
+    """The logprob of this token of a prompt and so many likeliest ones, for a random number of 32 bits."""
+    _, logprob, tops = say(number, top_n, ids)
+    return token, logprob, tops[: min(top_n, len(ids))]
+
+
+def result_of(number: int, epoch: int, said: Sequence[Said], told: Sequence[Said] = ()) -> Result:
+    """The result of a step whose drawing rows got the one, and whose prompts' tokens the other."""
     ids, logprobs, lists = zip(*said, strict=True) if said else ((), (), ())
     plain = Result(number, epoch, pack(UINT8, [1] * len(ids)), pack(INT32, ids), pack(FLOAT32, logprobs))
+    if told:
+        plain = plain._replace(
+            prompt_logprobs=pack(FLOAT32, [logprob for _, logprob, _ in told]),
+            prompt_top_ids=pack(INT32, [token for _, _, tops in told for token, _ in tops]),
+            prompt_top_logprobs=pack(FLOAT32, [logprob for _, _, tops in told for _, logprob in tops]),
+        )
     if not any(lists):
         return plain
     return plain._replace(

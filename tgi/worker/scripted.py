@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import Limits, Result, Sampling, Step, decode
+from tgi.kernel.messages import MOST_PROMPT_TOPS, Limits, Result, Sampling, Slot, Step, decode
 from tgi.kernel.pack import floats, ints
-from tgi.worker.sayings import Said, ids_of, noise_of, result_of, say
+from tgi.worker.sayings import PROMPT, Said, ids_of, noise_of, result_of, say, tell
 
 
 class Script(NamedTuple):
@@ -54,6 +54,7 @@ class Occupant:
     ids: list[int]
     noise: int
     top_n: int
+    slot: Slot
     table: list[int] = field(default_factory=list)
     claimed: int = 0  # pages of `table` looked at so far
     computed: int = 0
@@ -107,12 +108,13 @@ class ScriptedWorker:
         )
         for slot, start, count in zip(rows, starts, counts, strict=True):
             self._claim(slot, start, count)
-        said = []
+        said: list[Said] = []
+        told: list[Said] = []
         for slot, start, count, draw in zip(rows, starts, counts, step.draws, strict=True):
-            self._compute(slot, start, count)
+            told += self._compute(slot, start, count)
             if draw:
                 said.append(self._draw(slot))
-        return result_of(step.number, step.epoch, said)
+        return result_of(step.number, step.epoch, said, told)
 
     def _occupy(self, step: Step) -> None:
         seen = set()
@@ -131,6 +133,10 @@ class ScriptedWorker:
             _need(
                 min(ids) >= 0 and max(ids) < self.script.vocab_size, f"slot {new.slot}: an id is not in the vocabulary"
             )
+            _need(
+                0 <= new.prompt_from < len(ids) and 0 <= new.prompt_top_n <= MOST_PROMPT_TOPS,
+                f"slot {new.slot}: logprobs from position {new.prompt_from} of {len(ids)} on, with {new.prompt_top_n}",
+            )
             biased = ints(sampling.bias_ids)
             _need(len(biased) == len(floats(sampling.biases)), f"slot {new.slot}: bias_ids and biases differ in length")
             _need(
@@ -141,7 +147,7 @@ class ScriptedWorker:
             if old := self._slots.get(new.slot):
                 for page in old.table:
                     self._holders[page].discard(new.slot)
-            self._slots[new.slot] = Occupant(ids, noise_of(sampling), sampling.top_n)
+            self._slots[new.slot] = Occupant(ids, noise_of(sampling), sampling.top_n, new)
 
     def _append_pages(self, step: Step) -> None:
         slots, pages = ints(step.page_slots), ints(step.page_ids)
@@ -175,6 +181,9 @@ class ScriptedWorker:
     def _find_prefix(self, slot: int, occupant: Occupant, start: int) -> None:
         """The first row of a slot starts behind a cached prefix: its pages must be full of just these tokens."""
         size = self.script.page_size
+        asked = occupant.slot.prompt_from
+        if asked and start >= asked:
+            raise Violation(f"slot {slot}: starts at {start}, but logprobs are wanted from {asked} on")
         chain = occupant.chain
         for at in range(0, start, size):
             page = occupant.table[at // size]
@@ -196,14 +205,20 @@ class ScriptedWorker:
             if other != slot:
                 self._slots[other].lost = f"page {page} was given to slot {slot}"
 
-    def _compute(self, slot: int, start: int, count: int) -> None:
+    def _compute(self, slot: int, start: int, count: int) -> list[Said]:
+        """Computes a row. Returns what it tells of the prompt."""
         occupant = self._slots[slot]
         if occupant.lost:
             raise Violation(f"slot {slot} computes, but its {occupant.lost}")
         size = self.script.page_size
+        asked = occupant.slot
+        told = []
         chain = occupant.chain
         for position in range(start, start + count):
             chain = hash((chain, occupant.ids[position]))
+            if 0 < asked.prompt_from <= position + 1 < asked.prompt_tokens:
+                number = hash((chain, PROMPT)) % (1 << 32)
+                told.append(tell(number, occupant.ids[position + 1], asked.prompt_top_n, self._ids))
             page = occupant.table[position // size]
             held = self._pages[page]
             if position % size == len(held):
@@ -212,6 +227,7 @@ class ScriptedWorker:
                 raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
         occupant.chain = chain
         occupant.computed = start + count
+        return told
 
     def _draw(self, slot: int) -> Said:
         """The next id, its logprob and the likeliest tokens."""

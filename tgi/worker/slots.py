@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import Sampling, Slot, Step, decode
+from tgi.kernel.messages import MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
 from tgi.worker.params import Params
 
 EMPTY = -2  # nobody is in the slot
@@ -47,6 +47,8 @@ class Slots:
         self.computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache
         self.held = np.zeros(count, np.int64)  # pages
         self.params = Params.empty(count)
+        self.prompt_from = np.zeros(count, np.int64)  # Slot's fields
+        self.prompt_top_n = np.zeros(count, np.int64)
 
     def reset(self) -> None:
         """Empties all slots."""
@@ -120,6 +122,11 @@ class Slots:
             raise ProtocolError(f"slot {slot}: expected a Sampling, got {type(sampling).__name__}")
         if not 0 < new.prompt_tokens <= len(ids):
             raise BadStep(f"slot {slot}: {new.prompt_tokens} of {len(ids)} ids are prompt")
+        if not 0 <= new.prompt_from < len(ids) or not 0 <= new.prompt_top_n <= MOST_PROMPT_TOPS:
+            raise BadStep(
+                f"slot {slot}: logprobs from position {new.prompt_from} of {len(ids)} ids on, {new.prompt_top_n} "
+                f"likeliest; the first id has none, and {MOST_PROMPT_TOPS} are the most"
+            )
         try:
             self.params.put(slot, sampling, new.prompt_tokens)
         except (ValueError, OverflowError) as error:
@@ -127,6 +134,8 @@ class Slots:
         if (bias := self.params.bias[slot]) is not None:
             _need_within(bias.ids, self._vocab_size, "biased token id")
         self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
+        self.prompt_from[slot] = new.prompt_from
+        self.prompt_top_n[slot] = min(new.prompt_top_n, self._vocab_size)
         self.known[slot] = len(ids)
         self.computed[slot] = NEW
         self.held[slot] = 0

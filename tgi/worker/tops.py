@@ -34,7 +34,7 @@ def find_tops(logprobs: Tensor, rows: NDArray[np.int64], top_n: NDArray[np.int64
     most = min(MOST_TOPS, logprobs.shape[1])
     wanted = np.minimum(top_n, most)
     longest = np.minimum(wanted + TIES, most)
-    ids = torch.cat([_rank(block, int(longest.max())) for block in logprobs.split(BLOCK_ROWS)])
+    ids = torch.cat([rank(block, int(longest.max())) for block in logprobs.split(BLOCK_ROWS)])
     values = logprobs.gather(1, ids)
     wanted_at, longest_at = torch.from_numpy(np.stack((wanted, longest))).to(ids.device)[:, :, None]
     listed = values >= values.gather(1, wanted_at - 1)
@@ -53,7 +53,7 @@ def columns(tops: Tops | None, drawn: int) -> tuple[bytes, bytes, bytes]:
     return counts.tobytes(), tops.ids.numpy()[listed].tobytes(), tops.logprobs.numpy()[listed].tobytes()
 
 
-def _rank(logprobs: Tensor, width: int) -> Tensor:
+def rank(logprobs: Tensor, width: int) -> Tensor:
     """Ids int64 [n, width] of the likeliest, the lowest first among equals.
 
     No two of the integers that are compared are equal, so whoever selects them has no choice of its own.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.batch import Attention, Batch, KVShape
+from tgi.worker.batch import Attention, Batch, KVShape, Reader
 from tgi.worker.layers.norm import rms_norm
 from tgi.worker.layers.rotary import Rotary, rotate
 from tgi.worker.linear import Linear, choose_rows
@@ -52,7 +52,7 @@ class Decoder:
         self._rows = choose_rows([*linears, weights.head])
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+    def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """See Model. Tokens are padded once here to a number of rows that the linear layers take as it is."""
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
@@ -65,8 +65,15 @@ class Decoder:
             hidden = layer.output(mixed, hidden)
             normed = rms_norm(hidden, layer.mlp_norm, self._config.norm_epsilon)
             hidden = layer.down(layer.up(normed, layer.gate(normed)), hidden)
-        drawing = hidden.index_select(0, batch.draw_at)
-        return self._weights.head(rms_norm(drawing, self._weights.norm, self._config.norm_epsilon)).to(torch.float32)
+        if reader is not None:
+            for block in reader.blocks:
+                reader.read(self._logits(hidden, block))
+        return self._logits(hidden, batch.draw_at)
+
+    def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """Of some rows of `hidden`, float32 [n, vocab]."""
+        normed = rms_norm(hidden.index_select(0, at), self._weights.norm, self._config.norm_epsilon)
+        return self._weights.head(normed).to(torch.float32)
 
     def _mix(
         self,

@@ -13,7 +13,8 @@ may differ more, because they multiply as many rows at a time as an expert is gi
 import inspect
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tgi.kernel.errors import UserError
-from tgi.worker.batch import Attention, Batch, KVShape
+from tgi.worker.batch import Attention, Batch, KVShape, Reader
 from tgi.worker.linear import ANY_ROWS, Linear, choose_rows
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,9 @@ class Fallback:
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         self._model = model
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        decoder = model.get_decoder()
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters and decoder is not model
+        self._body = decoder if self._keeps else model  # a model that always computes all logits does so once
         linears = [module.linear for module in model.modules() if isinstance(module, _Linear)]
         self._rows = choose_rows(linears) if linears else ANY_ROWS
         config = model.config.get_text_config(decoder=True)
@@ -119,13 +122,20 @@ class Fallback:
         self.context = _context(config, probe.window)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+    def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """See Model. Tokens are padded once to a number of rows that the linear layers take as it is."""
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         step = Step(attention, attention.plan(batch), count)
         draw_at = batch.draw_at if len(batch.draw_at) else batch.cu_query[:1].long()
-        logits = self._run(F.pad(batch.tokens, pad), F.pad(batch.positions, pad), draw_at, step)
+        tokens, positions = F.pad(batch.tokens, pad), F.pad(batch.positions, pad)
+        if reader is None:
+            logits = self._run(tokens, positions, draw_at, step)
+        else:
+            with _computed_once(self._body):
+                logits = self._run(tokens, positions, draw_at, step)
+                for block in reader.blocks:
+                    reader.read(self._run(tokens, positions, block, step).float())
         return logits[: len(batch.draw_at)].float()
 
     def _run(self, tokens: Tensor, positions: Tensor, draw_at: Tensor, step: Step) -> Tensor:
@@ -135,6 +145,25 @@ class Fallback:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, paged_step=step, **keep
         ).logits[0]
         return logits if self._keeps else logits.index_select(0, draw_at)
+
+
+@contextmanager
+def _computed_once(body: nn.Module) -> Iterator[None]:
+    """What `body` finds first is what each later call of it returns. Where it is all of a model but the head, the head
+    alone is computed for some rows at a time, with whatever the model does to its logits."""
+    forward = body.forward
+    found: list[Any] = []
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        if not found:
+            found.append(forward(*arguments, **named))
+        return found[0]
+
+    body.forward = once
+    try:
+        yield
+    finally:
+        del body.forward
 
 
 class _Probe:
