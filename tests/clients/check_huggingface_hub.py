@@ -45,6 +45,14 @@ def test_text_generation_with_details(client: InferenceClient) -> None:
     assert "".join(token.text for token in answer.details.tokens if not token.special) == answer.generated_text
 
 
+def test_text_generation_with_prefill(client: InferenceClient) -> None:
+    answer = client.text_generation(PROMPT, details=True, decoder_input_details=True, **TEXT)
+    first, *others = answer.details.prefill
+    assert first.logprob is None
+    assert "".join(token.text for token in answer.details.prefill).endswith(PROMPT)
+    assert all(token.logprob <= 0 for token in others)
+
+
 def test_text_generation_streamed_with_details(client: InferenceClient) -> None:
     events = list(client.text_generation(PROMPT, details=True, stream=True, **TEXT))
     assert [event.index for event in events] == list(range(1, len(events) + 1))

@@ -227,9 +227,19 @@ def test_completion_echoes_the_prompt(client: OpenAI) -> None:
     assert answer.choices[0].text == f"{prompt} {ANSWER}."
     chunks = list(client.completions.create(stream=True, **request))
     assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
-    with pytest.raises(openai.UnprocessableEntityError) as refusal:
-        client.completions.create(logprobs=1, **request)
-    assert "`echo` with `logprobs` is not supported" in str(refusal.value.body)
+    told = client.completions.create(logprobs=1, **request).choices[0]
+    columns = told.logprobs
+    assert told.text == answer.choices[0].text
+    assert columns.token_logprobs[0] is None
+    assert columns.top_logprobs[0] is None
+    assert len(columns.tokens) == len(columns.token_logprobs) == len(columns.top_logprobs) == len(columns.text_offset)
+    assert len(columns.tokens) == answer.usage.total_tokens
+    for logprob, top in zip(columns.token_logprobs[1:], columns.top_logprobs[1:], strict=True):
+        assert logprob <= max(top.values()) <= 0
+    for token, begin in zip(columns.tokens, columns.text_offset, strict=True):
+        assert told.text[begin:].startswith(token)
+    chunks = list(client.completions.create(stream=True, logprobs=1, **request))
+    assert [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens] == columns.tokens
 
 
 # Models

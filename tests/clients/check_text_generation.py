@@ -44,6 +44,14 @@ def test_generate(client: Client) -> None:
     assert details.prefill == []
 
 
+def test_prefill(client: Client) -> None:
+    answer = client.generate(PROMPT, max_new_tokens=1, decoder_input_details=True)
+    first, *others = answer.details.prefill
+    assert first.logprob is None
+    assert "".join(token.text for token in answer.details.prefill).endswith(PROMPT)
+    assert all(token.logprob <= 0 for token in others)
+
+
 def test_generate_stream(client: Client) -> None:
     events = stream(client)
     text = "".join(event.token.text for event in events if not event.token.special)

@@ -7,7 +7,7 @@ Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, Prompted, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.messages import End, Generate, Prompted, PromptTokens, Reason, Texts, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 
 Answer = Callable[[Any], list[Any] | None]
@@ -29,6 +29,7 @@ A = Token(5, " a", -0.34)
 B = Token(6, " b", -1.0703125)
 EOS = Token(2, "</s>", -0.01, True)
 A_OF_TWO = A._replace(top=(A, B))
+PROMPT_TOPS = (Token(9, " é", -0.0625), B)
 EOS_OF_TWO = EOS._replace(top=(EOS, A._replace(logprob=-5.25)))
 
 
@@ -67,8 +68,19 @@ def end(message: Generate, reason: Reason, text: str, count: int, detail: str = 
 
 
 def admitted(message: Generate) -> list[Any]:
-    """What comes before the first token of a chat."""
-    return [Prompted(message.rid, 3, 12)] if message.chat else []
+    """What comes before the first token: of a chat its length, and the tokens of the prompt "A é" for whoever asks."""
+    before: list[Any] = [Prompted(message.rid, 3, 12)] if message.chat else []
+    if message.prompt_from is not None:
+        tops = PROMPT_TOPS[: message.prompt_top_n]
+        before.append(PromptTokens(message.rid, pack(INT32, [1]), pack(FLOAT32, [float("nan")]), bytes(4), ["<s>"]))
+        before.append(
+            PromptTokens(
+                message.rid, pack(INT32, [7, 9]), pack(FLOAT32, [-2.5, -0.0625]), pack(INT32, [0, 1]), ["A", " é"],
+                pack(INT32, [token.id for token in tops] * 2), pack(FLOAT32, [token.logprob for token in tops] * 2),
+                [token.text for token in tops] * 2,
+            )
+        )  # fmt: skip
+    return before
 
 
 def tokens(reason: Reason, text: str, *row: Token, detail: str = "") -> Callable[[], Answer]:

@@ -40,9 +40,11 @@ def generations(
     choices: int = 1,
     hide_stop: bool = False,
     steering: Steering = NONE,
+    prompt_tops: int | None = None,
 ) -> list[Generation]:
-    """The generations of one request, `choices` for each prompt, next to each other. Raises ApiError if they may not
-    be computed, or not now."""
+    """The generations of one request, `choices` for each prompt, next to each other. With `prompt_tops` the tokens of
+    the prompts come too, and so many of the likeliest in the place of each. Raises ApiError if they may not be
+    computed, or not now."""
     limits = service.router.limits
     asks = [
         Ask(
@@ -71,7 +73,10 @@ def generations(
                 seed = service.seed(None)  # best_of: each has a seed of its own
             sampling = _sampling(p, steering, seed, place if choices > 1 else 0)
             accounting.submitted()
-            made.append(Generation(_message(prompt, p, sampling, hide_stop), stream, bell))
+            message = _message(prompt, p, sampling, hide_stop)
+            if prompt_tops is not None:
+                message = message._replace(prompt_from=0, prompt_top_n=prompt_tops)
+            made.append(Generation(message, stream, bell))
     return made
 
 

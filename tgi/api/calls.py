@@ -5,7 +5,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, Reason, Tokenize, Tokenized
+from tgi.kernel.messages import End, Generate, PromptTokens, Reason, Tokenize, Tokenized
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span
@@ -40,6 +40,36 @@ class Columns(NamedTuple):
     def part(self, of: slice) -> "Columns":
         """Some of the tokens."""
         return Columns(self.ids[of], self.logprobs[of], self.special[of], self.texts[of], self.held[of], self.tops[of])
+
+
+class PromptColumns(NamedTuple):
+    """The tokens of a prompt, one entry per token in each column; empty where not asked for."""
+
+    ids: "array[int]"
+    logprobs: "array[float]"  # NaN for the first
+    starts: "array[int]"  # characters of the prompt before each token
+    texts: list[str]
+    tops: list[dict[str, float]]  # the likeliest in its place, the likeliest last; empty for the first
+
+    @classmethod
+    def empty(cls) -> "PromptColumns":
+        """No tokens yet."""
+        return cls(array("i"), array("f"), array("i"), [], [])
+
+    def extend(self, more: PromptTokens) -> None:
+        """Takes the tokens that follow."""
+        self.ids.frombytes(more.ids)
+        self.logprobs.frombytes(more.logprobs)
+        self.starts.frombytes(more.starts)
+        self.texts.extend(more.texts)
+        width = len(more.top_texts) // max(1, len(more.texts))
+        logprobs = array("f", more.top_logprobs)
+        for begin in range(0, width * len(more.texts), width or 1):
+            # The first of several that share a text is the likeliest.
+            named = zip(more.top_texts[begin : begin + width], logprobs[begin : begin + width], strict=True)
+            self.tops.append(dict(reversed([*named])))
+        if not width:
+            self.tops.extend({} for _ in more.texts)
 
 
 class Bell:
@@ -100,8 +130,11 @@ class Generation(Call):
         super().__init__(bell)
         self.request = request
         self.stream = stream
+        self._hides = request.hide_stop
+        self._lists = request.sampling.top_n > 0
         self.resume = array("i")
         self.fresh = Columns.empty()  # not yet taken by the owner
+        self.prompt = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
         self.characters: int | None = None  # of a chat's prompt, once it is known
         self.arrival = time.perf_counter()
@@ -110,7 +143,8 @@ class Generation(Call):
 
     def order(self, rid: int) -> Generate:
         trace = "" if self.span is None else self.span.traceparent
-        return self.request._replace(rid=rid, resume=self.resume.tobytes(), trace=trace)
+        known = None if self.request.prompt_from is None else len(self.prompt.ids)
+        return self.request._replace(rid=rid, resume=self.resume.tobytes(), trace=trace, prompt_from=known)
 
     def fail(self, message: str) -> None:
         self.finish(End(0, Reason.FAILED, message))
@@ -139,9 +173,9 @@ class Generation(Call):
         fresh.logprobs.frombytes(logprobs)
         fresh.special.extend(special)
         fresh.texts.extend(texts)
-        if self.request.hide_stop:
+        if self._hides:
             fresh.held.frombytes(held or bytes(len(ids)))  # both columns have four bytes per token
-        if self.request.sampling.top_n:
+        if self._lists:
             fresh.tops.extend(tops or [[] for _ in texts])
         if self.stream:
             self.bell.ring()

@@ -1,10 +1,14 @@
 """JSON of what generations are made of, written by hand: some of it goes out thousands of times a second."""
 
+import asyncio
 from collections.abc import Iterable
 from json.encoder import encode_basestring as quote
 
-from tgi.api.calls import Columns, Generation, Top
+from tgi.api.calls import Columns, Generation, PromptColumns, Top
 from tgi.api.float32 import render
+
+# So many tokens of a prompt are written before other requests have their turn.
+TURN = 4096
 
 _BOOL = ("false", "true")
 
@@ -17,6 +21,20 @@ def tokens(columns: Columns) -> list[str]:
             columns.ids, columns.texts, columns.logprobs, columns.special, strict=True
         )
     ]
+
+
+async def prefill(prompt: PromptColumns) -> str:
+    """The tokens of a prompt as TGI writes them."""
+    parts = []
+    for begin in range(0, len(prompt.ids), TURN):
+        turn = slice(begin, begin + TURN)
+        items = (
+            f'{{"id":{token},"text":{quote(text)},"logprob":{render(logprob)}}}'
+            for token, text, logprob in zip(prompt.ids[turn], prompt.texts[turn], prompt.logprobs[turn], strict=True)
+        )
+        parts.append(",".join(items))
+        await asyncio.sleep(0)
+    return f"[{','.join(parts)}]"
 
 
 def top_tokens(tops: Iterable[Top]) -> str:

@@ -10,7 +10,7 @@ from tgi.api import accounting, errors
 from tgi.api.calls import Call, Encoding, Generation, Top
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, Status, Texts, Tokenized
+from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, PromptTokens, Status, Texts, Tokenized
 from tgi.kernel.pack import floats, ints, uints
 from tgi.kernel.permits import Permits
 
@@ -198,6 +198,10 @@ class Router:
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation):
                     call.characters = message.characters
+            case PromptTokens():
+                call = tokenizer.calls.get(message.rid)
+                if isinstance(call, Generation) and call.wanted:
+                    call.prompt.extend(message)
             case Status():
                 tokenizer.status = message
                 self._ready(message)

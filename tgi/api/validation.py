@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from tgi.api import errors
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.steering import MOST_BIASES, NONE, Steering, biases, is_id
+from tgi.kernel.messages import MOST_PROMPT_TOPS
 from tgi.kernel.settings import Settings
 
 
@@ -102,8 +103,6 @@ RULES = [
 # What this server does not do yet is refused, never ignored.
 NOT_YET = [
     Rule("watermark", lambda a: bool(a.p.watermark), "`watermark` is not supported by this server yet"),
-    Rule("decoder_input_details", lambda a: bool(a.p.decoder_input_details),
-         "`decoder_input_details` is not supported by this server yet"),
     Rule("grammar", lambda a: a.p.grammar is not None, "`grammar` is not supported by this server yet"),
     Rule("adapter_id", lambda a: a.p.adapter_id is not None, "`adapter_id` {ask.p.adapter_id} not found"),
 ]
@@ -125,8 +124,8 @@ OPENAI = [
 COMPLETIONS = [
     Rule("best_of", lambda r: _is(r.best_of, lambda v: v > (r.n or 1)),
          "`best_of` > `n` is not supported by this server"),
-    Rule("echo", lambda r: bool(r.echo) and r.logprobs is not None,
-         "`echo` with `logprobs` is not supported by this server yet"),
+    Rule("echo", lambda r: bool(r.echo) and _is(r.logprobs, lambda v: v > MOST_PROMPT_TOPS),
+         f"`logprobs` must be <= {MOST_PROMPT_TOPS} with `echo`"),
 ]
 # fmt: on
 

@@ -18,11 +18,15 @@ class EncodeError(Exception):
 
 
 class Prompt(NamedTuple):
-    """The ids of a prompt, as an int32 column, how many, and how many characters the text had."""
+    """The ids of a prompt, as an int32 column, how many, and how many characters the text had.
+
+    `starts` (int32) says how many of these stand before each token; empty if that was not asked for.
+    """
 
     ids: bytes
     tokens: int
     characters: int
+    starts: bytes = b""
 
 
 class Refusal(NamedTuple):
@@ -48,7 +52,8 @@ class Encoder:
                 with tracing.span(self._tracer, "apply_chat_template", asked.trace):
                     text, add_special_tokens = self._chats.text(asked.chat), False
             with tracing.span(self._tracer, "tokenize", asked.trace):
-                return prompt(self._vocabulary, text, add_special_tokens, asked.truncate)
+                starts = asked.prompt_from is not None
+                return prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
         except EncodeError as error:
             return Refusal(Reason.INVALID, str(error))
         except TemplateError as error:
@@ -66,17 +71,30 @@ class Encoder:
         return answer if answer.error else answer._replace(text=text)
 
 
-def prompt(vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate: int | None) -> Prompt:
-    """The ids of `text`, the last `truncate` of them if that is given. Raises EncodeError."""
+def prompt(
+    vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate: int | None, starts: bool = False
+) -> Prompt:
+    """The ids of `text`, the last `truncate` of them if that is given, and where they start. Raises EncodeError."""
     try:
-        # encode_batch_fast leaves the offsets out and, unlike encode, lets other threads run meanwhile.
-        (encoding,) = vocabulary.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        # encode_batch_fast leaves the offsets out. Unlike encode, both let other threads run meanwhile.
+        encode = vocabulary.tokenizer.encode_batch if starts else vocabulary.tokenizer.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
     except Exception as error:  # the package raises plain Exception, and TypeError for a lone surrogate
         raise EncodeError(f"tokenizer error {error}") from error
     ids = encoding.ids
-    if truncate is not None and truncate < len(ids):
-        ids = ids[len(ids) - truncate :]
-    return Prompt(pack(INT32, ids), len(ids), len(text))
+    cut = 0 if truncate is None else max(0, len(ids) - truncate)
+    begins = pack(INT32, _starts(encoding.offsets)[cut:]) if starts else b""
+    return Prompt(pack(INT32, ids[cut:]), len(ids) - cut, len(text), begins)
+
+
+def _starts(offsets: list[tuple[int, int]]) -> list[int]:
+    """Characters before each token. A token begins where the one before it ended: an offset may leave out its space.
+    Only those that share a character begin together. What a template has added stands between characters."""
+    found, reached = [], 0
+    for start, stop in offsets:
+        found.append(min(start, reached) if stop > start else reached)
+        reached = max(reached, stop)
+    return found
 
 
 def tokenized(vocabulary: Vocabulary, rid: int, text: str, add_special_tokens: bool) -> Tokenized:

@@ -16,6 +16,7 @@ from tgi.kernel.messages import (
     Hello,
     Limits,
     Prompted,
+    PromptLogprobs,
     Reason,
     Status,
     Stop,
@@ -76,6 +77,7 @@ class Pool:
         self._limits: Limits | None = None
         self._status = Status(False, True, NO_SCHEDULER, 0)
         self._columns: dict[Peer, Columns] = {}
+        self._prompts: list[tuple[Peer, Any]] = []
         self._messages: list[tuple[Peer, Any]] = []
         self._from_api: dict[type, Callable[[Peer, Any], None]] = {
             Hello: self._api_up,
@@ -88,6 +90,7 @@ class Pool:
             Hello: self._scheduler_up,
             Gone: self._scheduler_gone,
             Status: self._status_changed,
+            PromptLogprobs: self._prompt_logprobs,
             Tokens: self._tokens,
             End: self._ended,
         }
@@ -107,10 +110,11 @@ class Pool:
             handler(peer, message)
 
     def outgoing(self) -> list[tuple[Peer, Any]]:
-        """What is to be sent, in order: texts first, so that an End is always behind its tokens."""
-        messages = [(api, columns.message()) for api, columns in self._columns.items() if columns.rids]
+        """What is to be sent, in order: prompts before texts, and an End always behind its tokens."""
+        messages = self._prompts
+        messages += [(api, columns.message()) for api, columns in self._columns.items() if columns.rids]
         messages += self._messages
-        self._columns, self._messages = {}, []
+        self._prompts, self._columns, self._messages = [], {}, []
         return messages
 
     # From an api
@@ -195,6 +199,11 @@ class Pool:
             if request.stage is Stage.HELD:
                 self._admit(request, self._limits)
 
+    def _prompt_logprobs(self, scheduler: Peer, told: PromptLogprobs) -> None:
+        request = self._requests.get(told.rid)
+        if request is not None and request.stage is Stage.LIVE and request.teller is not None:
+            self._prompts += ((request.api, piece) for piece in request.teller.tell(told))
+
     def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
         begun = time.perf_counter()
         method = "decode"
@@ -257,6 +266,8 @@ class Pool:
         request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked))
         if request.chats:
             self._send(request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters))
+        if request.teller is not None:
+            self._prompts += ((request.api, piece) for piece in request.teller.first())
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
         self._validated(request)

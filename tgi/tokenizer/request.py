@@ -9,6 +9,7 @@ from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
+from tgi.tokenizer.prompts import PromptTeller
 from tgi.tokenizer.stop import Curtain, StopMatcher
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -33,7 +34,8 @@ class Request:
 
     __slots__ = (
         "_curtain", "_decoder", "_stop", "api", "asked", "chats", "generated", "held", "last", "max_new_tokens",
-        "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "texts", "validation_us",
+        "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "teller", "texts",
+        "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -48,6 +50,7 @@ class Request:
         self.max_new_tokens = 0
         self.stop_ids: frozenset[int] = frozenset()
         self.validation_us = 0
+        self.teller: PromptTeller | None = None  # of the prompt's tokens, if they are wanted
         self.generated = array(INT32)
         self.texts: list[str] = []  # of plain tokens, special ones left out
         self.special = bytearray()
@@ -70,6 +73,8 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset() if self.asked.ignore_eos else vocabulary.eos_ids
         self.special = vocabulary.special
+        if self.asked.prompt_from is not None:
+            self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
         for number in ints(self.asked.resume):
             if self.reason is None:
@@ -111,6 +116,8 @@ class Request:
             pack(INT32, sorted(self.stop_ids)),
             self.generated.tobytes(),
             trace=self.asked.trace,
+            prompt_from=0 if self.teller is None else self.teller.next,
+            prompt_top_n=self.asked.prompt_top_n,
         )
 
     def end(self, reason: str, message: str = "", below: End | None = None) -> End:

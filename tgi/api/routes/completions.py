@@ -1,16 +1,20 @@
 """POST /v1/completions: prompts go in, the texts that follow them come out, whole or in pieces."""
 
+import asyncio
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from json.encoder import encode_basestring as quote
+from typing import NamedTuple
 
 from falcon.asgi import Request, Response
 
 from tgi.api import accounting, answering, errors, openai
 from tgi.api.answering import Finished, Prompt
-from tgi.api.calls import Columns, Generation
+from tgi.api.calls import Columns, Generation, PromptColumns
 from tgi.api.errors import ApiError
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
+from tgi.api.render import TURN
 from tgi.api.serde import Body
 from tgi.api.service import Service
 from tgi.api.shapes.completions import CompletionRequest
@@ -32,6 +36,7 @@ class CompletionEvents:
         # What of the prompt comes before each choice's first token, and how much text there is before each.
         self._echo = [request.prompts[at // self._choices] if request.echo else "" for at in range(len(calls))]
         self._offsets = [len(echo) for echo in self._echo]
+        self._prompts = [call.prompt for call in calls]
         self._usage = Usage(self._choices)
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
@@ -66,12 +71,14 @@ class CompletionEvents:
         rendered = []
         for at in range(len(columns.texts)):
             one = slice(at, at + 1)
-            rendered.append(_logprobs(columns, one, self._offsets[place]))
+            # The prompt's tokens come with the first one.
+            rendered.append(_logprobs(columns, one, self._offsets[place], [*_echoed(self._prompts[place])]))
+            self._prompts[place] = PromptColumns.empty()
             self._offsets[place] += _width(columns, at)
         return rendered
 
 
-def render_response(finished: list[Finished], request: CompletionRequest, stamp: Stamp) -> str:
+async def render_response(finished: list[Finished], request: CompletionRequest, stamp: Stamp) -> str:
     """The JSON of a finished request."""
     choices = len(finished) // len(request.prompts)
     counted = Usage(choices)
@@ -79,7 +86,13 @@ def render_response(finished: list[Finished], request: CompletionRequest, stamp:
     for place, (call, end) in enumerate(finished):
         counted.add(place, end, call.generated)
         echo = request.prompts[place // choices] if request.echo else ""
-        logprobs = "null" if request.logprobs is None else _logprobs(call.take(), slice(None), len(echo))
+        logprobs = "null"
+        if request.logprobs is not None:
+            echoed = []
+            for part in _echoed(call.prompt):
+                echoed.append(part)
+                await asyncio.sleep(0)
+            logprobs = _logprobs(call.take(), slice(None), len(echo), echoed)
         rendered.append(
             f'{{"index":{place},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
             f'"finish_reason":{finish_reason(end)}}}'
@@ -90,21 +103,47 @@ def render_response(finished: list[Finished], request: CompletionRequest, stamp:
     )
 
 
-def _logprobs(columns: Columns, part: slice, offset: int) -> str:
-    """OpenAI's older form, in columns, for a part of the tokens; the text before it has `offset` characters."""
+class _Lists(NamedTuple):
+    """OpenAI's older form, in columns: items as JSON, with commas between them."""
+
+    tokens: str
+    logprobs: str
+    tops: str
+    offsets: str
+
+
+def _echoed(prompt: PromptColumns) -> Iterator[_Lists]:
+    """The columns of a prompt, in parts that take some milliseconds each."""
+    for begin in range(0, len(prompt.ids), TURN):
+        turn = slice(begin, begin + TURN)
+        yield _Lists(
+            ",".join(map(quote, prompt.texts[turn])),
+            ",".join(map(render, prompt.logprobs[turn])),
+            ",".join(_pairs(tops) if tops else "null" for tops in prompt.tops[turn]),
+            ",".join(map(str, prompt.starts[turn])),
+        )
+
+
+def _logprobs(columns: Columns, part: slice, offset: int, echoed: Sequence[_Lists]) -> str:
+    """A part of the tokens, behind what is echoed; the text before it has `offset` characters."""
     places = range(len(columns.texts))[part]
     widths = accumulate((_width(columns, at) for at in places[:-1]), initial=offset)
-    tops = "null"
-    if columns.tops:
-        # Tokens are told apart by their text here: the first of several that share one is the likeliest.
-        named = [{top.text: top.logprob for top in reversed(columns.tops[at])} for at in places]
-        pairs = (",".join(f"{quote(text)}:{render(value)}" for text, value in reversed(top.items())) for top in named)
-        tops = f"[{','.join(f'{{{pair}}}' for pair in pairs)}]"
-    return (
-        f'{{"tokens":[{",".join(quote(columns.texts[at]) for at in places)}],'
-        f'"token_logprobs":[{",".join(render(columns.logprobs[at]) for at in places)}],'
-        f'"top_logprobs":{tops},"text_offset":[{",".join(map(str, widths))}]}}'
+    # Tokens are told apart by their text here: the first of several that share one is the likeliest.
+    named = [{top.text: top.logprob for top in reversed(columns.tops[at])} for at in places] if columns.tops else []
+    own = _Lists(
+        ",".join(quote(columns.texts[at]) for at in places),
+        ",".join(render(columns.logprobs[at]) for at in places),
+        ",".join(map(_pairs, named)),
+        ",".join(map(str, widths)),
     )
+    tokens, logprobs, tops, offsets = map(",".join, zip(*echoed, own, strict=True))
+    listed = f"[{tops}]" if columns.tops else "null"
+    return f'{{"tokens":[{tokens}],"token_logprobs":[{logprobs}],"top_logprobs":{listed},"text_offset":[{offsets}]}}'
+
+
+def _pairs(tops: dict[str, float]) -> str:
+    """The likeliest tokens of one place, which come in reverse order."""
+    return f"{{{','.join(f'{quote(text)}:{render(value)}' for text, value in reversed(tops.items()))}}}"
 
 
 def _width(columns: Columns, at: int) -> int:
@@ -137,7 +176,7 @@ class CompletionsResource:
         finished = await answering.finish(self._service, req, calls)
         answering.set_headers(self._service, resp, finished, characters, request.n or 1)
         resp.delete_header("x-compute-time")  # TGI has it on its other routes alone
-        resp.text = render_response(finished, request, stamp)
+        resp.text = await render_response(finished, request, stamp)
 
     def _generations(self, request: CompletionRequest) -> list[Generation]:
         limit = self._service.settings.max_client_batch_size
@@ -157,4 +196,5 @@ class CompletionsResource:
             choices=request.n or 1,
             hide_stop=True,
             steering=Steering.of(request),
+            prompt_tops=request.logprobs if request.echo else None,
         )

@@ -55,30 +55,30 @@ class NativeEvents:
         )
 
 
-def render_response(finished: list[Finished], details: bool, prompt: str) -> str:
+async def render_response(finished: list[Finished], details: bool, prompt: str) -> str:
     """The JSON of a finished request: the best of its generations, and in its details the others."""
     (best, end), *others = finished
     text = f'{{"generated_text":{quote(prompt + end.text)}'
     if not details:
         return text + "}"
     columns = best.take()
-    sequences = ",".join(_sequence(other, prompt) for other in others)
+    sequences = ",".join([await _sequence(other, prompt) for other in others])
     best_of = f',"best_of_sequences":[{sequences}]' if others else ""
-    return f'{text},"details":{_fields(best, end, columns)}{best_of}{_tops(columns)}}}}}'
+    return f'{text},"details":{await _fields(best, end, columns)}{best_of}{_tops(columns)}}}}}'
 
 
-def _sequence(finished: Finished, prompt: str) -> str:
+async def _sequence(finished: Finished, prompt: str) -> str:
     call, end = finished
     columns = call.take()
-    fields = _fields(call, end, columns).removeprefix("{")
+    fields = (await _fields(call, end, columns)).removeprefix("{")
     return f'{{"generated_text":{quote(prompt + end.text)},{fields}{_tops(columns)}}}'
 
 
-def _fields(call: Generation, end: End, columns: Columns) -> str:
+async def _fields(call: Generation, end: End, columns: Columns) -> str:
     """The beginning of an object that tells how a text was generated."""
     return (
         f'{{"finish_reason":"{end.reason}","generated_tokens":{call.generated},"seed":{render.seed(call)},'
-        f'"prefill":[],"tokens":[{",".join(render.tokens(columns))}]'
+        f'"prefill":{await render.prefill(call.prompt)},"tokens":[{",".join(render.tokens(columns))}]'
     )
 
 
@@ -101,11 +101,13 @@ class _Native:
     async def _whole(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> str:
         """Answers when all is there: the JSON, with the headers set."""
         accounting.arrived()
-        calls = answering.generations(self._service, [Prompt(inputs)], p, stream=False)
+        prompt_tops = 0 if p.decoder_input_details else None
+        calls = answering.generations(self._service, [Prompt(inputs)], p, stream=False, prompt_tops=prompt_tops)
         finished = await answering.finish(self._service, req, calls)
         finished.sort(key=score, reverse=True)  # stable: the first among equals
         answering.set_headers(self._service, resp, finished[:1], len(inputs))
-        return render_response(finished, bool(p.details), inputs if full_text else "")
+        details = bool(p.details or p.decoder_input_details)
+        return await render_response(finished, details, inputs if full_text else "")
 
     async def _stream(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> None:
         """Answers token by token."""
