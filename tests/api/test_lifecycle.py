@@ -11,8 +11,8 @@ import pytest
 from tests.api.conftest import Front, Reply, request, texts
 from tgi.api import router as router_module
 from tgi.api import sse
-from tgi.kernel.messages import Cancel, End, Generate, Reason, Tokenize, Tokenized
-from tgi.kernel.pack import INT32, ints, pack
+from tgi.kernel.messages import Cancel, End, Generate, PromptTokens, Reason, Tokenize, Tokenized
+from tgi.kernel.pack import FLOAT32, INT32, ints, pack
 
 
 def silent(message: Any) -> None:
@@ -124,6 +124,43 @@ def test_a_stream_survives_its_tokenizer(serve: Any) -> None:
     assert [event["index"] for event in got] == [1, 2, 3, 4, 5]
     assert got[-1]["generated_text"] == " 1 2 3 4 5"
     assert got[-1]["details"]["generated_tokens"] == 5
+
+
+def test_a_prompt_survives_its_tokenizer(serve: Any) -> None:
+    """In a stream whose first token waits, what has come of the prompt is kept, and only the rest is asked for."""
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    body = '{"prompt":"a b c","echo":true,"logprobs":1,"stream":true}'
+    stream = Stream(front, "/v1/completions", body)
+    first = tokenizer.next(Generate)
+    assert (first.prompt_from, first.prompt_top_n) == (0, 1)
+    nan, zero = pack(FLOAT32, [float("nan")]), pack(INT32, [0])
+    other = Stream(front, "/generate")
+    other_rid = tokenizer.next(Generate).rid
+    tokenizer.send(
+        PromptTokens(first.rid, pack(INT32, [7]), nan, zero, ["a"]),
+        PromptTokens(first.rid, pack(INT32, [8]), pack(FLOAT32, [-0.5]), pack(INT32, [1]), [" b"], zero, zero, ["x"]),
+        texts(other_rid, (1, " 1", -0.5, False)),
+        End(other_rid, Reason.LENGTH, "", " 1", 1, 1),
+    )
+    other.rest()  # so the messages before its own have come, too
+    tokenizer.stop()
+    tokenizer.start()
+    again = tokenizer.next(Generate)
+    assert (again.prompt_from, again.prompt_top_n, ints(again.resume)) == (2, 1, [])
+    ids, logprobs, starts = pack(INT32, [9]), pack(FLOAT32, [-0.25]), pack(INT32, [3])
+    tokenizer.send(
+        PromptTokens(again.rid, ids, logprobs, starts, [" c"], zero, zero, ["y"]),
+        texts(again.rid, (5, " d", -0.125, False)),
+        End(again.rid, Reason.LENGTH, "", " d", 3, 1),
+    )
+    event = json.loads(stream.rest().body.split(b"\n\n")[0].removeprefix(b"data: "))
+    assert event["choices"][0]["logprobs"] == {
+        "tokens": ["a", " b", " c", " d"],
+        "token_logprobs": [None, -0.5, -0.25, -0.125],
+        "top_logprobs": [None, {"x": 0.0}, {"y": 0.0}, {}],
+        "text_offset": [0, 1, 3, 5],
+    }
 
 
 def test_plain_requests_and_tokenizing_survive_too(serve: Any) -> None:
