@@ -1,7 +1,6 @@
 """The falcon application: the routes, what surrounds them, and what errors turn into."""
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import falcon
@@ -9,7 +8,7 @@ import falcon.asgi
 from falcon.asgi import Request, Response
 
 from tgi.api import accounting, tracing
-from tgi.api.client import Receive
+from tgi.api.asgi import Asgi, Receive, Send
 from tgi.api.errors import ApiError, ClientGone, Rejection
 from tgi.api.middleware import Auth, Cors
 from tgi.api.routes import kserve
@@ -26,9 +25,6 @@ from tgi.api.service import RECEIVE, Service
 from tgi.kernel.errors import UserError
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Asgi = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 def routes(service: Service) -> dict[str, object]:

@@ -1,10 +1,9 @@
 """Sees the client leave. Neither falcon nor uvicorn stops a responder whose client is gone: it has to ask."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
+from tgi.api.asgi import Receive
 
 
 class Client:

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from falcon.asgi import Request, Response
 
-from tgi.api.client import Receive
+from tgi.api.asgi import Asgi, Receive, Send
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.kernel.settings import Settings
 
 if TYPE_CHECKING:
-    from tgi.api.app import Asgi, Send
     from tgi.kernel.trace import Span, Tracer
 
 # The key of a request's span in its ASGI scope; not there without tracing.
@@ -24,10 +23,10 @@ def span_of(req: Request) -> "Span | None":
     return req.scope.get(SPAN)
 
 
-def traced(app: "Asgi", tracer: "Tracer") -> "Asgi":
+def traced(app: Asgi, tracer: "Tracer") -> Asgi:
     """The same application, each request in its span."""
 
-    async def outermost(scope: dict[str, Any], receive: Receive, send: "Send") -> None:
+    async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         method = scope["method"]
         parents = [value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"]
         parent = parents[0] if len(parents) == 1 else ""
