@@ -98,6 +98,14 @@ def test_wrong_shape(front: Front, body: str, text: str) -> None:
     assert reply.body.decode() == SHAPE + text
 
 
+def test_a_wrong_entry_of_a_map_is_a_wrong_shape(front: Front) -> None:
+    reply = front.post("/v1/chat/completions", '{"messages":[],"logit_bias":{"7":null}}')
+    assert reply.status == 422
+    assert reply.body.decode() == (
+        f"{SHAPE}logit_bias: invalid entry: Expected `float`, got `null` at line 1 column 38"
+    )
+
+
 def test_stream_is_a_boolean_at_the_root(front: Front) -> None:
     for value in ("1", '"true"'):
         reply = front.post("/", f'{{"inputs":"x","stream":{value}}}')

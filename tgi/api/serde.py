@@ -54,8 +54,11 @@ class Body(Generic[T]):
             text = body.decode()
             found = _AT.match(str(error))
             assert found is not None
-            reason, steps = found["reason"], _steps(found["path"] or "")
+            path, entry, _ = (found["path"] or "").partition("[...]")  # some entry of a map: msgspec names no key
+            reason, steps = found["reason"], _steps(path)
             told = error.__cause__.reason if isinstance(error.__cause__, ShapeError) else ""
+            if entry and not told:
+                told = f"invalid entry: {reason}"
             if isinstance(error.__cause__, ShapeError) and error.__cause__.field:
                 steps.append(error.__cause__.field)
             whole = len(steps)
@@ -64,9 +67,9 @@ class Body(Generic[T]):
             value, end = _locate(text, steps)
         except (ValueError, RecursionError) as broken:
             return _syntax(body, broken)
-        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
         told = told or self._reason(reason, steps, value)
-        return Rejection(422, f"{SHAPE}{path + ': ' if path else ''}{told} at {_position(text, end)}")
+        return Rejection(422, f"{SHAPE}{where + ': ' if where else ''}{told} at {_position(text, end)}")
 
     def _reason(self, reason: str, steps: list[str | int], value: Any) -> str:
         if missing := _MISSING.match(reason):
