@@ -334,3 +334,10 @@ def test_what_openais_routes_refuse(
 def test_other_versions_and_tunnels_are_refused(front: Front, line: str) -> None:
     reply = front.raw(f"{line}\r\nhost: test\r\nconnection: close\r\n\r\n".encode())
     assert (reply.status, reply.body) == (400, b"Invalid HTTP request received.")
+
+
+def test_half_a_surrogate_pair_is_called_by_its_name(front: Front) -> None:
+    for body in ('{"inputs":"\\ud83d"}', '{"inputs":"x","parameters":{"stop":["\\ud83d"]}}'):
+        reply = front.post("/generate", body)
+        assert reply.status == 400
+        assert b"lone leading surrogate in hex escape at line 1 column" in reply.body

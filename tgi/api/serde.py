@@ -119,9 +119,19 @@ def _syntax(body: bytes, error: Exception) -> Rejection:
         before = body[: int(found["byte"]) + 1].decode(errors="replace")
         return Rejection(400, f"{SYNTAX}{found['reason']} at {_position(before, len(before))}")
     if str(error) == "Input data was truncated":
-        return Rejection(400, f"{SYNTAX}EOF while parsing a value at {_position(text, len(text))}")
+        told = "lone leading surrogate in hex escape" if _is_json(text) else "EOF while parsing a value"
+        return Rejection(400, f"{SYNTAX}{told} at {_position(text, len(text))}")
     reason = str(error).partition(" - at `")[0]  # the path is no more than $[...] here
     return Rejection(400, f"{SYNTAX}{reason} at {_position(text, len(text))}")
+
+
+def _is_json(text: str) -> bool:
+    """Whether Python reads it, which takes half of a surrogate pair for a character."""
+    try:
+        _JSON.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _position(text: str, end: int) -> str:

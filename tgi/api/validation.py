@@ -122,8 +122,8 @@ OPENAI = [
          "`response_format` is not supported by this server yet"),
 ]
 COMPLETIONS = [
-    Rule("best_of", lambda r: _is(r.best_of, lambda v: v > (r.n or 1)),
-         "`best_of` > `n` is not supported by this server"),
+    Rule("best_of", lambda r: _is(r.best_of, lambda v: v != (r.n or 1)),
+         "`best_of` other than `n` is not supported by this server"),
     Rule("echo", lambda r: bool(r.echo) and _is(r.logprobs, lambda v: v > MOST_PROMPT_TOPS),
          f"`logprobs` must be <= {MOST_PROMPT_TOPS} with `echo`"),
 ]
