@@ -131,7 +131,7 @@ class FakeTokenizer:
                         link.broadcast(answer)
                 link.flush()
         finally:
-            link.socket.close(0)
+            link.close()
 
 
 class Reply:

@@ -41,7 +41,8 @@ class EventStream:
     def __init__(self, calls: Sequence[Generation], events: Events, client: Client, cancel: Cancel) -> None:
         self._calls = calls
         self._bell = calls[0].bell
-        self._live = dict(enumerate(calls))  # those whose last token has not been written
+        self._live = [*enumerate(calls)]  # those whose last token has not been written
+        self._most = MOST_EVENTS // len(calls) or 1  # events of one generation in one go
         self._events = events
         self._client = client
         self._cancel = cancel
@@ -94,36 +95,41 @@ class EventStream:
         turns: list[list[str]] = []
         ending = ""
         self._behind = False
-        most = max(1, MOST_EVENTS // len(self._live))
-        for place, call in [*self._live.items()]:
+        for place, call in self._live:
             if not call.fresh.texts and call.end is None:
                 continue
-            columns = call.take(most)
-            end = call.end
-            if call.fresh.texts:
-                self._behind, end = True, None
-            error = errors.of_end(end, streaming=True) if end is not None else None
-            if end is not None and error is None and not columns.texts:
+            columns = call.take(self._most)
+            if call.end is None or call.fresh.texts:
+                self._behind = self._behind or bool(call.fresh.texts)
+                turns.append(self._events.tokens(place, columns, None))
+                continue
+            error = errors.of_end(call.end, streaming=True)
+            if error is None and not columns.texts:
                 error = errors.incomplete(streaming=True)
             if columns.texts:
-                turns.append(self._events.tokens(place, columns, None if error else end))
+                turns.append(self._events.tokens(place, columns, None if error else call.end))
             if error is not None:
                 ending = self._fail(error)
                 break
-            if end is not None:
-                accounting.generated(call, end)
-                del self._live[place]
-        if not self._live and not ending:
-            accounting.succeeded(self._calls)
-            ending = self._events.close()
+            accounting.generated(call, call.end)
+            ending = self._complete(place)
         events = turns[0] if len(turns) == 1 else chain.from_iterable(zip_longest(*turns, fillvalue=""))
         return "".join(events) + ending
+
+    def _complete(self, place: int) -> str:
+        """A generation's last token is written; what ends the stream, if it was the last generation."""
+        self._live = [entry for entry in self._live if entry[0] != place]
+        if self._live:
+            self._most = MOST_EVENTS // len(self._live) or 1
+            return ""
+        accounting.succeeded(self._calls)
+        return self._events.close()
 
     def _fail(self, error: ApiError) -> str:
         """One generation has failed: so has the request, and nobody wants the others."""
         accounting.failed(error, self._calls[0].span)
         self._cancel(self._calls)
-        self._live = {}
+        self._live = []
         return self._events.failure(error)
 
     def _tick(self) -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import zmq
 
@@ -64,7 +65,8 @@ class Link:
         self._outbox: dict[Peer, list[bytes]] = {}
         self._events: deque[tuple[Peer, Any]] = deque()
         self._binds = socket.type == zmq.ROUTER
-        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # pyzmq's own name for it is that of a descriptor, which may have been a closed socket's a moment ago.
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://{uuid4()}")
 
     @classmethod
     def bind(cls, address: str, me: Hello) -> "Link":
