@@ -1,7 +1,9 @@
 """Every family of the own decoder against transformers in float32, and its bits alone, in chunks and in a batch."""
 
+import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,37 @@ def agrees(directory: Path) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_it_computes_what_transformers_does(kind: str) -> None:
     agrees(make(kind))
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(6)],
+    "long_factor": [9.0] * 6,
+    "partial_rotary_factor": 0.75,
+}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 40}),
+    ("qwen2", {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None}),
+    ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [1], "sliding_window": 30, "use_sliding_window": True}),
+    ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None}),
+    ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}}),
+    # As it is on the Hub: every key that transformers 5 adds is missing.
+    ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_so_it_does_with_other_settings(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    source = make(kind)
+    config = json.loads((source / "config.json").read_text()) | changes
+    missing = {key for key, value in changes.items() if value is None and "cap" not in key}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    agrees(tmp_path)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
