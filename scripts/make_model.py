@@ -155,7 +155,7 @@ def make_tokenizer(kind: str, directory: Path, vocab: int, context: int) -> None
     )
 
 
-def make_config(kind: str, shape: dict[str, Any]) -> Any:
+def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     """The transformers configuration of a kind."""
     import transformers
 
@@ -184,7 +184,7 @@ def make_config(kind: str, shape: dict[str, Any]) -> Any:
     if kind in HEAD_DIM or shape["head_dim"]:
         arguments["head_dim"] = shape["head_dim"] or 2 * shape["hidden"] // shape["heads"]
     name, options = CONFIGS[kind]
-    return getattr(transformers, name)(**arguments | options)
+    return getattr(transformers, name)(**arguments | options | more)
 
 
 def fill(model: Any, seed: int) -> None:
@@ -224,10 +224,12 @@ def make_model(
     context: int = 2048,
     dtype: str = "float32",
     tie: bool = False,
+    more: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
     """Writes a model of `kind` (one of KINDS) to `directory` and returns it.
 
-    `vocab` is at least 300; the tokenizer has exactly as many ids as the embedding unless its text runs out of pairs.
+    `more` are entries of the configuration that win over those of the kind. `vocab` is at least 300; the tokenizer has
+    exactly as many ids as the embedding unless its text runs out of pairs.
     """
     import torch
     import transformers
@@ -245,7 +247,7 @@ def make_model(
         "context": context,
         "tie": tie,
     }
-    config = make_config(kind, shape)
+    config = make_config(kind, shape, dict(more))
     config.dtype = getattr(torch, dtype)
     model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
     fill(model, seed)
