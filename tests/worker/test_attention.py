@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
 from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
-from tgi.worker.attention.cpu import KEY_BLOCK, CpuAttention, choose_shapes
+from tgi.worker.attention.cpu import CpuAttention, choose_shapes
 from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention.tiles import KEY_BLOCK
 from tgi.worker.batch import Attention, KVShape
 
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tgi.hub.gguf.families import FAMILIES, MIXTRAL, Family
+from tgi.hub.gguf.metadata import Metadata
 from tgi.hub.gguf.reader import GGUF
 from tgi.kernel.errors import UserError
 
@@ -61,7 +62,7 @@ class Plan:
 
 def plan(file: GGUF) -> Plan:
     """Checks that the file holds a whole model of a known architecture. Raises UserError otherwise."""
-    metadata = _Metadata(file)
+    metadata = Metadata(file)
     architecture = metadata.string("general.architecture")
     family = FAMILIES.get(architecture)
     if family is None:
@@ -103,42 +104,7 @@ def plan(file: GGUF) -> Plan:
     return Plan(config, wanted)
 
 
-class _Metadata:
-    """Typed look-ups that end in a sentence."""
-
-    def __init__(self, file: GGUF) -> None:
-        self.file = file
-
-    def string(self, key: str) -> str:
-        value = self.file.metadata.get(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, "a string")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.file.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.wrong(key, value, "a whole number")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.integer(key, default)
-        if value == 0:
-            raise self.wrong(key, value, "a positive number")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.file.metadata.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.wrong(key, value, "a positive number")
-        return float(f"{value:.7g}")  # 1e-5 stored as float32 reads 9.999999747378752e-06
-
-    def wrong(self, key: str, value: Any, expected: str) -> UserError:
-        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
-        return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
-
-
-def _config(metadata: _Metadata, architecture: str, family: Family) -> dict[str, Any]:
+def _config(metadata: Metadata, architecture: str, family: Family) -> dict[str, Any]:
     tensors = metadata.file.tensors
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
@@ -203,7 +169,7 @@ def _config(metadata: _Metadata, architecture: str, family: Family) -> dict[str,
     return config
 
 
-def _rope(metadata: _Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
+def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
     kind = metadata.file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if "rope_freqs.weight" in metadata.file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta} | _llama3(metadata, theta, head_dim)
@@ -218,7 +184,7 @@ def _rope(metadata: _Metadata, architecture: str, theta: float, head_dim: int, c
     raise metadata.wrong(f"{architecture}.rope.scaling.type", kind, "none, linear or yarn")
 
 
-def _llama3(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     """Finds the factor behind the stored divisors and checks that the known formula gives all of them."""
     tensor = metadata.file.tensors["rope_freqs.weight"]
     if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
@@ -241,7 +207,7 @@ def _llama3(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
 
 
-def _settle(metadata: _Metadata, architecture: str, config: dict[str, Any]) -> None:
+def _settle(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
     """What llama.cpp's model code knows of some architectures, and the file does not say."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind in ("mixtral", "qwen3_moe"):
