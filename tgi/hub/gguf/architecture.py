@@ -162,10 +162,9 @@ def _config(metadata: Metadata, architecture: str, family: Family) -> dict[str, 
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
     _settle(metadata, architecture, config)
-    for name, stored in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        key = f"tokenizer.ggml.{stored}_token_id"
-        # Where the file names none: null, since transformers' own for some types lie outside of small vocabularies.
-        config[f"{name}_token_id"] = metadata.integer(key) if key in metadata.file.metadata else None
+    for name in ("bos", "eos"):
+        if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
+            config[f"{name}_token_id"] = metadata.integer(f"tokenizer.ggml.{name}_token_id")
     return config
 
 

@@ -56,6 +56,7 @@ class Family:
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
 
+_NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' own lies outside of smaller vocabularies
 _GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _LAYER_NORM = "attention.layer_norm_epsilon"
 
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Family] = {
             *_NORMS,
         ),
         numbers={"attention.sliding_window": "sliding_window"},
+        fixed=_NO_PADDING,
     ),
     "granite": Family(
         "granite",
@@ -138,7 +140,7 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3ForCausalLM",
         _ATTENTION + _MLP + _NORMS,
         _ATTENTION_BIASES | _MLP_BIASES,
-        fixed={"no_rope_layer_interval": 4},
+        fixed={"no_rope_layer_interval": 4, **_NO_PADDING},
         permuted=True,
     ),
     "command-r": Family(
