@@ -130,3 +130,12 @@ def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> 
     last = [Row(ids[-1:], len(ids) - 1, pages(row)) for row, ids in enumerate(chosen)]
     mixed = model.forward(make_batch([*last, Row(chosen[0], 0, pages(4))]), attention)
     assert torch.equal(mixed, torch.stack([*alone, alone[0]]))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "starcoder2", "mixtral"])
+def test_bits_do_not_depend_on_threads(kind: str) -> None:
+    directory, ids = make(kind), prompts()[0]
+    one = prefill(load(directory), memory(load(directory)), ids, pages(3))
+    torch.set_num_threads(2)
+    model = load(directory)
+    assert torch.equal(prefill(model, memory(model), ids, pages(3)), one)

@@ -116,12 +116,16 @@ class Planner:
     def _index(self, batch: Batch, rows: list[int], begins: list[int], keys: int) -> Tensor:
         """The cache rows of `keys` positions of batch rows from `begins` on, those behind their context from the zero
         page."""
-        chosen = torch.tensor(rows)
-        columns = torch.tensor(begins)[:, None] // self.page_size + torch.arange(keys // self.page_size)
-        used = torch.tensor([-(-batch.context_lengths[row] // self.page_size) for row in rows])
-        behind = columns >= used[:, None]
-        table = batch.page_table[chosen[:, None], columns.masked_fill(behind, 0)].to(torch.int64)
-        table.masked_fill_(behind, self._pages - 1)
+        wanted, first = keys // self.page_size, min(begins) // self.page_size
+        table = batch.page_table.index_select(0, torch.tensor(rows)).to(torch.int64)[:, first:]
+        columns = torch.arange(wanted)
+        if max(begins) > min(begins):
+            columns = columns + (torch.tensor(begins)[:, None] // self.page_size - first)
+            table = table.gather(1, columns.clamp(max=table.shape[1] - 1))
+        else:
+            table = F.pad(table[:, :wanted], (0, wanted - min(wanted, table.shape[1])))
+        used = torch.tensor([-(-batch.context_lengths[row] // self.page_size) - first for row in rows])
+        table.masked_fill_(columns >= used[:, None], self._pages - 1)
         return (self._head_pages + table.view(1, -1)).view(-1)
 
     def _together(self, batch: Batch, keys: int, single: bool, tiles: list[Tile], window: int | None) -> Gather:
