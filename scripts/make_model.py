@@ -15,7 +15,52 @@ import random
 from pathlib import Path
 from typing import Any
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+# The transformers configuration of each kind, and what its tiny model sets beside its shape.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "phi3": ("Phi3Config", {"partial_rotary_factor": 0.75, "sliding_window": 40}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+        },
+    ),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "sliding_window": 40,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
+    "gemma3_text": ("Gemma3TextConfig", {"sliding_window": 40, "sliding_window_pattern": 3}),
+    "olmo2": ("Olmo2Config", {}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.4}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 40}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+}
+HEAD_DIM = ("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")  # where it need not be hidden / heads
+KINDS = (*CONFIGS, "gpt2")
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -110,7 +155,7 @@ def make_tokenizer(kind: str, directory: Path, vocab: int, context: int) -> None
     )
 
 
-def make_config(kind: str, shape: dict[str, Any]) -> Any:
+def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
     """The transformers configuration of a kind."""
     import transformers
 
@@ -136,12 +181,10 @@ def make_config(kind: str, shape: dict[str, Any]) -> Any:
         tie_word_embeddings=shape["tie"],
         **ids,
     )
-    if kind in ("qwen3", "mistral") or shape["head_dim"]:
+    if kind in HEAD_DIM or shape["head_dim"]:
         arguments["head_dim"] = shape["head_dim"] or 2 * shape["hidden"] // shape["heads"]
-    if kind == "mistral":
-        arguments["sliding_window"] = None
-    classes = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
-    return getattr(transformers, classes[kind])(**arguments)
+    name, options = CONFIGS[kind]
+    return getattr(transformers, name)(**arguments | options | more)
 
 
 def fill(model: Any, seed: int) -> None:
@@ -181,10 +224,12 @@ def make_model(
     context: int = 2048,
     dtype: str = "float32",
     tie: bool = False,
+    more: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
     """Writes a model of `kind` (one of KINDS) to `directory` and returns it.
 
-    `vocab` is at least 300; the tokenizer has exactly as many ids as the embedding unless its text runs out of pairs.
+    `more` are entries of the configuration that win over those of the kind. `vocab` is at least 300; the tokenizer has
+    exactly as many ids as the embedding unless its text runs out of pairs.
     """
     import torch
     import transformers
@@ -202,7 +247,7 @@ def make_model(
         "context": context,
         "tie": tie,
     }
-    config = make_config(kind, shape)
+    config = make_config(kind, shape, dict(more))
     config.dtype = getattr(torch, dtype)
     model = transformers.AutoModelForCausalLM.from_config(config).to(config.dtype)
     fill(model, seed)

@@ -1,41 +1,60 @@
 """Writes GGUF files from model directories, the way llama.cpp's converter does, for the import to undo."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+ARCHITECTURES = {
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
 }
-TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+PERMUTED = ("llama", "mixtral", "granite", "smollm3")
+SHIFTED = ("gemma", "gemma2", "gemma3_text")
+# What converters write beside the shape, where config.json has it: key of config.json -> key without its architecture.
+NUMBERS = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "head_dim": "attention.key_length",
 }
 
 
-def gguf_name(name: str) -> str:
-    if name in TOP:
-        return TOP[name]
-    _, _, layer, rest = name.split(".", 3)
-    module, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{NAMES[module]}.{kind}"
+def architecture(kind: str) -> MODEL_ARCH:
+    """The gguf package's name of a model type."""
+    return ARCHITECTURES.get(kind) or next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """As float32, all experts of a layer in one tensor."""
+    found: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        values = tensor.to(torch.float32).numpy()
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = values
+        else:
+            found[name] = values
+    return found | {name: np.stack([each[n] for n in range(len(each))]) for name, each in experts.items()}
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -54,31 +73,40 @@ def write_gguf(
     """`metadata` overrides keys; a value of None leaves a key out. Norms and biases stay float32."""
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
+    arch = MODEL_ARCH_NAMES[architecture(kind)]
+    names = get_tensor_name_map(architecture(kind), config["num_hidden_layers"])
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    rope = config["rope_parameters"]
     keys = {
-        f"{kind}.block_count": config["num_hidden_layers"],
-        f"{kind}.context_length": config["max_position_embeddings"],
-        f"{kind}.embedding_length": config["hidden_size"],
-        f"{kind}.feed_forward_length": config["intermediate_size"],
-        f"{kind}.attention.head_count": heads,
-        f"{kind}.attention.head_count_kv": kv_heads,
-        f"{kind}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{kind}.rope.freq_base": config["rope_parameters"]["rope_theta"],
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": heads,
+        f"{arch}.attention.head_count_kv": kv_heads,
+        f"{arch}.rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
+        **{f"{arch}.{stored}": config[name] for name, stored in NUMBERS.items() if config.get(name)},
         **tokenizer_metadata(model),
     }
     if config.get("head_dim"):
-        keys[f"{kind}.attention.key_length"] = config["head_dim"]
-        keys[f"{kind}.attention.value_length"] = config["head_dim"]
+        keys[f"{arch}.attention.value_length"] = config["head_dim"]
+    if rope.get("partial_rotary_factor"):
+        keys[f"{arch}.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config["hidden_size"] // heads)
+    if config.get("sliding_window") and kind != "starcoder2":
+        keys[f"{arch}.attention.sliding_window"] = config["sliding_window"]
     keys |= metadata or {}
-    writer = GGUFWriter(path, kind)
+    writer = GGUFWriter(path, arch)
     for key, value in keys.items():
         add(writer, key, value)
-    for name, tensor in load_file(model / "model.safetensors").items():
-        values = tensor.to(torch.float32).numpy()
-        if kind == "llama" and (".q_proj." in name or ".k_proj." in name):
+    for name, values in joined(load_file(model / "model.safetensors")).items():
+        if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
             values = permute(values, heads if ".q_proj." in name else kv_heads)
+        if kind in SHIFTED and name.endswith("norm.weight"):
+            values = values + 1
         block = GGMLQuantizationType[quantization if values.ndim > 1 else "F32"]
-        writer.add_tensor(gguf_name(name), quantize(values, block), raw_dtype=block)
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, quantize(values, block), raw_dtype=block)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -132,7 +132,7 @@ def test_what_is_wrong_is_said(content: bytes, words: str, place: Path) -> None:
         ({"llama.attention.head_count_kv": 3}, "divisor"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive number"),
         ({"llama.attention.sliding_window": 512}, "does not know"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "expert_used_count"),
         ({"split.count": 3}, "one part of several"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "none, linear or yarn"),
         ({"llama.context_length": "long"}, "whole number"),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,37 @@ def test_float32_comes_back_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: 
 def test_the_imported_model_computes_what_the_original_does(kind: str, tmp_path: Path) -> None:
     original = model(kind, dtype="bfloat16")
     result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    ids = list(range(5, 60))
+    assert torch.equal(logits(result, ids), logits(original, ids))
+
+
+# What llama.cpp takes for granted, so that a file does not say it.
+GRANTED: dict[str, dict[str, Any]] = {
+    "phi3": {},
+    "granite": {},
+    "gemma": {"tie": True},
+    "gemma2": {"tie": True, "head_dim": 24, "more": (("query_pre_attn_scalar", 24),)},
+    "gemma3_text": {
+        **{"tie": True, "layers": 6, "head_dim": 32},
+        "more": (("sliding_window_pattern", 6), ("query_pre_attn_scalar", 32)),
+    },
+    "olmo2": {},
+    "smollm3": {"layers": 4, "more": (("no_rope_layer_interval", 4),)},
+    "cohere": {"tie": True},
+    "starcoder2": {"tie": True, "more": (("sliding_window", None),)},
+    "mixtral": {},
+    "qwen3_moe": {"more": (("mlp_only_layers", None),)},
+}
+
+
+@pytest.mark.parametrize("kind", GRANTED)
+def test_every_family_comes_back(kind: str, tmp_path: Path) -> None:
+    original = model(kind, dtype="bfloat16", **GRANTED[kind])
+    result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
+    before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
+    assert set(after) == set(before) - ({"lm_head.weight"} if "tie" in GRANTED[kind] else set())
+    for name, tensor in after.items():
+        assert torch.equal(before[name], tensor), name
     ids = list(range(5, 60))
     assert torch.equal(logits(result, ids), logits(original, ids))
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
 from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
-from tgi.worker.attention.cpu import KEY_BLOCK, CpuAttention, choose_shapes
+from tgi.worker.attention.cpu import CpuAttention, choose_shapes
 from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention.tiles import KEY_BLOCK
 from tgi.worker.batch import Attention, KVShape
 
 CPU = torch.device("cpu")
@@ -44,13 +45,16 @@ def run(attention: Attention, *chunks: Chunk, layer: int = 0, scale: float = 0.3
     return list(found.split([stop - start for _, start, stop in chunks]))
 
 
-def expected(sequence: Sequence, scale: float = 0.3) -> Tensor:
+def expected(sequence: Sequence, scale: float = 0.3, window: int | None = None, cap: float | None = None) -> Tensor:
     """Causal attention in float64, [length, heads, head_dim]."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     query = sequence.query.double().transpose(0, 1)
     key, value = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (sequence.key, sequence.value))
     scores = query @ key.transpose(1, 2) * scale
-    scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), -math.inf)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    distance = torch.arange(scores.shape[1])[:, None] - torch.arange(scores.shape[2])
+    scores.masked_fill_((distance < 0) | (distance >= (window or len(distance))), -math.inf)
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
@@ -103,9 +107,45 @@ def test_a_token_is_the_same_in_any_chunk_and_batch(
         assert torch.equal(found[0], whole[sequence][at])
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype", "window", "cap"),
+    [
+        (4, 2, torch.float32, 40, None),
+        (4, 2, torch.bfloat16, 512, None),
+        (20, 1, torch.float32, 700, None),
+        (4, 2, torch.float32, None, 0.5),
+        (4, 1, torch.bfloat16, 600, 0.5),
+    ],
+)
+def test_windows_and_caps_are_the_same_in_any_chunk_and_batch(
+    heads: int, kv_heads: int, dtype: torch.dtype, window: int | None, cap: float | None
+) -> None:
+    kv = KVShape(2, heads, kv_heads, 16, dtype, (None, window), cap)
+    long, short = Sequence(1300, kv, 0), Sequence(150, kv, 1, seed=1)
+    attention = build_attention(kv, 300, CPU)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for layer, sees in enumerate(kv.windows):
+        whole = [run(attention, (sequence, 0, len(sequence.query)), layer=layer)[0] for sequence in (long, short)]
+        for sequence, found in zip((long, short), whole, strict=True):
+            theirs = expected(sequence, window=sees, cap=cap)
+            torch.testing.assert_close(found.double(), theirs, rtol=tolerance, atol=tolerance)
+        again = build_attention(kv, 300, CPU)
+        for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1290), (1290, 1291), (1291, 1299)):
+            (found,) = run(again, (long, start, stop), layer=layer)
+            assert torch.equal(found, whole[0][start:stop]), (start, stop)
+        run(again, (short, 0, 140), layer=layer)
+        decode, few = run(again, (long, 1299, 1300), (short, 140, 150), layer=layer)
+        assert torch.equal(decode, whole[0][1299:])
+        assert torch.equal(few, whole[1][140:])
+        one, other = run(again, (long, 1100, 1101), (short, 149, 150), layer=layer)
+        assert torch.equal(one, whole[0][1100:1101])
+        assert torch.equal(other, whole[1][149:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_nothing(dtype: torch.dtype) -> None:
-    kv = KVShape(1, 6, 1, 64, dtype)
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_threads_change_nothing(dtype: torch.dtype, cap: float | None) -> None:
+    kv = KVShape(1, 6, 1, 64, dtype, softcap=cap)
     sequence = Sequence(600, kv, 0)
     (one,) = run(build_attention(kv, 200, CPU), (sequence, 0, 600))
     torch.set_num_threads(2)
@@ -167,7 +207,7 @@ def test_pages_take_what_is_said() -> None:
 # --- CUDA: the arguments, with a reference in place of the kernels ----------------------------------------------------
 
 
-def reference(calls: list[dict[str, Any]]) -> Callable[..., Tensor]:
+def reference(calls: list[dict[str, Any]], window: int | None) -> Callable[..., Tensor]:
     """Does what varlen_attn documents, for both ways of giving the keys."""
 
     def varlen_attn(
@@ -187,7 +227,7 @@ def reference(calls: list[dict[str, Any]]) -> Callable[..., Tensor]:
         num_splits: int | None,
     ) -> Tensor:
         calls.append({"num_splits": num_splits, "enable_gqa": enable_gqa})
-        assert window_size == (-1, 0)
+        assert window_size == (-1 if window is None else window - 1, 0)
         assert query.is_contiguous()
         found = []
         for row in range(len(cu_seq_q) - 1):
@@ -207,7 +247,7 @@ def reference(calls: list[dict[str, Any]]) -> Callable[..., Tensor]:
             whole = Sequence.__new__(Sequence)
             whole.query = torch.cat([mine.new_zeros(len(keys) - len(mine), *mine.shape[1:]), mine])
             whole.key, whole.value = keys, values
-            found.append(expected(whole, scale)[len(keys) - len(mine) :])
+            found.append(expected(whole, scale, window)[len(keys) - len(mine) :])
         return torch.cat(found).to(query.dtype)
 
     return varlen_attn
@@ -215,20 +255,33 @@ def reference(calls: list[dict[str, Any]]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("way", ["paged", "packed", "plain"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [None, 20])
 def test_cuda_gives_the_kernels_what_they_ask_for(
-    way: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    way: str, heads: int, kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(cuda, "varlen_attn", reference(calls))
-    kv = KVShape(2, heads, kv_heads, 16, torch.float32)
-    attention = CudaAttention(kv, 100, CPU, way)
-    one, two = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
-    run(attention, (one, 0, 60), (two, 0, 36), layer=1)
-    chunk, decode = run(attention, (one, 60, 90), (two, 36, 37), layer=1)
-    torch.testing.assert_close(chunk.double(), expected(one)[60:], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(decode.double(), expected(two)[36:], rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(cuda, "varlen_attn", reference(calls, window))
+    on_cuda(KVShape(2, heads, kv_heads, 16, torch.float32, (5, window)), way)
     if way == "plain":
         assert calls == []
     else:
         splits = 1 if way == "paged" else None
         assert calls == [{"num_splits": splits, "enable_gqa": heads != kv_heads}] * 2
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
+    kv = KVShape(2, 6, 2, 16, torch.float32, (5, window), softcap=0.5)
+    assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "plain"
+    on_cuda(kv, "plain")
+
+
+def on_cuda(kv: KVShape, way: str) -> None:
+    """Chunks of two sequences in the second layer, by the code for CUDA."""
+    attention = CudaAttention(kv, 100, CPU, way)
+    one, two = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
+    run(attention, (one, 0, 60), (two, 0, 36), layer=1)
+    chunk, decode = run(attention, (one, 60, 90), (two, 36, 37), layer=1)
+    first, second = (expected(sequence, window=kv.window(1), cap=kv.softcap) for sequence in (one, two))
+    torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(decode.double(), second[36:], rtol=1e-5, atol=1e-5)

@@ -183,7 +183,7 @@ def test_an_unknown_architecture_is_refused(directory: Path) -> None:
 def test_what_the_decoder_does_not_do_goes_to_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tgi.worker.models import fallback
 
-    change_config(directory, hidden_act="gelu")
+    change_config(directory, hidden_act="relu")
     seen: list[Path] = []
     monkeypatch.setattr(fallback, "build_fallback", lambda path, *rest: seen.append(path))
     build_model(directory, "auto", "cpu", lambda stage, percent: None)

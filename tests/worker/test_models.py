@@ -11,11 +11,12 @@ from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tgi.worker.attention import build_attention
 from tgi.worker.batch import Attention, Model
-from tgi.worker.layers.rotary import Rotary, rotate
+from tgi.worker.layers.rotary import Rope, Rotary
 from tgi.worker.load import build_model
-from tgi.worker.models.config import Unsupported, decoder_config
+from tgi.worker.models.config import Unsupported
+from tgi.worker.models.reading import decoder_config
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = ("llama", "mistral", "qwen2", "qwen3")  # the others: test_families.py
 DTYPES = ("float32", "bfloat16", "float16")
 CPU = torch.device("cpu")
 # Two logits this close may come in either order.
@@ -147,8 +148,18 @@ LLAMA3 = {
 }
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    "parameters", [LLAMA3, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, {"rope_theta": 1000000.0}]
+    "parameters",
+    [
+        LLAMA3,
+        YARN,
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16, "truncate": False},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_theta": 1000000.0},
+    ],
 )
 @pytest.mark.parametrize("old", [False, True])
 def test_rotary_scalings_equal_those_of_transformers(tmp_path: Path, parameters: dict[str, Any], old: bool) -> None:
@@ -176,7 +187,7 @@ def changed(source: Path, target: Path, **changes: Any) -> Path:
 
 
 def test_the_rotary_table_grows_and_keeps_its_rows() -> None:
-    rotary = Rotary(16, {"rope_theta": 10000.0}, CPU)
+    rotary = Rotary(Rope(16, {"rope_theta": 10000.0}), CPU)
     positions = torch.tensor([0, 5, 2000])
     before = rotary.angles(positions, 2001, 3)
     rotary.angles(torch.tensor([9000]), 9001, 3)
@@ -185,12 +196,12 @@ def test_the_rotary_table_grows_and_keeps_its_rows() -> None:
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
-    rotary = Rotary(16, {"rope_theta": 10000.0}, CPU)
+    rotary = Rotary(Rope(16, {"rope_theta": 10000.0}), CPU)
     query, key = torch.randn(2, 1, 1, 16)
 
     def score(at: int, seen: int) -> float:
         turned = [
-            rotate(x, *rotary.angles(torch.tensor([position]), position + 1, 1))
+            rotary.rotate(x, *rotary.angles(torch.tensor([position]), position + 1, 1))
             for x, position in ((query, at), (key, seen))
         ]
         torch.testing.assert_close(turned[0].norm(), query.norm())
@@ -213,38 +224,49 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "context"),
-    [
-        ({}, 32768),
-        ({"sliding_window": 4096}, 4096),
-        ({"sliding_window": None}, 32768),
-        ({"sliding_window": 65536}, 32768),
-    ],
-)
-def test_a_sliding_window_bounds_mistral(changes: dict[str, Any], context: int) -> None:
-    assert decoder_config(config_of("mistral", **changes)).context == context
+def windows(kind: str, **changes: Any) -> list[int | None]:
+    return [layer.window for layer in decoder_config(config_of(kind, **changes)).layers]
 
 
-@pytest.mark.parametrize(
-    ("changes", "context"),
-    [
-        ({"sliding_window": 4096, "use_sliding_window": False}, 32768),
-        ({"sliding_window": 4096, "use_sliding_window": True}, 4096),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 2}, 32768),
-        ({"sliding_window": 4096, "layer_types": ["full_attention", "sliding_attention"]}, 4096),
-    ],
-)
-def test_a_sliding_window_bounds_qwen_only_when_it_is_on(changes: dict[str, Any], context: int) -> None:
-    assert decoder_config(config_of("qwen2", **changes)).context == context
+def test_all_layers_of_mistral_have_its_window() -> None:
+    assert windows("mistral", sliding_window=100) == [100, 100]
+    assert windows("mistral") == [4096, 4096]
+    assert windows("mistral", sliding_window=None) == [None, None]
+    assert windows("mistral", sliding_window=32768) == [None, None]  # as long as any sequence
+    assert windows("llama", sliding_window=100) == [None, None]
+    assert decoder_config(config_of("mistral")).context == 32768
+
+
+def test_layers_of_qwen_have_windows_where_they_are_on() -> None:
+    assert windows("qwen2", sliding_window=100, max_window_layers=1) == [None, None]
+    on = {"sliding_window": 100, "use_sliding_window": True}
+    assert windows("qwen2", **on) == [None, None]  # from the 28th layer on
+    assert windows("qwen2", **on, max_window_layers=1) == [None, 100]
+    assert windows("qwen3", **on, layer_types=["sliding_attention", "full_attention"]) == [100, None]
+
+
+def test_layers_of_gemma_take_turns() -> None:
+    three = {"num_hidden_layers": 3, "sliding_window": 100}
+    assert windows("gemma2", **three) == [100, None, 100]
+    assert windows("gemma3_text", **three, sliding_window_pattern=3) == [100, 100, None]
+    config = decoder_config(config_of("gemma3_text", **three, sliding_window_pattern=3, rope_local_base_freq=77.0))
+    assert [layer.rope for layer in config.layers] == [1, 1, 0]
+    assert [rope.parameters["rope_theta"] for rope in config.ropes] == [1000000.0, 77.0]
+
+
+def test_longrope_ends_where_its_angles_would_change() -> None:
+    scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = config_of("phi3", rope_scaling=scaling, original_max_position_embeddings=4096)
+    assert decoder_config(config).context == 4096
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "falcon"}, "falcon"),
     ],
 )

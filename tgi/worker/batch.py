@@ -26,13 +26,21 @@ class Batch(NamedTuple):
 
 
 class KVShape(NamedTuple):
-    """What a model keeps per token: one key and one value of head_dim numbers for each KV head of each layer."""
+    """What a model keeps per token: one key and one value of head_dim numbers for each KV head of each layer; and how
+    its queries see them."""
 
     layers: int
     heads: int  # query heads; a multiple of kv_heads
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    # Of each layer: a query sees the last so many positions, its own included; None: all. Empty: None for all layers.
+    windows: tuple[int | None, ...] = ()
+    softcap: float | None = None  # c: a score s counts as c * tanh(s / c)
+
+    def window(self, layer: int) -> int | None:
+        """The window of a layer."""
+        return self.windows[layer] if self.windows else None
 
 
 class Attention(Protocol):

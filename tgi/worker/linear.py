@@ -5,7 +5,7 @@ kernel by the number of rows, and kernels differ in the order of their sums. So 
 numbers of rows only, up to a tile, and `choose_rows` tries on this machine which of them agree bit for bit. Those few
 are also all that oneDNN has to generate kernels for, which takes 0.3 to 5 ms for each new number of rows.
 
-The epilogue (silu, add, mul) runs inside the kernel, on the float32 sums: no rounding in between, no second pass.
+The epilogue (silu, gelu, add, mul) runs inside the kernel, on the float32 sums: no rounding in between, no second pass.
 It is also what keeps silu exact: an elementwise torch operation takes another exp() for the odd elements at the end
 of each thread's share, so its result would depend on the number of rows and threads.
 """
@@ -29,7 +29,13 @@ LARGE_WEIGHT = 1 << 23
 
 _run = torch.ops.mkldnn._linear_pointwise.default
 _run_binary = torch.ops.mkldnn._linear_pointwise.binary
-_UNARY = {"none": "none", "silu": "swish"}
+# What the layer does to its sums: oneDNN's name and variant of it, and torch's.
+_UNARY = {"none": ("none", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 _BINARY = {"add", "mul"}
 
 
@@ -65,7 +71,8 @@ ONE_TILE = Rows((TILE,))
 class Linear:
     """y = then(x @ weight.T + bias), for x [rows, inputs] and weight [outputs, inputs].
 
-    `then` is "none", "silu", or, with a second argument [rows, outputs] in the call, "add" or "mul".
+    `then` is "none", "silu", "gelu", "gelu_tanh" (gelu with tanh in place of the error function), or, with a second
+    argument [rows, outputs] in the call, "add" or "mul".
     The weight given may be freed afterwards: on CPU this object keeps its own reordered copy.
     """
 
@@ -97,15 +104,16 @@ class Linear:
         return y if padded == rows else y[:rows]
 
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
-        return _run(x, self._weight, self._bias, _UNARY[self.then], [], "")
+        name, variant = _UNARY[self.then]
+        return _run(x, self._weight, self._bias, name, [], variant)
 
     def _reordered_binary(self, x: Tensor, other: Tensor | None) -> Tensor:
         return _run_binary(x, other, self._weight, self._bias, self.then)
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
         y = F.linear(x, self._weight, self._bias)
-        if self.then == "silu":
-            return F.silu(y)
+        if self.then in _PLAIN:
+            return _PLAIN[self.then](y)
         if other is None:
             return y
         return y.add_(other) if self.then == "add" else y.mul_(other)

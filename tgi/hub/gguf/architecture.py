@@ -1,26 +1,26 @@
-"""What a GGUF file's metadata and tensor names mean in Hugging Face's terms, for the llama family."""
+"""What a GGUF file's metadata and tensor names mean in Hugging Face's terms."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
+from tgi.hub.gguf.families import FAMILIES, MIXTRAL, Family
+from tgi.hub.gguf.metadata import Metadata
 from tgi.hub.gguf.reader import GGUF
 from tgi.kernel.errors import UserError
 
-# general.architecture -> (model_type, class). Mistral models carry "llama" in GGUF and compute the same.
-ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
-
 MAX_LAYERS = 1024
+MAX_EXPERTS = 1024
 
 # Keys that change what is computed start so; one that is not known is refused rather than passed over.
-HEEDED = ("attention.", "rope.", "embedding_scale", "residual_scale", "logit_scale", "final_logit_softcapping")
+HEEDED = (
+    *("attention.", "rope.", "expert_", "embedding_scale", "residual_scale", "logit_scale"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
 KNOWN = {
     *(f"attention.{key}" for key in ("head_count", "head_count_kv", "key_length", "value_length")),
     "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
     *(f"rope.{key}" for key in ("dimension_count", "freq_base", "scaling.type", "scaling.factor")),
     *(f"rope.scaling.{key}" for key in ("original_context_length", "finetuned")),
 }
@@ -34,13 +34,22 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 class Wanted:
     """A tensor that the model needs: its name in the file, its name and shape in the result.
 
-    `heads` is set where llama.cpp's converter has reordered the rows of each head (weights.py undoes it).
+    weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
+    where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
+    into one tensor, of which this is the nth.
     """
 
     source: str
     name: str
     shape: tuple[int, ...]
     heads: int = 0
+    shift: float = 0.0
+    part: tuple[int, int] | None = None
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self.shape if self.part is None else (self.part[1], *self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +62,11 @@ class Plan:
 
 def plan(file: GGUF) -> Plan:
     """Checks that the file holds a whole model of a known architecture. Raises UserError otherwise."""
-    metadata = _Metadata(file)
+    metadata = Metadata(file)
     architecture = metadata.string("general.architecture")
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    family = FAMILIES.get(architecture)
+    if family is None:
+        known = ", ".join(FAMILIES)
         raise UserError(
             f"{file.path} holds a model of architecture {architecture!r}; import knows {known}. "
             "Use the model's safetensors version instead."
@@ -65,24 +75,25 @@ def plan(file: GGUF) -> Plan:
         raise UserError(
             f"{file.path} is one part of several. Join them with llama-gguf-split --merge, then import that."
         )
-    if metadata.integer(f"{architecture}.expert_count", 0):
-        raise UserError(f"{file.path} is a mixture of experts. Use the model's safetensors version instead.")
+    if metadata.integer(f"{architecture}.expert_count", 0) and architecture == "llama":
+        family = MIXTRAL
+    known_keys = KNOWN | set(family.numbers)
     for key in file.metadata:
         name = key.removeprefix(f"{architecture}.")
-        if name != key and name.startswith(HEEDED) and name not in KNOWN:
+        if name != key and name.startswith(HEEDED) and name not in known_keys:
             raise UserError(
                 f"{file.path} has {key!r} set, which import does not know. Use the model's safetensors version instead."
             )
-    config = _config(metadata, architecture)
-    wanted = _tensors(config)
+    config = _config(metadata, architecture, family)
+    wanted = _tensors(config, family)
     for tensor in wanted:
         found = file.tensors.get(tensor.source)
         if found is None:
             raise UserError(f"{file.path} lacks the tensor {tensor.source!r}. Fetch or convert it again.")
-        if found.shape != tensor.shape:
+        if found.shape != tensor.stored:
             raise UserError(
                 f"{file.path}: the tensor {tensor.source!r} has shape {list(found.shape)}, "
-                f"expected {list(tensor.shape)}. Fetch or convert it again."
+                f"expected {list(tensor.stored)}. Fetch or convert it again."
             )
     unknown = set(file.tensors) - {tensor.source for tensor in wanted} - {"rope_freqs.weight"}
     if unknown:
@@ -93,42 +104,7 @@ def plan(file: GGUF) -> Plan:
     return Plan(config, wanted)
 
 
-class _Metadata:
-    """Typed look-ups that end in a sentence."""
-
-    def __init__(self, file: GGUF) -> None:
-        self.file = file
-
-    def string(self, key: str) -> str:
-        value = self.file.metadata.get(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, value, "a string")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.file.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.wrong(key, value, "a whole number")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.integer(key, default)
-        if value == 0:
-            raise self.wrong(key, value, "a positive number")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.file.metadata.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.wrong(key, value, "a positive number")
-        return float(f"{value:.7g}")  # 1e-5 stored as float32 reads 9.999999747378752e-06
-
-    def wrong(self, key: str, value: Any, expected: str) -> UserError:
-        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
-        return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
-
-
-def _config(metadata: _Metadata, architecture: str) -> dict[str, Any]:
+def _config(metadata: Metadata, architecture: str, family: Family) -> dict[str, Any]:
     tensors = metadata.file.tensors
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
@@ -140,9 +116,11 @@ def _config(metadata: _Metadata, architecture: str) -> dict[str, Any]:
         raise metadata.wrong(f"{architecture}.block_count", layers, f"at most {MAX_LAYERS}")
     if heads % kv_heads:
         raise metadata.wrong(f"{architecture}.attention.head_count_kv", kv_heads, f"a divisor of {heads}")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.integer(f"{architecture}.{key}", head_dim) != head_dim or head_dim % 2:
-            raise metadata.wrong(f"{architecture}.{key}", head_dim, f"the head size {head_dim}, an even number,")
+    turned = metadata.positive(f"{architecture}.rope.dimension_count", head_dim)
+    if head_dim % 2 or metadata.integer(f"{architecture}.attention.value_length", head_dim) != head_dim:
+        raise metadata.wrong(f"{architecture}.attention.value_length", head_dim, f"the head size {head_dim}, even,")
+    if turned % 2 or turned > head_dim or (turned != head_dim and family.model_type != "phi3"):
+        raise metadata.wrong(f"{architecture}.rope.dimension_count", turned, f"the head size {head_dim}")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{metadata.file.path} lacks the tensor 'token_embd.weight'. Fetch or convert it again.")
     tokens = metadata.file.metadata.get("tokenizer.ggml.tokens")
@@ -154,10 +132,12 @@ def _config(metadata: _Metadata, architecture: str) -> dict[str, Any]:
         )
     theta = metadata.number(f"{architecture}.rope.freq_base", 10000.0)
     rope = _rope(metadata, architecture, theta, head_dim, context)
-    model_type, name = ARCHITECTURES[architecture]
+    if turned != head_dim:
+        rope["partial_rotary_factor"] = turned / head_dim
+    stored_epsilon, epsilon = family.epsilon
     config: dict[str, Any] = {
-        "architectures": [name],
-        "model_type": model_type,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": metadata.positive(f"{architecture}.feed_forward_length"),
@@ -167,23 +147,28 @@ def _config(metadata: _Metadata, architecture: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": context,
-        "rms_norm_eps": metadata.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
+        epsilon: metadata.number(f"{architecture}.{stored_epsilon}"),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": "bfloat16",
         "use_cache": True,
     }
-    if model_type in ("llama", "qwen3"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if model_type == "llama":
-        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    config |= family.fixed
+    for stored, name in family.numbers.items():
+        key = f"{architecture}.{stored}"
+        if key in metadata.file.metadata:
+            whole = isinstance(metadata.file.metadata[key], int)
+            config[name] = metadata.integer(key) if whole else metadata.number(key)
+    for name, sources in family.biases.items():
+        config[name] = f"blk.0.{sources[0]}.bias" in tensors
+    _settle(metadata, architecture, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
             config[f"{name}_token_id"] = metadata.integer(f"tokenizer.ggml.{name}_token_id")
     return config
 
 
-def _rope(metadata: _Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
+def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, context: int) -> dict[str, Any]:
     kind = metadata.file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if "rope_freqs.weight" in metadata.file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta} | _llama3(metadata, theta, head_dim)
@@ -198,7 +183,7 @@ def _rope(metadata: _Metadata, architecture: str, theta: float, head_dim: int, c
     raise metadata.wrong(f"{architecture}.rope.scaling.type", kind, "none, linear or yarn")
 
 
-def _llama3(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     """Finds the factor behind the stored divisors and checks that the known formula gives all of them."""
     tensor = metadata.file.tensors["rope_freqs.weight"]
     if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
@@ -221,41 +206,58 @@ def _llama3(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
 
 
-def _tensors(config: dict[str, Any]) -> list[Wanted]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads, head_dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    kind = config["model_type"]
-    permuted, permuted_kv = (heads, kv_heads) if kind == "llama" else (0, 0)
+def _settle(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """What llama.cpp's model code knows of some architectures, and the file does not say."""
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    if kind in ("mixtral", "qwen3_moe"):
+        count = metadata.positive(f"{architecture}.expert_count")
+        used = metadata.positive(f"{architecture}.expert_used_count")
+        if count > MAX_EXPERTS or used > count:
+            raise metadata.wrong(f"{architecture}.expert_count", count, f"{used} to {MAX_EXPERTS}")
+    if kind in ("gemma2", "gemma3_text"):
+        largest = layers == {"gemma2": 46, "gemma3_text": 62}[kind]  # 27B
+        scale = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+        config["query_pre_attn_scalar"] = scale
+    if kind == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": 10000.0}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    if kind == "cohere":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
+
+
+def _tensors(config: dict[str, Any], family: Family) -> list[Wanted]:
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    query, key = heads * head_dim, kv_heads * head_dim
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    sizes = {"Q": query, "K": key, "S": query + 2 * key, "D": head_dim, "H": hidden, "I": inner, "2I": 2 * inner}
+    sizes |= {"E": experts, "M": config.get("moe_intermediate_size", 0)}
+    biased = {name for flag, names in family.biases.items() if config[flag] for name in names}
+    biased |= set(family.always_biased)
+    blocks = list(family.blocks)
+    if config.get("use_qk_norm"):
+        for at, count in (("q", heads), ("k", kv_heads)):
+            sizes[at] = count
+            blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
     wanted = [Wanted("token_embd.weight", "model.embed_tokens.weight", (config["vocab_size"], hidden))]
+
+    def add(source: str, name: str, shape: tuple[int, ...]) -> None:
+        short = source.rpartition(".")[2]
+        permuted = {"attn_q": heads, "attn_k": kv_heads}.get(short, 0) if family.permuted else 0
+        shift = family.norm_shift if short.endswith("norm") else 0.0
+        if "{}" in name:
+            for expert in range(experts):
+                full = f"{name.format(expert)}.weight"
+                wanted.append(Wanted(f"{source}.weight", full, shape[1:], part=(expert, experts)))
+            return
+        wanted.append(Wanted(f"{source}.weight", f"{name}.weight", shape, permuted, shift))
+        if short in biased:
+            wanted.append(Wanted(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
+
     for layer in range(config["num_hidden_layers"]):
-        here, there = f"blk.{layer}", f"model.layers.{layer}"
-        projections = [
-            ("attn_q", "self_attn.q_proj", heads * head_dim, hidden, permuted),
-            ("attn_k", "self_attn.k_proj", kv_heads * head_dim, hidden, permuted_kv),
-            ("attn_v", "self_attn.v_proj", kv_heads * head_dim, hidden, 0),
-            ("attn_output", "self_attn.o_proj", hidden, heads * head_dim, 0),
-            ("ffn_gate", "mlp.gate_proj", inner, hidden, 0),
-            ("ffn_up", "mlp.up_proj", inner, hidden, 0),
-            ("ffn_down", "mlp.down_proj", hidden, inner, 0),
-        ]
-        for source, name, rows, columns, permuted_heads in projections:
-            wanted.append(Wanted(f"{here}.{source}.weight", f"{there}.{name}.weight", (rows, columns), permuted_heads))
-            if _has_bias(config, source):
-                wanted.append(Wanted(f"{here}.{source}.bias", f"{there}.{name}.bias", (rows,), permuted_heads))
-        wanted.append(Wanted(f"{here}.attn_norm.weight", f"{there}.input_layernorm.weight", (hidden,)))
-        wanted.append(Wanted(f"{here}.ffn_norm.weight", f"{there}.post_attention_layernorm.weight", (hidden,)))
-        if kind == "qwen3":
-            wanted.append(Wanted(f"{here}.attn_q_norm.weight", f"{there}.self_attn.q_norm.weight", (head_dim,)))
-            wanted.append(Wanted(f"{here}.attn_k_norm.weight", f"{there}.self_attn.k_norm.weight", (head_dim,)))
-    wanted.append(Wanted("output_norm.weight", "model.norm.weight", (hidden,)))
+        for source, name, shape in blocks:
+            add(f"blk.{layer}.{source}", f"model.layers.{layer}.{name}", tuple(sizes[size] for size in shape))
+    add("output_norm", "model.norm", (hidden,))
     if not config["tie_word_embeddings"]:
         wanted.append(Wanted("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
     return wanted
-
-
-def _has_bias(config: dict[str, Any], source: str) -> bool:
-    if config["model_type"] == "qwen2":
-        return source in ("attn_q", "attn_k", "attn_v")
-    if source.startswith("attn"):
-        return bool(config["attention_bias"])
-    return bool(config.get("mlp_bias"))

@@ -43,7 +43,7 @@ def write(file: GGUF, wanted: list[Wanted], path: Path, progress: Callable[[int]
         out.write(struct.pack("<Q", len(text)))
         out.write(text)
         for tensor in wanted:
-            for piece in _pieces(file, file.tensors[tensor.source], tensor.heads):
+            for piece in _pieces(file, file.tensors[tensor.source], tensor):
                 out.write(bfloat16(piece).tobytes())
             progress(100 * header[tensor.name]["data_offsets"][1] // end)
 
@@ -63,8 +63,9 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
-def _pieces(file: GGUF, tensor: Tensor, heads: int) -> Iterator[np.ndarray[Any, np.dtype[np.float32]]]:
+def _pieces(file: GGUF, tensor: Tensor, wanted: Wanted) -> Iterator[np.ndarray[Any, np.dtype[np.float32]]]:
     """The tensor's rows in order as float32, a bounded number of elements at a time."""
+    heads = wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
     if len(tensor.shape) == 1 and not heads:
@@ -73,6 +74,10 @@ def _pieces(file: GGUF, tensor: Tensor, heads: int) -> Iterator[np.ndarray[Any, 
     if columns % block:
         raise UserError(f"{file.path}: the tensor {tensor.name!r} cannot be quantized as {tensor.type.name}.")
     stored = np.frombuffer(tensor.data, np.uint8).reshape(rows, columns // block * block_bytes)
+    if wanted.part is not None:
+        number, count = wanted.part
+        rows //= count
+        stored = stored[number * rows : (number + 1) * rows]
     order = row_order(rows, heads) if heads else None
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
@@ -80,7 +85,7 @@ def _pieces(file: GGUF, tensor: Tensor, heads: int) -> Iterator[np.ndarray[Any, 
         values = _dequantize(file, tensor, some)
         if not np.isfinite(values).all() or np.abs(values).max() > 3.38e38:  # beyond it bfloat16 rounds to infinity
             raise UserError(f"{file.path}: the tensor {tensor.name!r} has numbers that are not finite; it is damaged.")
-        yield values
+        yield values - np.float32(wanted.shift) if wanted.shift else values
 
 
 def _dequantize(

@@ -5,7 +5,8 @@ package is installed, take its place and read pages where they lie. So there are
 
 - "paged": FA3 or FA4. One split of the keys per query (`num_splits=1`) keeps a row's result independent of its batch.
 - "packed": FA2. The pages in use are first copied together, in the order of the rows.
-- "plain": float32, which no flash kernel computes. As packed, then row by row.
+- "plain": float32, which no flash kernel computes, and capped scores, which varlen_attn does not offer. As packed, then
+  row by row. It is slow, and takes memory for all scores of a row.
 
 The arguments are checked on CPU against a reference in place of the kernels. No GPU has run this file yet.
 """
@@ -24,8 +25,6 @@ from torch.nn.attention.varlen import varlen_attn
 from tgi.worker.batch import Batch, KVShape
 
 log = logging.getLogger(__name__)
-
-CAUSAL = (-1, 0)
 
 
 class Plan(NamedTuple):
@@ -50,7 +49,7 @@ class CudaAttention:
 
     def __init__(self, kv: KVShape, pages: int, device: torch.device, way: str | None = None) -> None:
         self._kv = kv
-        self._way = way or _choose(kv.dtype, device)
+        self._way = way or _choose(kv, device)
         shape = (pages, self.page_size, kv.kv_heads, kv.head_dim)
         self._keys = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
         self._values = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
@@ -87,7 +86,8 @@ class CudaAttention:
             keys = keys.flatten(0, 1).index_select(0, plan.reads)
             values = values.flatten(0, 1).index_select(0, plan.reads)
         if self._way == "plain":
-            return self._row_by_row(plan, query, keys, values, scale)
+            return self._row_by_row(plan, layer, query, keys, values, scale)
+        window = self._kv.window(layer)
         found: Tensor = varlen_attn(
             query,
             keys,
@@ -97,7 +97,8 @@ class CudaAttention:
             plan.longest_query,
             plan.longest_context,
             scale=scale,
-            window_size=CAUSAL,
+            # Keys before and behind a query's own; -1: all.
+            window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=self._kv.heads != self._kv.kv_heads,
             seqused_k=plan.context if paged else None,
             block_table=plan.page_table if paged else None,
@@ -116,27 +117,50 @@ class CudaAttention:
         pages = batch.page_table[rows, inside // self.page_size].to(torch.int64)
         return pages * self.page_size + inside % self.page_size, F.pad(ends.cumsum(0), (1, 0)).to(torch.int32)
 
-    def _row_by_row(self, plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _row_by_row(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         queries = list(accumulate(plan.query_lengths, initial=0))
         contexts = list(accumulate(plan.context_lengths, initial=0))
+        window, cap = self._kv.window(layer), self._kv.softcap
         found = torch.empty_like(query)
         for row, (count, context) in enumerate(zip(plan.query_lengths, plan.context_lengths, strict=True)):
             mine = slice(queries[row], queries[row + 1])
             seen = slice(contexts[row], contexts[row + 1])
-            found[mine] = F.scaled_dot_product_attention(
-                query[mine].transpose(0, 1)[None],
-                keys[seen].transpose(0, 1)[None],
-                values[seen].transpose(0, 1)[None],
-                attn_mask=causal_lower_right(count, context),
-                scale=scale,
-                enable_gqa=self._kv.heads != self._kv.kv_heads,
-            )[0].transpose(0, 1)
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[mine], keys[seen], values[seen]))
+            if cap is None and window is None:
+                bias: Tensor = causal_lower_right(count, context)
+            else:
+                bias = _mask(count, context, window, query)
+            if cap is None:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=bias, scale=scale, enable_gqa=self._kv.heads != self._kv.kv_heads
+                )
+            else:
+                out = _capped(q, k, v, bias, scale, cap)
+            found[mine] = out[0].transpose(0, 1)
         return found
 
 
-def _choose(dtype: torch.dtype, device: torch.device) -> str:
-    """The way for this number format on this device. Activates the newest flash attention that is installed for it."""
-    if dtype is torch.float32:
+def _mask(count: int, context: int, window: int | None, like: Tensor) -> Tensor:
+    """[count, context]: zeros where a row's last `count` positions see a key, and -inf."""
+    own = torch.arange(context - count, context, device=like.device)[:, None]
+    keys = torch.arange(context, device=like.device)
+    unseen = keys > own
+    if window is not None:
+        unseen |= keys <= own - window
+    return torch.zeros(count, context, device=like.device, dtype=like.dtype).masked_fill_(unseen, float("-inf"))
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """softmax(cap * tanh(scale * q k / cap) + mask) v in float32, for [1, heads, tokens, head_dim] in and out."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.tanh(query.float() @ keys.transpose(2, 3) * (scale / cap)) * cap
+    return ((scores + mask).softmax(-1) @ values).to(query.dtype)
+
+
+def _choose(kv: KVShape, device: torch.device) -> str:
+    """The way for this model on this device. Activates the newest flash attention that is installed for it."""
+    if kv.dtype is torch.float32 or kv.softcap is not None:
         return "plain"
     major, _ = torch.cuda.get_device_capability(device)
     wanted = {9: "FA3", 10: "FA4"}.get(major)

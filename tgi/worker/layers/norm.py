@@ -1,17 +1,31 @@
-"""Root mean square norm, computed in float32."""
+"""Norms over the last dimension, computed in float32."""
 
-import torch
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
+from torch import float32 as wide
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension, in x's dtype (Zhang and Sennrich, 2019).
+class Norm(NamedTuple):
+    """y = weight * (x - m) / sqrt(mean((x - m)^2) + epsilon) + bias, in x's dtype.
 
-    `weight` is float32, since operations on mixed dtypes are slow. It may have more than one dimension: then it scales
-    the last ones of x, which is normed over the last alone.
+    m is 0 (root mean square norm; Zhang and Sennrich, 2019) or, where `centred`, the mean of x (layer norm; Ba et al.,
+    2016). Weight and bias are float32, since operations on mixed dtypes are slow. `weight` may have more than one
+    dimension: then it scales the last ones of x, which is normed over the last alone.
     """
-    wide = x.to(torch.float32)
-    if weight.ndim == 1:
-        return F.rms_norm(wide, weight.shape, weight, epsilon).to(x.dtype)
-    return (F.rms_norm(wide, weight.shape[-1:], None, epsilon) * weight).to(x.dtype)
+
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+    centred: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = self.weight.shape[-1:]
+        flat = self.weight.ndim == 1
+        weight, bias = (self.weight, self.bias) if flat else (None, None)
+        if self.centred:
+            y = F.layer_norm(x.to(wide), size, weight, bias, self.epsilon)
+        else:
+            y = F.rms_norm(x.to(wide), size, weight, self.epsilon)
+        return (y if flat else y * self.weight).to(x.dtype)

@@ -1,15 +1,29 @@
 """Rotary position embedding: turns each pair of numbers of a head by an angle that grows with the position."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-TYPES = ("default", "linear", "llama3")
+TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Positions are added to the table in blocks of this many.
 BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Which numbers of a head are turned, and how fast.
+
+    `parameters` are those of config.json: rope_theta, rope_type (one of TYPES) and what that type needs.
+    """
+
+    dim: int  # the first `dim` numbers of a head are turned, the others kept
+    parameters: dict[str, Any]
+    # A pair is numbers i and i + dim / 2 or, where `neighbours`, 2 i and 2 i + 1.
+    neighbours: bool = False
 
 
 def rope_type(parameters: dict[str, Any]) -> str:
@@ -17,19 +31,38 @@ def rope_type(parameters: dict[str, Any]) -> str:
     return parameters.get("rope_type", parameters.get("type")) or "default"
 
 
-def frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
-    """Angle per position of each pair, float32 [head_dim / 2] (Su et al., 2021).
-
-    `parameters` are those of config.json: rope_theta, rope_type (one of TYPES) and what that type needs.
-    """
+def frequencies(dim: int, parameters: dict[str, Any]) -> Tensor:
+    """Angle per position of each pair, float32 [dim / 2] (Su et al., 2021)."""
     kind = rope_type(parameters)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
     inverse = 1.0 / (float(parameters["rope_theta"]) ** exponents)
-    if kind == "default":
-        return inverse
     if kind == "linear":
         return inverse / float(parameters["factor"])
-    return _llama3(inverse, parameters)
+    if kind == "llama3":
+        return _llama3(inverse, parameters)
+    if kind == "yarn":
+        return _yarn(inverse, parameters)
+    if kind == "longrope":  # within the length that the model was first trained with
+        return inverse / torch.tensor(parameters["short_factor"], dtype=torch.float32)
+    return inverse
+
+
+def magnitude(parameters: dict[str, Any]) -> float:
+    """What cos and sin are multiplied by, which sharpens attention over stretched positions: yarn's 0.1 ln(factor) + 1,
+    longrope's sqrt(1 + ln(factor) / ln(original length)), or `attention_factor` where the config names one."""
+    kind, factor = rope_type(parameters), float(parameters.get("factor") or 1.0)
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    if factor <= 1.0:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(parameters["original_max_position_embeddings"]))
+    mscale, over = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and over:
+        return (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * over * math.log(factor) + 1.0)
+    return 0.1 * math.log(factor) + 1.0
 
 
 def _llama3(inverse: Tensor, parameters: dict[str, Any]) -> Tensor:
@@ -42,6 +75,25 @@ def _llama3(inverse: Tensor, parameters: dict[str, Any]) -> Tensor:
     return (1 - blend) * inverse / factor + blend * inverse
 
 
+def _yarn(inverse: Tensor, parameters: dict[str, Any]) -> Tensor:
+    """YaRN (Peng et al., 2023): pairs that turn less than `beta_slow` times within the original length are stretched
+    by `factor`, those that turn more than `beta_fast` times are kept, those between are blended by their index."""
+    factor, theta = float(parameters["factor"]), float(parameters["rope_theta"])
+    context = float(parameters["original_max_position_embeddings"])
+    pairs = len(inverse)
+
+    def index(turns: float) -> float:
+        """Of the pair that turns so often within the original length."""
+        return pairs * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = index(parameters.get("beta_fast") or 32), index(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    blend = ((torch.arange(pairs, dtype=torch.float32) - first) / ((last - first) or 0.001)).clamp(0, 1)
+    return inverse / factor * blend + inverse * (1 - blend)
+
+
 class Rotary:
     """cos and sin for every position, kept as a table that grows as far as it is used.
 
@@ -49,13 +101,15 @@ class Rotary:
     some elements otherwise than others.
     """
 
-    def __init__(self, head_dim: int, parameters: dict[str, Any], device: torch.device) -> None:
-        self._inverse = frequencies(head_dim, parameters)
+    def __init__(self, rope: Rope, device: torch.device) -> None:
+        self.neighbours = rope.neighbours
+        self._inverse = frequencies(rope.dim, rope.parameters)
+        self._magnitude = magnitude(rope.parameters)
         self._device = device
-        self._table = torch.empty(0, 2, head_dim, device=device)
+        self._table = torch.empty(0, 2, rope.dim, device=device)
 
     def angles(self, positions: Tensor, longest: int, heads: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T], all less than `longest`, repeated for each head: float32 [T, heads, head_dim].
+        """cos and sin of positions [T], all less than `longest`, repeated for each head: float32 [T, heads, dim].
 
         Repeated in memory, since every layer multiplies with them and long runs of numbers are quick.
         """
@@ -67,20 +121,26 @@ class Rotary:
     def _extend(self, size: int) -> None:
         positions = torch.arange(self._table.shape[0], size, dtype=torch.float32)
         angles = (positions[:, None] * self._inverse).to(torch.float64).numpy()
-        rows = torch.from_numpy(numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1)).to(torch.float32)
-        self._table = torch.cat([self._table, rows.repeat(1, 1, 2).to(self._device)])
+        waves = numpy.stack([numpy.cos(angles), numpy.sin(angles)], axis=1) * self._magnitude
+        rows = torch.from_numpy(waves).to(torch.float32)
+        rows = rows.repeat_interleave(2, dim=2) if self.neighbours else rows.repeat(1, 1, 2)
+        self._table = torch.cat([self._table, rows.to(self._device)])
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turns the first numbers of each head of x [T, heads, head_dim]. Computed in float32, x's dtype back.
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x [T, heads, head_dim]; numbers i and i + head_dim / 2 make a pair. Computed in float32, x's dtype back.
-
-    Products and sums stay separate operations: a fused multiply-add is used for some elements and not for others,
-    depending on how many there are.
-    """
-    half = x.shape[-1] // 2
-    wide = x.to(torch.float32)
-    turned = wide * cos
-    across = wide * sin
-    turned[..., :half] -= across[..., half:]
-    turned[..., half:] += across[..., :half]
-    return turned.to(x.dtype)
+        Products and sums stay separate operations: a fused multiply-add is used for some elements and not for others,
+        depending on how many there are.
+        """
+        dim = cos.shape[-1]
+        wide = x[..., :dim].to(torch.float32)
+        turned = wide * cos
+        across = wide * sin
+        if self.neighbours:
+            first, second = slice(0, dim, 2), slice(1, dim, 2)
+        else:
+            first, second = slice(0, dim // 2), slice(dim // 2, dim)
+        turned[..., first] -= across[..., second]
+        turned[..., second] += across[..., first]
+        turned = turned.to(x.dtype)
+        return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], dim=-1)

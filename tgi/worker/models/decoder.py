@@ -1,4 +1,4 @@
-"""One decoder for llama, mistral, qwen2 and qwen3: what differs between them is data in DecoderConfig."""
+"""One decoder for many families of models: what differs between them is data in DecoderConfig."""
 
 from typing import Any, NamedTuple
 
@@ -7,23 +7,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
-from tgi.worker.layers.norm import rms_norm
-from tgi.worker.layers.rotary import Rotary, rotate
+from tgi.worker.layers.mlp import Experts, Mlp
+from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.rotary import Rotary
 from tgi.worker.linear import Linear, choose_rows
 from tgi.worker.models.config import DecoderConfig
 
+Angles = tuple[Tensor, Tensor]
+
 
 class Layer(NamedTuple):
-    """The weights of one layer. Projections of the same input that are used together are one matrix."""
+    """The weights of one layer. Projections of the same input that are used together are one matrix.
 
-    attention_norm: Tensor
+    The last matrix of each part adds the residual, where nothing comes between.
+    """
+
+    attention_before: Norm | None
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    head_norm: Tensor | None  # [heads + kv_heads, head_dim]: scales of the query heads, then of the key heads
-    output: Linear  # adds the residual
-    mlp_norm: Tensor
-    gate: Linear  # silu
-    up: Linear  # times the gate
-    down: Linear  # adds the residual
+    head_norm: Norm | None  # scales [heads + kv_heads, head_dim] of the query heads, then of the key heads
+    query_norm: Norm | None  # over all query heads
+    key_norm: Norm | None  # over all key heads
+    output: Linear
+    attention_after: Norm | None
+    mlp_before: Norm | None
+    mlp: Mlp | Experts
+    mlp_after: Norm | None
 
 
 class Weights(NamedTuple):
@@ -32,7 +40,7 @@ class Weights(NamedTuple):
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[Layer]
-    norm: Tensor
+    norm: Norm
     head: Linear  # [vocab, hidden]
 
 
@@ -42,29 +50,41 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
         self.vocab_size = config.vocab_size
         self.context = config.context
-        self.kv = KVShape(config.layers, config.heads, config.kv_heads, config.head_dim, dtype)
+        windows = tuple(layer.window for layer in config.layers)
+        shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
+        self.kv = KVShape(*shape, windows, config.attention_cap)
         self.device = device
         self._config = config
         self._weights = weights
-        self._rotary = Rotary(config.head_dim, config.rope, device)
-        self._scale = config.head_dim**-0.5
-        linears = [linear for layer in weights.layers for linear in layer if isinstance(linear, Linear)]
+        self._rotaries = [Rotary(rope, device) for rope in config.ropes]
+        # As transformers does it: rounded to the number format of the weights.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        linears = [linear for layer in weights.layers for linear in _linears(layer)]
         self._rows = choose_rows([*linears, weights.head])
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """See Model. Tokens are padded once here to a number of rows that the linear layers take as it is."""
+        config = self._config
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = F.pad(batch.tokens, pad), F.pad(batch.positions, pad)
-        cos, sin = self._rotary.angles(positions, max(batch.context_lengths), self.kv.heads + self.kv.kv_heads)
+        longest, heads = max(batch.context_lengths), self.kv.heads + self.kv.kv_heads
+        angles = [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
         hidden = self._weights.embedding.index_select(0, tokens).to(self.kv.dtype)
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
         plan = attention.plan(batch)
         for number, layer in enumerate(self._weights.layers):
-            mixed = self._mix(number, layer, hidden, cos, sin, count, attention, plan)
-            hidden = layer.output(mixed, hidden)
-            normed = rms_norm(hidden, layer.mlp_norm, self._config.norm_epsilon)
-            hidden = layer.down(layer.up(normed, layer.gate(normed)), hidden)
+            normed = _normed(layer.attention_before, hidden)
+            mixed = self._mix(number, layer, normed, angles, count, attention, plan)
+            hidden = self._join(layer.output, mixed, layer.attention_after, hidden)
+            if not config.parallel:
+                normed = _normed(layer.mlp_before, hidden)
+            if isinstance(layer.mlp, Mlp):
+                hidden = self._join(layer.mlp.down, layer.mlp.inner(normed), layer.mlp_after, hidden)
+            else:
+                hidden = self._add(layer.mlp(normed, count), layer.mlp_after, hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
@@ -72,31 +92,63 @@ class Decoder:
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
-        normed = rms_norm(hidden.index_select(0, at), self._weights.norm, self._config.norm_epsilon)
-        return self._weights.head(normed).to(torch.float32)
+        scale, cap = self._config.logit_scale, self._config.logit_cap
+        logits = self._weights.head(self._weights.norm(hidden.index_select(0, at))).to(torch.float32)
+        if scale != 1.0:
+            logits = logits * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _join(self, linear: Linear, x: Tensor, after: Norm | None, hidden: Tensor) -> Tensor:
+        """hidden + residual_scale * after(linear(x))."""
+        return linear(x, hidden) if linear.then == "add" else self._add(linear(x), after, hidden)
+
+    def _add(self, found: Tensor, after: Norm | None, hidden: Tensor) -> Tensor:
+        """hidden + residual_scale * after(found)."""
+        found = _normed(after, found)
+        if self._config.residual_scale != 1.0:
+            found = found * self._config.residual_scale
+        return hidden + found
 
     def _mix(
         self,
         number: int,
         layer: Layer,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        normed: Tensor,
+        angles: list[Angles],
         count: int,
         attention: Attention,
         plan: Any,
     ) -> Tensor:
-        """What the layer's attention finds for each row of `hidden` [rows, hidden]: [rows, heads * head_dim].
+        """What the layer's attention finds for each row of `normed` [rows, hidden]: [rows, heads * head_dim].
 
         The first `count` rows are tokens, the others padding.
         """
         heads, kv_heads, head_dim = self.kv.heads, self.kv.kv_heads, self.kv.head_dim
-        normed = rms_norm(hidden, layer.attention_norm, self._config.norm_epsilon)
         qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
         query_key = qkv[:, : heads + kv_heads]
         if layer.head_norm is not None:
-            query_key = rms_norm(query_key, layer.head_norm, self._config.norm_epsilon)
-        query_key = rotate(query_key, cos, sin)[:count]
-        query, key, value = query_key[:, :heads], query_key[:, heads:], qkv[:count, heads + kv_heads :]
-        found = attention.write_and_attend(plan, number, query, key, value, self._scale)
-        return F.pad(found.reshape(count, heads * head_dim), (0, 0, 0, hidden.shape[0] - count))
+            query_key = layer.head_norm(query_key)
+        elif layer.query_norm is not None and layer.key_norm is not None:
+            query = layer.query_norm(query_key[:, :heads].flatten(1))
+            key = layer.key_norm(query_key[:, heads:].flatten(1))
+            query_key = torch.cat([query, key], dim=1).view(query_key.shape)
+        rope = self._config.layers[number].rope
+        if rope is not None:
+            query_key = self._rotaries[rope].rotate(query_key, *angles[rope])
+        query, key, value = query_key[:count, :heads], query_key[:count, heads:], qkv[:count, heads + kv_heads :]
+        found = attention.write_and_attend(plan, number, query, key, value, self._config.attention_scale)
+        return F.pad(found.reshape(count, heads * head_dim), (0, 0, 0, normed.shape[0] - count))
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _linears(layer: Layer) -> list[Linear]:
+    """All linear layers of a layer."""
+    if isinstance(layer.mlp, Mlp):
+        mlps, router = [layer.mlp], []
+    else:
+        mlps, router = layer.mlp.experts, [layer.mlp.router]
+    inside = [linear for mlp in mlps for linear in mlp if linear is not None]
+    return [layer.qkv, layer.output, *router, *inside]

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "tgi_paged"
 # Arguments of attention functions that change what is computed and that the backends do not know.
-UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
+UNKNOWN = ("s_aux", "position_bias", "head_mask")
 # Rotary types whose angles depend on the longest sequence of the batch, once it is longer than what was trained.
 BY_LENGTH = ("dynamic", "longrope")
 
@@ -118,8 +118,9 @@ class Fallback:
         if len(shapes := set(probe.seen.values())) > 1:
             raise UserError(f"{config.model_type} has layers with different heads {sorted(shapes)}; expected one kind.")
         self.vocab_size = logits.shape[-1]
-        self.kv = KVShape(layers, *shapes.pop(), dtype)
-        self.context = _context(config, probe.window)
+        windows = tuple(probe.windows.get(layer) for layer in range(layers))
+        self.kv = KVShape(layers, *shapes.pop(), dtype, windows, probe.softcap)
+        self.context = _context(config)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
@@ -174,7 +175,8 @@ class _Probe:
     def __init__(self, name: str) -> None:
         self.name = name
         self.seen: dict[int, tuple[int, int, int]] = {}
-        self.window: int | None = None
+        self.windows: dict[int, int | None] = {}
+        self.softcap: float | None = None
 
     def plan(self, batch: Batch) -> None:
         """Never asked."""
@@ -191,16 +193,15 @@ class _Probe:
         self.seen[layer] = (query.shape[1], key.shape[1], query.shape[2])
         return torch.zeros_like(query)
 
-    def check(self, arguments: dict[str, Any]) -> None:
-        """Looks at the arguments of an attention function, once."""
+    def check(self, layer: int, arguments: dict[str, Any]) -> None:
+        """Looks at the arguments of a layer's attention function, once."""
         for unknown in UNKNOWN:
             if arguments.get(unknown) is not None:
                 raise UserError(f"{self.name} uses {unknown} in its attention, which the paged cache does not compute.")
         if arguments.get("is_causal") is False:
             raise UserError(f"{self.name} attends to later tokens; only causal language models are served.")
-        window = arguments.get("sliding_window")
-        if window is not None:
-            self.window = min(window, self.window or window)
+        self.windows[layer] = arguments.get("sliding_window")
+        self.softcap = arguments.get("softcap")
 
 
 def _attend(
@@ -217,7 +218,7 @@ def _attend(
     """transformers' attention interface: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out."""
     attention, plan, tokens = paged_step
     if isinstance(attention, _Probe):
-        attention.check(arguments)
+        attention.check(module.layer_idx, arguments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = [states[0, :, :tokens].transpose(0, 1).contiguous() for states in (query, key, value)]
     found = attention.write_and_attend(plan, module.layer_idx, rows[0], rows[1], rows[2], scale)
@@ -249,13 +250,13 @@ def _replace_linears(model: nn.Module) -> None:
             setattr(parent, name, _Linear(Linear(weight, bias)))
 
 
-def _context(config: Any, window: int | None) -> int:
-    """The longest sequence that is computed as the model would: within its window, and its rotary angles' length."""
+def _context(config: Any) -> int:
+    """The longest sequence that is computed as the model would: within its rotary angles' length."""
     longest: int = config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None) or {}
-    limits = [longest] if window is None else [longest, window]
-    if rope.get("rope_type") in BY_LENGTH:
-        limits.append(rope.get("original_max_position_embeddings") or longest)
-    if min(limits) < longest:
-        log.warning("sequences are limited to %d tokens instead of %d: %s", min(limits), longest, config.model_type)
-    return min(limits)
+    if rope.get("rope_type") not in BY_LENGTH:
+        return longest
+    limit = min(longest, rope.get("original_max_position_embeddings") or longest)
+    if limit < longest:
+        log.warning("sequences are limited to %d tokens instead of %d: %s", limit, longest, config.model_type)
+    return limit
