@@ -1,8 +1,8 @@
 """Grammars as llguidance reads them, with the same limits wherever they are checked or obeyed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 # What a grammar may take. Fuel and items are counted, not timed, so that a grammar that was accepted once always is.
@@ -25,9 +25,38 @@ def token_table(tokenizer: Tokenizer, eos_ids: Sequence[int], size: int) -> LLTo
     return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=list(eos_ids) or None)
 
 
-def byte_table() -> LLTokenizer:
-    """The 256 bytes as tokens."""
-    return LLTokenizer("byte")
+def piece_table(pieces: Iterable[bytes]) -> LLTokenizer:
+    """A small table that can write exactly what tokens of these bytes can: the bytes that are tokens by themselves, and
+    whatever holds another byte."""
+    known = set(pieces)
+    single = {piece for piece in known if len(piece) == 1}
+    alone = {piece[0] for piece in single}
+    return LLTokenizer(TokenizerWrapper(_Pieces([b"", *sorted(single), *sorted(p for p in known if {*p} - alone)])))
+
+
+class _Pieces:
+    """What TokenizerWrapper asks of a tokenizer."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = (0,)
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+        self._ids = {token: number for number, token in enumerate(tokens)}
+        self._longest = max(map(len, tokens))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Token by token, the longest first; what is before the first byte that cannot be written."""
+        ids, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[text[at:end]])
+            at = end
+        return ids
 
 
 def matcher(table: LLTokenizer, grammar: str) -> LLMatcher:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from tgi.hub.grammar import byte_table, matcher, token_table
+from tgi.hub.grammar import matcher, piece_table, token_table
 from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -36,6 +36,7 @@ NOTHING = "no text that this model's tokens can write matches it"
 # What the library says of a schema, and which keyword is behind it.
 _NAMES = [
     (re.compile("oneOf constraints"), "`oneOf` cannot be enforced where its branches may overlap"),
+    (re.compile("Unimplemented keys: (.*)"), "{0} cannot be enforced"),
     (re.compile("Unknown format: (.*)"), "`format` {0} cannot be enforced"),
     (re.compile("patternProperty regexes|patternProperties"), "`patternProperties` cannot be enforced: {all}"),
     (re.compile("minProperties|maxProperties"), "`minProperties` and `maxProperties` cannot be enforced here"),
@@ -123,15 +124,14 @@ class GrammarReader:
         return ""
 
     def _bytes_of_tokens(self) -> LLTokenizer:
-        """Tokens that can write what the model's can: single bytes, if each is a token, as in most vocabularies."""
-        pieces = self._vocabulary.pieces
-        if {piece.encode() if isinstance(piece, str) else piece for piece in pieces if piece} >= _UTF8:
-            return byte_table()
-        return token_table(self._vocabulary.tokenizer, sorted(self._vocabulary.eos_ids), 0)
+        """Tokens that can write what the model's can."""
+        vocabulary = self._vocabulary
+        if not vocabulary.byte_level:
+            return token_table(vocabulary.tokenizer, sorted(vocabulary.eos_ids), 0)
+        plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and not vocabulary.special[number])
+        return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain)
 
 
-# All bytes that UTF-8 has, each by itself.
-_UTF8 = {bytes([byte]) for byte in {*range(0xF5)} - {0xC0, 0xC1}}
 _REGEX_NAMES = [(re.compile("NoExtension"), NOTHING)]
 _FROM_LARK = "\n   1 | start: "
 
