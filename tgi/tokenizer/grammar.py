@@ -112,7 +112,10 @@ class GrammarReader:
     def _fault(self, grammar: str) -> str:
         """Why no text can be held to this grammar; "" if one can."""
         if self._table is None:
-            self._table = self._bytes_of_tokens()
+            try:
+                self._table = self._bytes_of_tokens()
+            except ValueError as error:
+                raise GrammarError(f"grammar is not supported: of this model's tokenizer, {error}") from None
         found = matcher(self._table, grammar)
         if found.is_error():
             return found.get_error().strip()
