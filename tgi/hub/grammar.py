@@ -12,6 +12,7 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     max_grammar_size=500_000,
     step_lexer_fuel=200_000,
+    max_items_in_row=20_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
     verbose_errors=False,

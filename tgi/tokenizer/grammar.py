@@ -6,6 +6,7 @@ A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` 
 import json
 import re
 from collections import OrderedDict
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # Bytes that a grammar may have, as it arrives.
 MOST_BYTES = 512 << 10
+# Texts that are begun to see whether a grammar stays within its limits, and tokens of each.
+TRIALS = 2
+TRIAL_TOKENS = 64
 # So many answers are kept for the next request that has one of these grammars, of so many bytes in all.
 KEPT = 256
 KEPT_BYTES = 16 << 20
@@ -124,7 +128,7 @@ class GrammarReader:
             return found.get_error().splitlines()[0]
         if not any(mask) or (found.is_stopped() and not found.is_accepting()):
             return NOTHING
-        return ""
+        return next(filter(None, (_try_out(found.deep_copy(), Random(seed)) for seed in range(TRIALS))), "")
 
     def _bytes_of_tokens(self) -> LLTokenizer:
         """Tokens that can write what the model's can."""
@@ -145,6 +149,23 @@ def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
         if found := pattern.search(fault):
             return words.format(*found.groups(), all=fault)
     return fault
+
+
+def _try_out(found: LLMatcher, draw: Random) -> str:
+    """Begins a text of tokens that are allowed. Why it cannot go on; "" if it can or is complete."""
+    for _ in range(TRIAL_TOKENS):
+        mask = found.compute_bitmask()
+        if found.is_error():
+            return f"it becomes too complex: {found.get_error().splitlines()[0]}"
+        if found.is_stopped():
+            return ""
+        allowed = int.from_bytes(mask, "little")
+        beyond = allowed >> draw.randrange(8 * len(mask))  # the first one behind any place, or else the first of all
+        token = allowed.bit_length() - beyond.bit_length() if beyond else 0
+        rest = allowed >> token
+        if not rest or not found.consume_token(token + (rest & -rest).bit_length() - 1):
+            return ""
+    return ""
 
 
 def _refuse(constant: str) -> None:

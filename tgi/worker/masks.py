@@ -26,7 +26,15 @@ def forbid(scores: Tensor, draws: Draws) -> None:
     masks = draws.masks
     if masks is None:
         return
-    words = torch.from_numpy(masks.words).to(scores.device)
-    bits = words[:, :, None] >> torch.arange(BITS, dtype=torch.int32, device=scores.device)
-    forbidden = (bits & 1).view(len(words), -1)[:, : scores.shape[1]] == 0
+    forbidden = _zeros(masks.words, scores.device)[:, : scores.shape[1]]
     put(scores, masks.rows, take(scores, masks.rows).masked_fill_(forbidden, -torch.inf))
+
+
+def _zeros(words: NDArray[np.int32], device: torch.device) -> Tensor:
+    """Where the bits are not set, bool [n, W * 32]."""
+    if device.type == "cpu":  # numpy's is ten times as fast there
+        bits = np.unpackbits((~words).view(np.uint8), axis=-1, bitorder="little")
+        return torch.from_numpy(bits).view(torch.bool)
+    there = torch.from_numpy(words).to(device)[:, :, None]
+    bits_there = there >> torch.arange(BITS, dtype=torch.int32, device=device)
+    return (bits_there & 1).view(len(words), -1) == 0
