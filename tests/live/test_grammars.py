@@ -156,6 +156,20 @@ def test_kill_9_of_the_worker_changes_nothing(server: Server) -> None:
     assert text(True) == undisturbed
 
 
+def test_the_demo_model(demo_model: Path, tmp_path: Path) -> None:
+    """A model with words of its own, at once and seeded: what ends by itself is valid."""
+    colour = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+    with Server(tmp_path / "run", "--model-id", str(demo_model), "--validation-workers", "1") as server:
+        server.start().ready()
+        for schema in (PERSON, colour, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}):
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            choices = chat(server, form, n=4, seed=3, max_tokens=80)["choices"]
+            ended = [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
+            assert ended
+            for text in ended:
+                validate(text, schema)
+
+
 def test_without_grammar_support(tmp_path: Path) -> None:
     with Server(tmp_path / "run", "--model-id", str(model("llama")), "--validation-workers", "1") as off:
         off.start("up", "--disable-grammar-support", "--worker", "scripted").ready()
