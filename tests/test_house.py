@@ -22,6 +22,7 @@ ONLY_IN = {
     "falcon": {"api"},
     "uvicorn": {"api"},
     "asyncio": {"api"},
+    "llguidance": {"hub", "tokenizer", "worker"},
     "zmq": {"kernel"},
     "msgpack": {"kernel"},
     "opentelemetry": {"kernel/trace.py"},

@@ -73,7 +73,7 @@ def test_every_flag_of_tgi_is_placed() -> None:
     assert not kept & silent
     assert not refused & (kept | silent)
     ignored = LAUNCHER & {flag(name) for name, option in OPTIONS.items() if option.ignored}
-    assert silent == ignored | {"--disable-grammar-support"}  # there is none to disable yet
+    assert silent == ignored
 
 
 def start_lines() -> list[str]:

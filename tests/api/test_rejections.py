@@ -277,7 +277,6 @@ def test_best_of_where_there_is_none(serve: Any) -> None:
     ("parameters", "text"),
     [
         ({"watermark": True}, "`watermark` is not supported by this server yet"),
-        ({"grammar": {"type": "regex", "value": "a"}}, "`grammar` is not supported by this server yet"),
         ({"adapter_id": "{ask}"}, "`adapter_id` {ask} not found"),
     ],
 )

@@ -202,6 +202,10 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" a", then cancelled': tokens(Reason.CANCELLED, "", A),
     "too long": refused(Reason.INVALID, TOO_LONG),
     "tokenizer error": refused(Reason.INVALID, "tokenizer error unknown token"),
+    "no schema": refused(Reason.INVALID, "grammar is not valid: a schema is an object"),
+    "not enforced": refused(
+        Reason.INVALID, "cannot compile regex from schema: `not` cannot be enforced (at #)"
+    ),
     "overloaded": refused(Reason.OVERLOADED),
     "template error": refused(Reason.TEMPLATE, "syntax error: no system messages (in <string>:1)"),
     "no template": refused(Reason.TEMPLATE, "template not found"),

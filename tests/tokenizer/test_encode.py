@@ -9,10 +9,11 @@ from tokenizers import Tokenizer
 from scripts.make_model import TEXT
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
 from tgi.hub.card import read_card
+from tgi.hub.tokens import special_tokens
 from tgi.kernel.errors import UserError
 from tgi.kernel.pack import ints
 from tgi.tokenizer import encode
-from tgi.tokenizer.vocabulary import Vocabulary, special_tokens
+from tgi.tokenizer.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize("kind", KINDS)

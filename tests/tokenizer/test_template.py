@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tgi.hub.card import read_card
+from tgi.hub.tokens import special_tokens
 from tgi.tokenizer.template import ChatTemplates, TemplateError
-from tgi.tokenizer.vocabulary import special_tokens
 
 CHATML = """{% for message in messages %}
     {%- if loop.first and message.role != 'system' %}

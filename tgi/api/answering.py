@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, errors
+from tgi.api import accounting, errors, grammar
 from tgi.api.accounting import Times
 from tgi.api.calls import Bell, Generation
 from tgi.api.service import Service
@@ -65,6 +65,7 @@ def generations(
         check(ask, RULES)
         check(ask, NOT_YET)
     bell = Bell()
+    form = grammar.encoded(p.grammar)
     made = []
     for prompt in prompts:
         seed = service.seed(p.seed)
@@ -73,7 +74,7 @@ def generations(
                 seed = service.seed(None)  # best_of: each has a seed of its own
             sampling = _sampling(p, steering, seed, place if choices > 1 else 0)
             accounting.submitted()
-            message = _message(prompt, p, sampling, hide_stop)
+            message = _message(prompt, p, sampling, hide_stop, form)
             if prompt_tops is not None:
                 message = message._replace(prompt_from=0, prompt_top_n=prompt_tops)
             made.append(Generation(message, stream, bell))
@@ -109,7 +110,7 @@ def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int)
     return sampling._replace(top_k=0, top_p=1.0, typical_p=1.0) if steering.greedy else sampling
 
 
-def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_stop: bool) -> Generate:
+def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_stop: bool, form: bytes) -> Generate:
     """What goes down (its rid is the router's to give)."""
     return Generate(
         0,
@@ -121,6 +122,7 @@ def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_sto
         add_special_tokens=not prompt.chat,
         chat=prompt.chat,
         hide_stop=hide_stop,
+        grammar=form,
     )
 
 

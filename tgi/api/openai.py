@@ -34,6 +34,7 @@ def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | N
         stop=request.stops,
         seed=request.seed,
         top_n_tokens=top_n or None,
+        grammar=request.response_format,
     )
 
 

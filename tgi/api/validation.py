@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.api import errors
+from tgi.api import errors, grammar
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.steering import MOST_BIASES, NONE, Steering, biases, is_id
 from tgi.kernel.messages import MOST_PROMPT_TOPS
@@ -74,7 +74,7 @@ EARLY = [
          "`best_of` must be > 0 and <= {ask.settings.max_best_of}. Given: {ask.p.best_of}", counted=False),
 ]
 
-# After it. The rules on token counts (17 to 20) are the tokenizer's.
+# After it. The rules on token counts (17 to 20) and on what a grammar says (22 to 24) are the tokenizer's.
 RULES = [
     Rule("4", lambda a: _is(a.p.best_of, lambda v: v > 1) and not a.samples,
          "you must use sampling when `best_of` is > 1"),
@@ -96,6 +96,8 @@ RULES = [
     Rule("15", lambda a: a.inputs == "", "`inputs` cannot be empty"),
     Rule("16", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
          "`truncate` must be strictly positive and less than {ask.max_input_tokens}. Given: {ask.p.truncate}"),
+    Rule("21", lambda a: grammar.wanted(a.p.grammar)
+         and (a.settings.disable_grammar_support or not grammar.readable(a.p.grammar)), "grammar is not supported"),
     Rule("logit_bias", lambda a: a.highest_biased >= a.vocab_size,
          "`logit_bias` must name token ids < {ask.vocab_size}. Given: {ask.highest_biased}"),
 ]
@@ -103,7 +105,6 @@ RULES = [
 # What this server does not do yet is refused, never ignored.
 NOT_YET = [
     Rule("watermark", lambda a: bool(a.p.watermark), "`watermark` is not supported by this server yet"),
-    Rule("grammar", lambda a: a.p.grammar is not None, "`grammar` is not supported by this server yet"),
     Rule("adapter_id", lambda a: a.p.adapter_id is not None, "`adapter_id` {ask.p.adapter_id} not found"),
 ]
 
@@ -118,8 +119,6 @@ OPENAI = [
          "`logit_bias` must name tokens by their ids, as in {{\"42\": -100}}"),
     Rule("logit_bias", lambda r: not all(-100 <= value <= 100 for value in biases(r).values()),
          "`logit_bias` values must be >= -100.0 and <= 100.0"),
-    Rule("response_format", lambda r: r.response_format is not None and r.response_format.type != "text",
-         "`response_format` is not supported by this server yet"),
 ]
 COMPLETIONS = [
     Rule("best_of", lambda r: _is(r.best_of, lambda v: v != (r.n or 1)),

@@ -107,6 +107,7 @@ class Sampling(NamedTuple):
     presence_penalty: float = 0.0  # OpenAI's: once for each token that was generated
     bias_ids: bytes = b""  # int32, each id once: OpenAI's logit_bias
     biases: bytes = b""  # float32, same length
+    grammar: str = ""  # what the generated text must match, as worker/grammar.py reads it; "": anything
 
     @property
     def samples(self) -> bool:
@@ -158,6 +159,8 @@ class Generate(NamedTuple):
 
     With `prompt_from` the tokens of the prompt come back too (PromptTokens), from this position on: 0 means all of
     them, and whoever resumes leaves out those that it has.
+    `grammar`, if not empty, is a grammar as JSON (`tokenizer/grammar.py` names its keys): the tokenizer checks it and
+    puts what the worker reads into `sampling`.
     """
 
     rid: int
@@ -174,6 +177,7 @@ class Generate(NamedTuple):
     hide_stop: bool = False
     prompt_from: int | None = None  # None: the prompt's tokens are not wanted
     prompt_top_n: int = 0  # with each of them so many of the likeliest in its place; at most MOST_PROMPT_TOPS
+    grammar: bytes = b""
 
 
 class Prompted(NamedTuple):
@@ -364,6 +368,7 @@ class Result(NamedTuple):
     prompt_logprobs: bytes = b""  # float32: of the prompts' tokens that this step tells, row by row
     prompt_top_ids: bytes = b""  # int32: beside each of them, min(Slot.prompt_top_n, vocabulary)
     prompt_top_logprobs: bytes = b""  # float32, same length
+    faults: list[str] = []  # empty, or one per drawing row: why it could not draw (its id means nothing), or ""
 
 
 # The tag of a message is its place in this list: append only.

@@ -264,6 +264,9 @@ class Core:
             if number >= request.since:
                 request.prompt_from += len(piece.logprobs) // 4
                 self._outbox.put(request.client.peer, piece)
+        for request, fault in zip(flight.drawing, result.faults, strict=False):
+            if fault and number >= request.since:
+                self._end(request, Reason.FAILED, now, fault)
         if result.top_counts:
             for request, top in zip(flight.drawing, tops(result), strict=True):
                 if number >= request.since:

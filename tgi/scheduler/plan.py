@@ -52,6 +52,8 @@ class Flight(NamedTuple):
             return f"the result of step {result.number} came where that of step {number} was due"
         if result.counts != b"\1" * rows or len(result.ids) != 4 * rows or len(result.logprobs) != 4 * rows:
             return f"the result of step {number} does not have one token for each of {rows} rows"
+        if len(result.faults) not in (0, rows):
+            return f"the result of step {number} names {len(result.faults)} faults for {rows} rows"
         if not tops_fit(result, rows):
             return f"the columns of likeliest tokens in the result of step {number} do not fit its {rows} rows"
         if not told_fit(result, self.telling, vocab_size):

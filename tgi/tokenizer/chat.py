@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tgi.hub.card import Card
+from tgi.hub.tokens import special_tokens
 from tgi.tokenizer.template import ChatTemplates, TemplateError
-from tgi.tokenizer.vocabulary import special_tokens
 
 # What a model is told about tools that its template does not know, if the client does not say it.
 TOOL_PROMPT = (

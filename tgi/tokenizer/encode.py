@@ -6,6 +6,7 @@ from tgi.kernel import tracing
 from tgi.kernel.messages import Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import INT32, UINT8, pack
 from tgi.tokenizer.chat import Chats
+from tgi.tokenizer.grammar import GrammarError, GrammarReader
 from tgi.tokenizer.template import TemplateError
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -18,7 +19,7 @@ class EncodeError(Exception):
 
 
 class Prompt(NamedTuple):
-    """The ids of a prompt, as an int32 column, how many, and how many characters the text had.
+    """The ids of a prompt, as an int32 column, how many, and how many characters the text had; and its grammar.
 
     `starts` (int32) says how many of these stand before each token; empty if that was not asked for.
     """
@@ -27,6 +28,8 @@ class Prompt(NamedTuple):
     tokens: int
     characters: int
     starts: bytes = b""
+    grammar: str = ""  # as workers read it
+    fault: str = ""  # why the grammar is refused, for the client
 
 
 class Refusal(NamedTuple):
@@ -37,12 +40,14 @@ class Refusal(NamedTuple):
 
 
 class Encoder:
-    """What is asked of a tokenizer, texts and chats, to ids. May be called from any thread."""
+    """What is asked of a tokenizer, texts and chats, to ids. May be called from any thread; prompts with a grammar
+    from one thread alone."""
 
     def __init__(self, vocabulary: Vocabulary, chats: Chats, tracer: "Tracer | None" = None) -> None:
         self._vocabulary = vocabulary
         self._chats = chats
         self._tracer = tracer
+        self._grammars = GrammarReader(vocabulary)
 
     def prompt(self, asked: Generate) -> Prompt | Refusal:
         """The prompt of a request. A chat's template writes the special tokens itself."""
@@ -53,7 +58,13 @@ class Encoder:
                     text, add_special_tokens = self._chats.text(asked.chat), False
             with tracing.span(self._tracer, "tokenize", asked.trace):
                 starts = asked.prompt_from is not None
-                return prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
+                made = prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
+            if not asked.grammar:
+                return made
+            with tracing.span(self._tracer, "compile_grammar", asked.trace):
+                return made._replace(grammar=self._grammars.read(asked.grammar))
+        except GrammarError as error:
+            return made._replace(fault=str(error))  # the rules on token counts come first
         except EncodeError as error:
             return Refusal(Reason.INVALID, str(error))
         except TemplateError as error:

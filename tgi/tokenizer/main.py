@@ -13,7 +13,7 @@ from tgi.kernel import tracing
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
 from tgi.tokenizer.chat import Chats
-from tgi.tokenizer.pool import Job, Pool
+from tgi.tokenizer.pool import Job, Lane, Pool
 from tgi.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 60.0
 
 
-class Thread:
-    """Runs jobs one after the other beside the loop, and calls `wake` when one is done."""
+class Threads:
+    """Runs the jobs of each lane one after the other beside the loop, and calls `wake` when one is done."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._executor = ThreadPoolExecutor(1, "encode")
+        self._executors = {lane: ThreadPoolExecutor(1, lane) for lane in Lane}
         self._wake = wake
         self._results: queue.SimpleQueue[tuple[Job, Future[Any]]] = queue.SimpleQueue()
         self._open = 0
@@ -43,7 +43,7 @@ class Thread:
             self._wake()
 
         self._open += 1
-        self._executor.submit(job.result).add_done_callback(done)
+        self._executors[job.lane].submit(job.result).add_done_callback(done)
 
     def results(self) -> Iterator[tuple[Job, Any]]:
         """The jobs that are done, each once, with what they returned. What a job raised is raised here."""
@@ -54,7 +54,8 @@ class Thread:
 
     def close(self) -> None:
         """To be called when it is idle."""
-        self._executor.shutdown()
+        for executor in self._executors.values():
+            executor.shutdown()
 
 
 def main(process: Process) -> None:
@@ -72,28 +73,28 @@ def main(process: Process) -> None:
     gc.collect()
     gc.freeze()
     process.state("ready")
-    thread = Thread(process.wake)
-    while not (process.stopping and pool.idle and thread.idle):
+    threads = Threads(process.wake)
+    while not (process.stopping and pool.idle and threads.idle):
         if process.stopping:
             process.state("draining")
         process.wait(IDLE_SECONDS)
-        turn(pool, front, down, thread)
-    thread.close()
+        turn(pool, front, down, threads)
+    threads.close()
     down.close()
     front.close()
     if tracer is not None:
         tracer.close()
 
 
-def turn(pool: Pool, front: Link, down: Link, thread: Thread) -> None:
+def turn(pool: Pool, front: Link, down: Link, threads: Threads) -> None:
     """One round: all that has come in, then all that it leads to."""
     for link in (down, front):
         for peer, message in link.receive():
             pool.handle(peer, message)
-    for job, result in thread.results():
+    for job, result in threads.results():
         pool.finished(job.key, result)
     while pool.jobs:
-        thread.start(pool.jobs.popleft())
+        threads.start(pool.jobs.popleft())
     for peer, message in pool.outgoing():
         (down if peer.role == "scheduler" else front).send(peer, message)
     front.flush()

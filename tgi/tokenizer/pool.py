@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,11 +44,19 @@ LONG_TEXT = 8 << 10
 NO_SCHEDULER = "waiting for the scheduler"
 
 
+class Lane(StrEnum):
+    """Jobs of a lane are done one after the other, and lanes side by side."""
+
+    TEXTS = "encode"
+    GRAMMARS = "grammar"
+
+
 class Job(NamedTuple):
-    """A long text to be encoded elsewhere: `result` is called there, and given to `Pool.finished` with `key`."""
+    """Long work to be done elsewhere: `result` is called there, and given to `Pool.finished` with `key`."""
 
     key: Any
     result: Callable[[], Any]
+    lane: Lane = Lane.TEXTS
 
 
 class Pool:
@@ -135,7 +144,11 @@ class Pool:
         request = Request(self._rid, api, asked, self._clock())
         self._requests[request.rid] = request
         self._apis[api][asked.rid] = request
-        self._start(len(asked.inputs) + len(asked.chat), Job(request, partial(self._encoder.prompt, asked)))
+        job = Job(request, partial(self._encoder.prompt, asked))
+        if asked.grammar:
+            self.jobs.append(job._replace(lane=Lane.GRAMMARS))
+        else:
+            self._start(len(asked.inputs) + len(asked.chat), job)
 
     def _tokenize(self, api: Peer, asked: Tokenize) -> None:
         self._start(len(asked.inputs) + len(asked.chat), Job(api, partial(self._encoder.tokenized, asked)))
@@ -259,7 +272,7 @@ class Pool:
     def _admit(self, request: Request, known: Limits) -> None:
         """Checks an encoded request against the limits and passes it on."""
         asked = request.asked.max_new_tokens
-        if problem := limits.refusal(known, request.prompt.tokens, asked):
+        if problem := limits.refusal(known, request.prompt.tokens, asked) or request.prompt.fault:
             self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return

@@ -65,7 +65,9 @@ class Request:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
         self.stage = Stage.HELD
         self.prompt = prompt
-        self.asked = self.asked._replace(inputs="", chat=b"")
+        self.asked = self.asked._replace(
+            inputs="", chat=b"", grammar=b"", sampling=self.asked.sampling._replace(grammar=prompt.grammar)
+        )
 
     def begin(self, vocabulary: Vocabulary, max_new_tokens: int) -> None:
         """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent."""

@@ -3,18 +3,11 @@
 import json
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from tgi.hub.card import Card
-from tgi.kernel.errors import UserError
-
-# Keys of tokenizer_config.json whose value is a special token or a list of them.
-SPECIAL_KEYS = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-    "additional_special_tokens", "extra_special_tokens",
-)  # fmt: skip
+from tgi.hub.tokens import mark_special, read_tokenizer
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -31,9 +24,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, special: Iterable[str] = (), eos_ids: Iterable[int] = ()) -> None:
         tokenizer.no_truncation()  # both would change prompts behind our back
         tokenizer.no_padding()
-        known = [token for token in special if tokenizer.token_to_id(token) is not None]
-        flagged = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        tokenizer.add_special_tokens([token for token in known if token not in flagged])
+        mark_special(tokenizer, special)
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         kinds = _decoder_kinds(tokenizer)
@@ -54,16 +45,7 @@ class Vocabulary:
     @classmethod
     def load(cls, card: Card) -> "Vocabulary":
         """The vocabulary of a model directory. Raises UserError if it has none or it cannot be read."""
-        if card.tokenizer_json is None:
-            raise UserError(
-                f"{card.directory} has no tokenizer.json. Save the model's tokenizer there with "
-                "transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIR)."
-            )
-        try:
-            tokenizer = Tokenizer.from_file(str(card.tokenizer_json))
-        except Exception as error:  # the package raises plain Exception
-            raise UserError(f"{card.tokenizer_json} is damaged: {error}. Download the model again.") from error
-        return cls(tokenizer, special_tokens(card.directory).values(), card.eos_token_ids)
+        return cls(read_tokenizer(card), eos_ids=card.eos_token_ids)
 
     def is_special(self, number: int) -> bool:
         """Whether the final text leaves this id out. An id outside the vocabulary (a padded embedding) is plain."""
@@ -84,22 +66,6 @@ class Vocabulary:
         if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return None
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """The special tokens that tokenizer_config.json names: "bos_token" → "<s>", …; those of lists by their own text."""
-    path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found: dict[str, str] = {}
-    for key in SPECIAL_KEYS:
-        value = config.get(key)
-        if isinstance(value, dict) and "content" not in value:  # a newer form gives each of a list a name
-            value = list(value.values())
-        for entry in value if isinstance(value, list) else [value]:
-            content = entry.get("content") if isinstance(entry, dict) else entry
-            if isinstance(content, str) and content:
-                found[content if isinstance(value, list) else key] = content
-    return found
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:

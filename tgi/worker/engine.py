@@ -1,16 +1,20 @@
 """Runs steps on a model: builds the batch, computes, samples, and brings what was drawn back to the host."""
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from llguidance import LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.kernel.messages import Limits, Result, Step
 from tgi.worker.batch import Attention, Batch, Model
+from tgi.worker.grammar import Grammars
 from tgi.worker.loop import Poisoned
+from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
 from tgi.worker.params import Draws
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
@@ -26,21 +30,28 @@ class Pending(NamedTuple):
     epoch: int
     drawn: Drawn  # on the host
     told: Told | None  # of prompts, on the host
+    faults: list[str]  # as in Result
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
 
 
 class TorchEngine:
-    """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes."""
+    """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes.
 
-    def __init__(self, model: Model, attention: Attention, limits: Limits) -> None:
+    `tokens` makes the table that grammars need, when the first one comes.
+    """
+
+    def __init__(
+        self, model: Model, attention: Attention, limits: Limits, tokens: Callable[[], LLTokenizer] | None = None
+    ) -> None:
         self.limits = limits
         self._model = model
         self._attention = attention
         self._device = model.device
         self._cuda = model.device.type == "cuda"
         self._noise = Noise(model.vocab_size, model.device)
+        self._grammars = Grammars(tokens or _no_tokens)
         self._slots = Slots(
             limits.max_batch_size,
             limits.max_total_tokens,
@@ -48,6 +59,7 @@ class TorchEngine:
             attention.page_size,
             model.vocab_size,
             model.device,
+            self._grammars,
         )
 
     def reset(self) -> None:
@@ -98,6 +110,7 @@ class TorchEngine:
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
+            faults=pending.faults,
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -110,15 +123,20 @@ class TorchEngine:
         batch = self._batch(rows)
         reader = self._reader(rows)
         logits = self._model.forward(batch, self._attention, reader)
-        drawn = self._draw(rows, logits)
+        slots = rows.slots[rows.drawing]
+        masks = self._grammars.masks(slots)
+        drawn = self._draw(rows, logits, masks)
         told = None if reader is None else reader.told()
         self._slots.advance(rows)
         if end is not None:
             drawn = _drawn_to_host(drawn)
             told = told and Told(_to_host(told.logprobs), told.top_n, *map(_to_host, told[2:]))
             end.record()
+        if masks is not None:
+            self._grammars.drawn(slots, masks, drawn.ids, end)
         forward_us = int((time.monotonic() - began) * 1e6)
-        return Pending(step.number, step.epoch, drawn, told, forward_us, begin, end)
+        faults = masks.faults if masks else []
+        return Pending(step.number, step.epoch, drawn, told, faults, forward_us, begin, end)
 
     def _batch(self, rows: Rows) -> Batch:
         """Lays the rows' tokens back to back."""
@@ -159,7 +177,7 @@ class TorchEngine:
         at, next_at = self._to_device(found.at, found.next_at)
         return PromptReader(found, at, self._slots.ids.view(-1)[next_at].long())
 
-    def _draw(self, rows: Rows, logits: Tensor) -> Drawn:
+    def _draw(self, rows: Rows, logits: Tensor, masks: Masks | None) -> Drawn:
         """Draws for the rows that do, and writes the ids behind those that are known."""
         if not len(rows.drawing):
             return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
@@ -173,7 +191,7 @@ class TorchEngine:
             (at,) = self._to_device((places + slots[chosen][:, None] * state.width).ravel())
             return state.ids.view(-1)[at].long().view(places.shape)
 
-        draws = Draws(state.params.take(slots), position, history)
+        draws = Draws(state.params.take(slots), position, history, masks)
         drawn = sample(logits, draws, self._noise)
         (at,) = self._to_device(slots * state.width + position)
         state.ids.view(-1)[at] = drawn.ids.int()
@@ -185,6 +203,10 @@ class TorchEngine:
             return [torch.from_numpy(column) for column in columns]
         packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self._device, non_blocking=True)
         return list(packed.split([len(column) for column in columns]))
+
+
+def _no_tokens() -> LLTokenizer:
+    raise RuntimeError("this engine was given no tokens")
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How requests draw, as host columns: one entry for each slot, or for each row of a step that draws."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ from torch import Tensor
 from tgi.kernel.messages import MOST_TOPS, Sampling
 from tgi.kernel.pack import floats, ints
 from tgi.worker.rows import Rows
+
+if TYPE_CHECKING:
+    from tgi.worker.masks import Masks
 
 # No penalty makes a score larger, or float32 might overflow and a logprob be no number.
 LARGEST_SCORE = 1e8
@@ -95,3 +98,4 @@ class Draws(NamedTuple):
     position: NDArray[np.int64]  # [D] of the token that is drawn = how many are known
     history: Callable[[Rows, NDArray[np.int64]], Tensor]  # rows and where each begins -> int64 [n, L]: their ids from
     # there on; short ones are filled with their first
+    masks: "Masks | None" = None  # None if no row has a grammar

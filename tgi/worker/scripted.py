@@ -2,7 +2,7 @@
 
 It keeps what a real worker would keep (ids, page tables, what each page holds) and refuses a step that a real worker
 would answer with garbage, naming the fault. So it is a worker for tests, a yardstick for the stack around the model,
-and the scheduler's conscience.
+and the scheduler's conscience. It obeys no grammar.
 """
 
 import time

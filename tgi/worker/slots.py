@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
+from tgi.worker.grammar import Grammars
 from tgi.worker.params import Params
 
 EMPTY = -2  # nobody is in the slot
@@ -36,7 +37,16 @@ class Slots:
     page tables are the host's: it knows them one step ahead.
     """
 
-    def __init__(self, count: int, tokens: int, pages: int, page_size: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self,
+        count: int,
+        tokens: int,
+        pages: int,
+        page_size: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: Grammars,
+    ) -> None:
         self.width = tokens + 1
         self.page_size = page_size
         self._pages = pages
@@ -49,10 +59,12 @@ class Slots:
         self.params = Params.empty(count)
         self.prompt_from = np.zeros(count, np.int64)  # Slot's fields
         self.prompt_top_n = np.zeros(count, np.int64)
+        self._grammars = grammars
 
     def reset(self) -> None:
         """Empties all slots."""
         self.computed.fill(EMPTY)
+        self._grammars.reset()
 
     def apply(self, step: Step) -> None:
         """Lets the step's new occupants in and appends its pages. Raises BadStep."""
@@ -139,6 +151,7 @@ class Slots:
         self.known[slot] = len(ids)
         self.computed[slot] = NEW
         self.held[slot] = 0
+        self._grammars.occupy(slot, sampling.grammar, ids[new.prompt_tokens :].tolist())
 
     def _need_occupied(self, slots: Ints) -> None:
         _need_within(slots, len(self.known), "slot")

@@ -3,10 +3,15 @@
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from llguidance import LLTokenizer
 
+from tgi.hub.card import read_card
+from tgi.hub.grammar import token_table
+from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Limits, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, UINT8, pack
@@ -47,13 +52,19 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     model = build_model(settings.model_dir, settings.dtype, device, progress, settings.trust_remote_code)
     progress("sizing the KV cache", 96)
     limits = memory.choose_limits(settings, _need(model), _room(settings, model), _held(settings.run_dir))
-    engine = TorchEngine(model, build_attention(model.kv, limits.pages, model.device), limits)
+    attention = build_attention(model.kv, limits.pages, model.device)
+    engine = TorchEngine(model, attention, limits, partial(_tokens, settings.model_dir, model.vocab_size))
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     _run(engine, limits, rows, tokens)
     _hold(settings.run_dir, limits.pages)
     return engine
+
+
+def _tokens(directory: Path, vocab_size: int) -> LLTokenizer:
+    card = read_card(directory)
+    return token_table(read_tokenizer(card), card.eos_token_ids, vocab_size)
 
 
 def _device(name: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Struct
 
 from tgi.api import float32
-from tgi.api.shapes.types import Float32, Int32, Size, UInt32, UInt64, check_seed, doc, stop_strings
+from tgi.api.shapes.types import Float32, Int32, ShapeError, Size, UInt32, UInt64, check_seed, doc, stop_strings
 
 
 class GrammarType(Struct):
@@ -15,6 +15,22 @@ class GrammarType(Struct):
     type: Literal["json", "json_object", "regex", "json_schema", "text"]
     value: Any = None
     json_schema: Any = None
+
+    def __post_init__(self) -> None:
+        """Each type has what it needs. Raises ShapeError."""
+        if self.type in ("json", "regex") and self.value is None:
+            raise ShapeError("missing field `value`")
+        if self.type == "regex" and not isinstance(self.value, str):
+            raise ShapeError("invalid type, expected a string", "value")
+        if self.type == "json_schema":
+            name = "value" if self.json_schema is None else "json_schema"
+            config = getattr(self, name)
+            if config is None:
+                raise ShapeError("missing field `value`")
+            if not isinstance(config, dict):
+                raise ShapeError("invalid type, expected struct JsonSchemaConfig", name)
+            if "schema" not in config:
+                raise ShapeError("missing field `schema`", name)
 
 
 class JsonSchemaConfig(Struct):

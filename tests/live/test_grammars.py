@@ -1,0 +1,177 @@
+"""Grammars through a whole process tree: texts that end by themselves are valid, and nobody else notices them."""
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live.server import Server
+from tests.models import model
+from tests.schemas import SUITE, validate
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+AT_ONCE = 8
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    run = tmp_path_factory.mktemp("grammars") / "run"
+    with Server(run, "--model-id", str(model("llama")), "--dtype", "float32", "--validation-workers", "1") as server:
+        yield server.start().ready()
+
+
+def grammar(schema: Any) -> dict[str, Any]:
+    return {"grammar": {"type": "json", "value": schema}}
+
+
+def chat(server: Server, form: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "A person."}], "response_format": form, "max_tokens": 200} | fields
+    answer = server.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_schemas_of_the_suite(server: Server, part: int) -> None:
+    def one(case: list[Any]) -> str:
+        body = {
+            "inputs": case[1],
+            "parameters": {"max_new_tokens": 60, "do_sample": True, "seed": part, "details": True},
+        }
+        body["parameters"] |= grammar(case[2])
+        answer = server.client.post("/generate", json=body)
+        if answer.status_code == 422:
+            assert re.match("Input validation error: (cannot compile|grammar is not)", answer.json()["error"])
+            return "refused"
+        assert answer.status_code == 200, (case, answer.text)
+        if answer.json()["details"]["finish_reason"] == "eos_token":
+            validate(answer.json()["generated_text"], case[2])
+            return "valid"
+        return "cut"
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(one, [case for case in SUITE if isinstance(case[2], dict)][part::8]))
+    assert found.count("valid") > 10
+    assert found.count("refused") > 10
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
+        {"type": "json_schema", "value": {"name": "person", "schema": PERSON}},
+        {"type": "json_object", "value": json.dumps(PERSON)},
+    ],
+)
+def test_both_forms_whole_and_streamed(server: Server, form: dict[str, Any]) -> None:
+    (choice,) = chat(server, form, seed=5)["choices"]
+    assert choice["finish_reason"] == "stop"
+    validate(choice["message"]["content"], PERSON)
+    body = {"messages": [{"role": "user", "content": "A person."}], "response_format": form, "max_tokens": 200}
+    with server.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True, "seed": 5}) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert (
+        "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == choice["message"]["content"]
+    )
+
+
+def test_any_object_and_regex(server: Server) -> None:
+    for choice in chat(server, {"type": "json_object"}, n=4, seed=1, max_tokens=300)["choices"]:
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
+    for choice in chat(server, {"type": "regex", "value": r"\d{4}-\d{2}(, [a-z]{1,5})?"}, n=4)["choices"]:
+        assert re.fullmatch(r"\d{4}-\d{2}(, [a-z]{1,5})?", choice["message"]["content"])
+    answer = server.generate("x", grammar={"type": "text"}, max_new_tokens=5, ignore_eos=True)
+    assert answer["details"]["generated_tokens"] == 5
+
+
+def test_refusals_reach_the_client(server: Server) -> None:
+    for schema, words in (
+        ({"not": {}}, "cannot compile regex from schema: `not` cannot be enforced (at #)"),
+        ({"minLength": "3"}, "grammar is not valid: `minLength` must be a whole number >= 0 (at #)"),
+    ):
+        answer = server.client.post("/generate", json={"inputs": "x", "parameters": grammar(schema)})
+        assert answer.status_code == 422
+        assert answer.json() == {"error": f"Input validation error: {words}", "error_type": "validation"}
+    # Token counts come first.
+    long = {"max_new_tokens": 1} | grammar({"not": {}})
+    answer = server.client.post("/generate", json={"inputs": "x" * 30000, "parameters": long})
+    assert "tokens" in answer.json()["error"]
+
+
+def test_neighbours_and_hostile_grammars_change_nothing(server: Server) -> None:
+    """A plain stream and a constrained one draw the same alone and among grammars of all kinds."""
+
+    def plain() -> list[int]:
+        return [event["token"]["id"] for event in server.stream("A river", max_new_tokens=80, do_sample=True, seed=3)]
+
+    def person() -> str:
+        return str(server.generate("A person", max_new_tokens=200, do_sample=True, seed=4, **grammar(PERSON)))
+
+    hostile: list[Any] = [
+        {"enum": [f"value {n}" for n in range(10000)]},
+        {"properties": {f"p{n}": {"type": "string"} for n in range(1000)}},
+        {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmn"]},
+        {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
+    ]
+    alone = plain(), person()
+    with ThreadPoolExecutor(8) as pool:
+        body = {"max_new_tokens": 20, "do_sample": True}
+        others = [
+            pool.submit(server.client.post, "/generate", json={"inputs": "x", "parameters": body | grammar(schema)})
+            for schema in hostile
+        ]
+        together = pool.submit(plain), pool.submit(person)
+        assert (together[0].result(), together[1].result()) == alone
+        assert {other.result().status_code for other in others} <= {200, 422}
+
+
+def test_kill_9_of_the_worker_changes_nothing(server: Server) -> None:
+    def text(kill: bool) -> list[int]:
+        events = server.stream(
+            "Digits: ", max_new_tokens=70, do_sample=True, seed=9, grammar={"type": "regex", "value": r"(\d{3}-){20}"}
+        )
+        ids = []
+        for event in events:
+            ids.append(event["token"]["id"])
+            if kill and len(ids) == 30:
+                server.kill("worker-0")
+        return ids
+
+    undisturbed = text(False)
+    assert len(undisturbed) > 40
+    assert text(True) == undisturbed
+
+
+def test_the_demo_model(demo_model: Path, tmp_path: Path) -> None:
+    """A model with words of its own, at once and seeded: what ends by itself is valid."""
+    colour = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+    with Server(tmp_path / "run", "--model-id", str(demo_model), "--validation-workers", "1") as server:
+        server.start().ready()
+        for schema in (PERSON, colour, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}):
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            choices = chat(server, form, n=4, seed=3, max_tokens=80)["choices"]
+            ended = [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
+            assert ended
+            for text in ended:
+                validate(text, schema)
+
+
+def test_without_grammar_support(tmp_path: Path) -> None:
+    with Server(tmp_path / "run", "--model-id", str(model("llama")), "--validation-workers", "1") as off:
+        off.start("up", "--disable-grammar-support", "--worker", "scripted").ready()
+        answer = off.client.post("/generate", json={"inputs": "x", "parameters": grammar({})})
+        assert (answer.status_code, answer.json()["error"]) == (422, "Input validation error: grammar is not supported")

@@ -1,0 +1,264 @@
+"""Which grammars are accepted, and what is said of the others."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.tokenizer.house import API, House, ends
+from tests.tokenizer.vocabularies import KINDS, byte_level
+from tgi.kernel.messages import Generate, Reason, Sampling, decode
+from tgi.tokenizer.grammar import KEPT, MOST_BYTES, GrammarError, GrammarReader
+from tgi.tokenizer.pool import Lane
+
+NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}, "required": ["kind"]}
+ONE_OF = {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "$defs": {"Cat": CAT, "Dog": DOG}}
+
+
+@pytest.fixture(scope="module")
+def reader() -> GrammarReader:
+    return GrammarReader(byte_level())
+
+
+def read(reader: GrammarReader, **grammar: Any) -> str:
+    return reader.read(json.dumps(grammar).encode())
+
+
+def refusal(reader: GrammarReader, **grammar: Any) -> str:
+    with pytest.raises(GrammarError) as caught:
+        read(reader, **grammar)
+    return str(caught.value)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {"type": "string"}}},
+        {"enum": [1, "a", None, [2], {"b": 0.5}]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}], "title": "t", "deprecated": True, "unknown": 1},
+        {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "uniqueItems": False},
+        {"$defs": {"n": {"properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+        {"properties": {"a/b": {}, "c": {"$ref": "#/properties/a~1b"}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "type": "string", "minLength": 2.0},
+        {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+        ONE_OF,
+        {"oneOf": ONE_OF["oneOf"], "$defs": ONE_OF["$defs"], "discriminator": {"propertyName": "kind"}},
+        {"oneOf": [{"const": "a"}, {"const": "b"}], "anyOf": [{"type": "string"}]},
+        nested(60),
+    ],
+)
+def test_schemas_that_are_accepted(reader: GrammarReader, schema: dict[str, Any]) -> None:
+    assert read(reader, schema=schema) == read(reader, schema_text=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {}}, "`not` cannot be enforced (at #)"),
+        (
+            {"properties": {"a": {"items": {"uniqueItems": True}}}},
+            "`uniqueItems` cannot be enforced (at #/properties/a",
+        ),
+        ({"if": {}, "then": {}}, "`if`"),
+        ({"unevaluatedProperties": False}, "`unevaluatedProperties`"),
+        ({"dependencies": {}}, "`dependencies`"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "`oneOf` cannot be enforced where its branches may"),
+        ({"oneOf": [CAT, CAT]}, "`oneOf`"),
+        ({"oneOf": [{"$ref": "#"}, {"$ref": "#"}]}, "`oneOf`"),
+        ({"type": "string", "format": "colour"}, "`format` colour cannot be enforced"),
+        ({"type": "string", "pattern": "(?=a)"}, "`pattern` cannot be enforced: "),
+        ({"patternProperties": {"^a": {}, "^ab": {}}}, "`patternProperties` cannot be enforced"),
+        ({"minProperties": 3}, "`minProperties` cannot be enforced"),
+        ({"const": 2**60}, "`const` cannot be enforced with numbers beyond 2^53"),
+        ({"$ref": "http://example.com/schema"}, "not present"),
+        ({"$ref": "#/nowhere"}, "`$ref` leads to no schema that was read: #/nowhere"),
+        ({"$ref": "#"}, "no text that this model's tokens can write matches it"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "`not`"),
+    ],
+)
+def test_schemas_that_cannot_be_enforced(reader: GrammarReader, schema: Any, words: str) -> None:
+    told = refusal(reader, schema=schema)
+    assert told.startswith(NOT_ENFORCED)
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "text"}, "`type` must be the name of a type, or a list of such (at #)"),
+        ({"properties": {"a": {"minLength": "3"}}}, "`minLength` must be a whole number >= 0 (at #/properties/a)"),
+        ({"required": "a"}, "`required` must be a list of strings"),
+        ({"items": [{}]}, "`items` must be a schema"),
+        ({"exclusiveMinimum": True}, "`exclusiveMinimum` must be a number"),
+        ({"enum": []}, "`enum` must be a list, and not empty"),
+        ({"anyOf": {}}, "`anyOf` must be a list of schemas"),
+        ({"properties": {"a": 1}}, "`properties` must be an object of schemas"),
+    ],
+)
+def test_schemas_that_are_none(reader: GrammarReader, schema: Any, words: str) -> None:
+    told = refusal(reader, schema=schema)
+    assert told.startswith(NOT_VALID)
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "Expecting property name"), ("[]", "a schema is an object"), ('{"const":NaN}', "NaN is not JSON")],
+)
+def test_strings_that_are_no_schema(reader: GrammarReader, text: str, words: str) -> None:
+    told = refusal(reader, schema_text=text)
+    assert told.startswith(NOT_VALID)
+    assert words in told
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        ("(a", "unclosed group"),
+        ("a(?=b)", "look-around"),
+        ("a$b", "lookarounds not supported"),
+        (r"[^\s\S]", "no text that this model's tokens can write matches it"),
+    ],
+)
+def test_regexes_that_are_refused(reader: GrammarReader, regex: str, words: str) -> None:
+    told = refusal(reader, regex=regex)
+    assert told.startswith(NOT_VALID)
+    assert words in told
+    assert "start:" not in told  # what it was made into is not shown
+
+
+# Each is accepted or gets its 422; that this ends at all, and soon, is what is tested.
+HOSTILE: dict[str, dict[str, Any]] = {
+    "ambiguous repetitions": {"regex": "(x+x+)+y"},
+    "repetitions in repetitions": {"regex": "((a{1,100}){1,100}){1,100}"},
+    "optional letters": {"regex": "(?:(?:a?){50}){50}a{50}"},
+    "a state for each subset": {"regex": ".*a.{300}b"},
+    "letters of all scripts": {"regex": r"(\p{L}{1,1000}){1,1000}"},
+    "10,000 values": {"schema": {"enum": [f"value number {n}" for n in range(10000)]}},
+    "1,000 properties": {"schema": {"properties": {f"p{n}": {"type": "string"} for n in range(1000)}}},
+    "1,001 properties": {"schema": {"properties": {f"p{n}": {"type": "string"} for n in range(1001)}}},
+    "a megabyte": {"schema": {"enum": ["x" * (1 << 20)]}},
+    "patterns at once": {"schema": {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmn"]}},
+    "all of any of": {
+        "schema": {"allOf": [{"anyOf": [{"required": [f"a{n}"]}, {"required": [f"b{n}"]}]} for n in range(24)]}
+    },
+    "twice as many at each level": {
+        "schema": {"$ref": "#/$defs/d0"}
+        | {"$defs": {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)} | {"d40": {}}}
+    },
+    "a large prime": {"schema": {"type": "integer", "multipleOf": 982451653}},
+    "a long string": {"schema": {"type": "string", "minLength": 100000, "maxLength": 100000}},
+    "many branches": {"schema": {"oneOf": [{"const": f"{n}"} for n in range(2000)]}},
+    "nested deeply": {"schema": nested(100)},
+    "nested deeper": {"schema_text": '{"items":' * 20000 + "{}" + "}" * 20000},
+    "a deep value": {"schema_text": '{"const":' + "[" * 900 + "]" * 900 + "}"},
+}
+
+
+REFUSED = {
+    "1,001 properties", "a megabyte", "patterns at once", "all of any of", "a large prime", "nested deeply",
+    "nested deeper", "a deep value",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_end(reader: GrammarReader, name: str) -> None:
+    if name in REFUSED:
+        assert refusal(reader, **HOSTILE[name]).startswith((NOT_VALID, NOT_ENFORCED))
+    else:
+        assert read(reader, **HOSTILE[name])
+
+
+def test_other_threads_run_while_a_grammar_is_compiled(reader: GrammarReader) -> None:
+    looks = []
+    thread = threading.Thread(target=read, args=(reader,), kwargs={"schema": {"properties": HOSTILE_NAMES}})
+    thread.start()
+    while thread.is_alive():
+        looks.append(time.monotonic())
+        time.sleep(0.001)
+    assert len(looks) > 5
+
+
+HOSTILE_NAMES = {f"q{n}": {"type": "string"} for n in range(900)}
+
+
+def test_too_many_bytes_are_said(reader: GrammarReader) -> None:
+    assert f"at most {MOST_BYTES} bytes" in refusal(reader, regex="a" * MOST_BYTES)
+
+
+def test_answers_are_kept_and_refusals_too() -> None:
+    kept = GrammarReader(byte_level())
+    first = read(kept, regex="a")
+    assert read(kept, regex="a") is first
+    for number in range(KEPT + 10):
+        read(kept, regex=f"b{{{number}}}")
+    assert read(kept, regex="a") is not first
+    for _ in range(2):
+        assert "unclosed group" in refusal(kept, regex="(")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer(kind: str) -> None:
+    kept = GrammarReader(KINDS[kind]())
+    for grammar in ({"schema": {"type": "object"}}, {"regex": "[a-z ]+"}):
+        if kind in ("byte_level", "sentencepiece"):
+            assert read(kept, **grammar)
+        else:  # what a token adds to the text depends on its neighbours, or is not said
+            assert "grammar is not supported: of this model's tokenizer, " in refusal(kept, **grammar)
+
+
+# Through the pool
+
+
+def asks(house: House, rid: int, grammar: dict[str, Any], **fields: Any) -> None:
+    message = Generate(rid, "Hello", Sampling(5), grammar=json.dumps(grammar).encode(), **fields)
+    house.pool.handle(API, message)
+    (job,) = house.pool.jobs
+    house.pool.jobs.clear()
+    assert job.lane is Lane.GRAMMARS  # so that no text waits for it
+    assert house.said(house.scheduler) == []
+    house.pool.finished(job.key, job.result())
+
+
+def test_a_grammar_goes_down_in_the_sampling_record() -> None:
+    house = House()
+    asks(house, 1, {"regex": "[ab]+"})
+    (add,) = house.said(house.scheduler)
+    sampling = decode(add.sampling)
+    assert sampling.grammar == read(GrammarReader(byte_level()), regex="[ab]+")
+    assert sampling._replace(grammar="") == Sampling(5)
+    house.scheduler_gone()
+    house.scheduler_up()
+    (again,) = house.said(house.scheduler)
+    assert again.sampling == add.sampling
+
+
+def test_a_refused_grammar_ends_its_request() -> None:
+    house = House()
+    asks(house, 1, {"schema": {"not": {}}})
+    assert house.said(house.scheduler) == []
+    (end,) = ends(house.said(API))
+    assert (end.rid, end.reason) == (1, Reason.INVALID)
+    assert end.message == f"{NOT_ENFORCED}`not` cannot be enforced (at #)"
+    assert house.pool.idle
+
+
+def test_the_rules_on_token_counts_come_first() -> None:
+    house = House()
+    asks(house, 1, {"regex": "("}, truncate=0)
+    (end,) = ends(house.said(API))
+    assert end.message == "`inputs` cannot be empty"

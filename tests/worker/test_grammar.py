@@ -1,0 +1,185 @@
+"""Rows with a grammar draw only what it allows, wherever they are and whoever is beside them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from tests.models import model
+from tests.worker.driving import Drawn, drive, make_engine
+from tests.worker.test_scripted import slot, step
+from tgi.hub.card import read_card
+from tgi.hub.grammar import piece_table, token_table
+from tgi.hub.tokens import read_tokenizer
+from tgi.kernel.messages import Result, Sampling, encode
+from tgi.kernel.pack import FLOAT32, INT32, ints, pack
+from tgi.worker.engine import TorchEngine
+from tgi.worker.grammar import KEPT, Grammars
+from tgi.worker.load import build_model
+from tgi.worker.masks import Masks, forbid
+from tgi.worker.params import Draws, Params
+
+EOS = 2
+PATTERNS = [
+    "[0-9]{3}-[0-9]{4}",
+    "(red|green|blue)( (red|green|blue)){0,4}",
+    "",
+    '"[a-zé]{0,12}"',
+    "a{25}",
+    "(?i)yes|no",
+]
+COUNT = 30  # tokens: enough for all of them
+PROMPT = [30, 40, 50, 60]
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    return model("llama")
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> TorchEngine:
+    card = read_card(directory)
+    loaded = build_model(directory, "float32", "cpu", lambda stage, percent: None)
+    made = make_engine(loaded)
+    made._grammars = made._slots._grammars = Grammars(
+        lambda: token_table(read_tokenizer(card), card.eos_token_ids, loaded.vocab_size)
+    )
+    return made
+
+
+def of(pattern: str) -> str:
+    return str(LLMatcher.grammar_from_regex(pattern)) if pattern else ""
+
+
+def sampling(pattern: str, seed: int = 0, **fields: object) -> Sampling:
+    return Sampling(seed, **{"do_sample": True, "grammar": of(pattern)} | fields)  # type: ignore[arg-type]
+
+
+def text(directory: Path, ids: list[int]) -> str:
+    """Up to the end, which must be there, and from there on nothing else."""
+    end = ids.index(EOS)
+    assert set(ids[end:]) == {EOS}
+    return str(read_tokenizer(read_card(directory)).decode(ids[:end]))
+
+
+def run(engine: TorchEngine, samplings: list[Sampling], **how: int) -> list[Drawn]:
+    return drive(engine, [PROMPT] * len(samplings), COUNT, samplings, **how)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_match_and_end(engine: TorchEngine, directory: Path, seed: int) -> None:
+    found = run(engine, [sampling(pattern, seed) for pattern in PATTERNS])
+    for pattern, drawn in zip(PATTERNS, found, strict=True):
+        if pattern:
+            assert re.fullmatch(pattern, text(directory, drawn.ids))
+            assert drawn.logprobs[-1] == 0.0  # nothing else is left
+
+
+def test_neighbours_change_nothing(engine: TorchEngine) -> None:
+    wanted = [sampling(pattern, seed) for seed, pattern in enumerate(PATTERNS)]
+    together = run(engine, wanted, stagger=2, chunk=2)
+    assert together == [run(engine, [one])[0] for one in wanted]
+    free = PATTERNS.index("")
+    assert run(engine, [wanted[free]] * 3)[1] == together[free]
+
+
+def test_greedy_rows_and_every_processor(engine: TorchEngine, directory: Path) -> None:
+    """Nothing brings a forbidden token back, and none is listed."""
+    forbidden = pack(INT32, [5, 6, 7])
+    pushed = {"bias_ids": forbidden, "biases": pack(FLOAT32, [100.0] * 3), "repetition_penalty": 1.3}
+    for fields in ({"do_sample": False}, {"temperature": 5.0, "top_k": 3}, {"top_p": 0.5, "typical_p": 0.5}):
+        (drawn,) = run(engine, [sampling("[xyz]{1,9}", top_n=5, **pushed, **fields)])
+        assert re.fullmatch("[xyz]{1,9}", text(directory, drawn.ids))
+        for top in drawn.tops[drawn.ids.index(EOS) + 1 :]:
+            assert top == [(EOS, 0.0)]
+
+
+def test_whoever_comes_back_goes_on(engine: TorchEngine) -> None:
+    """After a preemption or a worker's death, from any token on."""
+    asked = sampling(PATTERNS[1], 3)
+    (whole,) = run(engine, [asked])
+    for known in (1, 3, whole.ids.index(EOS)):
+        ids = PROMPT + whole.ids[:known]
+        engine.reset()
+        back = slot(0, ids, encode(asked))._replace(prompt_tokens=len(PROMPT))
+        size = engine.limits.page_size
+        rows = [(0, 0, len(ids), 1)]
+        drawn = []
+        for number in range(1, 6):
+            new, pages = ([back], [(0, page) for page in range(-(-64 // size))]) if number == 1 else ([], [])
+            drawn += ints(collect(engine, number, rows, new, pages).ids)
+            rows = [(0, len(ids) + number - 1, 1, 1)]
+        assert drawn == whole.ids[known : known + 5]
+
+
+def collect(engine: TorchEngine, number: int, rows: list, new: list, pages: list) -> Result:
+    return engine.collect(engine.launch(step(number, rows, new, pages)))
+
+
+def test_a_grammar_that_fails_takes_only_its_row_away(engine: TorchEngine) -> None:
+    broken = Sampling(1, grammar="no grammar at all")
+    good = sampling(PATTERNS[0], 7)
+    engine.reset()
+    pages = [(at, at) for at in range(3)]
+    new = [slot(at, PROMPT, encode(one)) for at, one in enumerate((good, broken, good))]
+    result = collect(engine, 1, [(at, 0, 4, 1) for at in range(3)], new, pages)
+    assert result.error == ""
+    assert [bool(fault) for fault in result.faults] == [False, True, False]
+    assert "grammar" in result.faults[1]
+    assert ints(result.ids)[0] == ints(result.ids)[2]
+    result = collect(engine, 2, [(at, 4, 1, 1) for at in range(3)], [], [])
+    assert [bool(fault) for fault in result.faults] == [False, True, False]
+    # The next occupant of its slot knows nothing of it.
+    result = collect(engine, 3, [(1, 0, 4, 1)], [slot(1, PROMPT)], [(1, 1)])
+    assert result.faults == []
+
+
+def test_without_a_grammar_there_is_no_table() -> None:
+    def load() -> None:
+        raise AssertionError("a table was made")
+
+    grammars = Grammars(load)  # type: ignore[arg-type]
+    grammars.occupy(0, "", [])
+    assert grammars.masks(np.array([0, 1])) is None
+
+
+def test_a_text_that_the_tokens_cannot_write() -> None:
+    grammars = Grammars(lambda: piece_table([b"a", b"b"]))
+    grammars.occupy(3, of("[ab]{2}(c|d)x"), [])
+    slots = np.array([0, 3])
+    faults = []
+    for token in (1, 2, 1):
+        masks = grammars.masks(slots)
+        assert masks is not None
+        assert masks.rows.tolist() == [1]
+        faults.append(masks.faults)
+        grammars.drawn(slots, masks, torch.tensor([0, token]), None)
+    assert faults[0] == ["", ""]
+    assert "its grammar cannot go on" in faults[2][1]
+
+
+def test_compiled_grammars_are_kept() -> None:
+    grammars = Grammars(lambda: piece_table([b"a", b"b"]))
+    for number in [*range(KEPT + 5), KEPT + 4]:
+        grammars.occupy(0, of(f"a{{{number + 1}}}"), [])
+        assert grammars.masks(np.array([0])) is not None
+    assert len(grammars._compiled) == KEPT
+    assert of("a{1}") not in grammars._compiled
+
+
+def test_forbid_is_the_mask() -> None:
+    vocab, generator = 75, np.random.default_rng(1)
+    allowed = generator.random((2, 96)) < 0.3
+    words = np.packbits(allowed, axis=-1, bitorder="little").view(np.int32)
+    scores = torch.randn(4, vocab)
+    expected = scores.clone()
+    expected[1][~torch.from_numpy(allowed[0, :vocab])] = -torch.inf
+    expected[3][~torch.from_numpy(allowed[1, :vocab])] = -torch.inf
+    draws = Draws(Params.empty(4), np.zeros(4, np.int64), lambda rows, begins: torch.empty(0), None)
+    forbid(scores, draws)
+    forbid(scores, draws._replace(masks=Masks(np.array([1, 3]), words, [""] * 4)))
+    assert torch.equal(scores, expected)

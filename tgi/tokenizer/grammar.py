@@ -1,0 +1,176 @@
+"""Checks the grammars that clients ask for, and puts them into the form that workers read.
+
+A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` (the same as a string) or `regex`.
+"""
+
+import json
+import re
+from collections import OrderedDict
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from tgi.hub.grammar import matcher, piece_table, token_table
+from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable
+from tgi.tokenizer.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # has no life at run time
+
+# Bytes that a grammar may have, as it arrives.
+MOST_BYTES = 512 << 10
+# Texts that are begun to see whether a grammar stays within its limits, and tokens of each.
+TRIALS = 2
+TRIAL_TOKENS = 64
+# So many answers are kept for the next request that has one of these grammars, of so many bytes in all.
+KEPT = 256
+KEPT_BYTES = 16 << 20
+
+# Where TGI's converter allows a space, and at most one. Nothing of a schema can change how it is read.
+_JSON: "JsonCompileOptions" = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": " ",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+NOTHING = "no text that this model's tokens can write matches it"
+# What the library says of a schema, and which keyword is behind it.
+_NAMES = [
+    (re.compile("oneOf constraints"), "`oneOf` cannot be enforced where its branches may overlap"),
+    (re.compile("Unimplemented keys: (.*)"), "{0} cannot be enforced"),
+    (re.compile("Unknown format: (.*)"), "`format` {0} cannot be enforced"),
+    (re.compile("patternProperty regexes|patternProperties"), "`patternProperties` cannot be enforced: {all}"),
+    (re.compile("minProperties|maxProperties"), "`minProperties` and `maxProperties` cannot be enforced here"),
+    (re.compile("NoExtension"), NOTHING),
+    (re.compile("regex parse error|lookaround|look-around"), "`pattern` cannot be enforced: {all}"),
+]
+
+
+class GrammarError(Exception):
+    """A grammar that is refused. The message is for the client."""
+
+
+class GrammarReader:
+    """Reads grammars; may be called from one thread at a time. Answers are kept, refusals too."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._table: LLTokenizer | None = None
+        self._known: OrderedDict[bytes, str | GrammarError] = OrderedDict()
+        self._bytes = 0
+
+    def read(self, asked: bytes) -> str:
+        """What a worker reads of the grammar; "" of none. Raises GrammarError."""
+        if not asked:
+            return ""
+        answer = self._known.pop(asked, None)
+        if answer is None:
+            try:
+                answer = self._read(asked)
+            except GrammarError as error:
+                answer = error
+            self._bytes += _size(asked, answer)
+        self._known[asked] = answer
+        while len(self._known) > KEPT or self._bytes > KEPT_BYTES:
+            self._bytes -= _size(*self._known.popitem(last=False))
+        if isinstance(answer, GrammarError):
+            raise answer.with_traceback(None)
+        return answer
+
+    def _read(self, asked: bytes) -> str:
+        if len(asked) > MOST_BYTES:
+            raise GrammarError(f"grammar is not valid: it must have at most {MOST_BYTES} bytes. Given: {len(asked)}")
+        try:
+            grammar = json.loads(asked)
+            if "schema_text" in grammar:
+                grammar = {"schema": json.loads(grammar["schema_text"], parse_constant=_refuse)}
+            return self._schema(grammar["schema"]) if "schema" in grammar else self._regex(grammar["regex"])
+        except RecursionError:
+            raise GrammarError("grammar is not valid: it is nested too deeply") from None
+        except ValueError as error:
+            raise GrammarError(f"grammar is not valid: {error}") from None
+
+    def _schema(self, schema: Any) -> str:
+        try:
+            text = json.dumps(enforceable(schema))
+        except SchemaError as error:
+            raise GrammarError(f"grammar is not valid: {error}") from None
+        except Unenforceable as error:
+            raise GrammarError(f"cannot compile regex from schema: {error}") from None
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+        if fault := self._fault(grammar):
+            raise GrammarError(f"cannot compile regex from schema: {_named(fault, _NAMES)}")
+        return grammar
+
+    def _regex(self, regex: str) -> str:
+        grammar = LLMatcher.grammar_from_regex(regex)
+        if fault := self._fault(grammar):
+            # The library's words begin with the place in a text that the client does not know.
+            fault = fault.partition(" (in regex): ")[2] or fault
+            raise GrammarError(f"grammar is not valid: {_named(fault.partition(_FROM_LARK)[0], _REGEX_NAMES)}")
+        return grammar
+
+    def _fault(self, grammar: str) -> str:
+        """Why no text can be held to this grammar; "" if one can."""
+        if self._table is None:
+            try:
+                self._table = self._bytes_of_tokens()
+            except ValueError as error:
+                raise GrammarError(f"grammar is not supported: of this model's tokenizer, {error}") from None
+        found = matcher(self._table, grammar)
+        if found.is_error():
+            return found.get_error().strip()
+        mask = found.compute_bitmask()
+        if found.is_error():
+            return found.get_error().splitlines()[0]
+        if not any(mask) or (found.is_stopped() and not found.is_accepting()):
+            return NOTHING
+        return next(filter(None, (_try_out(found.deep_copy(), Random(seed)) for seed in range(TRIALS))), "")
+
+    def _bytes_of_tokens(self) -> LLTokenizer:
+        """Tokens that can write what the model's can."""
+        vocabulary = self._vocabulary
+        if not vocabulary.byte_level:
+            return token_table(vocabulary.tokenizer, sorted(vocabulary.eos_ids), 0)
+        plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and not vocabulary.special[number])
+        return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain)
+
+
+_REGEX_NAMES = [(re.compile("NoExtension"), NOTHING)]
+_FROM_LARK = "\n   1 | start: "
+
+
+def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
+    """The library's words, with the keyword that they are about."""
+    for pattern, words in names:
+        if found := pattern.search(fault):
+            return words.format(*found.groups(), all=fault)
+    return fault
+
+
+def _try_out(found: LLMatcher, draw: Random) -> str:
+    """Begins a text of tokens that are allowed. Why it cannot go on; "" if it can or is complete."""
+    for _ in range(TRIAL_TOKENS):
+        mask = found.compute_bitmask()
+        if found.is_error():
+            return f"it becomes too complex: {found.get_error().splitlines()[0]}"
+        if found.is_stopped():
+            return ""
+        allowed = int.from_bytes(mask, "little")
+        beyond = allowed >> draw.randrange(8 * len(mask))  # the first one behind any place, or else the first of all
+        token = allowed.bit_length() - beyond.bit_length() if beyond else 0
+        rest = allowed >> token
+        if not rest or not found.consume_token(token + (rest & -rest).bit_length() - 1):
+            return ""
+    return ""
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _size(asked: bytes, answer: str | GrammarError) -> int:
+    return len(asked) + len(str(answer))
