@@ -92,8 +92,8 @@ def test_any_object_and_regex(server: Server) -> None:
     for choice in chat(server, {"type": "json_object"}, n=4, seed=1, max_tokens=300)["choices"]:
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
-    for choice in chat(server, {"type": "regex", "value": r"\d{4}-\d{2}(, [a-z]{1,5})?"}, n=4)["choices"]:
-        assert re.fullmatch(r"\d{4}-\d{2}(, [a-z]{1,5})?", choice["message"]["content"])
+    for choice in chat(server, {"type": "regex", "value": r"[0-9]{4}-[0-9]{2}(, [a-z]{1,5})?"}, n=4)["choices"]:
+        assert re.fullmatch(r"[0-9]{4}-[0-9]{2}(, [a-z]{1,5})?", choice["message"]["content"])
     answer = server.generate("x", grammar={"type": "text"}, max_new_tokens=5, ignore_eos=True)
     assert answer["details"]["generated_tokens"] == 5
 
