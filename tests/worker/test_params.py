@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.worker.test_sampling import bias
+from tgi.hub.grammar import piece_table
 from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
+from tgi.worker.grammar import Grammars
 from tgi.worker.params import Params
 from tgi.worker.slots import BadStep, Slots
 from tgi.worker.start import WARM_SAMPLING
@@ -17,7 +19,7 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def occupy(sampling: Sampling, prompt_tokens: int = 2) -> Slots:
-    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"))
+    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"), Grammars(lambda: piece_table([b"a"])))
     new = Slot(1, pack(INT32, [1, 2, 3]), prompt_tokens, encode(sampling))
     slots.apply(Step(1, 1, [new], b"", b"", b"", b"", b"", b""))
     return slots
@@ -51,6 +53,7 @@ def test_who_leaves_the_scores_alone() -> None:
 def test_the_trial_at_start_has_every_processor_at_work() -> None:
     """Its peak of memory is what the KV cache must leave free."""
     choosing = {"seed", "do_sample", "top_n", "choice"}
+    choosing.add("grammar")  # a bit for each id: nothing beside the scores
     idle = {name for name, off in Sampling._field_defaults.items() if getattr(WARM_SAMPLING, name) == off}
     assert idle <= choosing
 
