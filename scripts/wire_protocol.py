@@ -10,6 +10,7 @@ import tokenize
 
 from tgi.kernel import messages
 from tgi.kernel.codec import MAX_FRAME_BYTES
+from tgi.kernel.states import TRANSITIONS
 
 HEAD = """# Wire protocol
 
@@ -52,7 +53,7 @@ def page() -> str:
     parts.append("## Why a request ended\n\n" + _enum(messages.Reason) + "\n")
     parts.append("## States of a request\n\nEvery request that is added ends exactly once. `ended` has no way out.\n\n")
     parts.append("| from | what happens | to |\n|---|---|---|\n")
-    parts += [f"| {a} | {event} | {b} |\n" for (a, event), b in messages.TRANSITIONS.items()]
+    parts += [f"| {a} | {event} | {b} |\n" for (a, event), b in TRANSITIONS.items()]
     return "".join(parts)
 
 

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.house import Asked, House, everything, replay
+from tests.scheduler.house import House, everything, replay
+from tests.scheduler.tokenizers import Asked
 from tgi.kernel.messages import Cancel, Reason, Result, Stop
 from tgi.scheduler.core import Config
 from tgi.worker.scripted import Script

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.scheduler.house import Asked, House
+from tests.scheduler.house import House
+from tests.scheduler.tokenizers import Asked
 from tgi.scheduler.forecast import LONGEST_SECONDS, Forecast, Rhythm
 from tgi.worker.scripted import Script
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.scheduler.house import GREEDY, Asked, House, ok
+from tests.scheduler.house import House, ok
+from tests.scheduler.tokenizers import GREEDY, Asked
 from tgi.kernel.messages import Add, Slot
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.scheduler.core import Config

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.house import GREEDY, Asked, House, ok
+from tests.scheduler.house import House, ok
+from tests.scheduler.tokenizers import GREEDY, Asked
 from tgi.kernel.messages import Add, PromptLogprobs, Reason, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.scheduler.core import Config

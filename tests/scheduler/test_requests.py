@@ -4,9 +4,11 @@ import logging
 
 import pytest
 
-from tests.scheduler.house import GREEDY, Asked, House, ok
-from tgi.kernel.messages import Add, Cancel, End, Reason, State, Status, Stop, Tokens
+from tests.scheduler.house import House, ok
+from tests.scheduler.tokenizers import GREEDY, Asked
+from tgi.kernel.messages import Add, Cancel, End, Reason, Status, Stop, Tokens
 from tgi.kernel.pack import INT32, pack
+from tgi.kernel.states import State
 from tgi.scheduler.core import Config
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import Client, Request

@@ -129,10 +129,10 @@ def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_sto
 async def finish(service: Service, req: Request, calls: Sequence[Generation]) -> list[Finished]:
     """Sends generations down and waits for all of them. Raises ApiError if one fails."""
     await service.finish(calls, req)
-    finished = []
     for call in calls:
         if call.end is not None and (error := errors.of_end(call.end, streaming=False)):
             raise error
+    finished = []
     for call in calls:
         assert call.end is not None
         accounting.generated(call, call.end)

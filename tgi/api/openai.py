@@ -126,11 +126,6 @@ class Visible:
         self._shown = 0  # characters
         self._pending = ""
 
-    @property
-    def length(self) -> int:
-        """Characters of visible text so far, held back or not."""
-        return self._shown + len(self._pending)
-
     def pieces(self, columns: Columns, end: End | None) -> list[str]:
         """What each of these tokens lets be shown. With the `end`, the last one brings all that is missing."""
         pieces = []

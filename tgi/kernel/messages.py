@@ -1,4 +1,4 @@
-"""Every message that flows between the floors, and the state table of a request. Read this file to know the house.
+"""Every message that flows between the floors. Read this file to know the house (and states.py, a request's life).
 
 Direction of travel (a request walks down, tokens walk up):
 
@@ -397,36 +397,3 @@ MESSAGES: list[type] = [
 codec = Codec(MESSAGES)
 encode = codec.encode
 decode = codec.decode
-
-
-class State(StrEnum):
-    """Where a request is, seen from the scheduler (and, without PREFILL and DECODE, from each floor above)."""
-
-    QUEUED = "queued"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    ENDED = "ended"
-
-
-# The single truth about legal transitions: (from, what happens) -> to. ENDED has no way out and is reached once.
-TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.QUEUED, "admit"): State.PREFILL,
-    (State.QUEUED, "end"): State.ENDED,
-    (State.PREFILL, "chunk"): State.PREFILL,
-    (State.PREFILL, "last chunk"): State.DECODE,
-    (State.PREFILL, "preempt"): State.QUEUED,
-    (State.PREFILL, "worker lost"): State.QUEUED,
-    (State.PREFILL, "end"): State.ENDED,
-    (State.DECODE, "token"): State.DECODE,
-    (State.DECODE, "preempt"): State.QUEUED,
-    (State.DECODE, "worker lost"): State.QUEUED,
-    (State.DECODE, "end"): State.ENDED,
-}
-
-
-def transition(state: State, event: str) -> State:
-    """The state after `event`. Raises ValueError on an illegal one: that is a defect, never an input."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"illegal transition: {event!r} in state {state}") from None

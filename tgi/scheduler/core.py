@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, State, Status, Step, Stop
+from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, Status, Step, Stop
 from tgi.kernel.pack import floats, ints
+from tgi.kernel.states import State
 from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import misfit, shortfall
 from tgi.scheduler.forecast import Forecast

@@ -2,7 +2,7 @@
 
 from heapq import heappop, heappush
 
-from tgi.kernel.messages import State
+from tgi.kernel.states import State
 from tgi.scheduler.request import SUSPECT, Request
 
 

@@ -4,8 +4,9 @@ from array import array
 from functools import lru_cache
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import MOST_PROMPT_TOPS, TRANSITIONS, Add, Reason, State, transition
+from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, Reason
 from tgi.kernel.pack import INT32, ints
+from tgi.kernel.states import TRANSITIONS, State, transition
 from tgi.scheduler.tokens import Row, Top
 
 NO_SLOT = -1
