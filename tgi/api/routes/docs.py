@@ -49,9 +49,7 @@ class OpenApiResource:
         resp.content_type = "application/json"
         resp.data = _document(self._service.settings.kserve)
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out
 
 
 class DocsResource:
@@ -72,9 +70,7 @@ class DocsResource:
         resp.set_header("cache-control", "max-age=86400")
         resp.data = _asset(asset)
 
-    async def on_head(self, req: Request, resp: Response, asset: str = "") -> None:
-        """The same without a body."""
-        await self.on_get(req, resp, asset)
+    on_head = on_get  # falcon leaves the body out
 
 
 @cache

@@ -22,9 +22,7 @@ class Health:
         if not router.healthy:
             raise errors.unhealthy("" if router.was_ready else router.stage)
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out
 
 
 class InfoResource:
@@ -66,9 +64,7 @@ class InfoResource:
             )
         )
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out
 
 
 class MetricsResource:
@@ -79,6 +75,4 @@ class MetricsResource:
         resp.content_type = "text/plain; charset=utf-8"
         resp.text = metrics.render()
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out

@@ -43,9 +43,7 @@ class ServerResource:
         metadata = ServerMetadata("text-generation-inference", tgi.__version__, ["health", "models", "metrics"])
         _answer(resp, metadata)
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out
 
 
 class LiveResource:
@@ -55,9 +53,7 @@ class LiveResource:
         """Always the same."""
         _answer(resp, Live(live=True))
 
-    async def on_head(self, req: Request, resp: Response, model: str = "", version: str = "") -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out
 
 
 class ModelVersionResource:
@@ -67,9 +63,7 @@ class ModelVersionResource:
         """What was asked for, with what it can do."""
         _answer(resp, ModelMetadata(model, version, ["infer", "ready"]))
 
-    async def on_head(self, req: Request, resp: Response, model: str, version: str) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp, model, version)
+    on_head = on_get  # falcon leaves the body out
 
 
 class InferResource:

@@ -19,9 +19,7 @@ class ModelsResource:
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(ModelList("list", [_info(self._service)]))
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp)
+    on_head = on_get  # falcon leaves the body out
 
 
 class ModelResource:
@@ -37,9 +35,7 @@ class ModelResource:
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(_info(self._service))
 
-    async def on_head(self, req: Request, resp: Response, model: str) -> None:
-        """The same without a body."""
-        await self.on_get(req, resp, model)
+    on_head = on_get  # falcon leaves the body out
 
 
 def _info(service: Service) -> ModelInfo:

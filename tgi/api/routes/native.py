@@ -174,6 +174,4 @@ class RootResource(CompatResource):
         """As GET /health."""
         await self._health.on_get(req, resp)
 
-    async def on_head(self, req: Request, resp: Response) -> None:
-        """As HEAD /health."""
-        await self._health.on_head(req, resp)
+    on_head = on_get  # falcon leaves the body out
