@@ -48,9 +48,10 @@ def page() -> str:
     parts.append("## Messages\n\n")
     for tag, cls in enumerate(messages.MESSAGES):
         parts.append(_section(f"### {tag} `{cls.__name__}`", cls))
-    inner = (messages.Limits, messages.Slot)
+    inner = (messages.Limits, messages.Adapter, messages.Part, messages.Slot)
     parts += [_section(f"### `{cls.__name__}` (inside other messages)", cls) for cls in inner]
     parts.append("## Why a request ended\n\n" + _enum(messages.Reason) + "\n")
+    parts.append("## What a part of an answer is\n\n" + _enum(messages.Kind) + "\n")
     parts.append("## States of a request\n\nEvery request that is added ends exactly once. `ended` has no way out.\n\n")
     parts.append("| from | what happens | to |\n|---|---|---|\n")
     parts += [f"| {a} | {event} | {b} |\n" for (a, event), b in TRANSITIONS.items()]

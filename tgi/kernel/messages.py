@@ -5,6 +5,7 @@ Direction of travel (a request walks down, tokens walk up):
     api  -- Generate, Tokenize, Cancel -->  tokenizer  -- Add, Cancel, Stop -->  scheduler  -- Step -->    worker
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- Result --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
+    (Adapt walks down all the way, and its Adapted up)
     (Hello in both directions of every link; Status travels up from wherever something changed)
 
 `rid` numbers a request on one link. It is chosen by the side that sends the request down and is unique for the life
@@ -69,6 +70,15 @@ class Limits(NamedTuple):
     device: str  # "cpu", "cuda"
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that is loaded. `digest` names its content: it separates prefix caches, and replays from another
+    adapter that has come under the same name."""
+
+    name: str
+    path: str  # its directory
+    digest: bytes
+
+
 class Status(NamedTuple):
     """How the floors below are. Sent up whenever it changes; each hop forwards the worst of what it sees.
 
@@ -85,6 +95,7 @@ class Status(NamedTuple):
     running: int = 0
     wait_ms: int = 0  # predicted time in the queue of a request that came now
     end_ms: int = 0  # mean time from the end of one request to the next, of late
+    adapters: list[Adapter] = []  # those that a request may ask for, by name in their order of loading
 
 
 class Sampling(NamedTuple):
@@ -108,6 +119,11 @@ class Sampling(NamedTuple):
     bias_ids: bytes = b""  # int32, each id once: OpenAI's logit_bias
     biases: bytes = b""  # float32, same length
     grammar: str = ""  # what the generated text must match, as worker/grammar.py reads it; "": anything
+    watermark: bool = False
+    min_new_tokens: int = 0  # until so many are generated, none of `end_ids` is drawn
+    end_ids: bytes = b""  # int32; filled in by the tokenizer, and only where min_new_tokens asks for it
+    adapter: str = ""  # the name of a LoRA adapter; "": the model alone
+    adapter_digest: bytes = b""  # Adapter.digest, filled in by the tokenizer
 
     @property
     def samples(self) -> bool:
@@ -129,6 +145,23 @@ class Reason(StrEnum):
     TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
 
 
+class Kind(StrEnum):
+    """What a part of a chat's answer is."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"  # a tool is called; the text is its whole name
+    ARGUMENTS = "arguments"  # more of the latest call's arguments, as JSON text
+
+
+class Part(NamedTuple):
+    """A piece of an answer that is divided (Prompted.divided). Nothing of it is held back or special."""
+
+    token: int  # which token of its Texts lets it be shown; of no meaning in an End
+    kind: str  # a Kind
+    text: str
+
+
 class End(NamedTuple):
     """The one and only end of a request, on the links api-tokenizer and tokenizer-scheduler.
 
@@ -145,6 +178,7 @@ class End(NamedTuple):
     validation_us: int = 0  # tokenizer: received -> handed to the scheduler
     queue_us: int = 0  # scheduler: received -> first planned into a step
     inference_us: int = 0  # scheduler: first planned -> last token
+    parts: list[Part] = []  # api link only: what the end of the text brings, behind the parts of its tokens
 
 
 # --- api <-> tokenizer ------------------------------------------------------------------------------------------------
@@ -161,6 +195,7 @@ class Generate(NamedTuple):
     them, and whoever resumes leaves out those that it has.
     `grammar`, if not empty, is a grammar as JSON (`tokenizer/grammar.py` names its keys): the tokenizer checks it and
     puts what the worker reads into `sampling`.
+    A chat whose answer may hold more than text (reasoning, calls of tools) is divided into parts.
     """
 
     rid: int
@@ -186,6 +221,7 @@ class Prompted(NamedTuple):
     rid: int
     prompt_tokens: int
     characters: int  # of the prompt's text
+    divided: bool = False  # the answer comes in parts: they are what a client is shown, not `Texts.texts`
 
 
 class Texts(NamedTuple):
@@ -207,6 +243,7 @@ class Texts(NamedTuple):
     top_logprobs: bytes = b""  # float32, sum(top_counts)
     top_special: bytes = b""  # uint8, sum(top_counts)
     top_texts: list[str] = []  # sum(top_counts): each token decoded by itself
+    parts: list[Part] = []  # of the requests whose answers are divided, in order
 
 
 class PromptTokens(NamedTuple):
@@ -247,6 +284,26 @@ class Tokenized(NamedTuple):
     error: str = ""
     text: str = ""  # what a chat has become; "" if none was given
     reason: str = Reason.INVALID  # which kind of error, if there is one: that or TEMPLATE
+
+
+class Adapt(NamedTuple):
+    """Load the LoRA adapter in directory `path` under this name, or unload it if `path` is empty.
+
+    Goes down to the worker, hop by hop, and is answered by Adapted under the same rid. Loading a name that is there
+    with the same content does nothing, so whoever restarts a floor may ask again. An adapter that is unloaded goes on
+    for the requests that run.
+    """
+
+    rid: int
+    name: str
+    path: str
+
+
+class Adapted(NamedTuple):
+    """The answer to Adapt. On success the Status that tells of it was sent before."""
+
+    rid: int
+    error: str = ""  # for the client; "" on success
 
 
 class Cancel(NamedTuple):
@@ -336,6 +393,10 @@ class Step(NamedTuple):
     and values go to the pages of those positions. Where draws[k] is 1 the row then draws the token of position
     starts[k] + counts[k], which the worker stores behind the others, so the next step can read it on the device
     before the scheduler has seen it.
+
+    With speculation row k also runs drafts[k] tokens that it is only thought to draw, behind the known ones. It draws
+    behind each of them as long as the draft is what was drawn, so it gets 1 to drafts[k] + 1 tokens (Result.counts).
+    As its length is then unknown, a step after a step with drafts is sent only when the latter has been answered.
     """
 
     number: int  # counts up from 1 in an epoch
@@ -347,6 +408,8 @@ class Step(NamedTuple):
     starts: bytes  # int32 positions
     counts: bytes  # int32 tokens to compute, >= 1
     draws: bytes  # uint8
+    drafts: bytes = b""  # int32, one per row; empty: none has any. A row with drafts has draws = 1
+    draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model is to find them
 
 
 class Result(NamedTuple):
@@ -392,6 +455,8 @@ MESSAGES: list[type] = [
     Ping,
     PromptTokens,
     PromptLogprobs,
+    Adapt,
+    Adapted,
 ]
 
 codec = Codec(MESSAGES)
