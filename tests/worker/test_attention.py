@@ -37,11 +37,10 @@ Chunk = tuple[Sequence, int, int]
 def run(attention: Attention, *chunks: Chunk, layer: int = 0, scale: float = 0.3) -> list[Tensor]:
     """One step with positions start .. stop - 1 of each sequence. Returns their results, [stop - start, heads, dim]."""
     batch = make_batch([Row([0] * (stop - start), start, sequence.pages) for sequence, start, stop in chunks])
-    query, key, value = (
-        torch.cat([getattr(sequence, name)[start:stop] for sequence, start, stop in chunks])
-        for name in ("query", "key", "value")
+    qkv = torch.cat(
+        [torch.cat([s.query[start:stop], s.key[start:stop], s.value[start:stop]], 1) for s, start, stop in chunks]
     )
-    found = attention.write_and_attend(attention.plan(batch), layer, query, key, value, scale)
+    found = attention.write_and_attend(attention.plan(batch), layer, qkv, scale)
     return list(found.split([stop - start for _, start, stop in chunks]))
 
 

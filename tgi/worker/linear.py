@@ -12,11 +12,14 @@ of each thread's share, so its result would depend on the number of rows and thr
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tgi.worker.native.kernels import THEN, Kernels
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +79,21 @@ class Linear:
     The weight given may be freed afterwards: on CPU this object keeps its own reordered copy.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, then: str = "none", kernels: Kernels | None = None
+    ) -> None:
         self.outputs, self.inputs = weight.shape
         self.then = then
         self.dtype = weight.dtype
         self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
         self._bias = bias
         self._call: Callable[..., Tensor]
-        if weight.device.type == "cpu" and reorders(weight.dtype):
+        if kernels is not None:
+            self.rows = ANY_ROWS
+            self._weight = kernels.pack(weight)
+            self._bias = None if bias is None else bias.to(torch.float32)
+            self._call = partial(_native, kernels, self._weight, self.outputs, self._bias, THEN[then])
+        elif weight.device.type == "cpu" and reorders(weight.dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._call = self._reordered_binary if then in _BINARY else self._reordered
         else:
@@ -117,6 +127,12 @@ class Linear:
         if other is None:
             return y
         return y.add_(other) if self.then == "add" else y.mul_(other)
+
+
+def _native(
+    kernels: Kernels, weight: Tensor, outputs: int, bias: Tensor | None, then: int, x: Tensor, other: Tensor | None
+) -> Tensor:
+    return kernels.linear(x, weight, outputs, bias, then, other)
 
 
 def reorders(dtype: torch.dtype) -> bool:

@@ -16,6 +16,7 @@ from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader, embedding
+from tgi.worker.native.choose import find_kernels
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +73,14 @@ def resolve_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
 def _build_decoder(
     directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> Decoder:
+    kernels = find_kernels(config, dtype, device)
     progress("loading weights", 0)
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
-        reader = WeightReader(checkpoint, config, dtype, device)
+        reader = WeightReader(checkpoint, config, dtype, device, kernels)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
     if device.type == "cpu":
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
             weights = weights._replace(embedding=embedding(checkpoint, config))
     progress("measuring kernels", 95)
-    return Decoder(config, weights, dtype, device)
+    return Decoder(config, weights, dtype, device, kernels)

@@ -76,7 +76,7 @@ def _device(name: str) -> str:
 def _need(model: Model) -> memory.Need:
     return memory.Need(
         context=model.context,
-        page_size=page_size(model.device),
+        page_size=page_size(model.kv, model.device),
         page_bytes=page_bytes(model.kv, model.device),
         vocab_size=model.vocab_size,
         dtype=str(model.kv.dtype).removeprefix("torch."),

@@ -29,58 +29,20 @@ inline bf16* values(const Cache& cache, int64_t page, int64_t head) {
     return keys(cache, page, head) + PAGE * cache.head_dim;
 }
 
-inline float wide(bf16 x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
-inline bf16 narrow(float x) { return (bf16)(uint16_t)_mm_cvtsi128_si32((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x))); }
-
-// Sixteen pairs, as long as there are so many; the rest one by one.
-void turn_halves(bf16* head, const float* cos, const float* sin, int64_t half) {
-    int64_t i = 0;
-    for (; i + 16 <= half; i += 16) {
-        const __m512 first = load(head + i), second = load(head + half + i);
-        const __m512 a = _mm512_mul_ps(second, _mm512_loadu_ps(sin + i));
-        const __m512 b = _mm512_mul_ps(first, _mm512_loadu_ps(sin + half + i));
-        store(head + i, _mm512_fmsub_ps(first, _mm512_loadu_ps(cos + i), a));
-        store(head + half + i, _mm512_fmadd_ps(second, _mm512_loadu_ps(cos + half + i), b));
-    }
-    for (; i < half; i++) {
-        const float first = wide(head[i]), second = wide(head[half + i]);
-        head[i] = narrow(std::fma(first, cos[i], -(second * sin[i])));
-        head[half + i] = narrow(std::fma(second, cos[half + i], first * sin[half + i]));
-    }
-}
-
-void turn_neighbours(bf16* head, const float* cos, const float* sin, int64_t turned) {
-    for (int64_t i = 0; i < turned; i += 2) {
-        const float first = wide(head[i]), second = wide(head[i + 1]);
-        head[i] = narrow(std::fma(first, cos[i], -(second * sin[i])));
-        head[i + 1] = narrow(std::fma(second, cos[i + 1], first * sin[i + 1]));
-    }
-}
-
 struct PlaceJob final : Job {
-    PlaceJob(const Cache& cache, const Fresh& fresh) : cache(cache), fresh(fresh) {}
+    PlaceJob(const Cache& cache, const Step& step, const bf16* qkv) : cache(cache), step(step), qkv(qkv) {}
 
     void run(int64_t chunk) const override {
-        const int64_t first = chunk * SHARE, last = std::min(first + SHARE, fresh.tokens);
+        const int64_t first = chunk * SHARE, last = std::min(first + SHARE, step.bounds[step.rows]);
         for (int64_t token = first; token < last; token++) one(token);
     }
 
     void one(int64_t token) const {
-        const int64_t dim = cache.head_dim, heads = fresh.heads + cache.kv_heads;
-        bf16* row = fresh.qkv + token * (heads + cache.kv_heads) * dim;
-        const float *cos = fresh.cos + token * fresh.turned, *sin = fresh.sin + token * fresh.turned;
-        for (int64_t head = 0; fresh.turned && head < heads; head++)
-            if (fresh.neighbours) turn_neighbours(row + head * dim, cos, sin, fresh.turned);
-            else turn_halves(row + head * dim, cos, sin, fresh.turned / 2);
-        const int64_t page = fresh.places[token] / PAGE, at = fresh.places[token] % PAGE;
+        const int64_t dim = cache.head_dim, heads = cache.heads + cache.kv_heads;
+        const bf16* row = qkv + token * (heads + cache.kv_heads) * dim;
+        const int64_t page = step.places[token] / PAGE, at = step.places[token] % PAGE;
         for (int64_t head = 0; head < cache.kv_heads; head++) {
-            const bf16 *key = row + (fresh.heads + head) * dim, *value = row + (heads + head) * dim;
+            const bf16 *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
             bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
             for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
             for (int64_t d = 0; d < dim; d++) into[2 * d] = value[d];
@@ -88,8 +50,9 @@ struct PlaceJob final : Job {
     }
 
     static constexpr int64_t SHARE = 8;  // tokens of a chunk
-    const Cache cache;
-    const Fresh fresh;
+    const Cache& cache;
+    const Step& step;
+    const bf16* qkv;
 };
 
 // Some rows of one KV head, on their way over the keys.
@@ -103,12 +66,12 @@ struct Tile {
 };
 
 struct AttendJob final : Job {
-    AttendJob(const Cache& cache, const Seen& seen, const Attention& call)
-        : cache(cache), seen(seen), call(call), group(call.heads / cache.kv_heads) {
-        first.reserve(seen.rows + 1);
+    AttendJob(const Cache& cache, const Step& step, const Attention& call)
+        : cache(cache), step(step), call(call), group(cache.heads / cache.kv_heads) {
+        first.reserve(step.rows + 1);
         first.push_back(0);
-        for (int64_t row = 0; row < seen.rows; row++) {
-            const int64_t rows = (seen.bounds[row + 1] - seen.bounds[row]) * group;
+        for (int64_t row = 0; row < step.rows; row++) {
+            const int64_t rows = (step.bounds[row + 1] - step.bounds[row]) * group;
             first.push_back(first.back() + (rows + TILE - 1) / TILE);
         }
     }
@@ -123,8 +86,8 @@ struct AttendJob final : Job {
     }
 
     void compute(int64_t row, int64_t begin, int64_t head) const {
-        const int64_t dim = cache.head_dim, token = seen.bounds[row], count = seen.bounds[row + 1] - token;
-        const int64_t rows = std::min(count * group - begin, TILE), stride = (call.heads + 2 * cache.kv_heads) * dim;
+        const int64_t dim = cache.head_dim, token = step.bounds[row], count = step.bounds[row + 1] - token;
+        const int64_t rows = std::min(count * group - begin, TILE), stride = (cache.heads + 2 * cache.kv_heads) * dim;
         static thread_local Tile tile;
         for (int64_t r = 0; r < rows; r++) {
             const int64_t query = (begin + r) / group, of = head * group + (begin + r) % group;
@@ -132,16 +95,16 @@ struct AttendJob final : Job {
             memset(tile.found[r], 0, dim * sizeof(float));
             tile.highest[r] = NEVER;
             tile.sum[r] = 0;
-            tile.position[r] = seen.contexts[row] - count + query;
+            tile.position[r] = step.contexts[row] - count + query;
         }
         const int64_t lowest = call.window ? std::max<int64_t>(0, tile.position[0] - call.window + 1) : 0;
         const int64_t end = tile.position[rows - 1] + 1;
-        const int32_t* pages = seen.pages + row * seen.width;
+        const int32_t* pages = step.pages + row * step.width;
         prepare(rows);
         for (int64_t from = lowest / BLOCK * BLOCK; from < end; from += BLOCK) block(tile, rows, pages, from, end, head);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t query = (begin + r) / group, of = head * group + (begin + r) % group;
-            bf16* to = call.y + ((token + query) * call.heads + of) * dim;
+            bf16* to = call.y + ((token + query) * cache.heads + of) * dim;
             const __m512 share = _mm512_set1_ps(1.f / tile.sum[r]);
             for (int64_t d = 0; d < dim; d += 16) store(to + d, _mm512_mul_ps(_mm512_load_ps(tile.found[r] + d), share));
         }
@@ -208,21 +171,18 @@ struct AttendJob final : Job {
         return _mm512_mul_ps(cap, _mm512_fmsub_ps(two, sigmoid(inner), _mm512_set1_ps(1.f)));
     }
 
-    const Cache cache;
-    const Seen seen;
-    const Attention call;
+    const Cache& cache;
+    const Step& step;
+    const Attention& call;
     const int64_t group;
     std::vector<int64_t> first;  // [rows + 1] tiles before each row
 };
 
 }  // namespace
 
-void place(Team& team, const Cache& cache, const Fresh& fresh) {
-    team.run(PlaceJob(cache, fresh), (fresh.tokens + PlaceJob::SHARE - 1) / PlaceJob::SHARE);
-}
-
-void attend(Team& team, const Cache& cache, const Seen& seen, const Attention& call) {
-    const AttendJob job(cache, seen, call);
+void attend(Team& team, const Cache& cache, const Step& step, const Attention& call) {
+    team.run(PlaceJob(cache, step, call.qkv), (step.bounds[step.rows] + PlaceJob::SHARE - 1) / PlaceJob::SHARE);
+    const AttendJob job(cache, step, call);
     team.run(job, job.chunks());
 }
 

@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "team.h"
+#include "turn.h"
 
 using namespace tgi;
 
@@ -26,23 +27,25 @@ int tgi_start(int threads, int spins) {
     return 1;
 }
 
-void tgi_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) { pack(weight, outputs, inputs, packed); }
+void tgi_pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
+    pack(*team, weight, outputs, inputs, packed);
+}
 
 void tgi_linear(const bf16* x, const bf16* weight, const float* bias, const float* plus, const bf16* other, bf16* y,
                 float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t then) {
     linear(*team, {x, weight, bias, plus, other, y, wide, rows, inputs, outputs, Then(then)});
 }
 
-void tgi_place(bf16* cache, int64_t kv_heads, int64_t head_dim, bf16* qkv, const float* cos, const float* sin,
-               const int64_t* places, int64_t tokens, int64_t heads, int64_t turned, int64_t neighbours) {
-    place(*team, {cache, kv_heads, head_dim}, {qkv, cos, sin, places, tokens, heads, turned, neighbours != 0});
+void tgi_turn(bf16* x, const float* cos, const float* sin, int64_t tokens, int64_t stride, int64_t heads, int64_t head_dim,
+              int64_t turned, int64_t neighbours) {
+    turn(*team, {x, cos, sin, tokens, stride, heads, head_dim, turned, neighbours != 0});
 }
 
-void tgi_attend(bf16* cache, int64_t kv_heads, int64_t head_dim, const int64_t* bounds, const int64_t* contexts,
-                const int32_t* pages, int64_t rows, int64_t width, const bf16* qkv, bf16* y, int64_t heads, int64_t window,
-                float scale, float softcap) {
-    attend(*team, {cache, kv_heads, head_dim}, {bounds, contexts, pages, rows, width},
-           {qkv, y, heads, window, scale, softcap});
+void tgi_attend(bf16* cache, int64_t heads, int64_t kv_heads, int64_t head_dim, const int64_t* places,
+                const int64_t* bounds, const int64_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
+                const bf16* qkv, bf16* y, int64_t window, float scale, float softcap) {
+    attend(*team, {cache, heads, kv_heads, head_dim}, {places, bounds, contexts, pages, rows, width},
+           {qkv, y, window, scale, softcap});
 }
 
 void tgi_norm(const bf16* x, const float* weight, const float* bias, bf16* y, int64_t rows, int64_t size, int64_t centred,

@@ -6,6 +6,7 @@ A call computes on the calling thread and its helpers, and returns when it is do
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +26,27 @@ _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
     "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_norm": (*[c_void_p] * 4, c_int64, c_int64, c_int64, c_float),
-    "tgi_place": (c_void_p, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4),
+    "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
     "tgi_attend": (
-        *(c_void_p, c_int64, c_int64, *[c_void_p] * 3, c_int64, c_int64),
-        *(c_void_p, c_void_p, c_int64, c_int64, c_float, c_float),
+        *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
+        *(c_void_p, c_void_p, c_int64, c_float, c_float),
     ),
 }
 
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+class Rows(NamedTuple):
+    """The rows of a step, by the addresses of their columns."""
+
+    places: int  # int64 [T] where each token's key and value go: page * PAGE + offset
+    bounds: int  # int64 [R + 1] row r has tokens bounds[r] to bounds[r + 1],
+    contexts: int  # int64 [R] sees so many positions,
+    pages: int  # int32 [R, width] in these pages
+    rows: int
+    width: int
 
 
 class Kernels:
@@ -52,7 +64,7 @@ class Kernels:
         if not library.tgi_start(threads, SPINS):
             raise Unavailable("the system does not let this process use AMX")
         self._pack, self._linear, self._norm = library.tgi_pack, library.tgi_linear, library.tgi_norm
-        self._place, self._attend = library.tgi_place, library.tgi_attend
+        self._turn, self._attend = library.tgi_turn, library.tgi_attend
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -92,47 +104,25 @@ class Kernels:
         self._norm(x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), rows, size, centred, epsilon)
         return y
 
-    def place(
-        self,
-        cache: Tensor,
-        qkv: Tensor,
-        heads: int,
-        angles: tuple[Tensor, Tensor] | None,
-        places: Tensor,
-        neighbours: bool,
-    ) -> None:
-        """Turns queries and keys of qkv [T, (heads + 2 * kv_heads) * head_dim] in place, by the cos and sin in `angles`
-        (float32 [T, turned]), and writes keys and values to `places` (int64 [T]) of `cache` [pages, kv_heads, 2 * PAGE *
-        head_dim]."""
-        _, kv_heads, size = cache.shape
-        cos, sin = angles if angles is not None else (None, None)
-        self._place(
-            cache.data_ptr(), kv_heads, size // (2 * PAGE), qkv.data_ptr(), _at(cos), _at(sin), places.data_ptr(),
-            len(qkv), heads, 0 if cos is None else cos.shape[1], neighbours,
+    def turn(self, x: Tensor, heads: int, cos: Tensor, sin: Tensor, neighbours: bool) -> None:
+        """Turns the first `heads` heads of x [T, H, head_dim] in place, by cos and sin, float32 [T, turned]."""
+        tokens, all_heads, head_dim = x.shape
+        self._turn(
+            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, all_heads * head_dim, heads, head_dim, cos.shape[1],
+            neighbours,
         )  # fmt: skip
 
     def attend(
-        self,
-        cache: Tensor,
-        qkv: Tensor,
-        heads: int,
-        bounds: Tensor,
-        contexts: Tensor,
-        pages: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        self, cache: Tensor, qkv: Tensor, rows: Rows, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """What the queries of qkv find, [T, heads * head_dim], after `place`.
-
-        Row r has tokens bounds[r] to bounds[r + 1] (int64 [R + 1]) and sees contexts[r] positions (int64 [R]) in
-        pages[r] (int32 [R, P]).
-        """
-        _, kv_heads, size = cache.shape
-        head_dim = size // (2 * PAGE)
-        y = torch.empty(len(qkv), heads * head_dim, dtype=torch.bfloat16)
+        """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache` [pages, kv_heads, 2 * PAGE *
+        head_dim], and returns what its queries find there, [T, heads * head_dim]."""
+        tokens, all_heads, head_dim = qkv.shape
+        kv_heads = cache.shape[1]
+        heads = all_heads - 2 * kv_heads
+        y = torch.empty(tokens, heads * head_dim, dtype=torch.bfloat16)
         self._attend(
-            cache.data_ptr(), kv_heads, head_dim, bounds.data_ptr(), contexts.data_ptr(), pages.data_ptr(), *pages.shape,
-            qkv.data_ptr(), y.data_ptr(), heads, window or 0, scale, softcap or 0.0,
+            cache.data_ptr(), heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(), window or 0, scale,
+            softcap or 0.0,
         )  # fmt: skip
         return y

@@ -82,14 +82,32 @@ void linear(Team& team, const LinearCall& call) {
     team.run(job, job.chunks());
 }
 
-void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
-    for (int64_t at = 0; at < outputs; at += WIDTH) {
+namespace {
+
+struct PackJob final : Job {
+    PackJob(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed)
+        : weight(weight), outputs(outputs), inputs(inputs), packed(packed) {}
+
+    void run(int64_t chunk) const override {
+        const int64_t at = chunk * WIDTH, there = std::min(outputs - at, WIDTH);
         bf16* to = packed + at * inputs;
-        for (int64_t k = 0; k < inputs; k += 2)
-            for (int64_t n = 0; n < WIDTH; n++, to += 2)
-                if (at + n < outputs) memcpy(to, weight + (at + n) * inputs + k, 4);
-                else memset(to, 0, 4);
+        if (there < WIDTH) memset(to, 0, WIDTH * inputs * sizeof(bf16));
+        // A cache line of each row at a time.
+        for (int64_t from = 0; from < inputs; from += 32)
+            for (int64_t n = 0; n < there; n++)
+                for (int64_t k = from; k < from + 32; k += 2)
+                    memcpy(to + k * WIDTH + 2 * n, weight + (at + n) * inputs + k, 2 * sizeof(bf16));
     }
+
+    const bf16* weight;
+    const int64_t outputs, inputs;
+    bf16* packed;
+};
+
+}  // namespace
+
+void pack(Team& team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
+    team.run(PackJob(weight, outputs, inputs, packed), (outputs + WIDTH - 1) / WIDTH);
 }
 
 }  // namespace tgi

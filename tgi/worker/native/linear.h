@@ -27,6 +27,6 @@ struct LinearCall {
 void linear(Team& team, const LinearCall& call);
 
 // `packed` has room for outputs, rounded up to a multiple of 64, times inputs.
-void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed);
+void pack(Team& team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed);
 
 }  // namespace tgi
