@@ -22,8 +22,8 @@ class Unavailable(Exception):
     """The kernels cannot be had here; the text says why."""
 
 
-def library() -> Path:
-    """The compiled kernels. Raises Unavailable."""
+def library(*further: str) -> Path:
+    """The compiled kernels; `further` flags are for the compiler. Raises Unavailable."""
     flags = processor()
     if missing := NEEDED - flags:
         raise Unavailable(f"this processor has no {', '.join(sorted(missing))}")
@@ -34,10 +34,10 @@ def library() -> Path:
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
         digest.update(path.read_bytes())
-    digest.update(" ".join([compiler, *FLAGS, *sorted(flags)]).encode())
+    digest.update(" ".join([compiler, *FLAGS, *further, *sorted(flags)]).encode())
     path = _cache() / f"kernels-{digest.hexdigest()}.so"
     if not path.exists():
-        _compile(compiler, sources, path)
+        _compile([compiler, *FLAGS, *further, *map(str, sources)], path)
     return path
 
 
@@ -66,17 +66,16 @@ def _cache() -> Path:
     return path
 
 
-def _compile(compiler: str, sources: list[Path], path: Path) -> None:
+def _compile(command: list[str], path: Path) -> None:
     log.info("compiling kernels for this processor")
     handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:
-        command = [compiler, *FLAGS, *map(str, sources), "-o", unfinished]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_BUILD)
+        done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, timeout=LONGEST_BUILD)
         if done.returncode:
-            raise Unavailable(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['without a word'])[0]}")
+            raise Unavailable(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['without a word'])[0]}")
         os.replace(unfinished, path)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"{compiler} cannot be run: {error}") from error
+        raise Unavailable(f"{command[0]} cannot be run: {error}") from error
     finally:
         Path(unfinished).unlink(missing_ok=True)
