@@ -13,7 +13,6 @@ from tests.models import model
 COUNT = 200
 AT_ONCE = 64
 TEXT = "The river runs through the city and nobody knows the answer, but everyone asks: what is it? 1984 Straße"
-)
 
 
 @pytest.fixture(scope="module")
