@@ -150,6 +150,25 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 
+def test_a_text_is_looked_at_for_its_watermark(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("Some words that nobody has marked, and some more of them.")
+    runner = CliRunner()
+    told = runner.invoke(main, ["watermark", str(file), "--model-id", str(tiny_llama), "--gamma", "0.3"])
+    assert told.exit_code == 0, told.output
+    assert "No watermark was found of this model with gamma 0.3 on cpu (z must be above 4)." in told.stdout
+    piped = runner.invoke(main, ["watermark", "--json", "--model-id", str(tiny_llama)], input=file.read_text())
+    assert json.loads(piped.stdout)["marked"] is False
+    for arguments, text, said in (
+        (["--gamma", "1"], "a", "--gamma is 1; it must be above 0 and below 1"),
+        ([], "", "this text has none. Give a longer text."),
+        (["--gamma", "0.000001"], "Hello", "none of"),
+    ):
+        refused = runner.invoke(main, ["watermark", "--model-id", str(tiny_llama), *arguments], input=text)
+        assert refused.exit_code == 1
+        assert said in refused.output
+
+
 def test_download_weights_says_where_a_model_is(tiny_llama: Path) -> None:
     arguments = [str(tiny_llama), "--extension", ".safetensors", "--no-auto-convert", "--logger-level", "ERROR"]
     result = CliRunner().invoke(main, ["download-weights", *arguments, "--json-output"])

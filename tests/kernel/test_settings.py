@@ -85,6 +85,8 @@ UNREADABLE = [
     ("TGI_STEP_TARGET", "nan", "'nan' is not a number"),
     ("TGI_WIGGLE_ROOM", "1.5", "'1.5' is not above 0 and at most 1"),
     ("CUDA_GRAPHS", "1,two", "'two' is not a whole number"),
+    ("WATERMARK_GAMMA", "1", "'1' is not above 0 and below 1"),
+    ("WATERMARK_DELTA", "inf", "'inf' is not a number"),
 ]
 # fmt: on
 

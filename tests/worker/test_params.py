@@ -43,7 +43,7 @@ def test_who_leaves_the_scores_alone() -> None:
     for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2)):
         params.put(0, plain, 1)
         assert params.plain[0]
-    for name in set(Sampling._fields) - {"seed", "do_sample", "top_n", "choice", "bias_ids", "biases"}:
+    for name in set(Sampling._fields) - {"seed", "do_sample", "top_n", "choice", "bias_ids", "biases", "end_ids"}:
         params.put(0, Sampling(0, **{name: 2}), 1)
         assert not params.plain[0], name
     params.put(0, Sampling(0, **bias({1: 1.0})), 1)
@@ -53,7 +53,7 @@ def test_who_leaves_the_scores_alone() -> None:
 def test_the_trial_at_start_has_every_processor_at_work() -> None:
     """Its peak of memory is what the KV cache must leave free."""
     choosing = {"seed", "do_sample", "top_n", "choice"}
-    choosing.add("grammar")  # a bit for each id: nothing beside the scores
+    choosing |= {"grammar", "adapter", "adapter_digest"}  # a bit for each id, and no scores at all
     idle = {name for name, off in Sampling._field_defaults.items() if getattr(WARM_SAMPLING, name) == off}
     assert idle <= choosing
 
@@ -65,6 +65,7 @@ def test_the_trial_at_start_has_every_processor_at_work() -> None:
         {"temperature": LARGEST_FLOAT, "repetition_penalty": LARGEST_FLOAT, "top_p": 1e-45, "typical_p": 1e-45},
         {"temperature": 1e-45, "repetition_penalty": 1e-45, "frequency_penalty": -2.0, "presence_penalty": 2.0},
         bias(dict.fromkeys(range(64), -100.0)),
+        {"min_new_tokens": 2**32 - 1, "end_ids": pack(INT32, range(64)), "watermark": True},
     ],
     ids=str,
 )
@@ -84,6 +85,8 @@ def test_whatever_passes_the_front_end_fits(extreme: dict[str, Any]) -> None:
         (Sampling(0, bias_ids=pack(INT32, [1, 1]), biases=pack(FLOAT32, [1, 2])), "slot 1: a token has two biases"),
         (Sampling(0, **bias({64: 1.0})), "biased token id 64 is not within 0 to 63"),
         (Sampling(0, **bias({-1: 1.0})), "biased token id -1 is not within 0 to 63"),
+        (Sampling(0, min_new_tokens=1, end_ids=pack(INT32, [64])), "end id 64 is not within 0 to 63"),
+        (Sampling(0, min_new_tokens=2**63), "slot 1: "),
     ],
     ids=str,
 )

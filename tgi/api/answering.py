@@ -106,6 +106,8 @@ def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int)
         presence_penalty=steering.presence_penalty,
         bias_ids=pack(INT32, steering.logit_bias.keys()),
         biases=pack(FLOAT32, steering.logit_bias.values()),
+        watermark=bool(p.watermark),
+        min_new_tokens=p.min_new_tokens or 0,
     )
     return sampling._replace(top_k=0, top_p=1.0, typical_p=1.0) if steering.greedy else sampling
 
@@ -120,6 +122,7 @@ def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_sto
         p.truncate,
         p.stops,
         add_special_tokens=not prompt.chat,
+        ignore_eos=p.ignores_eos,
         chat=prompt.chat,
         hide_stop=hide_stop,
         grammar=form,

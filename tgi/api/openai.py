@@ -35,6 +35,8 @@ def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | N
         seed=request.seed,
         top_n_tokens=top_n or None,
         grammar=request.response_format,
+        min_new_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
     )
 
 

@@ -14,6 +14,7 @@ from tgi.kernel.option import (
     integer,
     integers,
     number,
+    proper_share,
     seconds,
     setting,
     share,
@@ -30,7 +31,6 @@ CHUNKED = "prompts are always computed in chunks, beside the decode steps of oth
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
 NO_IMAGES = "images are not served yet"
-UNMARKED = "watermarks are not built yet"
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Settings:
     scripted_step_us: int = setting(
         0, "Microseconds that a step of the scripted worker takes.", integer, env=("TGI_SCRIPTED_STEP_US",)
     )
-    watermark_gamma: float = setting(0.5, "Share of green tokens.", share, ignored=UNMARKED)
-    watermark_delta: float = setting(2.0, "Bias of green tokens.", number, ignored=UNMARKED)
+    watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark makes green.", proper_share)
+    watermark_delta: float = setting(2.0, "What a watermark adds to the scores of green tokens.", number)
     shard_uds_path: str | None = setting(
         None, "Socket of the shards.", text, ignored="sockets are in the run directory, which TGI_RUN names"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from tgi.hub.grammar import matcher, piece_table, token_table
+from tgi.hub.grammar import TRIAL_LIMITS, matcher, piece_table, token_table
 from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 # Bytes that a grammar may have, as it arrives.
 MOST_BYTES = 512 << 10
-# Texts that are begun to see whether a grammar stays within its limits, and tokens of each.
-TRIALS = 2
+# Texts that are begun to see whether a grammar stays within its limits: of any tokens, and of few that come again and
+# again; and tokens of each.
+TRIALS = 4
 TRIAL_TOKENS = 64
 # So many answers are kept for the next request that has one of these grammars, of so many bytes in all.
 KEPT = 256
@@ -59,6 +60,7 @@ class GrammarReader:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._table: LLTokenizer | None = None
+        self._ends = 0  # the bits of its tokens that end a text
         self._known: OrderedDict[bytes, str | GrammarError] = OrderedDict()
         self._bytes = 0
 
@@ -117,10 +119,10 @@ class GrammarReader:
         """Why no text can be held to this grammar; "" if one can."""
         if self._table is None:
             try:
-                self._table = self._bytes_of_tokens()
+                self._table, self._ends = self._bytes_of_tokens()
             except ValueError as error:
                 raise GrammarError(f"grammar is not supported: of this model's tokenizer, {error}") from None
-        found = matcher(self._table, grammar)
+        found = matcher(self._table, grammar, TRIAL_LIMITS)
         if found.is_error():
             return found.get_error().strip()
         mask = found.compute_bitmask()
@@ -128,15 +130,17 @@ class GrammarReader:
             return found.get_error().splitlines()[0]
         if not any(mask) or (found.is_stopped() and not found.is_accepting()):
             return NOTHING
-        return next(filter(None, (_try_out(found.deep_copy(), Random(seed)) for seed in range(TRIALS))), "")
+        trials = (_try_out(found.deep_copy(), self._ends, Random(seed), seed % 2 == 1) for seed in range(TRIALS))
+        return next(filter(None, trials), "")
 
-    def _bytes_of_tokens(self) -> LLTokenizer:
-        """Tokens that can write what the model's can."""
+    def _bytes_of_tokens(self) -> tuple[LLTokenizer, int]:
+        """Tokens of the same bytes as the model's, and the bits of those that end a text."""
         vocabulary = self._vocabulary
         if not vocabulary.byte_level:
-            return token_table(vocabulary.tokenizer, sorted(vocabulary.eos_ids), 0)
+            ends = sorted(vocabulary.eos_ids)
+            return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
         plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and not vocabulary.special[number])
-        return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain)
+        return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
 
 
 _REGEX_NAMES = [(re.compile("NoExtension"), NOTHING)]
@@ -151,21 +155,27 @@ def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
     return fault
 
 
-def _try_out(found: LLMatcher, draw: Random) -> str:
-    """Begins a text of tokens that are allowed. Why it cannot go on; "" if it can or is complete."""
+def _try_out(found: LLMatcher, ends: int, draw: Random, again: bool) -> str:
+    """Begins a text of tokens that are allowed, and the latest one `again` if it is. Why it cannot go on; "" if it can,
+    or is complete."""
+    token = 0
     for _ in range(TRIAL_TOKENS):
         mask = found.compute_bitmask()
         if found.is_error():
             return f"it becomes too complex: {found.get_error().splitlines()[0]}"
-        if found.is_stopped():
+        allowed = int.from_bytes(mask, "little") & ~ends
+        if found.is_stopped() or not allowed:
             return ""
-        allowed = int.from_bytes(mask, "little")
-        beyond = allowed >> draw.randrange(8 * len(mask))  # the first one behind any place, or else the first of all
-        token = allowed.bit_length() - beyond.bit_length() if beyond else 0
-        rest = allowed >> token
-        if not rest or not found.consume_token(token + (rest & -rest).bit_length() - 1):
-            return ""
+        if not (again and allowed >> token & 1):
+            token = _next_bit(allowed, draw.randrange(allowed.bit_length()))
+        found.consume_token(token)  # if it cannot, the next mask says why
     return ""
+
+
+def _next_bit(bits: int, place: int) -> int:
+    """The lowest bit that is set from this place on."""
+    rest = bits >> place
+    return place + (rest & -rest).bit_length() - 1
 
 
 def _refuse(constant: str) -> None:

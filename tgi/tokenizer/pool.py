@@ -276,7 +276,7 @@ class Pool:
             self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return
-        request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked))
+        request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked), known.vocab_size)
         if request.chats:
             self._send(request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters))
         if request.teller is not None:

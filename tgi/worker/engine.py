@@ -21,6 +21,7 @@ from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import Rows, Slots
 from tgi.worker.tops import Tops, columns
+from tgi.worker.watermark import Watermark
 
 
 class Pending(NamedTuple):
@@ -39,11 +40,17 @@ class Pending(NamedTuple):
 class TorchEngine:
     """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes.
 
-    `tokens` makes the table that grammars need, when the first one comes.
+    `tokens` makes the table that grammars need, when the first one comes. `mark` is the watermark of the rows that ask
+    for one.
     """
 
     def __init__(
-        self, model: Model, attention: Attention, limits: Limits, tokens: Callable[[], LLTokenizer] | None = None
+        self,
+        model: Model,
+        attention: Attention,
+        limits: Limits,
+        tokens: Callable[[], LLTokenizer] | None = None,
+        mark: Watermark | None = None,
     ) -> None:
         self.limits = limits
         self._model = model
@@ -51,6 +58,7 @@ class TorchEngine:
         self._device = model.device
         self._cuda = model.device.type == "cuda"
         self._noise = Noise(model.vocab_size, model.device)
+        self._mark = mark or Watermark(model.vocab_size, model.device)
         self._grammars = Grammars(tokens or _no_tokens)
         self._slots = Slots(
             limits.max_batch_size,
@@ -191,7 +199,7 @@ class TorchEngine:
             (at,) = self._to_device((places + slots[chosen][:, None] * state.width).ravel())
             return state.ids.view(-1)[at].long().view(places.shape)
 
-        draws = Draws(state.params.take(slots), position, history, masks)
+        draws = Draws(state.params.take(slots), position, history, masks, self._mark)
         drawn = sample(logits, draws, self._noise)
         (at,) = self._to_device(slots * state.width + position)
         state.ids.view(-1)[at] = drawn.ids.int()

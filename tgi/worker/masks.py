@@ -1,4 +1,4 @@
-"""Which tokens the rows with a grammar may draw."""
+"""Which tokens rows may not draw: those that their grammar forbids, and the end while they are too short."""
 
 from typing import NamedTuple
 
@@ -26,11 +26,31 @@ def forbid(scores: Tensor, draws: Draws) -> None:
     masks = draws.masks
     if masks is None:
         return
-    forbidden = _zeros(masks.words, scores.device)[:, : scores.shape[1]]
+    forbidden = unset(masks.words, scores.device)[:, : scores.shape[1]]
     put(scores, masks.rows, take(scores, masks.rows).masked_fill_(forbidden, -torch.inf))
 
 
-def _zeros(words: NDArray[np.int32], device: torch.device) -> Tensor:
+def hold_back_ends(scores: Tensor, draws: Draws) -> None:
+    """-inf for the tokens that end a text, while fewer than `min_new_tokens` are generated.
+
+    A row that would be left with nothing may draw them all the same: where a grammar's text is complete, it ends.
+    """
+    params = draws.params
+    early = np.flatnonzero(draws.position - params.prompt_tokens < params.min_new_tokens)
+    rows = np.array([row for row in early if params.end_ids[row] is not None], np.int64)
+    if not len(rows):
+        return
+    chosen, ends = take(scores, rows), params.end_ids[rows]
+    at = torch.from_numpy(np.repeat(np.arange(len(rows)), [len(ids) for ids in ends])).to(scores.device)
+    ids = torch.from_numpy(np.concatenate(ends)).to(scores.device)
+    before = chosen[at, ids]
+    chosen[at, ids] = -torch.inf
+    nothing = chosen.amax(-1) == -torch.inf
+    chosen[at, ids] = before.where(nothing[at], -torch.inf)
+    put(scores, rows, chosen)
+
+
+def unset(words: NDArray[np.int32], device: torch.device) -> Tensor:
     """Where the bits are not set, bool [n, W * 32]."""
     if device.type == "cpu":  # numpy's is ten times as fast there
         bits = np.unpackbits((~words).view(np.uint8), axis=-1, bitorder="little")

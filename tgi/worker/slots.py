@@ -145,6 +145,8 @@ class Slots:
             raise BadStep(f"slot {slot}: {error}") from error
         if (bias := self.params.bias[slot]) is not None:
             _need_within(bias.ids, self._vocab_size, "biased token id")
+        if (ends := self.params.end_ids[slot]) is not None:
+            _need_within(ends, self._vocab_size, "end id")
         self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
         self.prompt_from[slot] = new.prompt_from
         self.prompt_top_n[slot] = min(new.prompt_top_n, self._vocab_size)

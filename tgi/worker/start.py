@@ -22,6 +22,7 @@ from tgi.worker.batch import Model
 from tgi.worker.engine import TorchEngine
 from tgi.worker.load import build_model
 from tgi.worker.threads import choose_threads
+from tgi.worker.watermark import Watermark
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ WARM_SAMPLING = Sampling(
     presence_penalty=0.1,
     bias_ids=pack(INT32, [0]),
     biases=pack(FLOAT32, [1.0]),
+    watermark=True,
+    min_new_tokens=1,
+    end_ids=pack(INT32, [0]),
 )
 
 
@@ -53,7 +57,8 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     progress("sizing the KV cache", 96)
     limits = memory.choose_limits(settings, _need(model), _room(settings, model), _held(settings.run_dir))
     attention = build_attention(model.kv, limits.pages, model.device)
-    engine = TorchEngine(model, attention, limits, partial(_tokens, settings.model_dir, model.vocab_size))
+    mark = Watermark(model.vocab_size, model.device, settings.watermark_gamma, settings.watermark_delta)
+    engine = TorchEngine(model, attention, limits, partial(_tokens, settings.model_dir, model.vocab_size), mark)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)

@@ -141,9 +141,19 @@ def test_a_bare_stop_string_is_accepted(front: Front) -> None:
     assert asked(front, {"stop": "end"}).stop == ["end"]
 
 
+def test_watermarks_least_lengths_and_texts_without_an_end(front: Front) -> None:
+    message = asked(front, {"watermark": True, "min_new_tokens": 3, "seed": 1})
+    assert message.sampling == Sampling(1, watermark=True, min_new_tokens=3)
+    assert not message.ignore_eos
+    for name in ("ignore_eos", "ignore_eos_token"):
+        assert asked(front, {name: True}).ignore_eos
+        assert not asked(front, {name: False}).ignore_eos
+
+
 def test_off_values_are_accepted(front: Front) -> None:
     off = {"best_of": 1, "typical_p": 1.0, "top_p": 1.0, "frequency_penalty": 0.0, "watermark": False, "stop": []}
     off |= {"decoder_input_details": False, "top_n_tokens": 0, "grammar": None, "adapter_id": None, "details": False}
+    off |= {"min_new_tokens": 0, "ignore_eos": False, "ignore_eos_token": False}
     assert not asked(front, off).sampling.samples
     assert not asked(front, dict.fromkeys(off)).sampling.samples
     asked(front, {"best_of": 0})

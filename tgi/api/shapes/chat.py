@@ -8,8 +8,10 @@ from msgspec import UNSET, Meta, Struct
 from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.openai import (
     FrequencyPenalty,
+    IgnoreEos,
     LogitBias,
     MaxTokens,
+    MinTokens,
     Model,
     N,
     PresencePenalty,
@@ -184,6 +186,8 @@ class ChatRequest(Struct, kw_only=True):
     repetition_penalty: RepetitionPenalty = None
     top_k: TopK = None
     typical_p: TypicalP = None
+    min_tokens: MinTokens = None
+    ignore_eos: IgnoreEos = None
     add_generation_prompt: Annotated[
         bool | None, doc("Whether the prompt ends with what begins the assistant's turn")
     ] = None
