@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, Server, left_of
+from tests.live.server import LOCAL, PATIENCE_SECONDS, Server, left_of
 from tests.models import model
 from tgi.kernel import rundir
 
@@ -145,7 +145,7 @@ def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
 def new_connection(server: Server) -> int:
     """The status of a small request over a connection of its own, which any front end may take."""
     body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
-    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE_SECONDS, trust_env=False).status_code
+    return httpx.post(f"{server.url}/generate", json=body, **LOCAL).status_code
 
 
 def test_two_front_ends_share_the_port(server: Server) -> None:
@@ -156,9 +156,7 @@ def test_two_front_ends_share_the_port(server: Server) -> None:
     server.until(lambda: len(server.processes()) == 6, "all six processes run again")
     for _ in range(20):
         assert new_connection(server) == 200
-    server.client = httpx.Client(
-        base_url=server.url, trust_env=False
-    )  # the old one's connection died with its front end
+    server.client = httpx.Client(base_url=server.url, **LOCAL)  # the old one's connection died with its front end
     assert server.metric("tgi_request_count") == 22
 
 
