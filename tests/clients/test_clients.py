@@ -36,7 +36,7 @@ def outcomes(
         demo.ready()
         # Nothing of the user's: no proxy, no tokens and no settings of the clients. served.py reads the addresses.
         addresses = {"TGI_URL": demo.url, "TGI_GUARDED_URL": other.url, "TGI_KEY": KEY}
-        environ = {"PATH": os.environ["PATH"], "HOME": str(place), "PYTHONDONTWRITEBYTECODE": "1", **addresses}
+        environ = {"PATH": os.environ["PATH"], "HOME": str(place), **addresses}
         yield {group: pool.submit(check, group, pythons[group].result(), environ, demo) for group in GROUPS}
 
 

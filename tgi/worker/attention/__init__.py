@@ -1,14 +1,22 @@
 """Attention backends: each owns the KV memory and is the only code that indexes pages."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from tgi.worker.attention.cpu import CpuAttention
-from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.batch import Attention, KVShape
 
+if TYPE_CHECKING:
+    from tgi.worker.attention.cuda import CudaAttention
 
-def _backend(device: torch.device) -> type[CpuAttention] | type[CudaAttention]:
-    return CudaAttention if device.type == "cuda" else CpuAttention
+
+def _backend(device: torch.device) -> "type[CpuAttention] | type[CudaAttention]":
+    if device.type != "cuda":
+        return CpuAttention
+    from tgi.worker.attention.cuda import CudaAttention  # imports torch's compiler, which takes over a second
+
+    return CudaAttention
 
 
 def build_attention(kv: KVShape, pages: int, device: torch.device) -> Attention:
