@@ -6,13 +6,14 @@ and the scheduler's conscience. It obeys no grammar.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import MOST_PROMPT_TOPS, Limits, Result, Sampling, Slot, Step, decode
+from tgi.kernel.messages import MOST_DRAFTS, MOST_PROMPT_TOPS, Limits, Result, Sampling, Slot, Step, decode
 from tgi.kernel.pack import floats, ints
-from tgi.worker.sayings import PROMPT, Said, ids_of, noise_of, result_of, say, tell
+from tgi.worker.sayings import PROMPT, Said, guess, ids_of, noise_of, result_of, say, tell
 
 
 class Script(NamedTuple):
@@ -101,20 +102,38 @@ class ScriptedWorker:
         _need(len(set(rows)) == len(rows), "a slot has two rows")
         _need(bool(rows), "no rows")
         _need(set(step.draws) <= {0, 1}, "draws are 0 or 1")
-        total = sum(counts)
+        drafts = self._drafts(step, len(rows))
+        total = sum(counts) + sum(map(len, drafts))
         _need(
             total <= max(self.limits.max_batch_prefill_tokens, len(rows)),
             f"{total} tokens are over the limit of {self.limits.max_batch_prefill_tokens} a step",
         )
-        for slot, start, count in zip(rows, starts, counts, strict=True):
-            self._claim(slot, start, count)
-        said: list[Said] = []
+        for slot, start, count, row_drafts in zip(rows, starts, counts, drafts, strict=True):
+            self._claim(slot, start, count, len(row_drafts))
+        said: list[list[Said]] = []
         told: list[Said] = []
-        for slot, start, count, draw in zip(rows, starts, counts, step.draws, strict=True):
+        for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
             told += self._compute(slot, start, count)
             if draw:
-                said.append(self._draw(slot))
+                said.append(self._draw(slot, row_drafts))
         return result_of(step.number, step.epoch, said, told)
+
+    def _drafts(self, step: Step, rows: int) -> list[list[int | None]]:
+        """The drafts of each row; None is one that this worker is to find."""
+        if not step.drafts:
+            _need(not step.draft_ids, "draft_ids without drafts")
+            return [[]] * rows
+        counts, ids = ints(step.drafts), ints(step.draft_ids)
+        _need(len(counts) == rows, "rows and drafts differ")
+        _need(
+            min(counts) >= 0 and max(counts) <= MOST_DRAFTS,
+            f"a row has {min(counts)} or {max(counts)} drafts; 0 to {MOST_DRAFTS} are possible",
+        )
+        _need(all(draw for count, draw in zip(counts, step.draws, strict=True) if count), "drafts without draws")
+        _need(not ids or len(ids) == sum(counts), f"{len(ids)} draft_ids for {sum(counts)} drafts")
+        _need(all(0 <= token < self.script.vocab_size for token in ids), "a draft is not in the vocabulary")
+        each = iter(ids)
+        return [[next(each, None) for _ in range(count)] for count in counts]
 
     def _occupy(self, step: Step) -> None:
         seen = set()
@@ -159,7 +178,7 @@ class ScriptedWorker:
             occupant.table.append(page)
             self._holders[page].add(slot)
 
-    def _claim(self, slot: int, start: int, count: int) -> None:
+    def _claim(self, slot: int, start: int, count: int, drafts: int) -> None:
         """Checks the row against what is known, and takes its new pages from whoever had them."""
         occupant = self._occupant(slot)
         size = self.script.page_size
@@ -168,8 +187,10 @@ class ScriptedWorker:
             raise Violation(f"slot {slot}: {count} tokens to compute")
         if end > len(occupant.ids):
             raise Violation(f"slot {slot}: position {end - 1} of {len(occupant.ids)} known ids")
-        if end > len(occupant.table) * size:
-            raise Violation(f"slot {slot}: {len(occupant.table)} pages do not cover {end} tokens")
+        if end + drafts > len(occupant.table) * size:
+            raise Violation(f"slot {slot}: {len(occupant.table)} pages do not cover {end + drafts} tokens")
+        if drafts and end + drafts >= self.limits.max_total_tokens:
+            raise Violation(f"slot {slot}: {drafts} drafts behind {end} tokens are over the limit of a request")
         if not occupant.computed and start > 0:
             self._find_prefix(slot, occupant, start)
         if start != occupant.computed:
@@ -229,17 +250,29 @@ class ScriptedWorker:
         occupant.computed = start + count
         return told
 
-    def _draw(self, slot: int) -> Said:
-        """The next id, its logprob and the likeliest tokens."""
+    def _draw(self, slot: int, drafts: Sequence[int | None]) -> list[Said]:
+        """The next ids: one, and one more behind each draft that is what was drawn."""
+        said = []
+        for draft in drafts:
+            drawn, likely = self._draw_one(slot)
+            said.append(drawn)
+            if drawn[0] != (likely if draft is None else draft):
+                return said
+            self._compute(slot, len(self._slots[slot].ids) - 1, 1)
+        return [*said, self._draw_one(slot)[0]]
+
+    def _draw_one(self, slot: int) -> tuple[Said, int]:
+        """The next id, its logprob and the likeliest tokens; and what a draft model would have thought."""
         occupant = self._slots[slot]
         known = len(occupant.ids)
         if occupant.computed != known:
             raise Violation(f"slot {slot} draws at {occupant.computed} of {known} known ids")
         if known >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
-        said = say(hash((occupant.chain, occupant.noise)) % (1 << 32), occupant.top_n, self._ids)
+        number = hash((occupant.chain, occupant.noise)) % (1 << 32)
+        said = say(number, occupant.top_n, self._ids)
         occupant.ids.append(said[0])
-        return said
+        return said, guess(number, self._ids)
 
     def _occupant(self, slot: int) -> Occupant:
         occupant = self._slots.get(slot)
