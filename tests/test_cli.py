@@ -54,7 +54,7 @@ FLAGS: list[tuple[str, list[str], Any]] = [
 ]
 MISTAKES = [
     (["--nonsense"], 2, "No such option"),
-    (["--model-idd", "x"], 2, "Did you mean '--model-id'?"),
+    (["--model-idd", "x"], 2, "Did you mean one of: '--draft-model-id', '--model-id'?"),
     (["--model-id"], 2, "requires an argument"),
     (["--model-id", ""], 2, "it is empty"),
     (["--api-key", " "], 2, "it is empty"),
