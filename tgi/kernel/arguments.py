@@ -8,9 +8,9 @@ from typing import Any
 
 from tgi.kernel import rundir
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import MOST_DRAFTS, MOST_TOPS
+from tgi.kernel.messages import MOST_TOPS
 from tgi.kernel.option import flag, value_of
-from tgi.kernel.settings import DEFAULTS, DRAFTS, OPTIONS, Settings
+from tgi.kernel.settings import DEFAULTS, DRAFTS, MOST_SPECULATED, OPTIONS, Settings
 from tgi.kernel.shards import refuse_shards
 
 HIDDEN = "(hidden)"
@@ -90,8 +90,8 @@ def _check(settings: Settings) -> None:
         raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
     if settings.max_top_n_tokens > MOST_TOPS:
         raise _invalid(f"`max_top_n_tokens` must be <= {MOST_TOPS}. Given: {settings.max_top_n_tokens}")
-    if settings.speculate is not None and settings.speculate > MOST_DRAFTS:
-        raise _invalid(f"`speculate` must be <= {MOST_DRAFTS}. Given: {settings.speculate}")
+    if settings.speculate is not None and settings.speculate > MOST_SPECULATED:
+        raise _invalid(f"`speculate` must be <= {MOST_SPECULATED}. Given: {settings.speculate}")
     if settings.draft_model_id is not None and settings.speculate == 0:
         raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
     if settings.draft_model_revision is not None and settings.draft_model_id is None:

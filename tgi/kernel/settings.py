@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tgi.kernel.messages import MOST_DRAFTS
 from tgi.kernel.option import (
     OPTION,
     Option,
@@ -31,8 +30,8 @@ CHUNKED = "prompts are always computed in chunks, beside the decode steps of oth
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
 NO_IMAGES = "images are not served yet"
-# Tokens drafted per step where a draft model is named and no number.
-DRAFTS = 4
+# Tokens drafted per step: where a draft model is named and no number, and at most, since longer drafts gain little.
+DRAFTS, MOST_SPECULATED = 4, 16
 UNMARKED = "watermarks are not built yet"
 
 
@@ -52,7 +51,7 @@ class Settings:
     )
     speculate: int | None = setting(
         None,
-        f"Most tokens drafted per request and step, at most {MOST_DRAFTS}; with a draft model {DRAFTS}, else 0.",
+        f"Most tokens drafted per request and step, at most {MOST_SPECULATED}; with a draft model {DRAFTS}, else 0.",
         integer,
     )
     draft_model_id: str | None = setting(
