@@ -173,6 +173,7 @@ class House:
             self.settle()
         under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.epoch]
         assert len(under_way) <= 2
+        assert not any(isinstance(one, Step) and one.drafts for one in under_way) or len(under_way) == 1
         return count
 
     def settle(self) -> None:
@@ -198,7 +199,7 @@ class House:
         else:
             result = self.engine.run_step(step)
             assert result.error == "", result.error
-        self.results.append(result._replace(forward_us=1000 + 10 * sum(ints(step.counts))))
+        self.results.append(result._replace(forward_us=1000 + 10 * sum(ints(step.counts) + ints(step.drafts))))
         return result
 
     def _nonsense(self, step: Step) -> Result:

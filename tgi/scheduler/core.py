@@ -23,15 +23,13 @@ from tgi.scheduler.request import SUSPECT, Client, Request
 from tgi.scheduler.results import one_each, runs_each
 from tgi.scheduler.speculation import Speculation
 from tgi.scheduler.status import REFUSED, WAITING, Load, Report
+from tgi.scheduler.suspects import Suspects
 from tgi.scheduler.tokens import runs, tokens
 
 log = logging.getLogger(__name__)
 
 # Steps that may be under way at once; one with drafts is alone.
 DEPTH = 2
-# Tokens that clear a request of the last worker's death: one drawn by prefill and one by decode. Whatever in it kills
-# a worker does so in a step of its own, so it would not have come so far.
-CLEARING_TOKENS = 2
 
 
 class Config(NamedTuple):
@@ -69,8 +67,7 @@ class Core:
         self._flight: deque[Flight] = deque()
         self._leftover: set[tuple[int, int]] = set()  # (epoch, number) of steps behind a failed one, to be answered yet
         self._moved = 0.0  # when a step was last answered, or sent into silence
-        self._trial: Request | None = None  # computed alone because workers died under it
-        self._struck: dict[Request, int] = {}  # requests with strikes, and how many ids they had at the last one
+        self._suspects = Suspects()
         self._report = Report()
         self._forecast = Forecast()
 
@@ -136,13 +133,14 @@ class Core:
         planner = self._planner
         if planner is None or not self._report.below.ready or len(self._flight) >= DEPTH or self._leftover:
             return None
-        if self._trial is None and (head := self._queue.head()) is not None and head.suspected:
+        suspects = self._suspects
+        if suspects.trial is None and (head := self._queue.head()) is not None and head.suspected:
             if self._flight:
                 return None  # first let the others land
-            self._trial = head
+            suspects.trial = head
         if self._flight and self._speculation is not None and self._speculation.waits(self._flight[-1], planner.batch):
             return None
-        flight = planner.plan(self._number + 1, self.epoch, self._trial, bool(self._flight), now)
+        flight = planner.plan(self._number + 1, self.epoch, suspects.trial, bool(self._flight), now)
         if flight is None:
             return None
         if not self._flight:
@@ -241,9 +239,7 @@ class Core:
             self._planner.end(request)
         request.become("end")
         self.counters.ended += 1
-        self._struck.pop(request, None)
-        if self._trial is request:
-            self._trial = None
+        self._suspects.forget(request)
         del request.client.requests[request.rid]
         self._outbox.put(request.client.peer, partial(_end_of, request, reason, message, now))
 
@@ -288,11 +284,7 @@ class Core:
                 self._outbox.put(client.peer, partial(columns, *client.take_rows()))
         for request, reason in ended:
             self._end(request, reason, now)
-        for request in [one for one, known in self._struck.items() if len(one.ids) - known >= CLEARING_TOKENS]:
-            request.strikes = 0
-            del self._struck[request]
-            if self._trial is request:
-                self._trial = None
+        self._suspects.clear()
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
@@ -334,13 +326,8 @@ class Core:
         under_way = {
             request: None for flight in blamed for request in flight.requests if flight.step.number >= request.since
         }
-        for request in under_way:
-            request.strikes += strikes
-            request.guesser = None  # what it is tried with from now on is what it goes on with
-            self._struck[request] = len(request.ids)
-        if self._trial in under_way:
-            self._end(self._trial, Reason.FAILED, now, message)
-        self._trial = None
+        if (guilty := self._suspects.blame(under_way, strikes)) is not None:
+            self._end(guilty, Reason.FAILED, now, message)
         self._flight.clear()
         self.epoch += 1
         self._number = 0
