@@ -39,7 +39,7 @@ class Flight(NamedTuple):
         number, rows = self.step.number, len(self.drawing)
         if result.number != number:
             return f"the result of step {result.number} came where that of step {number} was due"
-        if not self._fits(result.counts):
+        if result.counts != b"\1" * rows and not self._fits(result.counts):
             return f"the result of step {number} does not have a token for each of {rows} rows and at most its drafts"
         drawn = sum(result.counts)
         if len(result.ids) != 4 * drawn or len(result.logprobs) != 4 * drawn:
@@ -54,11 +54,8 @@ class Flight(NamedTuple):
 
     def _fits(self, counts: bytes) -> bool:
         """Whether each drawing row can have got so many tokens."""
-        rows, drafting = len(self.drawing), len(self.drafts)
-        if not drafting:
-            return counts == b"\1" * rows
-        ends = [1 <= count <= drafts + 1 for count, drafts in zip(counts, self.drafts, strict=False)]
-        return all(ends) and len(counts) == rows and counts[drafting:] == b"\1" * (rows - drafting)
+        most = [1 + drafts for drafts in self.drafts] + [1] * (len(self.drawing) - len(self.drafts))
+        return len(counts) == len(most) and all(1 <= count <= one for count, one in zip(counts, most, strict=True))
 
 
 class Outline:
@@ -73,7 +70,7 @@ class Outline:
         self.counts = array(INT32)
         self.draws = bytearray()
         self.drafts: list[int] = []  # as in Flight
-        self.draft_ids = array(INT32)
+        self.guesses: list[bytes] = []  # of each row in `drafts`: the ids, int32
         self.drawing: list[Request] = []
         self.prefilling: list[Request] = []
         self.telling: list[Telling] = []
@@ -91,8 +88,11 @@ class Outline:
             self.starts.tobytes(),
             self.counts.tobytes(),
             bytes(self.draws),
-            *self._drafted(),
         )
+        if self.drafts:
+            others = len(self.rows) - len(self.drafts)
+            column = array(INT32, self.drafts).tobytes() + bytes(4 * others)
+            step = step._replace(drafts=column, draft_ids=b"".join(self.guesses))
         tokens = sum(self.counts[decode_rows:])
         return Flight(
             step,
@@ -106,10 +106,3 @@ class Outline:
             now,
             self.drafts,
         )
-
-    def _drafted(self) -> tuple[bytes, ...]:
-        """The columns `drafts` and `draft_ids` of the step, as far as it has some."""
-        if not self.drafts:
-            return ()
-        others = len(self.rows) - len(self.drafts)
-        return array(INT32, self.drafts).tobytes() + bytes(4 * others), self.draft_ids.tobytes()

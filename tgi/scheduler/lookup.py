@@ -12,6 +12,8 @@ PLACES = 8
 NEWEST = 0.1
 # How often a guess is right before anything is known: after runs of 2 or 3, 4 to 7, and 8 equal ids or more.
 CHANCES = (0.3, 0.5, 0.8)
+# Of the smallest table.
+LEAST_BITS = 12
 # The odd number of multiplicative hashing, 2^32 over the golden ratio.
 GOLDEN = 2654435761
 
@@ -29,7 +31,7 @@ class Lookup:
     def __init__(self, ids: "array[int]", limit: int) -> None:
         """`ids` grows elsewhere, to at most `limit`."""
         self._ids = ids
-        self._mask = (1 << limit.bit_length()) - 1
+        self._mask = (1 << max(limit.bit_length(), LEAST_BITS)) - 1
         self._heads: array[int] = array(INT32)  # by the hash of a pair: the latest place where one ended; 0 is none
         self._before = array(INT32, [0])  # for each id that was read: the place before it of the same hash
         self._source = 0  # where the id stands that is guessed to come next; 0: there is no guess

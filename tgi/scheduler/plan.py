@@ -114,7 +114,7 @@ class Planner:
             count = min(share, request.room - request.planned)
             outline.drafts.append(count)
             if isinstance(request.guesser, Lookup):
-                outline.draft_ids += request.guesser.guess(count)
+                outline.guesses.append(request.guesser.guess(count).tobytes())
         if not any(outline.drafts):
             del outline.drafts[:]
 
