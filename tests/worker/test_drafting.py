@@ -1,15 +1,23 @@
 """The draft model: accepted where it thinks like the served one, and never of any effect on what is drawn."""
 
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.models import model as make
 from tests.worker.driving import drive, make_engine
 from tests.worker.test_scripted import slot, step
 from tests.worker.test_speculation import COUNT, VOCAB, engine_of, load, requests
+from tgi.kernel.errors import UserError
 from tgi.kernel.pack import ints
+from tgi.kernel.settings import Settings
 from tgi.worker.drafting import LAG
+from tgi.worker.engine import TorchEngine
+from tgi.worker.start import Models, _need, start_engine
 
 
 def asking(count: int, among: float = 1.0) -> tuple[list[int], Callable[[int, int], int]]:
@@ -41,7 +49,7 @@ def test_a_model_that_thinks_the_same_is_always_right(dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_another_model_changes_nothing(kind: str) -> None:
-    """One that is sometimes right and one that never is, for rows with and without grammars, in slots that others had."""
+    """One that is sometimes right and one that never is, for rows with and without grammars, in used slots."""
     model = load()
     prompts, samplings = requests(8)
     truth = drive(engine_of(model), prompts, COUNT, samplings)
@@ -104,9 +112,60 @@ def test_a_step_that_fails_leaves_it_where_it_can_go_on(monkeypatch: pytest.Monk
         raise RuntimeError("it fails")
 
     for failing in (model, draft, model):
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="it fails"):
+        with monkeypatch.context() as patch:
             patch.setattr(failing, "forward", fail)
-            engine.launch(step(2, [(0, 32, 1, 1)], drafts=[3]))
+            with pytest.raises(RuntimeError, match="it fails"):
+                engine.launch(step(2, [(0, 32, 1, 1)], drafts=[3]))
     result = engine.collect(engine.launch(step(5, [(0, 32, 1, 1)], drafts=[3])))
     assert result.counts == b"\x04"
     assert ints(result.ids) == truth.ids[1:5]
+
+
+def start(draft: Path, run: Path, served: Path | None = None, **settings: Any) -> tuple[TorchEngine, list[str]]:
+    """An engine started with a draft model, and the stages that were told."""
+    told: list[str] = []
+    values = {"max_batch_size": 4, "max_total_tokens": 64, "speculate": 3, "device": "cpu"} | settings
+    wanted = Settings(model_dir=served or make("llama"), draft_model_dir=draft, run_dir=run, **values)
+    return start_engine(wanted, lambda stage, percent: told.append(stage)), told
+
+
+def test_it_is_loaded_at_start(tmp_path: Path) -> None:
+    engine, told = start(make("llama"), tmp_path)
+    assert {"loading weights", "draft model: loading weights"} <= set(told)
+    pages, prompt = [(0, 0), (0, 1)], [9, 8, 7]
+    first = ints(engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [slot(0, prompt)], pages))).ids)
+    result = engine.collect(engine.launch(step(2, [(0, 3, 1, 1)], drafts=[3])))
+    assert result.counts == b"\x04"
+    assert drive(make_engine(load("llama")), [prompt], 5)[0].ids == first + ints(result.ids)
+
+
+def test_a_page_takes_the_bytes_of_both_caches() -> None:
+    large, small = load("qwen3"), load("llama", hidden=64, layers=2)
+    both, alone, other = (_need(Models(*models)) for models in ((large, small), (large, None), (small, None)))
+    assert both == alone._replace(page_bytes=alone.page_bytes + other.page_bytes)
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        ({"vocab": VOCAB + 70}, "their tokenizers differ"),
+        ({"context": 48}, "the draft model's sequences have at most 48 tokens"),
+    ],
+)
+def test_what_cannot_draft_is_refused(draft: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        start(make("llama", **draft), tmp_path)
+
+
+def test_a_draft_model_without_weights_is_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(make("llama"), broken)
+    for file in broken.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(UserError, match="broken"):
+        start(broken, tmp_path)
+
+
+def test_its_sequences_limit_those_of_requests(tmp_path: Path) -> None:
+    engine, _ = start(make("llama", context=48), tmp_path, max_total_tokens=None)
+    assert engine.limits.max_total_tokens == 48

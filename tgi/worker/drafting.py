@@ -6,6 +6,7 @@ too. Nothing but the number of accepted drafts depends on it, so it may lag, and
 has not seen the last draft of a row that ends when all were accepted, and another request may go on from its pages).
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tgi.hub.card import read_card
+from tgi.hub.tokens import read_tokenizer
+from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Step
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.layout import Layout
@@ -32,6 +36,21 @@ class Draft(NamedTuple):
 
     model: Model
     attention: Attention
+
+
+def need_same_tokens(served: Path, draft: Path) -> None:
+    """Raises UserError unless the models in these directories mean the same by the same ids, special ones aside."""
+    cards = [read_card(directory) for directory in (served, draft)]
+    files = [card.tokenizer_json for card in cards]
+    if all(files) and len({file.read_bytes() for file in files if file is not None}) == 1:
+        return
+    one, other = (read_tokenizer(card).get_vocab(with_added_tokens=False) for card in cards)
+    if one != other:
+        same = len(one.items() & other.items())
+        raise UserError(
+            f"The model in {draft} cannot draft for the one in {served}: their tokenizers differ ({same} of "
+            f"{len(one)} and {len(other)} tokens are the same). Choose a --draft-model-id of the same family."
+        )
 
 
 class Drafter:
