@@ -99,6 +99,26 @@ def test_it_comes_along_where_nothing_is_drafted() -> None:
     assert ints(result.ids) == truth.ids[LAG - 1 : LAG + 4]
 
 
+def test_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts at once, since others may share their pages; tokens decoded without drafts LAG at a time; no cached
+    prefix again; and for drafts what waits, then one token after the other."""
+    model, draft = load(), load()
+    engine = make_engine(model, draft=draft)
+    seen: list[list[int]] = []
+    forward = draft.forward
+    monkeypatch.setattr(
+        draft, "forward", lambda batch, cache: (seen.append(batch.query_lengths), forward(batch, cache))[1]
+    )
+    drive(engine, [list(range(20, 52)), [7]], LAG + 1, chunk=20)
+    assert seen == [[20], [12], [LAG], [LAG]]  # the other's prompt is one token, and waits with those behind it
+    del seen[:]
+    new, pages = slot(5, list(range(20, 57))), [(5, engine._slots.page_table[0, at]) for at in range(2)]
+    engine.launch(step(99, [(5, 32, 5, 1)], [new], [*pages, (5, 255)]))
+    engine.collect(engine.launch(step(100, [(5, 37, 1, 1)])))
+    engine.collect(engine.launch(step(101, [(5, 38, 1, 1)], drafts=[3])))
+    assert seen == [[5], [2], [1], [1]]
+
+
 def test_a_step_that_fails_leaves_it_where_it_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, draft = load(), load()
     engine = make_engine(model, draft=draft)
