@@ -100,7 +100,7 @@ def test_it_comes_along_where_nothing_is_drafted() -> None:
 
 
 def test_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts at once, since others may share their pages; tokens decoded without drafts LAG at a time; no cached
+    """Prompts at once, since others may share their pages; tokens decoded without drafts up to LAG at a time; no cached
     prefix again; and for drafts what waits, then one token after the other."""
     model, draft = load(), load()
     engine = make_engine(model, draft=draft)
@@ -110,7 +110,7 @@ def test_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         draft, "forward", lambda batch, cache: (seen.append(batch.query_lengths), forward(batch, cache))[1]
     )
     drive(engine, [list(range(20, 52)), [7]], LAG + 1, chunk=20)
-    assert seen == [[20], [12], [LAG], [LAG]]  # the other's prompt is one token, and waits with those behind it
+    assert seen == [[20], [12], [LAG - 1], [LAG]]  # a prompt of one token waits with those behind it
     del seen[:]
     new, pages = slot(5, list(range(20, 57))), [(5, engine._slots.page_table[0, at]) for at in range(2)]
     engine.launch(step(99, [(5, 32, 5, 1)], [new], [*pages, (5, 255)]))

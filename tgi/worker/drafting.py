@@ -25,7 +25,8 @@ from tgi.worker.noise import Noise
 from tgi.worker.sampling import choose
 from tgi.worker.slots import Rows, Slots
 
-# A row that decodes without drafts is computed here once so many of its tokens wait: together they cost little.
+# A row that decodes without drafts is computed here once in so many tokens, as together they cost less; each slot's row
+# in another step.
 LAG = 32
 
 Ints = NDArray[np.int64]
@@ -73,7 +74,7 @@ class Drafter:
         ends = rows.ends - asked
         starts = np.minimum(self._computed[rows.slots], rows.starts)
         wanted = asked if rows.drafts is not None and rows.drafts.ids is None else np.zeros_like(asked)
-        chosen = np.flatnonzero((wanted > 0) | (ends - rows.starts > 1) | (ends - starts >= LAG))
+        chosen = np.flatnonzero((wanted > 0) | (ends - rows.starts > 1) | ((ends + rows.slots) % LAG == 0))
         self._computed[rows.slots] = starts
         slots, starts, ends, wanted = rows.slots[chosen], starts[chosen], ends[chosen], wanted[chosen]
         while len(slots):

@@ -21,7 +21,7 @@ from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import BadStep, Rows, Slots
 from tgi.worker.tops import Tops, columns
-from tgi.worker.verify import Drafted, count_kept, keep
+from tgi.worker.verify import Drafted, begins, count_kept, followed, keep
 
 
 class Pending(NamedTuple):
@@ -159,9 +159,9 @@ class TorchEngine:
             self._drafter.follow(step, rows)
         if rows.drafts is None:
             return None
-        begins = np.cumsum(rows.drafts.lengths) - rows.drafts.lengths
-        drafted = Drafted(rows.slots[rows.drawing[begins]], rows.drafts.lengths, torch.empty(0))
-        slots, position = rows.slots[rows.drawing][drafted.followed], rows.position[drafted.followed]
+        lengths = rows.drafts.lengths
+        compared = followed(lengths)
+        slots, position = rows.slots[rows.drawing[compared]], rows.position[compared]
         there = None
         if rows.drafts.ids is not None:
             drafts = torch.from_numpy(rows.drafts.ids)
@@ -174,7 +174,7 @@ class TorchEngine:
                 there = torch.cuda.Event()
                 drafts = _to_host(drafts)
                 there.record()
-        drafted = drafted._replace(drafts=drafts)
+        drafted = Drafted(rows.slots[rows.drawing[begins(lengths)]], lengths, drafts)
         self._grammars.look_ahead(drafted, there)
         return drafted
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tgi.hub.grammar import matcher
 from tgi.worker.masks import BITS, Masks, allows
-from tgi.worker.verify import Drafted, count_kept
+from tgi.worker.verify import Drafted, begins, count_kept
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ class Grammars:
             faults[at] = row.fault
         if drafted is None:
             return Masks(np.array(chosen), np.stack([row.words for row in rows]), faults)
-        reach, begins = drafted.lengths.copy(), drafted.begins
+        reach, firsts = drafted.lengths.copy(), begins(drafted.lengths)
         reach[chosen] = [1 + len(row.ahead) for row in rows]
-        places = np.concatenate([begins[at] + np.arange(reach[at]) for at in chosen])
+        places = np.concatenate([firsts[at] + np.arange(reach[at]) for at in chosen])
         return Masks(places, np.stack([words for row in rows for words in (row.words, *row.ahead)]), faults, reach)
 
     def drawn(
@@ -144,8 +144,11 @@ class Grammars:
             there.synchronize()
         scouts = []
         for future, tokens in zip(futures, drafted.of_rows(), strict=True):
-            row = future and future.result()
-            if row and tokens and row.matcher is not None and not row.fault:
+            if future is None:
+                continue
+            row = future.result()
+            row.ahead = []  # a step that failed may have left some
+            if row.matcher is not None and not row.fault:
                 scouts.append((row, _Row(row.matcher.deep_copy(), row.words), tokens))
         for at in range(max((len(tokens) for _, _, tokens in scouts), default=0)):
             scouts = [one for one in scouts if at < len(one[2]) and allows(one[1].words, one[2][at])]
@@ -166,13 +169,13 @@ class Grammars:
     ) -> None:
         if there is not None:
             there.synchronize()
-        drawn, begins, counts = ids.tolist(), np.arange(len(ids)), np.ones(len(ids), np.int64)
+        drawn, firsts, counts = ids.tolist(), np.arange(len(ids)), np.ones(len(ids), np.int64)
         if drafted is not None:
-            begins, counts = drafted.begins, count_kept(drafted, ids, reach)
+            firsts, counts = begins(drafted.lengths), count_kept(drafted, ids, reach)
         for at, row in rows:
             row.ahead = []
             if row.matcher is not None and not row.fault:
-                for token in drawn[begins[at] : begins[at] + counts[at]]:
+                for token in drawn[firsts[at] : firsts[at] + counts[at]]:
                     row.matcher.consume_token(token)
         self._fill([row for _, row in rows if not row.fault])
 

@@ -10,6 +10,7 @@ from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import MOST_DRAFTS, MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
 from tgi.worker.grammar import Grammars
 from tgi.worker.params import Params
+from tgi.worker.verify import begins
 
 EMPTY = -2  # nobody is in the slot
 NEW = -1  # nothing is computed yet: the first row may start behind a cached prefix
@@ -130,7 +131,7 @@ class Slots:
         drawing = np.flatnonzero(draws)
         if drafts is None:
             return Rows(slots, starts, ends, drawing, ends[drawing])
-        places = np.arange(drafts.lengths.sum()) - np.repeat(np.cumsum(drafts.lengths) - drafts.lengths, drafts.lengths)
+        places = np.arange(drafts.lengths.sum()) - np.repeat(begins(drafts.lengths), drafts.lengths)
         drawing = np.repeat(drawing, drafts.lengths)
         return Rows(slots, starts, reach, drawing, ends[drawing] + places, drafts)
 

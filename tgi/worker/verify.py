@@ -25,23 +25,23 @@ class Drafted(NamedTuple):
     lengths: Ints  # [D] places of each row: one, and one behind each draft
     drafts: Tensor  # int64 [E - D], row after row
 
-    @property
-    def begins(self) -> Ints:
-        """[D] the first place of each row."""
-        begins: Ints = np.cumsum(self.lengths) - self.lengths
-        return begins
-
-    @property
-    def followed(self) -> NDArray[np.bool_]:
-        """[E] which places have a draft behind them: all but the last of each row."""
-        followed = np.ones(self.lengths.sum(), np.bool_)
-        followed[self.begins + self.lengths - 1] = False
-        return followed
-
     def of_rows(self) -> list[list[int]]:
         """The drafts of each row. They are on the host."""
-        ids, begins = self.drafts.tolist(), self.begins - np.arange(len(self.lengths))
-        return [ids[begin : begin + length - 1] for begin, length in zip(begins, self.lengths, strict=True)]
+        ids, firsts = self.drafts.tolist(), begins(self.lengths) - np.arange(len(self.lengths))
+        return [ids[first : first + length - 1] for first, length in zip(firsts, self.lengths, strict=True)]
+
+
+def begins(lengths: Ints) -> Ints:
+    """[D] the first place of each row."""
+    firsts: Ints = np.cumsum(lengths) - lengths
+    return firsts
+
+
+def followed(lengths: Ints) -> NDArray[np.bool_]:
+    """[E] which places have a draft behind them: all but the last of each row."""
+    behind = np.ones(lengths.sum(), np.bool_)
+    behind[np.cumsum(lengths) - 1] = False
+    return behind
 
 
 def count_kept(drafted: Drafted, ids: Tensor, reach: Ints | None) -> Ints:
@@ -49,19 +49,17 @@ def count_kept(drafted: Drafted, ids: Tensor, reach: Ints | None) -> Ints:
 
     `reach` [D], if not None, is how many of its places a row could draw in.
     """
-    begins = drafted.begins
-    drawn, followed = ids.numpy(), drafted.followed
-    differs = ~followed
-    differs[followed] = drawn[followed] != drafted.drafts.numpy()
+    firsts, compared = begins(drafted.lengths), followed(drafted.lengths)
+    differs = ~compared
+    differs[compared] = ids.numpy()[compared] != drafted.drafts.numpy()
     stops = np.flatnonzero(differs)
-    kept: Ints = stops[np.searchsorted(stops, begins)] - begins + 1
+    kept: Ints = stops[np.searchsorted(stops, firsts)] - firsts + 1
     return kept if reach is None else np.minimum(kept, reach)
 
 
 def keep(drafted: Drafted, drawn: Drawn, kept: Ints) -> Drawn:
     """The first kept [D] tokens of each row of what was drawn in all places."""
-    counts = np.arange(kept.sum()) - np.repeat(np.cumsum(kept) - kept, kept)
-    at = np.repeat(drafted.begins, kept) + counts
+    at = np.arange(kept.sum()) + np.repeat(begins(drafted.lengths) - begins(kept), kept)
     tops = drawn.tops
     if tops is not None:
         _, rows, mine = np.intersect1d(at, tops.rows, return_indices=True)
