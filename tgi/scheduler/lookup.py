@@ -48,11 +48,14 @@ class Lookup:
         """How likely the next id is the guess; 0 if there is none."""
         return self._chances[min(self._run, 8).bit_length() - 2] if self._source else 0.0
 
+    def _begin(self) -> "array[int]":
+        """The table takes memory from the first id on that is read: many requests may wait."""
+        self._heads = array(INT32, bytes(4 * (self._mask + 1)))
+        return self._heads
+
     def read(self, most: int) -> int:
         """Takes so many ids into the chains, without guessing. Returns how many that were."""
-        if not self._heads:
-            self._heads = array(INT32, [0]) * (self._mask + 1)
-        ids, heads, before, mask = self._ids, self._heads, self._before, self._mask
+        ids, heads, before, mask = self._ids, self._heads or self._begin(), self._before, self._mask
         begin = len(before)
         end = min(len(ids), begin + most)
         place = begin
@@ -65,37 +68,44 @@ class Lookup:
 
     def catch_up(self) -> None:
         """Takes the new ids, each against what was guessed."""
-        ids = self._ids
-        for place in range(len(self._before), len(ids)):
-            self.read(1)
+        ids, heads, before, mask = self._ids, self._heads or self._begin(), self._before, self._mask
+        chances = self._chances
+        for place in range(len(before), len(ids)):
+            token = ids[place]
+            key = (ids[place - 1] * GOLDEN + token) & mask
+            other = heads[key]
+            before.append(other)
+            heads[key] = place
             if self._source:
-                right = ids[self._source] == ids[place]
+                right = ids[self._source] == token
                 kind = min(self._run, 8).bit_length() - 2
-                self._chances[kind] += NEWEST * (right - self._chances[kind])
+                chances[kind] += NEWEST * (right - chances[kind])
                 if right:
                     self._source += 1
                     self._run += 1
                     continue
-            self._find(place)
+                self._source = self._run = 0
+            if other:
+                self._find(place, other)
 
     def guess(self, most: int) -> "array[int]":
         """The ids that may come next; what reaches beyond the end goes on as the stretch that it repeats."""
         found = self._ids[self._source : self._source + most]
         return (found * (most // len(found) + 1))[:most] if len(found) < most else found
 
-    def _find(self, place: int) -> None:
-        """Looks for the longest run of equal ids that ends like the one at `place`; the latest of these."""
+    def _find(self, place: int, other: int) -> None:
+        """Looks for the longest run of equal ids that ends like the one at `place`, the latest of these; `other` is
+        the first place to look at."""
         ids, before = self._ids, self._before
-        self._source = self._run = 0
-        other = before[place]
         for _ in range(PLACES):
+            if ids[other - 1] == ids[place - 1] and ids[other] == ids[place]:
+                run, most = 2, min(LONGEST, other + 1)
+                while run < most and ids[other - run] == ids[place - run]:
+                    run += 1
+                if run > self._run:
+                    self._source, self._run = other + 1, run
+                    if run == LONGEST:
+                        return
+            other = before[other]
             if not other:
                 return
-            run, most = 0, min(LONGEST, other + 1)
-            while run < most and ids[other - run] == ids[place - run]:
-                run += 1
-            if run > max(self._run, 1):
-                self._source, self._run = other + 1, run
-                if run == LONGEST:
-                    return
-            other = before[other]

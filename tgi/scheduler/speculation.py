@@ -100,11 +100,15 @@ class Speculation:
     def _chance(self, request: Request) -> float:
         """How likely its next guess is right; 0 if there is none."""
         guesser = request.guesser
+        if guesser is None:
+            return 0.0
         if isinstance(guesser, Lookup):
-            if guesser.unread > self._most + 2:
+            new = guesser.unread
+            if new > self._most + 2:
                 return 0.0  # its prompt is not read yet
-            guesser.catch_up()
-        return guesser.chance if guesser is not None else 0.0
+            if new:
+                guesser.catch_up()
+        return guesser.chance
 
     def _room(self, request: Request) -> int:
         """Drafts that it may have: behind the last one another token is drawn."""
