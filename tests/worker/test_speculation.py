@@ -171,6 +171,22 @@ def test_masks_behind_drafts_reach_as_far_as_the_grammar_goes() -> None:
     assert allows(after.words[0], 2)
 
 
+def test_a_failed_step_leaves_grammars_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load()
+    engine = engine_of(model)
+    asked = Sampling(3, do_sample=True, grammar=str(LLMatcher.grammar_from_regex("[a-z ]{30}")))
+    (truth,) = drive(engine, [[9, 8, 7]], 8, [asked])
+    engine.reset()
+    pages = [(0, 0)]
+    engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [slot(0, [9, 8, 7], encode(asked))], pages)))
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.launch(step(2, [(0, 3, 1, 1)], drafts=[4], draft_ids=truth.ids[1:5]))
+    result = engine.collect(engine.launch(step(3, [(0, 3, 1, 1)], drafts=[2], draft_ids=truth.ids[1:3])))
+    assert (result.counts, ints(result.ids)) == (b"\x03", truth.ids[1:4])
+
+
 def test_what_is_kept() -> None:
     """Rows of 1, 3, 2 and 4 places; the second accepts one draft, the third all, the last cannot draw behind two."""
     drafted = Drafted(np.arange(4), np.array([1, 3, 2, 4]), torch.tensor([5, 6, 7, 1, 2, 3]))
