@@ -114,9 +114,9 @@ def compare(servers: list[Server], task: str, at_once: int, arguments: argparse.
     drafted = servers[1].count("tgi_drafted_tokens") - drafted
     accepted = servers[1].count("tgi_accepted_tokens") - accepted
     gain = statistics.median(fast / slow for slow, fast in zip(*rates, strict=True))
-    share = f"{accepted / drafted:.0%}" if drafted else "none drafted"
+    share = f"{accepted:.0f} of {drafted:.0f}"
     without, with_drafts = map(statistics.median, rates)
-    return f"{task:<8} {at_once:>8} {without:>10.1f} {with_drafts:>10.1f} {gain:>6.2f} {share:>13}"
+    return f"{task:<8} {at_once:>8} {without:>10.1f} {with_drafts:>10.1f} {gain:>6.2f} {share:>14}"
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def main() -> None:
     with ExitStack() as stack:
         drafts = ["--speculate", str(arguments.speculate)]
         servers = [stack.enter_context(running([*arguments.server, *more])) for more in ([], drafts)]
-        print(f"{'task':<8} {'requests':>8} {'without/s':>10} {'with/s':>10} {'gain':>6} {'accepted':>13}")
+        print(f"{'task':<8} {'requests':>8} {'without/s':>10} {'with/s':>10} {'gain':>6} {'accepted':>14}")
         for at_once in map(int, arguments.concurrency.split(",")):
             for task in arguments.tasks.split(","):
                 print(compare(servers, task, at_once, arguments), flush=True)

@@ -1,5 +1,6 @@
 """Settings: the names of TGI's launcher, what wins over what, and mistakes told in words."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,14 @@ def test_settings_survive_the_way_into_a_child() -> None:
     given = {"api_key": ("k",), "max_input_length": 5, "port": 1234, "cuda_graphs": (1, 2), "log_colorize": False}
     settings = load(given, {})
     assert Settings.from_json(settings.to_json()) == settings
+    drafting = replace(settings, draft_model_dir=Path("/models/small"))
+    assert Settings.from_json(drafting.to_json()) == drafting
+
+
+def test_a_draft_model_drafts_without_a_number() -> None:
+    assert load({}, {}).speculate is None
+    assert load({"draft_model_id": "small"}, {}).speculate == 4
+    assert load({"draft_model_id": "small", "speculate": 2}, {}).speculate == 2
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -133,6 +133,21 @@ def test_a_step_computes_no_more_than_it_may() -> None:
     assert max(sums) == 10
 
 
+def test_drafts_leave_room_for_prompts_that_wait() -> None:
+    script = SCRIPT._replace(max_batch_prefill_tokens=10)
+    house = a_house(Config(drafts=16), script)
+    first = [house.add([0] * 5, 200), house.add([0] * 5, 200)]
+    while not house.core.counters.accepted_tokens:
+        house.step()
+    late = house.add([0] * 40, 4)
+    for _ in range(20):
+        house.step()
+    assert late.end is not None
+    house.run()
+    for asked in (*first, late):
+        ok(asked, script)
+
+
 def test_a_page_of_accepted_drafts_is_found_by_others_and_one_of_wrong_ones_is_not() -> None:
     """The worker itself looks whether a page that is shared holds what it should."""
     script = SCRIPT._replace(vocab_size=EITHER)

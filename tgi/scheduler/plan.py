@@ -103,9 +103,11 @@ class Planner:
                 del decoding[request]  # all its tokens are planned
 
     def _speculate(self, outline: Outline, speculation: Speculation) -> None:
-        """Adds drafts to the decode rows, as far as pages are there that nobody else wants."""
+        """Adds drafts to the decode rows, as far as pages are there that nobody else wants. Prompts that wait are left
+        half of what the step may compute."""
         rows = outline.drawing
-        shares = speculation.share(rows, self.limits.max_batch_prefill_tokens - len(rows))
+        most = self.limits.max_batch_prefill_tokens - len(rows)
+        shares = speculation.share(rows, most // 2 if self.batch.prefilling or self.queue else most)
         for request, share in zip(rows, shares, strict=False):
             missing = -(-(request.planned + share - request.room) // self._page_size)
             if missing > 0 and not self._lacks(missing + self._spare):
