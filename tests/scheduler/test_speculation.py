@@ -88,15 +88,19 @@ def test_drafts_that_cost_as_much_as_they_bring_are_left_out() -> None:
 
 
 def test_a_wait_that_costs_more_than_the_drafts_bring_is_not_made() -> None:
-    house = a_house(script=SCRIPT._replace(vocab_size=EITHER))
+    """Though every draft is right."""
+    house = a_house()
     asked = house.add([0] * 5, 200)
+    depths: list[int] = []
     while asked.end is None:
         house.plan()
+        depths.append(len(house.steps))
         house.compute()
         house.tick(0.02)  # the result is long on its way
         house.deliver()
     ok(asked, house.script)
     assert sum(map(any, drafts_of(house)[-60:])) == 0
+    assert depths[-60:-2] == [2] * 58
 
 
 def test_a_model_that_stops_gaining_is_asked_again_later() -> None:
@@ -119,6 +123,16 @@ def test_nobody_is_preempted_for_drafts_and_the_limits_are_kept() -> None:
     for asked in everybody:
         ok(asked, script)
     assert house.core.counters.preemptions == 0
+    assert house.core.counters.accepted_tokens > 0
+
+
+def test_where_pages_are_short_less_is_drafted() -> None:
+    script = SCRIPT._replace(pages=6, max_total_tokens=24, max_batch_prefill_tokens=24)
+    house = a_house(Config(drafts=16), script)
+    everybody = [house.add([0] * 5, 15), house.add([0] * 3, 12)]
+    house.run()
+    for asked in everybody:
+        ok(asked, script)
     assert house.core.counters.accepted_tokens > 0
 
 
