@@ -54,7 +54,7 @@ class Lookup:
         return self._heads
 
     def read(self, most: int) -> int:
-        """Takes so many ids into the chains, without guessing. Returns how many that were."""
+        """Takes so many ids into the chains, without guessing what comes next. Returns how many that were."""
         ids, heads, before, mask = self._ids, self._heads or self._begin(), self._before, self._mask
         begin = len(before)
         end = min(len(ids), begin + most)
@@ -64,6 +64,7 @@ class Lookup:
             before.append(heads[key])
             heads[key] = place
             place += 1
+        self._source = self._run = 0
         return end - begin
 
     def catch_up(self) -> None:

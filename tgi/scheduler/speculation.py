@@ -6,8 +6,6 @@ tokens: what others would have got in that time. So a batch that computing limit
 its weights to be read drafts much, and between the two those rows draft whose guesses have been right.
 """
 
-from collections import deque
-
 from tgi.kernel.messages import Result
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.flight import Flight
@@ -30,7 +28,7 @@ class Speculation:
     def __init__(self, most: int, by_model: bool) -> None:
         self._most = most
         self.by_model = by_model
-        self._unread: deque[Request] = deque()
+        self._unread: dict[Request, None] = {}  # with a slot, and more new ids than are read on the way
         self._times = Line()  # microseconds of a step by the positions that it computes
         self._wait = 0.0  # microseconds that the worker has nothing to do, between two steps that are not overlapped
 
@@ -41,18 +39,18 @@ class Speculation:
     def enter(self, request: Request) -> None:
         """A request has got a slot."""
         if isinstance(request.guesser, Lookup):
-            self._unread.append(request)
+            self._unread[request] = None
 
     def read(self) -> None:
         """Reads on in the prompts of those that have a slot. To be called while the worker is busy."""
         budget = READ
         while budget > 0 and self._unread:
-            request = self._unread[0]
-            lookup = request.guesser
-            if request.slot != NO_SLOT and isinstance(lookup, Lookup) and lookup.unread:
-                budget -= lookup.read(budget)
-            if request.slot == NO_SLOT or not isinstance(lookup, Lookup) or not lookup.unread:
-                self._unread.popleft()
+            request = next(iter(self._unread))
+            if request.slot != NO_SLOT and isinstance(request.guesser, Lookup):
+                budget -= request.guesser.read(budget)
+                if request.guesser.unread:
+                    return
+            del self._unread[request]
 
     def learn(self, flight: Flight, result: Result, now: float) -> None:
         """A step was answered."""
@@ -105,7 +103,8 @@ class Speculation:
         if isinstance(guesser, Lookup):
             new = guesser.unread
             if new > self._most + 2:
-                return 0.0  # its prompt is not read yet
+                self._unread[request] = None  # a prompt, or what came while nothing was drafted
+                return 0.0
             if new:
                 guesser.catch_up()
         return guesser.chance
