@@ -54,7 +54,7 @@ FLAGS: list[tuple[str, list[str], Any]] = [
 ]
 MISTAKES = [
     (["--nonsense"], 2, "No such option"),
-    (["--model-idd", "x"], 2, "Did you mean '--model-id'?"),
+    (["--model-idd", "x"], 2, "Did you mean one of: '--draft-model-id', '--model-id'?"),
     (["--model-id"], 2, "requires an argument"),
     (["--model-id", ""], 2, "it is empty"),
     (["--api-key", " "], 2, "it is empty"),
@@ -146,7 +146,7 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
-    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag"}
+    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag", "draft_model_dir"}
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tgi.kernel import arguments, log, metrics, rundir, tracing
@@ -100,14 +101,13 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
     if not {"tokenizer", "worker"} & set(roles):
         return named
-    directory = model_directory(
-        settings.model_id,
-        settings.revision,
+    fetched = partial(
+        model_directory,
         hub_cache=_path(settings.huggingface_hub_cache),
-        weights=settings.weights_cache_override is None,
         code=settings.trust_remote_code,
         progress=progress.stage,
     )
+    directory = fetched(settings.model_id, settings.revision, weights=settings.weights_cache_override is None)
     known = replace(named, model_sha=commit(directory), model_pipeline_tag=pipeline_tag(directory))
     changes = Changes(
         rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
@@ -116,7 +116,12 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     )
     directory = changed(directory, changes, settings.run_dir / "models")
     read_card(directory)  # refuses here, once and in the foreground, what no role could serve
-    return replace(known, model_dir=directory)
+    known = replace(known, model_dir=directory)
+    if "worker" not in roles or settings.draft_model_id is None:
+        return known
+    drafting = fetched(settings.draft_model_id, settings.draft_model_revision)
+    read_card(drafting)
+    return replace(known, draft_model_dir=drafting)
 
 
 def _path(name: str | None) -> Path | None:

@@ -1,5 +1,6 @@
 """Settings: the names of TGI's launcher, what wins over what, and mistakes told in words."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,9 @@ REFUSED = [
     ({"lora_adapters": "a@b@c"}, "Invalid LoRA adapter format: a@b@c"),
     ({"lora_adapters": "a=b@c"}, "adapters are not supported yet"),
     ({"quantize": "gptq"}, "quantization is not supported yet"),
-    ({"speculate": 2}, "speculation is not supported yet"),
+    ({"speculate": 17}, r"`speculate` must be <= 16. Given: 17"),
+    ({"speculate": 0, "draft_model_id": "small"}, "the draft model would draft nothing"),
+    ({"draft_model_revision": "main"}, "no `draft_model_id` is given"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache has the model's type"),
     ({"rope_scaling": "dynamic"}, "Use --rope-scaling linear"),
     ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
@@ -200,6 +203,14 @@ def test_settings_survive_the_way_into_a_child() -> None:
     given = {"api_key": ("k",), "max_input_length": 5, "port": 1234, "cuda_graphs": (1, 2), "log_colorize": False}
     settings = load(given, {})
     assert Settings.from_json(settings.to_json()) == settings
+    drafting = replace(settings, draft_model_dir=Path("/models/small"))
+    assert Settings.from_json(drafting.to_json()) == drafting
+
+
+def test_a_draft_model_drafts_without_a_number() -> None:
+    assert load({}, {}).speculate is None
+    assert load({"draft_model_id": "small"}, {}).speculate == 4
+    assert load({"draft_model_id": "small", "speculate": 2}, {}).speculate == 2
 
 
 @pytest.mark.parametrize("name", OPTIONS)

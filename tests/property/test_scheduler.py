@@ -17,7 +17,7 @@ from tgi.scheduler.core import Config
 from tgi.worker.scripted import Script
 
 # A prompt that begins so kills the worker, or makes its step fail. Other prompts begin with smaller ids.
-DEADLY, BROKEN = 100, 101
+DEADLY, BROKEN = 3, 4
 LIMIT = 24
 
 
@@ -28,13 +28,18 @@ class Scheduler(RuleBasedStateMachine):
         pages=st.integers(6, 20),
         slots=st.integers(1, 4),
         budget=st.integers(4, 16),
-        caching=st.booleans(),
+        prefix_caching=st.booleans(),
         pace=st.sampled_from([0.2, 0.001]),
         settles=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 4, 7]),
+        draft_model=st.booleans(),
+        vocab_size=st.sampled_from([5, 128]),  # of 5 ids the same follow each other often
     )
-    def start(self, pages: int, slots: int, budget: int, caching: bool, pace: float, settles: bool) -> None:
-        self.script = Script(pages, 4, slots, 128, LIMIT, budget)
-        self.house = House(self.script, Config(caching, pace), tokenizers=2)
+    def start(
+        self, pages: int, slots: int, budget: int, pace: float, settles: bool, vocab_size: int, **config: Any
+    ) -> None:
+        self.script = Script(pages, 4, slots, vocab_size, LIMIT, budget)
+        self.house = House(self.script, Config(step_target=pace, **config), tokenizers=2)
         self.house.settles = settles
         self.house.poison.add(DEADLY)
         self.house.broken.add(BROKEN)
@@ -53,7 +58,7 @@ class Scheduler(RuleBasedStateMachine):
         prompt_top_n=st.sampled_from([None, None, 0, 2]),
     )
     def add(self, prompt: list[int], first: int, new: int, eos: bool, **asked: Any) -> None:
-        stop_ids = list(range(40, 50)) if eos else []
+        stop_ids = [2, *range(40, 50)] if eos else []
         self.house.add([first, *prompt[1:]], new, stop_ids=stop_ids, **asked)
 
     @rule()

@@ -50,6 +50,7 @@ class House:
         self.poison: set[int] = set()  # the worker dies when it computes a request whose prompt begins so
         self.broken: set[int] = set()  # a step fails when it computes a request whose prompt begins so
         self.firsts: dict[int, int] = {}  # the first id of each slot of the worker
+        self.position_us = 10  # what each token adds to the 1000 µs of a step
         self.settles = True  # after every plan, as the scheduler's loop does
         self.failed = 0  # an epoch in which a step has failed: later ones compute nonsense
         for place in range(tokenizers):
@@ -173,6 +174,7 @@ class House:
             self.settle()
         under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.epoch]
         assert len(under_way) <= 2
+        assert not any(isinstance(one, Step) and one.drafts for one in under_way) or len(under_way) == 1
         return count
 
     def settle(self) -> None:
@@ -198,7 +200,9 @@ class House:
         else:
             result = self.engine.run_step(step)
             assert result.error == "", result.error
-        self.results.append(result._replace(forward_us=1000 + 10 * sum(ints(step.counts))))
+        self.results.append(
+            result._replace(forward_us=1000 + self.position_us * sum(ints(step.counts) + ints(step.drafts)))
+        )
         return result
 
     def _nonsense(self, step: Step) -> Result:

@@ -232,6 +232,8 @@ class Router:
                 metrics.tgi_time_to_first_token_duration.observe(now - call.arrival)
             else:
                 gaps.append(now - call.latest)
+            if count > 1:
+                gaps += [0.0] * (count - 1)  # drafted tokens come with the one before
             call.latest = now
             skipped.append(count - 1)
             words = slice(4 * start, 4 * stop)

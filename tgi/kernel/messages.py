@@ -26,6 +26,8 @@ PROTOCOL = 1
 MOST_TOPS = 1024
 # So many stand at most beside a token of the prompt: a step, and a message, has thousands of these.
 MOST_PROMPT_TOPS = 20
+# So many tokens of a row may be drafted in one step: a Result counts what it drew in 8 bits.
+MOST_DRAFTS = 254
 
 
 class Hello(NamedTuple):

@@ -31,6 +31,8 @@ CHUNKED = "prompts are always computed in chunks, beside the decode steps of oth
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
 NO_IMAGES = "images are not served yet"
+# Tokens drafted per step: where a draft model is named and no number, and at most, since longer drafts gain little.
+DRAFTS, MOST_SPECULATED = 4, 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,21 @@ class Settings:
     quantize: str | None = setting(
         None, "Not supported yet, refused.", text, also=("HF_MODEL_QUANTIZE",), choices=QUANTIZATIONS
     )
-    speculate: int | None = setting(None, "Tokens drafted per step. Not supported yet: only 0 is taken.", integer)
+    speculate: int | None = setting(
+        None,
+        f"Most tokens drafted per request and step, at most {MOST_SPECULATED}; with a draft model {DRAFTS}, else 0.",
+        integer,
+    )
+    draft_model_id: str | None = setting(
+        None,
+        "Model that drafts: Hub id, local directory or .gguf file, of the model's vocabulary. Without it drafts are "
+        "what followed the same words before.",
+        text,
+        env=("TGI_DRAFT_MODEL_ID",),
+    )
+    draft_model_revision: str | None = setting(
+        None, "Its branch, tag or commit on the Hub.", text, env=("TGI_DRAFT_MODEL_REVISION",)
+    )
     sharded: str | None = setting(None, "Run on several devices. Not supported yet.", text, choices=("true", "false"))
     num_shard: int | None = setting(
         None, "Number of devices. Not supported yet: only 1 is taken, and the default.", integer, also=("SM_NUM_GPUS",)
@@ -228,6 +244,7 @@ class Settings:
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub
     model_pipeline_tag: str | None = None
+    draft_model_dir: Path | None = None  # the resolved draft_model_id
 
     def to_json(self) -> str:
         """For a child process's environment."""
@@ -238,7 +255,8 @@ class Settings:
         """The settings that a supervisor passed on."""
         values: dict[str, Any] = json.loads(text)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values | {"run_dir": Path(values["run_dir"]), "model_dir": Path(values["model_dir"])})
+        paths = ("run_dir", "model_dir", "draft_model_dir")
+        return cls(**values | {name: Path(values[name]) for name in paths if values.get(name) is not None})
 
 
 OPTIONS: dict[str, Option] = {item.name: item.metadata[OPTION] for item in fields(Settings) if OPTION in item.metadata}

@@ -22,7 +22,15 @@ def main(process: Process) -> None:
     back = Link.bind(process.address("sched-0.back"), process.hello())
     process.watch(front)
     process.watch(back)
-    core = Core(Config(settings.prefix_caching, settings.step_target, settings.stall_limit))
+    core = Core(
+        Config(
+            settings.prefix_caching,
+            settings.step_target,
+            settings.stall_limit,
+            settings.speculate or 0,
+            settings.draft_model_id is not None,
+        )
+    )
     meter = Meter()
     tracer = tracing.tracer(settings, process.name)
     spans = Spans(tracer) if tracer is not None else None

@@ -14,11 +14,17 @@ BITS = 32  # of a word
 
 
 class Masks(NamedTuple):
-    """The masks of those of a step's D drawing rows that have a grammar."""
+    """The masks of those of a step's D drawing rows that have a grammar, for the places in which they draw."""
 
-    rows: NDArray[np.int64]  # [n] which of the drawing rows, ascending
+    rows: NDArray[np.int64]  # [n] which of the E places, ascending
     words: NDArray[np.int32]  # [n, W]: token t is allowed if bit t % 32 of word t // 32 is set
     faults: list[str]  # [D] why a row cannot draw, "" if it can
+    reach: NDArray[np.int64] | None = None  # [D] in how many of its places a row can draw; None: in its only one
+
+
+def allows(words: NDArray[np.int32], token: int) -> bool:
+    """Whether a mask [W] lets this token be drawn."""
+    return bool(words[token // BITS] >> (token % BITS) & 1)
 
 
 def forbid(scores: Tensor, draws: Draws) -> None:

@@ -53,6 +53,15 @@ def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
 
     Logprobs, also those of the likeliest tokens, are log_softmax of the processed scores.
     """
+    ids = choose(scores, draws, noise)
+    logprobs = torch.log_softmax(scores, -1)
+    asking = np.flatnonzero(draws.params.top_n > 0)
+    tops = find_tops(take(logprobs, asking), asking, draws.params.top_n[asking]) if len(asking) else None
+    return Drawn(ids, logprobs.gather(1, ids[:, None])[:, 0], tops)
+
+
+def choose(scores: Tensor, draws: Draws, noise: Noise) -> Tensor:
+    """Processes raw logits float32 [D, vocab] in place and draws from them, int64 [D]."""
     if not draws.params.plain.all():
         for process in PROCESSORS:
             process(scores, draws)
@@ -61,10 +70,7 @@ def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
         rows = np.flatnonzero(draws.params.samples)
         row_keys = keys(draws.params.seed[rows], draws.position[rows], draws.params.choice[rows])
         put(ids, rows, race(take(scores, rows), row_keys, noise))
-    logprobs = torch.log_softmax(scores, -1)
-    asking = np.flatnonzero(draws.params.top_n > 0)
-    tops = find_tops(take(logprobs, asking), asking, draws.params.top_n[asking]) if len(asking) else None
-    return Drawn(ids, logprobs.gather(1, ids[:, None])[:, 0], tops)
+    return ids
 
 
 def argmax(scores: Tensor) -> Tensor:

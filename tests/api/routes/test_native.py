@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, texts, two_tokens
+from tgi.kernel import metrics
 from tgi.kernel.messages import End, Generate, Reason, Sampling
 
 EVENT_1 = (
@@ -57,6 +58,41 @@ def test_stream_bytes(front: Front, path: str) -> None:
 def test_events_that_are_ready_together_go_out_in_one_write(front: Front) -> None:
     reply = front.post("/generate_stream", '{"inputs":"x","parameters":{}}')
     assert reply.chunks == [EVENT_1 + EVENT_2_BARE]
+
+
+def test_tokens_of_one_step_are_events_of_their_own(front: Front) -> None:
+    tokenizer = front.tokenizers[0]
+    usual = tokenizer.answer
+
+    def a_run(message: Any) -> list[Any]:
+        tokens = [(5, " a", -0.5, False), (6, " b", -0.25, False), (2, "</s>", -0.01, True)]
+        return [texts(message.rid, *tokens), End(message.rid, Reason.EOS, "", " a b", 3, 3, 0, 1_000, 2_000, 30_000)]
+
+    tokenizer.answer = a_run
+    before = [sample(name) for name in COUNTED]
+    reply = front.post("/generate_stream", '{"inputs":"x","parameters":{}}')
+    tokenizer.answer = usual
+    events = [json.loads(line[5:]) for line in reply.body.splitlines() if line]
+    assert [(event["index"], event["token"]["id"], event["token"]["text"]) for event in events] == [
+        (1, 5, " a"),
+        (2, 6, " b"),
+        (3, 2, "</s>"),
+    ]
+    assert [event["generated_text"] for event in events] == [None, None, " a b"]
+    assert [sample(name) - old for name, old in zip(COUNTED, before, strict=True)] == [2, 2, 0]
+
+
+COUNTED = (
+    "tgi_request_skipped_tokens_sum",
+    "tgi_inter_token_duration_count",
+    "tgi_inter_token_duration_sum",
+)
+
+
+def sample(name: str) -> float:
+    """A sample without labels of this process; 0 if there is none."""
+    lines = metrics.render().splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
 def test_greedy_has_no_seed(front: Front) -> None:
