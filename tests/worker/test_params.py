@@ -13,7 +13,7 @@ from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.worker.grammar import Grammars
 from tgi.worker.params import Params
 from tgi.worker.slots import BadStep, Slots
-from tgi.worker.start import WARM_SAMPLING
+from tgi.worker.warm import WARM_SAMPLING
 
 LARGEST_FLOAT = 3.4028234663852886e38
 
