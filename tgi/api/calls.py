@@ -5,7 +5,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, PromptTokens, Reason, Tokenize, Tokenized
+from tgi.kernel.messages import End, Generate, Part, PromptTokens, Reason, Tokenize, Tokenized
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span
@@ -23,7 +23,8 @@ class Top(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Tokens as they came, one entry per token in each column; `held` and `tops` are empty where not asked for."""
+    """Tokens as they came, one entry per token in each column; `held`, `tops` and `parts` are empty where there is no
+    use for them."""
 
     ids: "array[int]"
     logprobs: "array[float]"
@@ -31,15 +32,16 @@ class Columns(NamedTuple):
     texts: list[str]
     held: "array[int]"  # characters at the end of the visible text so far that must not be shown yet
     tops: list[list[Top]]
+    parts: list[list[Part]]  # what each token lets be shown of a divided answer
 
     @classmethod
     def empty(cls) -> "Columns":
         """No tokens yet."""
-        return cls(array("i"), array("f"), bytearray(), [], array("I"), [])
+        return cls(array("i"), array("f"), bytearray(), [], array("I"), [], [])
 
     def part(self, of: slice) -> "Columns":
         """Some of the tokens."""
-        return Columns(self.ids[of], self.logprobs[of], self.special[of], self.texts[of], self.held[of], self.tops[of])
+        return Columns._make(column[of] for column in self)
 
 
 class PromptColumns(NamedTuple):
@@ -137,6 +139,7 @@ class Generation(Call):
         self.prompt = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
         self.characters: int | None = None  # of a chat's prompt, once it is known
+        self.divided = False  # the answer comes in parts; known before the first token
         self.arrival = time.perf_counter()
         self.first: float | None = None  # time.perf_counter of the first and the latest tokens
         self.latest = self.arrival
@@ -163,9 +166,16 @@ class Generation(Call):
         return len(self.resume)
 
     def receive(
-        self, ids: bytes, logprobs: bytes, special: bytes, texts: list[str], held: bytes, tops: list[list[Top]]
+        self,
+        ids: bytes,
+        logprobs: bytes,
+        special: bytes,
+        texts: list[str],
+        held: bytes,
+        tops: list[list[Top]],
+        parts: list[list[Part]],
     ) -> None:
-        """Takes the tokens of one step."""
+        """Takes the tokens of one step. `held`, `tops` and `parts` are empty if the step has none at all."""
         self.losses = 0
         self.resume.frombytes(ids)
         fresh = self.fresh
@@ -177,6 +187,8 @@ class Generation(Call):
             fresh.held.frombytes(held or bytes(len(ids)))  # both columns have four bytes per token
         if self._lists:
             fresh.tops.extend(tops or [[] for _ in texts])
+        if self.divided:
+            fresh.parts.extend(parts or [[] for _ in texts])
         if self.stream:
             self.bell.ring()
 

@@ -10,7 +10,7 @@ from tgi.api import accounting, errors
 from tgi.api.calls import Call, Encoding, Generation, Top
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, PromptTokens, Status, Texts, Tokenized
+from tgi.kernel.messages import Cancel, End, Hello, Limits, Part, Prompted, PromptTokens, Status, Texts, Tokenized
 from tgi.kernel.pack import floats, ints, uints
 from tgi.kernel.permits import Permits
 
@@ -197,7 +197,7 @@ class Router:
             case Prompted():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation):
-                    call.characters = message.characters
+                    call.characters, call.divided = message.characters, message.divided
             case PromptTokens():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation) and call.wanted:
@@ -219,6 +219,7 @@ class Router:
     def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
         now = time.perf_counter()
         tops = _tops(message) if message.top_counts else []
+        parts = _parts(message) if message.parts else []
         gaps: list[float] = []
         skipped: list[int] = []
         stop = 0
@@ -237,7 +238,7 @@ class Router:
             words = slice(4 * start, 4 * stop)
             call.receive(
                 message.ids[words], message.logprobs[words], message.special[start:stop], message.texts[start:stop],
-                message.held[words], tops[start:stop],
+                message.held[words], tops[start:stop], parts[start:stop],
             )  # fmt: skip
         metrics.tgi_inter_token_duration.observe_all(gaps)
         metrics.tgi_request_skipped_tokens.observe_all(skipped)
@@ -293,6 +294,14 @@ class Router:
             else:
                 self._place(call)
         self._pump_soon()
+
+
+def _parts(message: Texts) -> list[list[Part]]:
+    """The parts of each token of a message."""
+    parts: list[list[Part]] = [[] for _ in message.texts]
+    for part in message.parts:
+        parts[part.token].append(part)
+    return parts
 
 
 def _tops(message: Texts) -> list[list[Top]]:
