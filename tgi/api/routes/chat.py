@@ -107,7 +107,7 @@ def _logprobs(columns: Columns) -> list[str]:
 
 
 def _token(text: str, logprob: float) -> str:
-    return f'"token":{quote(text)},"logprob":{render(logprob)},"bytes":{[*text.encode()]}'.replace(", ", ",")
+    return f'"token":{quote(text)},"logprob":{render(logprob)},"bytes":[{",".join(map(str, text.encode()))}]'
 
 
 class ChatResource:
