@@ -96,10 +96,17 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: str, shown: st
 def test_tools_that_the_template_knows() -> None:
     old = {"type": "function", "function": {"name": "wéather", "arguments": {"type": "object"}}}
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\n'
-    assert text(NATIVE, HI, tools=[TOOL]) == text(NATIVE, HI, tools=[old], tool_prompt="") == shown + "Hi\n"
-    assert text(NATIVE, HI, tools=[TOOL], tool_prompt="Use it.") == shown + "Hi\n---\nUse it.\n"
-    assert text({"default": PLAIN, "tool_use": NATIVE}, HI, tools=[TOOL]) == shown + "Hi\n"
-    assert text({"default": PLAIN, "tool_use": NATIVE}, HI, tools=[]) == text(PLAIN, HI)
+    template = NATIVE + "{# <tool_call> #}"
+    assert text(template, HI, tools=[TOOL]) == text(template, HI, tools=[old], tool_prompt="") == shown + "Hi\n"
+    assert text(template, HI, tools=[TOOL], tool_prompt="Use it.") == shown + "Hi\n---\nUse it.\n"
+    assert text({"default": PLAIN, "tool_use": template}, HI, tools=[TOOL]) == shown + "Hi\n"
+    assert text({"default": PLAIN, "tool_use": template}, HI, tools=[]) == text(PLAIN, HI)
+
+
+def test_tools_that_the_template_lists_without_a_known_form_of_calls() -> None:
+    shown = '{"name": "wéather", "parameters": {"type": "object"}}\nHi\n---\n'
+    assert text(NATIVE, HI, tools=[TOOL]) == f"{shown}{TOOL_PROMPT}\n"
+    assert text(NATIVE, HI, tools=[TOOL], tool_prompt="Use it.") == f"{shown}Use it.\n"
 
 
 def test_tools_that_the_template_does_not_know() -> None:

@@ -69,7 +69,7 @@ def test_nothing_is_on_top_of_an_api_that_did_not_ask() -> None:
     house.pool.handle(house.scheduler, step((one.rid, [(a, [a])]), (other.rid, [(a, [])])))
     assert len(house.said(API)[0].top_texts) == 1
     (texts,) = house.said(OTHER)
-    assert texts[7:] == (b"", b"", b"", b"", [])
+    assert texts[7:] == (b"", b"", b"", b"", [], [])
 
 
 def test_a_token_by_itself() -> None:

@@ -4,8 +4,10 @@ from array import array
 from enum import StrEnum
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
+from tgi.tokenizer.answer.divide import Division, Found
+from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
@@ -33,9 +35,9 @@ class Request:
     """
 
     __slots__ = (
-        "_curtain", "_decoder", "_stop", "api", "asked", "chats", "generated", "held", "last", "max_new_tokens",
-        "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "teller", "texts",
-        "validation_us",
+        "_curtain", "_decoder", "_division", "_stop", "api", "asked", "chats", "generated", "held", "last",
+        "max_new_tokens", "parts", "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted",
+        "teller", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -60,6 +62,8 @@ class Request:
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
         self._decoder: Decoder | None = None
+        self._division: Division | None = None
+        self.parts: list[Found] | None = None  # what the latest token lets be shown; None: the answer is not divided
 
     def encoded(self, prompt: Prompt) -> None:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
@@ -69,7 +73,7 @@ class Request:
             inputs="", chat=b"", grammar=b"", sampling=self.asked.sampling._replace(grammar=prompt.grammar)
         )
 
-    def begin(self, vocabulary: Vocabulary, max_new_tokens: int) -> None:
+    def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int) -> None:
         """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent."""
         self.stage = Stage.LIVE
         self.max_new_tokens = max_new_tokens
@@ -78,6 +82,8 @@ class Request:
         if self.asked.prompt_from is not None:
             self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
+        if self.prompt.answer is not None:
+            self._division, self.parts = Division(self.prompt.answer, marks), []
         for number in ints(self.asked.resume):
             if self.reason is None:
                 self.push(number)
@@ -99,6 +105,8 @@ class Request:
             self.texts.append(text)
         if self._curtain is not None:
             self._hide(self._curtain.feed(text, special), self._curtain.held)
+        if self._division is not None:
+            self.parts = self._division.push(number if special else None, text, self.held)
         return text
 
     def _hide(self, length: int | None, held: int) -> None:
@@ -135,4 +143,5 @@ class Request:
             self.validation_us,
             below.queue_us if below else 0,
             below.inference_us if below else 0,
+            [] if self._division is None else [Part(0, *found) for found in self._division.end(self.reason)],
         )
