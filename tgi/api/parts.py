@@ -1,7 +1,8 @@
 """A divided answer as JSON: what it says in text, what it reasons, and which tools it calls, whole or part by part."""
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from json.encoder import encode_basestring as quote
 
 import msgspec
@@ -54,13 +55,13 @@ class Reply:
             reply._take(part)
         return reply
 
-    def deltas(self, columns: Columns, end: End | None, logprobs: list[str]) -> tuple[list[str], list[str]]:
-        """The members of each delta that these tokens bring, and the logprobs beside it (JSON, one per token). There
-        is one delta for each part, and an empty one for a token without parts: with its first delta each token's
-        logprobs are told. With the `end`, the last token brings all that is missing."""
+    def deltas(self, columns: Columns, end: End | None, logprobs: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The members of each delta that these tokens bring, and the logprobs beside it (JSON, one per token, if they
+        are wanted). There is one delta for each part, and an empty one for a token without parts: with its first delta
+        each token's logprobs are told. With the `end`, the last token brings all that is missing."""
         deltas: list[str] = []
         beside: list[str] = []
-        for parts, logprob in zip(columns.parts, logprobs, strict=True):
+        for parts, logprob in zip(columns.parts, logprobs or repeat("null"), strict=False):
             said = [self._take(part) for part in parts] or [""]
             deltas += said
             beside += [logprob, *["null"] * (len(said) - 1)]

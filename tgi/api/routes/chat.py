@@ -33,25 +33,28 @@ class ChatEvents:
             f'data: {{"object":"chat.completion.chunk","id":{stamp.id},"created":{stamp.created},'
             f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint},"choices":['
         )
+        self._heads = [f'{self._head}{{"index":{place},"delta":{{' for place in range(len(calls))]
         self._logprobs = logprobs
         self._usage = Usage(len(calls)) if usage else None
         self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant"')  # of choices that have not begun
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        logprobs = ["null"] * len(columns.texts)
-        if self._logprobs:
-            logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)]
+        logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)] if self._logprobs else ()
         if columns.parts:
-            reply = self._replies[place]
-            deltas, logprobs = reply.deltas(columns, end, logprobs)
-            reason = reply.finish_reason(end)
+            deltas, logprobs = self._replies[place].deltas(columns, end, logprobs)
+            reason = self._replies[place].finish_reason(end)
         else:
             deltas = [f'"content":{quote(piece)}' for piece in self._visible[place].pieces(columns, end)]
             reason = finish_reason(end)
-        reasons = ["null"] * (len(deltas) - 1) + [reason]
-        openings = self._openings("" if columns.parts else '"content":""')
-        events = [self._event(place, *told) for told in zip(deltas, logprobs, reasons, strict=True)]
-        events[0] = openings + events[0]
+        openings = self._openings("" if columns.parts else '"content":""') if self._roles else ""
+        events = []
+        last = len(deltas) - 1
+        for at, delta in enumerate(deltas):
+            events.append(
+                self._event(place, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
+            )
+        if openings:
+            events[0] = openings + events[0]
         if end is not None and self._usage is not None:
             self._usage.add(place, end, self._calls[place].generated)
         return events
@@ -68,12 +71,9 @@ class ChatEvents:
         return "".join(self._event(place, delta) for place in [*self._roles]) if len(self._roles) > 1 else ""
 
     def _event(self, place: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
-        if role := self._roles.pop(place, ""):
+        if self._roles and (role := self._roles.pop(place, "")):
             delta = f"{role},{delta}" if delta else role
-        return (
-            f'{self._head}{{"index":{place},"delta":{{{delta}}},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}}}],"usage":null}}\n\n'
-        )
+        return f'{self._heads[place]}{delta}}},"logprobs":{logprobs},"finish_reason":{reason}}}],"usage":null}}\n\n'
 
 
 def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> str:
