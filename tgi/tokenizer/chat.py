@@ -6,6 +6,7 @@ may or must call them), `parallel_tool_calls` (true or false: whether it may cal
 `continue_final_message` (true or false) and `chat_template_kwargs` (an object). null means absent everywhere.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ TOOL_PROMPT = (
     "best answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument "
     "name and its value}.Do not use variables.\n"
 )
+# A template with this in it (Mistral's) refuses ids of calls that do not have nine characters.
+SHORT_IDS = "length != 9"
 # A template may raise an error with whatever a client wrote.
 LONGEST_ERROR = 2000
 
@@ -69,8 +72,10 @@ class Chats:
         messages = [_message(message) for message in _objects(chat, "messages")]
         for message in messages:
             message["content"] = _content(message.get("content"), traits.parts, traits.strings)
-        proceed, continued = _ending(chat, messages)
         source = self._templates.source(tools is not None)
+        if SHORT_IDS in source:
+            _shorten_ids(messages)
+        proceed, continued = _ending(chat, messages)
         format = native(source) if traits.tools else None
         if tools is not None:
             said = _tool_text(tools, chat.get("tool_prompt"), traits.tools, format is not None)
@@ -153,6 +158,21 @@ def _call(call: Object) -> Object:
     if isinstance(function.get("arguments"), str):
         function["arguments"] = _arguments(function["arguments"])
     return {**call, "function": function}
+
+
+def _shorten_ids(messages: list[Object]) -> None:
+    """Gives every id of a call nine characters, the same ones wherever the id stands."""
+    for message in messages:
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short(message["tool_call_id"])
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, dict) and isinstance(call.get("id"), str):
+                call["id"] = _short(call["id"])
+
+
+def _short(id: str) -> str:
+    return id if len(id) == 9 and id.isalnum() else hashlib.sha256(id.encode(errors="replace")).hexdigest()[:9]
 
 
 def _arguments(text: str) -> Any:

@@ -239,12 +239,13 @@ class Pool:
             at = first
             while at < end and request.reason is None:
                 number = ids[at]
-                columns.texts.append(request.push(number))
+                text = request.push(number)
+                columns.texts.append(text)
                 columns.special.append(number < len(special) and special[number])
                 if request.held:
                     columns.hold(request.held)
-                if request.parts:
-                    columns.divide(request.parts)
+                if request.division is not None:
+                    columns.divide(request.division.push(number, text, request.held))
                 at += 1
             columns.rids.append(request.asked.rid)
             columns.counts.append(at - first)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
-from tgi.tokenizer.answer.divide import Division, Found
+from tgi.tokenizer.answer.divide import Division
 from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
@@ -35,8 +35,8 @@ class Request:
     """
 
     __slots__ = (
-        "_curtain", "_decoder", "_division", "_stop", "api", "asked", "chats", "generated", "held", "last",
-        "max_new_tokens", "parts", "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted",
+        "_curtain", "_decoder", "_stop", "api", "asked", "chats", "division", "generated", "held", "last",
+        "max_new_tokens", "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted",
         "teller", "texts", "validation_us",
     )  # fmt: skip
 
@@ -62,8 +62,7 @@ class Request:
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
         self._decoder: Decoder | None = None
-        self._division: Division | None = None
-        self.parts: list[Found] | None = None  # what the latest token lets be shown; None: the answer is not divided
+        self.division: Division | None = None  # if the answer is divided: to be given each token that is pushed
 
     def encoded(self, prompt: Prompt) -> None:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
@@ -83,10 +82,12 @@ class Request:
             self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
         if self.prompt.answer is not None:
-            self._division, self.parts = Division(self.prompt.answer, marks), []
+            self.division = Division(self.prompt.answer, marks)
         for number in ints(self.asked.resume):
             if self.reason is None:
-                self.push(number)
+                text = self.push(number)
+                if self.division is not None:
+                    self.division.push(number, text, self.held)
 
     def push(self, number: int) -> str:
         """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""
@@ -105,8 +106,6 @@ class Request:
             self.texts.append(text)
         if self._curtain is not None:
             self._hide(self._curtain.feed(text, special), self._curtain.held)
-        if self._division is not None:
-            self.parts = self._division.push(number if special else None, text, self.held)
         return text
 
     def _hide(self, length: int | None, held: int) -> None:
@@ -143,5 +142,5 @@ class Request:
             self.validation_us,
             below.queue_us if below else 0,
             below.inference_us if below else 0,
-            [] if self._division is None else [Part(0, *found) for found in self._division.end(self.reason)],
+            [] if self.division is None else [Part(0, *found) for found in self.division.end(self.reason)],
         )

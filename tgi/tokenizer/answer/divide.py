@@ -228,10 +228,9 @@ class Division:
         self._marks = marks
         self._unseen = ""
 
-    def push(self, special: int | None, text: str, held: int) -> list[Found]:
-        """Takes a token, `special` being the number of a special one; of the text so far, `held` characters must not
-        be shown yet."""
-        self._unseen += text if special is None else self._marks.character(special)
+    def push(self, number: int, text: str, held: int) -> list[Found]:
+        """Takes a token and its text; of the visible text so far, `held` characters must not be shown yet."""
+        self._unseen += self._marks.character(number, text)
         if not held:
             shown, self._unseen = self._unseen, ""
         else:

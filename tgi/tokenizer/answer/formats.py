@@ -1,6 +1,7 @@
 """How models write calls of tools and reasoning: one record for each form, found by what a chat template says of it."""
 
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple
 
 # What may stand before the first thing of an answer without belonging to it.
@@ -75,6 +76,7 @@ FORMATS = (
         marker="<|python_tag|>",
         bare=True,
         between=(";",),
+        several=False,  # the family's templates refuse a message with more than one
     ),
 )
 # For templates without any of them: TGI's own form, and the one that the default `tool_prompt` asks for.
@@ -100,6 +102,7 @@ class Tags(NamedTuple):
 TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 
 
+@cache
 def native(source: str) -> Format | None:
     """The format that a chat template teaches its model; None if it is none of FORMATS."""
     for format in FORMATS:
@@ -108,6 +111,7 @@ def native(source: str) -> Format | None:
     return None
 
 
+@cache
 def reasoning(source: str) -> Tags | None:
     """The tags of reasoning that a chat template knows."""
     return next((tags for tags in TAGS if tags.open in source or tags.close in source), None)

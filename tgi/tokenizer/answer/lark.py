@@ -72,6 +72,7 @@ class Writer:
         """The body behind the reasoning that the answer begins with or may begin with."""
         if answer.tags is None:
             return body
+        body = self._rule(body)
         thought = f"{self._until(answer.tags.close)} {body}"
         if may_end:
             thought = f"({thought} | {self._anything()})"
@@ -157,7 +158,7 @@ class Writer:
                 spaced = [f"GAP {json.dumps(piece, ensure_ascii=False)}" for piece in run]
                 written.append(self._terminal(" ".join(spaced) + (" GAP" if at < len(runs) else "")))
             else:
-                written += (piece if piece in rules else self._piece(piece) for piece in run)
+                written += (piece if piece in rules else f"GAP {self._piece(piece)}" for piece in run)
         return " ".join(filter(None, written))
 
     def _is_text(self, piece: str, rules: Container[str]) -> bool:

@@ -18,6 +18,7 @@ class Marks:
         self._ids = {piece: id for piece, id in found if id is not None and vocabulary.is_special(id)}
         self._characters = {piece: chr(_FIRST + at) for at, piece in enumerate(self._ids)}
         self._by_id = {id: self._characters[piece] for piece, id in self._ids.items()}
+        self._special = vocabulary.special
         others = (id for id in range(len(vocabulary.special)) if vocabulary.special[id])
         self.others = [id for id in others if id not in self._by_id and id not in vocabulary.eos_ids]
 
@@ -29,6 +30,8 @@ class Marks:
         """How a piece stands in an answer that is to be divided."""
         return self._characters.get(piece, piece)
 
-    def character(self, id: int) -> str:
-        """What stands in such an answer for a special token; "" for one that means nothing here."""
+    def character(self, id: int, text: str) -> str:
+        """What stands in such an answer for a token with this text; "" for a special one that means nothing here."""
+        if id >= len(self._special) or not self._special[id]:
+            return text
         return self._by_id.get(id, "")
