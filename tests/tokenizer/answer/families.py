@@ -42,12 +42,14 @@ Answer with <tool_call>
 </tool_call>{% endfor %}{% endif %}
 {% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-# Reasons unless it is told not to; shows no reasoning of earlier turns but the last one's.
+# Reasons unless it is told not to.
 THINKING = (
-    HERMES.replace("{{ m.content or '' }}", "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
-    "{% endif %}{{ m.content or '' }}")
+    HERMES.replace(
+        "{{ m.content or",
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or",
+    )
     + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-)  # fmt: skip
+)
 LLAMA = """
 {%- if tools %}<|system|>Respond in the format {"name": function name, "parameters": dictionary of arguments}.
 {% for tool in tools %}{{ tool | tojson }}
@@ -59,8 +61,7 @@ LLAMA = """
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 MISTRAL = """
 {%- for m in messages %}
-{%- if m.role == 'user' %}{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
-{%- endif %}
+{%- if m.role == 'user' and tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {%- if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}
 {%- if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}

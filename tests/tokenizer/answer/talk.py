@@ -25,8 +25,15 @@ def table(vocabulary: Vocabulary) -> LLTokenizer:
     return token_table(vocabulary.tokenizer, [EOS], 0)
 
 
+@cache
+def house_of(vocabulary: Vocabulary, template: str) -> House:
+    """A house that many tests may share: what they ask for is over when they are."""
+    return House(vocabulary, template=template)
+
+
 def start(house: House, rid: int, chat: bytes, **fields: Any) -> Add | End:
     """Asks, does the jobs that come of it, and gives what came down, or the refusal."""
+    house.said(API)  # of no interest to whoever asks now
     house.pool.handle(API, Generate(rid, "", Sampling(5), chat=chat, **fields))
     while house.pool.jobs:
         job = house.pool.jobs.popleft()

@@ -10,6 +10,8 @@ from tgi.tokenizer.chat import Chat
 from tgi.tokenizer.grammar import JSON, MOST_BYTES, GrammarError, GrammarReader, checked
 from tgi.tokenizer.vocabulary import Vocabulary
 
+# As many as OpenAI takes: the time that a grammar takes grows with them.
+MOST_TOOLS = 128
 # A schema with one of these does not say by `properties` alone what its object may hold.
 _NOT_PLAIN = {
     "$ref", "allOf", "anyOf", "const", "enum", "maxProperties", "minProperties", "oneOf", "patternProperties",
@@ -35,6 +37,8 @@ class AnswerGrammars:
         return Writer(self.marks).reasoned(answer, grammar) if grammar and answer is not None else grammar
 
     def _calls(self, chat: Chat) -> str:
+        if (count := len(chat.tools)) > MOST_TOOLS:
+            raise GrammarError(f"`tools` is not valid: at most {MOST_TOOLS} tools may be given. Given: {count}")
         described = json.dumps([chat.tools, chat.answer, chat.several]).encode()
         if len(described) > MOST_BYTES:
             raise GrammarError(
