@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front
+from tests.golden.scripts import SCRIPTS
 from tgi.api.errors import ApiError
 from tgi.api.serde import Body
 from tgi.api.shapes.chat import ChatRequest
@@ -105,3 +106,36 @@ def test_what_the_tokenizer_is_told(front: Front, path: str, kind: type) -> None
     }  # fmt: skip
     older = {"type": "function", "function": {"name": "add", "description": "Adds.", "arguments": {"type": "object"}}}
     assert chat(tools=[older])["tools"] == [older]
+
+
+def test_a_call_that_is_cut_off_counts_once_and_as_refused(serve: Any) -> None:
+    front = serve(SCRIPTS["a call of f that is cut off"]())
+    names = ("tgi_request_count", "tgi_request_success", 'tgi_request_failure{err="validation"}')
+
+    def counts() -> list[float]:
+        text = front.get("/metrics").body.decode()
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+        return [float(found.get(name, 0)) for name in names]
+
+    def change(stream: bool) -> list[float]:
+        before = counts()
+        body = json.dumps({"messages": MESSAGES, "tools": [ADD], "stream": stream})
+        assert front.post("/v1/chat/completions", body).status == (200 if stream else 422)
+        return [after - was for was, after in zip(before, counts(), strict=True)]
+
+    assert change(stream=False) == [1, 0, 1]
+    assert change(stream=True) == [1, 1, 0]
+
+
+DIVIDED = [name for name in SCRIPTS if name.startswith(("a call of f", "text,", "text that", "reasoning"))]
+
+
+def test_divided_answers_are_those_of_the_document(serve: Any) -> None:
+    """What `post` checks of each answer."""
+    front = serve()
+    for script in DIVIDED:
+        for fields in ({}, {"stream": True}, {"stream": True, "logprobs": True}):
+            front.tokenizers[0].answer = SCRIPTS[script]()
+            choices = 2 if "|" in script else 1
+            body = json.dumps({"messages": MESSAGES, "tools": [ADD], "n": choices, **fields})
+            assert front.post("/v1/chat/completions", body).status in (200, 422)
