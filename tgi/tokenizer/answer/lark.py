@@ -1,7 +1,7 @@
 """Grammars of whole answers in llguidance's Lark: text that may turn into calls, calls alone, reasoning before either.
 
-What is drawn while the answer is text is left as it is: any bytes and any special tokens go. From the marker of a call
-on, or from the first key of one without a marker, nothing but a call can follow.
+While the answer is text any characters and any special tokens go; only bytes that can never become a character do not.
+From the marker of a call on, or from the first key of one without a marker, nothing but a call can follow.
 """
 
 import json
@@ -13,10 +13,10 @@ from tgi.tokenizer.answer.divide import Answer, beginning
 from tgi.tokenizer.answer.formats import Format, Slot
 from tgi.tokenizer.answer.marks import Marks
 
-# ANY is any bytes at all, also those of a character that is never complete. Between the pieces of a call a space or a
-# newline may stand, as in JSON elsewhere (tokenizer/grammar.py).
+# ANY must not match a special token, which is no UTF-8 where grammars are compiled. Between the pieces of a call a
+# space or a newline may stand.
 _TERMINALS = r"""%llguidance {}
-ANY: ~/[^\s\S]/
+ANY: /(?s:.)*/
 WHITE: /[ \t\r\n]*/
 GAP: /[ \n]?/
 LEAD: /[ \n]{0,2}/

@@ -12,6 +12,8 @@ from tgi.tokenizer.vocabulary import Vocabulary
 
 # As many as OpenAI takes: the time that a grammar takes grows with them.
 MOST_TOOLS = 128
+# Names of properties in the schemas of all of them: half a second or so, where each call may be written in two forms.
+MOST_PROPERTIES = 2000
 # A schema with one of these does not say by `properties` alone what its object may hold.
 _NOT_PLAIN = {
     "$ref", "allOf", "anyOf", "const", "enum", "maxProperties", "minProperties", "oneOf", "patternProperties",
@@ -45,11 +47,18 @@ class AnswerGrammars:
                 f"`tools` is not valid: it must have at most {MOST_BYTES} bytes. Given: {len(described)}"
             )
         key = b"must " + described if chat.required else described
-        return self._reader.kept(key, lambda: self._made(chat, described))
+        try:
+            return self._reader.kept(key, lambda: self._made(chat, described))
+        except RecursionError:
+            raise GrammarError("`tools` is not valid: it is nested too deeply") from None
 
     def _made(self, chat: Chat, described: bytes) -> str:
         tools = [_tool(name, schema) for name, schema in chat.tools]
         answer = chat.answer or Answer()
+        if sum(_properties(schema) for _, schema in chat.tools) > MOST_PROPERTIES:
+            raise GrammarError(
+                f"`tools` is not valid: their `properties` have more than {MOST_PROPERTIES} names in all"
+            )
 
         def check() -> str:
             self._check(answer, tools, chat.several)
@@ -91,6 +100,16 @@ def _fields(name: str, schema: dict[str, Any]) -> str:
         return ""
     required = ["_name", *schema.get("required", ())]
     return _text({**schema, "properties": {"_name": {"const": name}, **properties}, "required": required})
+
+
+def _properties(schema: Any) -> int:
+    """How many names its `properties` have, at all depths."""
+    if isinstance(schema, list):
+        return sum(map(_properties, schema))
+    if not isinstance(schema, dict):
+        return 0
+    named = schema.get("properties")
+    return (len(named) if isinstance(named, dict) else 0) + sum(map(_properties, schema.values()))
 
 
 def _text(schema: dict[str, Any]) -> str:
