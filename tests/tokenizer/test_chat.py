@@ -87,6 +87,15 @@ def test_calls_carry_objects_and_names_pass_through(arguments: Any) -> None:
     assert rendered == 'f{"b": "ö", "a": 1}\nok7f\n'
 
 
+def test_calls_are_written_out_where_the_template_does_not_know_them() -> None:
+    calls = [{"function": {"name": name, "arguments": '{"a": "é"}'}} for name in ("f", "g")]
+    told = '{"name": "f", "parameters": {"a": "é"}}\n{"name": "g", "parameters": {"a": "é"}}'
+    for content, before in ((None, ""), ("", ""), ("Well.", "Well.\n")):
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        assert text(PLAIN, turn, HI) == f"<assistant>{before}{told}\n<user>Hi\n<assistant>"
+    assert text(LOOPS[0], {"role": "assistant", "tool_calls": calls}, HI) == f"{told}|Hi|"
+
+
 @pytest.mark.parametrize(("arguments", "shown"), [("", "{}"), ("{", '"{"'), ("3", '"3"'), ("[" * 99999, "[[[")])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str, shown: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}

@@ -76,6 +76,9 @@ class Chats:
         if SHORT_IDS in source:
             _shorten_ids(messages)
         proceed, continued = _ending(chat, messages)
+        if not traits.calls:
+            for message in messages:
+                message["content"] = _content(_with_calls(message), traits.parts, traits.strings)
         format = native(source) if traits.tools else None
         if tools is not None:
             said = _tool_text(tools, chat.get("tool_prompt"), traits.tools, format is not None)
@@ -158,6 +161,22 @@ def _call(call: Object) -> Object:
     if isinstance(function.get("arguments"), str):
         function["arguments"] = _arguments(function["arguments"])
     return {**call, "function": function}
+
+
+def _with_calls(message: Object) -> Any:
+    """A message's content with its calls written behind it, in the form that TOOL_PROMPT asks for."""
+    calls, content = message.get("tool_calls"), message.get("content")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    said = "\n".join(
+        json.dumps({"name": function.get("name"), "parameters": function.get("arguments")}, ensure_ascii=False)
+        for function in functions
+        if isinstance(function, dict)
+    )
+    if not said:
+        return content
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": said}]
+    return f"{content}\n{said}" if content else said
 
 
 def _shorten_ids(messages: list[Object]) -> None:
