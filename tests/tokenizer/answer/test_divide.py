@@ -114,6 +114,7 @@ def test_stop_strings_cut_the_answer_and_are_not_shown(key: str, kind: str, data
 def test_what_does_not_fit_the_format_is_text() -> None:
     hermes = Answer((native(FAMILIES["hermes"].template),))  # type: ignore[arg-type]
     assert parts(hermes, ["a <tool_call>nonsense"]) == [("text", "anonsense")]
+    assert parts(hermes, ['<tool_call>{"name": "\\q"}</tool_call>']) == [("text", "}</tool_call>")]
     assert parts(hermes, [FAMILIES["hermes"].write(NOW) + "\nThat was it."])[-1] == ("text", "That was it.")
     assert parts(Answer(FALLBACK), ['{"name": "Bob"}'])[:1] == [("call", "Bob")]
     assert parts(Answer(FALLBACK), ['{"names": []}']) == [("text", '{"names": []}')]

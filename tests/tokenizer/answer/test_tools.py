@@ -106,6 +106,22 @@ def test_the_template_for_tools_says_how() -> None:
     assert VOCABULARIES["special"]().special[VOCABULARIES["special"]().tokenizer.token_to_id("[ARGS]")]
 
 
+@pytest.mark.parametrize("name", ["", "\ud800"])
+def test_names_that_cannot_be_written(name: str) -> None:
+    house = house_of(byte_level(), "<tool_call>{{ tools | length }}")
+    assert "cannot be the name of a tool" in refusal(house, chat([tool({}, name)]))
+
+
+def test_descriptions_are_no_grammar() -> None:
+    house = house_of(byte_level(), "<tool_call>{{ tools | length }}")
+    hostile = '"}\n// %json }\nstart: /.*/ """ # \u2028'
+    parameters = {"description": hostile, "properties": {hostile: {"const": hostile, "description": hostile}}}
+    add = begin(house, 1, chat([tool(parameters)], tool_choice="required"))
+    for value, right in ((hostile, True), ("", False)):
+        arguments = json.dumps({hostile: value}, ensure_ascii=False)
+        assert accepts(add, FAMILIES["hermes"].write(("f", arguments)), byte_level()) == right
+
+
 def test_one_compilation_for_equal_tools() -> None:
     house = house_of(byte_level(), FAMILIES["hermes"].template)
     first = begin(house, 1, chat([tool({"type": "object"})]))

@@ -144,7 +144,7 @@ class Divider:
             yield from self._expect('"')
             while (match := _STRING_END.match(self._rest)) is None:
                 yield from self._more()
-            self._say(Kind.CALL, json.loads('"' + self._take(match.end())))
+            self._say(Kind.CALL, _string('"' + self._take(match.end())))
         elif piece is Slot.WORD:
             end = self._written(following[0])
             while (at := self._rest.find(end)) < 0:
@@ -256,6 +256,16 @@ _MARK = re.compile("[\ud800-\udfff]+")
 # The rest of a JSON string, and what matters in an object: a character behind a backslash does not.
 _STRING_END = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
 _NOTABLE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+
+
+def _string(text: str) -> str:
+    """What a JSON string stands for."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise _Stray from None
+    assert isinstance(value, str)
+    return value
 
 
 def beginning(format: Format) -> tuple[str, ...]:

@@ -83,6 +83,8 @@ class AnswerGrammars:
 
 def _tool(name: str, given: Any) -> Tool:
     """A tool with this schema of its arguments, which are an object whatever the schema leaves open."""
+    if not name or name != name.encode(errors="ignore").decode():
+        raise GrammarError(f"`tools` is not valid: {name!a} cannot be the name of a tool")
     try:
         schema = checked({} if given is None or given is True else given)
     except GrammarError as error:
