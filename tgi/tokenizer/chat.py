@@ -6,15 +6,13 @@ may or must call them), `parallel_tool_calls` (true or false: whether it may cal
 `continue_final_message` (true or false) and `chat_template_kwargs` (an object). null means absent everywhere.
 """
 
-import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tgi.hub.card import Card
 from tgi.hub.tokens import special_tokens
-from tgi.tokenizer.answer.divide import Answer
-from tgi.tokenizer.answer.formats import FALLBACK, WHITE, Format, Tags, native, reasoning
+from tgi.tokenizer.answer.formats import FALLBACK, WHITE, Answer, Format, Tags, native, reasoning
+from tgi.tokenizer.fit import Object, fitted, fitted_tool, has_text
 from tgi.tokenizer.template import ChatTemplates, TemplateError
 
 # What a model is told about tools that its template does not know, if the client does not say it.
@@ -23,12 +21,8 @@ TOOL_PROMPT = (
     "best answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument "
     "name and its value}.Do not use variables.\n"
 )
-# A template with this in it (Mistral's) refuses ids of calls that do not have nine characters.
-SHORT_IDS = "length != 9"
 # A template may raise an error with whatever a client wrote.
 LONGEST_ERROR = 2000
-
-Object = dict[str, Any]
 
 
 class Chat(NamedTuple):
@@ -67,18 +61,12 @@ class Chats:
             raise TemplateError("the chat is nested too deeply") from error
 
     def _chat(self, chat: Object) -> Chat:
-        tools = [_tool(tool) for tool in _objects(chat, "tools")] or None
+        tools = [fitted_tool(tool) for tool in _objects(chat, "tools")] or None
         traits = self._templates.traits(tools is not None)
-        messages = [_message(message) for message in _objects(chat, "messages")]
-        for message in messages:
-            message["content"] = _content(message.get("content"), traits.parts, traits.strings)
         source = self._templates.source(tools is not None)
-        if SHORT_IDS in source:
-            _shorten_ids(messages)
-        proceed, continued = _ending(chat, messages)
-        if not traits.calls:
-            for message in messages:
-                message["content"] = _content(_with_calls(message), traits.parts, traits.strings)
+        given = _objects(chat, "messages")
+        proceed, continued = _ending(chat, given)
+        messages = fitted(given, traits, source)
         format = native(source) if traits.tools else None
         if tools is not None:
             said = _tool_text(tools, chat.get("tool_prompt"), traits.tools, format is not None)
@@ -123,7 +111,7 @@ def _ending(chat: Object, messages: list[Object]) -> tuple[bool, bool]:
     """
     proceed, continued = chat.get("add_generation_prompt"), chat.get("continue_final_message")
     if proceed is None and continued is None:
-        continued = bool(messages) and messages[-1].get("role") == "assistant" and _has_text(messages[-1])
+        continued = bool(messages) and messages[-1].get("role") == "assistant" and has_text(messages[-1])
     if proceed is None:
         proceed = not continued
     return bool(proceed), bool(continued)
@@ -140,100 +128,6 @@ def _answer(formats: tuple[Format, ...], tags: Tags | None, prompt: str, final: 
         if not inside and (final is not None or end.endswith(tags.close)):
             tags = None  # the answer is behind the reasoning already
     return Answer(formats, tags, inside) if formats or tags is not None else None
-
-
-# What templates expect, where it is not what clients send
-
-
-def _message(message: Object) -> Object:
-    """OpenAI's clients send the arguments of a call as JSON text; templates are written for the object itself."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return dict(message)
-    return {**message, "tool_calls": [_call(call) if isinstance(call, dict) else call for call in calls]}
-
-
-def _call(call: Object) -> Object:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    function = _named(function, "arguments", "parameters")
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = _arguments(function["arguments"])
-    return {**call, "function": function}
-
-
-def _with_calls(message: Object) -> Any:
-    """A message's content with its calls written behind it, in the form that TOOL_PROMPT asks for."""
-    calls, content = message.get("tool_calls"), message.get("content")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    said = "\n".join(
-        json.dumps({"name": function.get("name"), "parameters": function.get("arguments")}, ensure_ascii=False)
-        for function in functions
-        if isinstance(function, dict)
-    )
-    if not said:
-        return content
-    if isinstance(content, list):
-        return [*content, {"type": "text", "text": said}]
-    return f"{content}\n{said}" if content else said
-
-
-def _shorten_ids(messages: list[Object]) -> None:
-    """Gives every id of a call nine characters, the same ones wherever the id stands."""
-    for message in messages:
-        if isinstance(message.get("tool_call_id"), str):
-            message["tool_call_id"] = _short(message["tool_call_id"])
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else []:
-            if isinstance(call, dict) and isinstance(call.get("id"), str):
-                call["id"] = _short(call["id"])
-
-
-def _short(id: str) -> str:
-    return id if len(id) == 9 and id.isalnum() else hashlib.sha256(id.encode(errors="replace")).hexdigest()[:9]
-
-
-def _arguments(text: str) -> Any:
-    """The object that a text of JSON stands for; the text if it is none."""
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def _tool(tool: Object) -> Object:
-    function = tool.get("function")
-    return {**tool, "function": _named(function, "parameters", "arguments")} if isinstance(function, dict) else tool
-
-
-def _named(function: Object, name: str, other: str) -> Object:
-    """A function whose field `name` may have come under another name."""
-    rest = dict(function)
-    if rest.get(name) is None and rest.get(other) is not None:
-        rest[name] = rest.pop(other)
-    return rest
-
-
-def _content(content: Any, parts: bool, strings: bool) -> Any:
-    """A message's content as a template takes it: its text, or a list of parts if it goes through them."""
-    if isinstance(content, str) and parts and not strings:
-        return [{"type": "text", "text": content}]
-    if isinstance(content, list) and not parts:
-        if not all(_is_text(part) for part in content):
-            raise TemplateError("the template takes text only, but a message has a part without `text`")
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
-
-
-def _has_text(message: Object) -> bool:
-    content = message.get("content")
-    return isinstance(content, str) or (isinstance(content, list) and any(_is_text(part) for part in content))
 
 
 # Tools

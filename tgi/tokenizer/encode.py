@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tgi.kernel import tracing
 from tgi.kernel.messages import Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import INT32, UINT8, pack
-from tgi.tokenizer.answer.divide import Answer
+from tgi.tokenizer.answer.formats import Answer
 from tgi.tokenizer.answer.tools import AnswerGrammars
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.grammar import GrammarError

@@ -6,7 +6,7 @@ from enum import StrEnum
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
-from tgi.tokenizer.answer.divide import Division
+from tgi.tokenizer.answer.division import Division
 from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder

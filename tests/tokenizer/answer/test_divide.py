@@ -12,8 +12,8 @@ from tests.tokenizer.answer.talk import begin, house_of, merged, play, said
 from tests.tokenizer.house import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.messages import Reason, Stop
-from tgi.tokenizer.answer.divide import Answer, Divider
-from tgi.tokenizer.answer.formats import FALLBACK, TAGS, native
+from tgi.tokenizer.answer.divide import Divider
+from tgi.tokenizer.answer.formats import FALLBACK, TAGS, Answer, native
 from tgi.tokenizer.answer.marks import Marks
 
 TEXTS = st.lists(

@@ -3,21 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Generator
-from typing import NamedTuple
 
-from tgi.kernel.messages import Kind, Reason
-from tgi.tokenizer.answer.formats import WHITE, Format, Slot, Tags
-from tgi.tokenizer.answer.marks import Marks
+from tgi.kernel.messages import Kind
+from tgi.tokenizer.answer.formats import WHITE, Answer, Format, Slot, beginning
+from tgi.tokenizer.answer.marks import MARK, Marks
 
 Found = tuple[Kind, str]
-
-
-class Answer(NamedTuple):
-    """What one answer may hold besides text. `inside`: the prompt ends within reasoning, so the answer begins there."""
-
-    formats: tuple[Format, ...] = ()
-    tags: Tags | None = None
-    inside: bool = False
 
 
 class Divider:
@@ -54,7 +45,7 @@ class Divider:
         return self._found
 
     def _say(self, kind: Kind, text: str) -> None:
-        text = _MARK.sub("", text)
+        text = MARK.sub("", text)
         if self._found and self._found[-1][0] is kind is not Kind.CALL:
             self._found[-1] = (kind, self._found[-1][1] + text)
         elif text:
@@ -218,41 +209,10 @@ class Divider:
         return taken
 
 
-class Division:
-    """The division of a request's answer, behind the curtain of its stop strings."""
-
-    __slots__ = ("_divider", "_marks", "_unseen")
-
-    def __init__(self, answer: Answer, marks: Marks) -> None:
-        self._divider = Divider(answer, marks)
-        self._marks = marks
-        self._unseen = ""
-
-    def push(self, number: int, text: str, held: int) -> list[Found]:
-        """Takes a token and its text; of the visible text so far, `held` characters must not be shown yet."""
-        self._unseen += self._marks.character(number, text)
-        if not held:
-            shown, self._unseen = self._unseen, ""
-        else:
-            at = len(self._unseen)
-            while held:
-                at -= 1
-                held -= _MARK.match(self._unseen, at) is None
-            shown, self._unseen = self._unseen[:at], self._unseen[at:]
-        return self._divider.feed(shown) if shown else []
-
-    def end(self, reason: str | None) -> list[Found]:
-        """What the end of the request lets be shown. What is held back then is a stop string, or was none."""
-        last = [] if reason == Reason.STOP else self._divider.feed(self._unseen)
-        return last + self._divider.end()
-
-
 class _Stray(Exception):
     """The answer does not go on as its format says."""
 
 
-# What stands for a special token (see Marks).
-_MARK = re.compile("[\ud800-\udfff]+")
 # The rest of a JSON string, and what matters in an object: a character behind a backslash does not.
 _STRING_END = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
 _NOTABLE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
@@ -266,11 +226,6 @@ def _string(text: str) -> str:
         raise _Stray from None
     assert isinstance(value, str)
     return value
-
-
-def beginning(format: Format) -> tuple[str, ...]:
-    """By what calls without a marker are known: everything up to the first key."""
-    return format.call[:2]
 
 
 def begins(text: str, pieces: tuple[str, ...]) -> bool | None:

@@ -102,6 +102,19 @@ class Tags(NamedTuple):
 TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 
 
+class Answer(NamedTuple):
+    """What one answer may hold besides text. `inside`: the prompt ends within reasoning, so the answer begins there."""
+
+    formats: tuple[Format, ...] = ()
+    tags: Tags | None = None
+    inside: bool = False
+
+
+def beginning(format: Format) -> tuple[str, ...]:
+    """By what calls without a marker are known: everything up to the first key."""
+    return format.call[:2]
+
+
 @cache
 def native(source: str) -> Format | None:
     """The format that a chat template teaches its model; None if it is none of FORMATS."""

@@ -9,8 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from tgi.tokenizer.answer.divide import Answer, beginning
-from tgi.tokenizer.answer.formats import Format, Slot
+from tgi.tokenizer.answer.formats import Answer, Format, Slot, beginning
 from tgi.tokenizer.answer.marks import Marks
 
 # ANY must not match a special token, which is no UTF-8 where grammars are compiled. Between the pieces of a call a

@@ -1,10 +1,13 @@
 """Pieces of formats that are special tokens of a vocabulary: in grammars they are ids, in answers no text."""
 
+import re
+
 from tgi.tokenizer.answer.formats import FORMATS, TAGS, Slot
 from tgi.tokenizer.vocabulary import Vocabulary
 
 # A special token stands in an answer that is divided as one lone surrogate: no decoded text holds one.
 _FIRST = 0xD800
+MARK = re.compile("[\ud800-\udfff]")
 
 
 class Marks:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tgi.tokenizer.answer.divide import Answer
+from tgi.tokenizer.answer.formats import Answer
 from tgi.tokenizer.answer.lark import Tool, Writer
 from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.chat import Chat
