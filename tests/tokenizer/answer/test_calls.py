@@ -3,10 +3,11 @@
 import json
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
-import jsonschema
 import pytest
 
+from tests.schemas import validate
 from tests.tokenizer.answer.families import FAMILIES, MARKERS, NOW, SUN, VOCABULARIES, WEATHER, Family, chat
 from tests.tokenizer.answer.talk import accepts, begin, divided, held, house_of, play, said
 from tests.tokenizer.house import API, EOS, ids_of
@@ -118,7 +119,7 @@ CLOSED = {"type": "object", "properties": {"zone": {"const": 0}}, "additionalPro
 SCHEMAS = {"weather": {**WEATHER, "additionalProperties": False}, "time": CLOSED}
 
 
-def draw(family: Family, vocabulary: Vocabulary, seed: int, **fields: object) -> list[tuple[str, str]]:
+def draw(family: Family, vocabulary: Vocabulary, seed: int, **fields: Any) -> list[tuple[str, str]]:
     """The parts of a random answer under its grammar."""
     house, random = house_of(vocabulary, family.template), Random(seed)
     add = begin(house, 0, chat(**fields))
@@ -149,7 +150,7 @@ def test_random_answers_that_must_call_do_it_right(family: Family, vocabulary: V
         assert parts
         assert [kind for kind, _ in parts] == ["call", "arguments"] * (len(parts) // 2)
         for (_, name), (_, arguments) in zip(parts[::2], parts[1::2], strict=True):
-            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            validate(arguments, SCHEMAS[name])
 
 
 def test_other_kinds_of_vocabularies() -> None:

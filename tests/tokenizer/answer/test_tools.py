@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
-from tests.tokenizer.answer.families import FAMILIES, VOCABULARIES, chat
+from tests.tokenizer.answer.families import FAMILIES, chat
 from tests.tokenizer.answer.talk import accepts, begin, grammar, house_of, refusal, start
 from tests.tokenizer.vocabularies import KINDS, byte_level
 from tgi.kernel.messages import End, Reason
 from tgi.tokenizer.answer.formats import FORMATS, native, reasoning
 from tgi.tokenizer.answer.tools import MOST_PROPERTIES, MOST_TOOLS
+from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.grammar import MOST_BYTES
+from tgi.tokenizer.template import ChatTemplates
 
 
 def tool(parameters: Any, name: str = "f") -> dict[str, Any]:
@@ -101,9 +103,12 @@ def test_formats_are_known_by_templates() -> None:
 
 
 def test_the_template_for_tools_says_how() -> None:
-    house = house_of(byte_level(), FAMILIES["llama"].template)
-    assert '"parameters' in grammar(begin(house, 1, chat([tool({})]))).replace("\\", "")
-    assert VOCABULARIES["special"]().special[VOCABULARIES["special"]().tokenizer.token_to_id("[ARGS]")]
+    sources = {"default": FAMILIES["hermes"].template, "tool_use": FAMILIES["llama"].template}
+    read = Chats(ChatTemplates(sources, {})).read
+    answer = read(chat()).answer
+    assert answer is not None
+    assert [format.name for format in answer.formats] == ["llama3"]
+    assert read(chat([])).answer is None
 
 
 @pytest.mark.parametrize("name", ["", "\ud800"])
