@@ -63,6 +63,9 @@ def test_a_tool_without_a_name() -> None:
         ({"type": ["object", "null"]}, ["{}"], ["null"]),
         ({"properties": {"_name": {"const": 1}}, "required": ["_name"]}, ['{"_name": 1}'], ["{}"]),
         ({"properties": {"a": {}}, "additionalProperties": False}, ["{}", '{"a": "}"}'], ['{"b": 1}']),
+        ({"properties": {"a": {}}}, ["{}", '{"a": 1}'], ['{"b": 1}']),
+        ({"properties": {"a": {}}, "additionalProperties": True}, ['{"b": 1}'], []),
+        ({"properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}'], ["{}"]),
         ({"minProperties": 1}, ['{"a": 1}'], ["{}"]),
     ],
 )
