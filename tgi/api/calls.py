@@ -3,9 +3,11 @@
 import asyncio
 import time
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, Part, PromptTokens, Reason, Tokenize, Tokenized
+from tgi.kernel.messages import End, Generate, Part, PromptTokens, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.pack import floats, ints, uints
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span
@@ -42,6 +44,21 @@ class Columns(NamedTuple):
     def part(self, of: slice) -> "Columns":
         """Some of the tokens."""
         return Columns._make(column[of] for column in self)
+
+
+def parts_of(message: Texts) -> list[list[Part]]:
+    """The parts of each token of a message."""
+    parts: list[list[Part]] = [[] for _ in message.texts]
+    for part in message.parts:
+        parts[part.token].append(part)
+    return parts
+
+
+def tops_of(message: Texts) -> list[list[Top]]:
+    """The top tokens of each token of a message."""
+    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
+    tops = map(Top, *columns)
+    return [list(islice(tops, count)) for count in uints(message.top_counts)]
 
 
 class PromptColumns(NamedTuple):

@@ -7,11 +7,11 @@ import math
 import time
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Call, Encoding, Generation, Top
+from tgi.api.calls import Call, Encoding, Generation, parts_of, tops_of
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Cancel, End, Hello, Limits, Part, Prompted, PromptTokens, Status, Texts, Tokenized
-from tgi.kernel.pack import floats, ints, uints
+from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, PromptTokens, Status, Texts, Tokenized
+from tgi.kernel.pack import uints
 from tgi.kernel.permits import Permits
 
 log = logging.getLogger(__name__)
@@ -218,8 +218,8 @@ class Router:
 
     def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
         now = time.perf_counter()
-        tops = _tops(message) if message.top_counts else []
-        parts = _parts(message) if message.parts else []
+        tops = tops_of(message) if message.top_counts else []
+        parts = parts_of(message) if message.parts else []
         gaps: list[float] = []
         skipped: list[int] = []
         stop = 0
@@ -294,18 +294,3 @@ class Router:
             else:
                 self._place(call)
         self._pump_soon()
-
-
-def _parts(message: Texts) -> list[list[Part]]:
-    """The parts of each token of a message."""
-    parts: list[list[Part]] = [[] for _ in message.texts]
-    for part in message.parts:
-        parts[part.token].append(part)
-    return parts
-
-
-def _tops(message: Texts) -> list[list[Top]]:
-    """The top tokens of each token of a message."""
-    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
-    tops = map(Top, *columns)
-    return [list(itertools.islice(tops, count)) for count in uints(message.top_counts)]
