@@ -1,6 +1,6 @@
 """From a request that was read to its generations, and from those to an answer: what all generation routes share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from falcon.asgi import Request, Response
@@ -8,6 +8,7 @@ from falcon.asgi import Request, Response
 from tgi.api import accounting, errors, grammar
 from tgi.api.accounting import Times
 from tgi.api.calls import Bell, Generation
+from tgi.api.errors import ApiError
 from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import Events, EventStream
@@ -22,6 +23,9 @@ class Prompt(NamedTuple):
 
     inputs: str
     chat: bytes = b""
+
+
+Refuse = Callable[[Generation, End], ApiError | None]
 
 
 class Finished(NamedTuple):
@@ -129,11 +133,17 @@ def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_sto
     )
 
 
-async def finish(service: Service, req: Request, calls: Sequence[Generation]) -> list[Finished]:
-    """Sends generations down and waits for all of them. Raises ApiError if one fails."""
+async def finish(
+    service: Service, req: Request, calls: Sequence[Generation], refuse: Refuse = lambda call, end: None
+) -> list[Finished]:
+    """Sends generations down and waits for all of them. Raises ApiError if one fails, or if its route must `refuse` to
+    answer with it."""
     await service.finish(calls, req)
     for call in calls:
         if call.end is not None and (error := errors.of_end(call.end, streaming=False)):
+            raise error
+    for call in calls:
+        if call.end is not None and (error := refuse(call, call.end)):
             raise error
     finished = []
     for call in calls:

@@ -7,11 +7,11 @@ import math
 import time
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Call, Encoding, Generation, Top
+from tgi.api.calls import Call, Encoding, Generation, parts_of, tops_of
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
 from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, PromptTokens, Status, Texts, Tokenized
-from tgi.kernel.pack import floats, ints, uints
+from tgi.kernel.pack import uints
 from tgi.kernel.permits import Permits
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class Router:
             case Prompted():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation):
-                    call.characters = message.characters
+                    call.characters, call.divided = message.characters, message.divided
             case PromptTokens():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation) and call.wanted:
@@ -218,7 +218,8 @@ class Router:
 
     def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
         now = time.perf_counter()
-        tops = _tops(message) if message.top_counts else []
+        tops = tops_of(message) if message.top_counts else []
+        parts = parts_of(message) if message.parts else []
         gaps: list[float] = []
         skipped: list[int] = []
         stop = 0
@@ -239,7 +240,7 @@ class Router:
             words = slice(4 * start, 4 * stop)
             call.receive(
                 message.ids[words], message.logprobs[words], message.special[start:stop], message.texts[start:stop],
-                message.held[words], tops[start:stop],
+                message.held[words], tops[start:stop], parts[start:stop],
             )  # fmt: skip
         metrics.tgi_inter_token_duration.observe_all(gaps)
         metrics.tgi_request_skipped_tokens.observe_all(skipped)
@@ -295,10 +296,3 @@ class Router:
             else:
                 self._place(call)
         self._pump_soon()
-
-
-def _tops(message: Texts) -> list[list[Top]]:
-    """The top tokens of each token of a message."""
-    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
-    tops = map(Top, *columns)
-    return [list(itertools.islice(tops, count)) for count in uints(message.top_counts)]

@@ -6,6 +6,7 @@ A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` 
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ KEPT = 256
 KEPT_BYTES = 16 << 20
 
 # Where TGI's converter allows a space, and at most one. Nothing of a schema can change how it is read.
-_JSON: "JsonCompileOptions" = {
+JSON: "JsonCompileOptions" = {
     "whitespace_flexible": True,
     "whitespace_pattern": " ",
     "item_separator": ",",
@@ -66,16 +67,18 @@ class GrammarReader:
 
     def read(self, asked: bytes) -> str:
         """What a worker reads of the grammar; "" of none. Raises GrammarError."""
-        if not asked:
-            return ""
-        answer = self._known.pop(asked, None)
+        return self.kept(asked, lambda: self._read(asked)) if asked else ""
+
+    def kept(self, key: bytes, make: Callable[[], str]) -> str:
+        """What `make` gave, or raised, when it was called for this key. Raises GrammarError."""
+        answer = self._known.pop(key, None)
         if answer is None:
             try:
-                answer = self._read(asked)
+                answer = make()
             except GrammarError as error:
                 answer = error
-            self._bytes += _size(asked, answer)
-        self._known[asked] = answer
+            self._bytes += _size(key, answer)
+        self._known[key] = answer
         while len(self._known) > KEPT or self._bytes > KEPT_BYTES:
             self._bytes -= _size(*self._known.popitem(last=False))
         if isinstance(answer, GrammarError):
@@ -96,15 +99,9 @@ class GrammarReader:
             raise GrammarError(f"grammar is not valid: {error}") from None
 
     def _schema(self, schema: Any) -> str:
-        try:
-            text = json.dumps(enforceable(schema))
-        except SchemaError as error:
-            raise GrammarError(f"grammar is not valid: {error}") from None
-        except Unenforceable as error:
-            raise GrammarError(f"cannot compile regex from schema: {error}") from None
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
-        if fault := self._fault(grammar):
-            raise GrammarError(f"cannot compile regex from schema: {_named(fault, _NAMES)}")
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(checked(schema)), overrides=JSON)
+        if fault := self.fault(grammar):
+            raise GrammarError(f"cannot compile regex from schema: {fault}")
         return grammar
 
     def _regex(self, regex: str) -> str:
@@ -114,6 +111,10 @@ class GrammarReader:
             fault = fault.partition(" (in regex): ")[2] or fault
             raise GrammarError(f"grammar is not valid: {_named(fault.partition(_FROM_LARK)[0], _REGEX_NAMES)}")
         return grammar
+
+    def fault(self, grammar: str) -> str:
+        """Why no text can be held to this grammar with schemas, and which keyword is behind it; "" if one can."""
+        return _named(self._fault(grammar), _NAMES)
 
     def _fault(self, grammar: str) -> str:
         """Why no text can be held to this grammar; "" if one can."""
@@ -141,6 +142,16 @@ class GrammarReader:
             return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
         plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and not vocabulary.special[number])
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
+
+
+def checked(schema: Any) -> dict[str, Any]:
+    """A schema as the grammar library takes it. Raises GrammarError."""
+    try:
+        return enforceable(schema)
+    except SchemaError as error:
+        raise GrammarError(f"grammar is not valid: {error}") from None
+    except Unenforceable as error:
+        raise GrammarError(f"cannot compile regex from schema: {error}") from None
 
 
 _REGEX_NAMES = [(re.compile("NoExtension"), NOTHING)]

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 # A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
 # others go on meanwhile.
 LONG_TEXT = 8 << 10
+# A chat with this in it may have tools, and they a grammar to be compiled.
+TOOLS = b'"tools"'
 NO_SCHEDULER = "waiting for the scheduler"
 
 
@@ -145,7 +147,7 @@ class Pool:
         self._requests[request.rid] = request
         self._apis[api][asked.rid] = request
         job = Job(request, partial(self._encoder.prompt, asked))
-        if asked.grammar:
+        if asked.grammar or TOOLS in asked.chat:
             self.jobs.append(job._replace(lane=Lane.GRAMMARS))
         else:
             self._start(len(asked.inputs) + len(asked.chat), job)
@@ -237,10 +239,13 @@ class Pool:
             at = first
             while at < end and request.reason is None:
                 number = ids[at]
-                columns.texts.append(request.push(number))
+                text = request.push(number)
+                columns.texts.append(text)
                 columns.special.append(number < len(special) and special[number])
                 if request.held:
                     columns.hold(request.held)
+                if request.division is not None:
+                    columns.divide(request.division.push(number, text, request.held))
                 at += 1
             columns.rids.append(request.asked.rid)
             columns.counts.append(at - first)
@@ -276,9 +281,13 @@ class Pool:
             self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return
-        request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked), known.vocab_size)
+        most = limits.new_tokens(known, request.prompt.tokens, asked)
+        request.begin(self._vocabulary, self._encoder.marks, most, known.vocab_size)
         if request.chats:
-            self._send(request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters))
+            divided = request.prompt.answer is not None
+            self._send(
+                request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters, divided)
+            )
         if request.teller is not None:
             self._prompts += ((request.api, piece) for piece in request.teller.first())
         request.submitted = self._clock()

@@ -4,8 +4,10 @@ from array import array
 from enum import StrEnum
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
+from tgi.tokenizer.answer.division import Division
+from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
@@ -35,7 +37,7 @@ class Request:
     """
 
     __slots__ = (
-        "_curtain", "_decoder", "_least", "_stop", "api", "asked", "chats", "generated", "held", "last",
+        "_curtain", "_decoder", "_least", "_stop", "api", "asked", "chats", "division", "generated", "held", "last",
         "max_new_tokens", "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted",
         "teller", "texts", "validation_us",
     )  # fmt: skip
@@ -63,6 +65,7 @@ class Request:
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
         self._decoder: Decoder | None = None
         self._least = 0  # tokens that come before any stop string counts
+        self.division: Division | None = None  # if the answer is divided: to be given each token that is pushed
 
     def encoded(self, prompt: Prompt) -> None:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
@@ -72,7 +75,7 @@ class Request:
             inputs="", chat=b"", grammar=b"", sampling=self.asked.sampling._replace(grammar=prompt.grammar)
         )
 
-    def begin(self, vocabulary: Vocabulary, max_new_tokens: int, drawable: int) -> None:
+    def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int, drawable: int) -> None:
         """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent. No id
         from `drawable` on can be drawn."""
         self.stage = Stage.LIVE
@@ -86,9 +89,13 @@ class Request:
         if self.asked.prompt_from is not None:
             self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
+        if self.prompt.answer is not None:
+            self.division = Division(self.prompt.answer, marks)
         for number in ints(self.asked.resume):
             if self.reason is None:
-                self.push(number)
+                text = self.push(number)
+                if self.division is not None:
+                    self.division.push(number, text, self.held)
 
     def push(self, number: int) -> str:
         """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""
@@ -148,4 +155,5 @@ class Request:
             self.validation_us,
             below.queue_us if below else 0,
             below.inference_us if below else 0,
+            [] if self.division is None else [Part(0, *found) for found in self.division.end(self.reason)],
         )
