@@ -21,8 +21,8 @@ def named_adapters(text: str | None) -> list[Named]:
         matched = _ITEM.fullmatch(item)
         if matched is None or not all(part is None or part.strip() for part in matched.groups()):
             raise ValueError(f"Invalid LoRA adapter format: {item.strip()}")
-        named = Named(*(part if part is None else part.strip() for part in matched.group("name", "path", "revision")))
-        if named.name in found:
-            raise ValueError(f"Two LoRA adapters are called {named.name}. Give them different names: NAME=PATH")
-        found[named.name] = named
+        name, path, revision = (part and part.strip() for part in matched.group("name", "path", "revision"))
+        if name in found:
+            raise ValueError(f"Two LoRA adapters are called {name}. Give them different names: NAME=PATH")
+        found[name] = Named(name, path, revision)
     return [*found.values()]
