@@ -1,6 +1,7 @@
 """What one forward pass needs: the tokens of a step, back to back, and where their keys and values live."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -80,3 +81,6 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """Raw logits, float32 [D, vocab_size], of the rows that draw. A reader is given those that it wants."""
+
+    def adapter(self, directory: Path) -> Any:
+        """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

@@ -14,6 +14,7 @@ from tgi.kernel.messages import Limits, Result, Step
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.grammar import Grammars
 from tgi.worker.loop import Poisoned
+from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
 from tgi.worker.params import Draws
@@ -46,6 +47,7 @@ class TorchEngine:
         self, model: Model, attention: Attention, limits: Limits, tokens: Callable[[], LLTokenizer] | None = None
     ) -> None:
         self.limits = limits
+        self.adapters = Shelf(lambda directory: model.adapter(directory))
         self._model = model
         self._attention = attention
         self._device = model.device

@@ -2,7 +2,8 @@
 
 It keeps what a real worker would keep (ids, page tables, what each page holds) and refuses a step that a real worker
 would answer with garbage, naming the fault. So it is a worker for tests, a yardstick for the stack around the model,
-and the scheduler's conscience. It obeys no grammar.
+and the scheduler's conscience. It obeys no grammar. An adapter is any directory with an adapter_config.json: what is in
+it changes what is said.
 """
 
 import time
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Limits, Result, Sampling, Slot, Step, decode
 from tgi.kernel.pack import floats, ints
+from tgi.worker.lora.shelf import Shelf, Unread, missing
 from tgi.worker.sayings import PROMPT, Said, ids_of, noise_of, result_of, say, tell
 
 
@@ -60,6 +62,8 @@ class Occupant:
     computed: int = 0
     chain: int = 0
     lost: str = ""  # who took a page of this slot
+    adapter: Unread | None = None
+    fault: str = ""  # why it cannot draw
 
 
 class ScriptedWorker:
@@ -68,6 +72,7 @@ class ScriptedWorker:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.limits = script.limits()
+        self.adapters = Shelf(Unread)
         self._ids = ids_of(script.vocab_size)
         self.reset()
 
@@ -114,7 +119,9 @@ class ScriptedWorker:
             told += self._compute(slot, start, count)
             if draw:
                 said.append(self._draw(slot))
-        return result_of(step.number, step.epoch, said, told)
+        result = result_of(step.number, step.epoch, said, told)
+        faults = [self._slots[slot].fault for slot, draw in zip(rows, step.draws, strict=True) if draw]
+        return result._replace(faults=faults) if any(faults) else result
 
     def _occupy(self, step: Step) -> None:
         seen = set()
@@ -147,7 +154,13 @@ class ScriptedWorker:
             if old := self._slots.get(new.slot):
                 for page in old.table:
                     self._holders[page].discard(new.slot)
-            self._slots[new.slot] = Occupant(ids, noise_of(sampling), sampling.top_n, new)
+            occupant = Occupant(ids, noise_of(sampling), sampling.top_n, new)
+            # Pages that an adapter computed are no other's.
+            occupant.chain = int.from_bytes(sampling.adapter_digest)
+            if sampling.adapter:
+                occupant.adapter = self.adapters.find(sampling.adapter_digest)
+                occupant.fault = "" if occupant.adapter else missing(sampling.adapter)
+            self._slots[new.slot] = occupant
 
     def _append_pages(self, step: Step) -> None:
         slots, pages = ints(step.page_slots), ints(step.page_ids)
@@ -255,6 +268,7 @@ class ScriptedEngine:
         self._worker = ScriptedWorker(script)
         self._seconds = script.step_us / 1e6
         self.limits = self._worker.limits
+        self.adapters = self._worker.adapters
 
     def reset(self) -> None:
         """Forgets all requests."""

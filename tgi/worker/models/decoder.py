@@ -1,5 +1,6 @@
 """One decoder for many families of models: what differs between them is data in DecoderConfig."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,10 @@ class Decoder:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
         return self._logits(hidden, batch.draw_at)
+
+    def adapter(self, directory: Path) -> Any:
+        """See Model."""
+        raise NotImplementedError
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
