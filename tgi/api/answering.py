@@ -55,6 +55,7 @@ def generations(
             limits.max_input_tokens if limits else 0,
             limits.vocab_size if limits else 0,
             steering,
+            service.router.adapters,
         )
         for prompt in prompts
     ]
@@ -66,6 +67,7 @@ def generations(
         check(ask, NOT_YET)
     bell = Bell()
     form = grammar.encoded(p.grammar)
+    adapter = None if p.adapter_id is None else service.router.adapters[p.adapter_id]
     made = []
     for prompt in prompts:
         seed = service.seed(p.seed)
@@ -73,6 +75,8 @@ def generations(
             if place and (p.best_of or 1) > 1:
                 seed = service.seed(None)  # best_of: each has a seed of its own
             sampling = _sampling(p, steering, seed, place if choices > 1 else 0)
+            if adapter is not None:
+                sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             accounting.submitted()
             message = _message(prompt, p, sampling, hide_stop, form)
             if prompt_tops is not None:

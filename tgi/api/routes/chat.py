@@ -128,7 +128,7 @@ def generations(service: Service, request: ChatRequest) -> list[Generation]:
     if openai.chosen_tools(request):
         raise errors.validation("`tools` are not supported by this server yet, except with `tool_choice` none")
     top_n = request.top_logprobs or 0
-    p = openai.parameters(request, request.max_new_tokens, top_n)
+    p = openai.parameters(request, service.router.adapters, request.max_new_tokens, top_n)
     choices = request.n or 1
     return answering.generations(
         service,
