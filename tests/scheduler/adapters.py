@@ -41,6 +41,11 @@ class Changes:
         self.wanted: dict[str, str] = {}  # name and path of each that should be loaded once all is answered
         self.dropped: set[str] = set()  # paths that were once wanted and then not
 
+    def start_with(self, name: str, content: str) -> None:
+        """Each worker will load this one by itself."""
+        self.stock[name] = directory(content)
+        self.wanted[name] = str(self.stock[name])
+
     # --- what tokenizers do ---------------------------------------------------------------------------------------
 
     def ask(self, name: str, content: str | None, place: int = 0) -> None:
@@ -69,7 +74,8 @@ class Changes:
 
     def loaded(self, place: int = 0) -> list[Adapter]:
         """As this tokenizer knows them."""
-        return [status.adapters for status in self._house.tokenizers[place].statuses if status.limits is not None][-1]
+        told = [status.adapters for status in self._house.tokenizers[place].statuses if status.limits is not None]
+        return told[-1] if told else []
 
     # --- what the worker does -------------------------------------------------------------------------------------
 
@@ -78,15 +84,15 @@ class Changes:
         shelf = self._house.engine.adapters
         for name, path in self.stock.items():
             shelf.put(shelf.fetch(name, path))
-        if not self._house.core.limits:
-            self.wanted |= {name: str(path) for name, path in self.stock.items()}
 
     def core_gone(self) -> None:
         """The next one knows what the worker has, and no more."""
         self.orders.clear()
-        known = self._house.engine.adapters.listed if self._house.worker else []
         before = set(self.wanted.values())
-        self.wanted = {adapter.name: adapter.path for adapter in known} or {n: str(p) for n, p in self.stock.items()}
+        if self._house.worker is None:
+            self.wanted = {name: str(path) for name, path in self.stock.items()}
+        else:
+            self.wanted = {adapter.name: adapter.path for adapter in self._house.engine.adapters.listed}
         self.dropped |= before - set(self.wanted.values())
 
     def status(self) -> Status:

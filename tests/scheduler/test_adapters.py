@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.scheduler.adapters import directory
 from tests.scheduler.house import House, ok
 from tgi.kernel.messages import Adapted, Reason
 from tgi.worker.scripted import Script
@@ -14,7 +13,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 @pytest.fixture
 def house() -> House:
     house = House(SCRIPT, tokenizers=2)
-    house.adapters.stock["first"] = directory("one")
+    house.adapters.start_with("first", "one")
     house.worker_up()
     return house
 

@@ -54,7 +54,7 @@ class Adapters:
             self._take()
             return None
         if (asked := self._asked.pop(answer.rid, None)) is None:
-            log.warning("an answer on an adapter that nobody waits for")
+            log.debug("nobody waits for this answer: the tokenizer that asked is gone")
             return None
         tokenizer, adapt = asked
         return tokenizer, answer._replace(rid=adapt.rid)
