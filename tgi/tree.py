@@ -1,4 +1,4 @@
-"""Starts a process tree: takes the run directory, the port and the model, then supervises until a signal ends it."""
+"""Starts a process tree: takes run directory, port, model and adapters, then supervises until a signal ends it."""
 
 import logging
 import os
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tgi.kernel import arguments, log, metrics, rundir, tracing
+from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.progress import Progress
 from tgi.kernel.settings import Settings
@@ -116,7 +117,21 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     )
     directory = changed(directory, changes, settings.run_dir / "models")
     read_card(directory)  # refuses here, once and in the foreground, what no role could serve
-    return replace(known, model_dir=directory)
+    known = replace(known, model_dir=directory)
+    return _with_adapters(known, progress) if "worker" in roles else known
+
+
+def _with_adapters(settings: Settings, progress: Progress) -> Settings:
+    """The settings with the directories of the adapters that they name."""
+    from tgi.hub.resolve import adapter_directory
+
+    found = []
+    for adapter in named_adapters(settings.lora_adapters):
+        if adapter.name == settings.model_id:
+            raise UserError(f"The LoRA adapter {adapter.name} has the base model's name. Give it another: NAME=PATH")
+        directory = adapter_directory(adapter, hub_cache=_path(settings.huggingface_hub_cache), progress=progress.stage)
+        found.append((adapter.name, str(directory)))
+    return replace(settings, adapters=tuple(found))
 
 
 def _path(name: str | None) -> Path | None:

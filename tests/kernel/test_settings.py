@@ -65,6 +65,7 @@ REFUSED = [
     ({"lora_adapters": "a@b@c"}, "Invalid LoRA adapter format: a@b@c"),
     ({"lora_adapters": "a,"}, "Invalid LoRA adapter format: "),
     ({"lora_adapters": "a= @c"}, "Invalid LoRA adapter format: a= @c"),
+    ({"lora_adapters": "tgi=/lora"}, "No LoRA adapter can be called tgi"),
     ({"lora_adapters": "a=b,c,a@d"}, "Two LoRA adapters are called a"),
     ({"quantize": "gptq"}, "quantization is not supported yet"),
     ({"speculate": 2}, "speculation is not supported yet"),

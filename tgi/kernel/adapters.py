@@ -22,6 +22,8 @@ def named_adapters(text: str | None) -> list[Named]:
         if matched is None or not all(part is None or part.strip() for part in matched.groups()):
             raise ValueError(f"Invalid LoRA adapter format: {item.strip()}")
         name, path, revision = (part and part.strip() for part in matched.group("name", "path", "revision"))
+        if name == "tgi":
+            raise ValueError("No LoRA adapter can be called tgi: as a model's name that means the base model")
         if name in found:
             raise ValueError(f"Two LoRA adapters are called {name}. Give them different names: NAME=PATH")
         found[name] = Named(name, path, revision)
