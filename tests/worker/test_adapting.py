@@ -58,7 +58,7 @@ def test_adapters_are_loaded_replaced_and_unloaded(running: Running, tmp_path: P
 
 def test_a_request_without_its_adapter_is_at_fault_alone(tmp_path: Path) -> None:
     worker = ScriptedWorker(SCRIPT)
-    stock(worker.adapters, (f"one={adapter(tmp_path / 'one')}",))
+    stock(worker.adapters, (("one", str(adapter(tmp_path / "one"))),))
     (listed,) = worker.adapters.listed
     asking = encode(Sampling(1, adapter="one", adapter_digest=listed.digest))
     lost = encode(Sampling(1, adapter="two", adapter_digest=b"x"))
@@ -76,7 +76,7 @@ def test_a_request_without_its_adapter_is_at_fault_alone(tmp_path: Path) -> None
 
 def test_pages_of_an_adapter_are_no_other_requests(tmp_path: Path) -> None:
     worker = ScriptedWorker(SCRIPT)
-    stock(worker.adapters, (f"one={adapter(tmp_path / 'one')}",))
+    stock(worker.adapters, (("one", str(adapter(tmp_path / "one"))),))
     asking = encode(Sampling(1, adapter="one", adapter_digest=worker.adapters.listed[0].digest))
     good(worker.run_step(step(1, [(0, 0, 6, 1)], [slot(0, PROMPT, asking)], [(0, 0), (0, 1)])))
     shared = worker.run_step(step(2, [(1, 4, 2, 1)], [slot(1, PROMPT)], [(1, 0), (1, 2)]))
@@ -85,7 +85,7 @@ def test_pages_of_an_adapter_are_no_other_requests(tmp_path: Path) -> None:
 
 def test_a_content_lives_as_long_as_a_name_or_a_request_has_it(tmp_path: Path) -> None:
     shelf = Shelf(Unread)
-    stock(shelf, (f"one={adapter(tmp_path / 'a')}", f"two={adapter(tmp_path / 'a')}"))
+    stock(shelf, (("one", str(adapter(tmp_path / "a"))), ("two", str(adapter(tmp_path / "a")))))
     first, second = shelf.listed
     assert first == Adapter("one", str(tmp_path / "a"), first.digest)
     assert first.digest == second.digest
@@ -101,7 +101,7 @@ def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shelves, "MOST", 1)
     shelf = Shelf(Unread)
     path = adapter(tmp_path / "a")
-    stock(shelf, (f"one={path}", f"one={path}"))
+    stock(shelf, (("one", str(path)), ("one", str(path))))
     with pytest.raises(UserError, match="Unload one first"):
         shelf.fetch("two", path)
 

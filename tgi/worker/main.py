@@ -35,7 +35,7 @@ def main(process: Process) -> None:
 def _engine(settings: Settings, loop: Loop) -> Engine:
     if settings.worker == "scripted":
         scripted = ScriptedEngine(_script(settings))
-        stock(scripted.adapters, getattr(settings, "adapters", ()))
+        stock(scripted.adapters, settings.adapters)
         return scripted
     wait_shortly()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without

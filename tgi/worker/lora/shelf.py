@@ -76,10 +76,9 @@ class Unread:
         self.directory = directory
 
 
-def stock(shelf: Shelf, items: tuple[str, ...]) -> None:
-    """Loads the adapters to start with, each given as name=directory. Raises UserError."""
-    for item in items:
-        name, _, path = item.partition("=")
+def stock(shelf: Shelf, items: tuple[tuple[str, str], ...]) -> None:
+    """Loads the adapters to start with, each given as its name and its directory. Raises UserError."""
+    for name, path in items:
         shelf.put(shelf.fetch(name, Path(path)))
 
 
