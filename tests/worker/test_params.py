@@ -11,6 +11,7 @@ from tgi.hub.grammar import piece_table
 from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.worker.grammar import Grammars
+from tgi.worker.lora.shelf import Shelf, Unread
 from tgi.worker.params import Params
 from tgi.worker.slots import BadStep, Slots
 from tgi.worker.start import WARM_SAMPLING
@@ -19,7 +20,7 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def occupy(sampling: Sampling, prompt_tokens: int = 2) -> Slots:
-    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"), Grammars(lambda: piece_table([b"a"])))
+    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"), Grammars(lambda: piece_table([b"a"])), Shelf(Unread))
     new = Slot(1, pack(INT32, [1, 2, 3]), prompt_tokens, encode(sampling))
     slots.apply(Step(1, 1, [new], b"", b"", b"", b"", b"", b""))
     return slots

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tgi.worker.lora.deltas import Span
 
 
 class Batch(NamedTuple):
@@ -24,6 +27,7 @@ class Batch(NamedTuple):
     draw_at: Tensor  # int64 [D] index into T of the last token of each row that draws
     query_lengths: list[int]  # host copy: tokens computed per row
     context_lengths: list[int]  # host copy of `context`
+    adapted: "Sequence[Span]" = ()  # tokens with an adapter
 
 
 class KVShape(NamedTuple):

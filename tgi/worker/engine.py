@@ -14,6 +14,7 @@ from tgi.kernel.messages import Limits, Result, Step
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.grammar import Grammars
 from tgi.worker.loop import Poisoned
+from tgi.worker.lora.deltas import Span
 from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
@@ -62,6 +63,7 @@ class TorchEngine:
             model.vocab_size,
             model.device,
             self._grammars,
+            self.adapters,
         )
 
     def reset(self) -> None:
@@ -137,7 +139,7 @@ class TorchEngine:
         if masks is not None:
             self._grammars.drawn(slots, masks, drawn.ids, end)
         forward_us = int((time.monotonic() - began) * 1e6)
-        faults = masks.faults if masks else []
+        faults = self._faults(slots, masks)
         return Pending(step.number, step.epoch, drawn, told, faults, forward_us, begin, end)
 
     def _batch(self, rows: Rows) -> Batch:
@@ -169,7 +171,22 @@ class TorchEngine:
             draw_at=draw_at,
             query_lengths=counts.tolist(),
             context_lengths=rows.ends.tolist(),
+            adapted=self._adapted(rows.slots, bounds) if state.adapters else (),
         )
+
+    def _adapted(self, slots: NDArray[np.int64], bounds: NDArray[np.int64]) -> list[Span]:
+        """The tokens of the rows that have an adapter."""
+        adapters = self._slots.adapters
+        spans = zip(slots.tolist(), *(part.tolist() for part in (bounds[:-1], bounds[1:])), strict=True)
+        return [Span(adapters[slot], first, stop) for slot, first, stop in spans if slot in adapters]
+
+    def _faults(self, slots: NDArray[np.int64], masks: Masks | None) -> list[str]:
+        """Why these drawing rows cannot draw, as in Result."""
+        faults = masks.faults if masks else []
+        if self._slots.faults:
+            own = [self._slots.faults.get(slot, "") for slot in slots.tolist()]
+            faults = [mine or other for mine, other in zip(own, faults or [""] * len(own), strict=True)]
+        return faults if any(faults) else []
 
     def _reader(self, rows: Rows) -> PromptReader | None:
         """Whoever reads what these rows are to tell of their prompts, if they are."""

@@ -21,6 +21,7 @@ from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model
 from tgi.worker.engine import TorchEngine
 from tgi.worker.load import build_model
+from tgi.worker.lora.shelf import stock
 from tgi.worker.threads import choose_threads
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     _run(engine, limits, rows, tokens)
     _hold(settings.run_dir, limits.pages)
+    if adapters := getattr(settings, "adapters", ()):
+        progress("loading adapters", 99)
+        stock(engine.adapters, adapters)
     return engine
 
 

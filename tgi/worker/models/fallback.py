@@ -142,8 +142,8 @@ class Fallback:
     def adapter(self, directory: Path) -> Any:
         """See Model. None fits: nobody knows what the projections of this model are called."""
         raise UserError(
-            f"The adapter in {directory} cannot be served: LoRA adapters need a model that this server computes itself, "
-            "and this one runs through transformers. Merge the adapter into the model's weights instead."
+            f"The adapter in {directory} cannot be served: LoRA adapters need a model that this server computes "
+            "itself, and this one runs through transformers. Merge the adapter into the model's weights instead."
         )
 
     def _run(self, tokens: Tensor, positions: Tensor, draw_at: Tensor, step: Step) -> Tensor:
