@@ -60,7 +60,7 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     _run(engine, limits, rows, tokens)
     _hold(settings.run_dir, limits.pages)
-    if adapters := getattr(settings, "adapters", ()):
+    if adapters := settings.adapters:
         progress("loading adapters", 99)
         stock(engine.adapters, adapters)
     return engine
