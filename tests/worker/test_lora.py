@@ -88,9 +88,10 @@ def test_scales_ranks_and_modules_are_those_of_the_config(
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["llama", "phi3", "starcoder2"])
+BITS = [("llama", "float32", 1), ("llama", "bfloat16", 2), ("phi3", "float16", 1), ("starcoder2", "bfloat16", 1)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "threads"), BITS)
 def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str, threads: int, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     directory = make(kind)
@@ -107,12 +108,12 @@ def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str, thr
     rows = list(zip(adapters, prompts(), strict=True))
     alone = torch.cat([run(model, [row]) for row in rows])
     assert torch.equal(run(model, rows), alone)
-    for chosen in ([5, 3, 0], [0, 1, 2, 3], [4, 2], [2, 3]):
+    for chosen in ([5, 3, 0], [4, 2], [2, 3]):
         assert torch.equal(run(model, [rows[at] for at in chosen]), alone[chosen]), chosen
     # The same prompt under all, the same adapter under all.
     others = [(adapter, rows[0][1]) for adapter in adapters]
     assert torch.equal(run(model, others)[0], alone[0])
     same = [(adapters[0], ids) for _, ids in rows]
     assert torch.equal(run(model, same)[0], alone[0])
-    for at, sizes in ((0, [20, 1, 15, 1]), (3, [64, 6]), (3, [*[1] * 3, 60, 7])):
+    for at, sizes in ((0, [20, 1, 15, 1]), (3, [1, 62, 7])):
         assert torch.equal(run(model, [rows[at]], sizes), alone[at : at + 1]), sizes

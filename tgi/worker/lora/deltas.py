@@ -22,9 +22,9 @@ from tgi.worker.layers.mlp import Mlp
 from tgi.worker.linear import ACTIVATIONS, Linear
 from tgi.worker.lora.weights import PLACES, PROJECTIONS, LoraWeights, Shapes
 
-# Fewer elements than torch divides among threads, and a multiple of what it computes at once, LANES at most.
-ELEMENTS = 1 << 14
+# A multiple of what torch computes at once, and fewer elements than it divides among threads.
 LANES = 64
+ELEMENTS = (1 << 15) - LANES
 
 
 class Span(NamedTuple):
@@ -170,6 +170,9 @@ def _place(
 def _activated(x: Tensor, name: str) -> Tensor:
     """The activation of x. An element's bits do not depend on its place: torch takes another exp() for the odd elements
     at the end of each thread's share, so no call has any, and none is divided."""
-    flat = F.pad(x.flatten(), (0, -x.numel() % LANES))
-    found = torch.cat([ACTIVATIONS[name](part) for part in flat.split(ELEMENTS)])
+    flat, odd = x.flatten(), x.numel() % LANES
+    if odd:
+        flat = F.pad(flat, (0, LANES - odd))
+    parts = [ACTIVATIONS[name](part) for part in flat.split(ELEMENTS)]
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
     return found[: x.numel()].view(x.shape)

@@ -18,8 +18,8 @@ PLACES = {
     "down": (("down",),),
 }
 PROJECTIONS = tuple(name for place in PLACES.values() for matrix in place for name in matrix)
-# Numbers of rows that a product may have. Fewer than 8 take other ways through some libraries, and other sums.
-SIZES = (8, 16, TILE, 64, 128)
+# Numbers of rows that a product may have. Fewer than 4 take other ways through some libraries, and other sums.
+SIZES = (4, 8, 16, TILE, 64, 128)
 
 
 class Shape(NamedTuple):
@@ -75,6 +75,7 @@ def choose_rows(pairs: Iterable[Pair]) -> Rows:
     matrices = {matrix.shape: matrix for pair in pairs for matrix in pair}
     if any(matrix.device.type != "cpu" for matrix in matrices.values()):
         return Rows(())
+    torch.get_num_threads()  # gives a new thread as many as the one that computes has, before anything is tried
     agreed = set(SIZES)
     for matrix in matrices.values():
         generator = torch.Generator().manual_seed(matrix.shape[0])

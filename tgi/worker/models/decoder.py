@@ -102,12 +102,17 @@ class Decoder:
 
     def adapter(self, directory: Path) -> LoraWeights:
         """See Model."""
+        found = read_adapter(directory, self._config, self._adapter_dtype, self.device)
+        self.prepare()
+        return found
+
+    def prepare(self) -> None:
+        """Makes ready for the first adapter."""
         if not self._bare:
             firsts = [_first(layer.mlp) for layer in self._weights.layers]
             bare = [None if first is None else first.bare() for first in firsts]
             choose_rows([linear for linear in bare if linear is not None])
             self._bare = bare
-        return read_adapter(directory, self._config, self._adapter_dtype, self.device)
 
     def _deltas(self, batch: Batch, rows: int) -> Deltas:
         return Deltas(
