@@ -108,9 +108,9 @@ class Bench:
 
     def _run(self, kind: int, count: int, new: list[Slot], owners: bytes = b"", pages: bytes = b"") -> float:
         self.number += 1
-        rows, starts = range(kind * ROWS, (kind + 1) * ROWS), [self.known[kind]] * ROWS
-        columns = (pack(INT32, column) for column in (rows, starts, [count] * ROWS))
-        step = Step(self.number, 1, new, owners, pages, *columns, pack(UINT8, [1] * ROWS))
+        rows = pack(INT32, range(kind * ROWS, (kind + 1) * ROWS))
+        starts, counts = (pack(INT32, [value] * ROWS) for value in (self.known[kind], count))
+        step = Step(self.number, 1, new, owners, pages, rows, starts, counts, pack(UINT8, [1] * ROWS))
         began = time.thread_time()
         result = self.engine.collect(self.engine.launch(step))
         needed = time.thread_time() - began
