@@ -12,7 +12,7 @@ from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.worker.grammar import Grammars
 from tgi.worker.lora.shelf import Shelf, Unread
-from tgi.worker.params import Params
+from tgi.worker.params import NOT_ABOUT_SCORES, Params
 from tgi.worker.slots import BadStep, Slots
 from tgi.worker.start import WARM_SAMPLING
 
@@ -41,10 +41,10 @@ def test_a_slot_holds_what_its_last_occupant_asked_for() -> None:
 def test_who_leaves_the_scores_alone() -> None:
     """All processors are passed over where all rows are plain."""
     params = Params.empty(1)
-    for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2)):
+    for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2, adapter="a", adapter_digest=b"d")):
         params.put(0, plain, 1)
         assert params.plain[0]
-    for name in set(Sampling._fields) - {"seed", "do_sample", "top_n", "choice", "bias_ids", "biases"}:
+    for name in set(Sampling._fields) - set(NOT_ABOUT_SCORES) - {"bias_ids", "biases"}:
         params.put(0, Sampling(0, **{name: 2}), 1)
         assert not params.plain[0], name
     params.put(0, Sampling(0, **bias({1: 1.0})), 1)
@@ -53,7 +53,7 @@ def test_who_leaves_the_scores_alone() -> None:
 
 def test_the_trial_at_start_has_every_processor_at_work() -> None:
     """Its peak of memory is what the KV cache must leave free."""
-    choosing = {"seed", "do_sample", "top_n", "choice"}
+    choosing = set(NOT_ABOUT_SCORES)
     choosing.add("grammar")  # a bit for each id: nothing beside the scores
     idle = {name for name, off in Sampling._field_defaults.items() if getattr(WARM_SAMPLING, name) == off}
     assert idle <= choosing
