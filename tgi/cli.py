@@ -167,7 +167,9 @@ def download_weights(
     if extension != ".safetensors":
         raise UserError(f"Weights with the extension {extension} are not read. Leave out --extension.")
     if merge_lora:
-        raise UserError("--merge-lora is not supported. Merge adapter and base model with PEFT, and serve that.")
+        raise UserError(
+            "--merge-lora is not supported. Serve the base model with the adapter: --model-id BASE --lora-adapters ID."
+        )
     progress = Progress(None, title="download")
     directory = model_directory(model_id, revision, code=trust_remote_code, progress=progress.stage)
     read_card(directory)  # refuses what could not be served

@@ -72,7 +72,7 @@ def test_pieces_are_the_final_text_and_never_show_what_is_held(data: st.DataObje
     ],
 )
 def test_parameters(fields: dict[str, object], name: str, value: object) -> None:
-    assert getattr(openai.parameters(chat(**fields), None, 0), name) == value
+    assert getattr(openai.parameters(chat(**fields), (), None, 0), name) == value
 
 
 def test_max_tokens_has_two_names() -> None:

@@ -71,6 +71,19 @@ def test_what_a_child_cannot_mend_is_the_last_thing_on_the_terminal(tiny_llama: 
     assert "Traceback" not in said
 
 
+def test_adapters_that_are_not_there_are_told_before_anything_starts(tiny_llama: Path, tmp_path: Path) -> None:
+    for item, told in (
+        (f"a={tmp_path}", "so it is no LoRA adapter"),
+        ("a=b", "There is no directory b"),
+        (f"{tiny_llama}=b", "has the base model's name"),
+    ):
+        server = up(tiny_llama, tmp_path / "run", "--lora-adapters", item)
+        said, _ = server.communicate(timeout=PATIENCE_SECONDS)
+        assert server.returncode == 1
+        assert told in said.splitlines()[-1]
+        assert "Traceback" not in said
+
+
 def test_the_line_with_the_url_comes_when_all_are_ready_and_has_the_true_port(tiny_llama: Path, tmp_path: Path) -> None:
     server = up(tiny_llama, tmp_path / "run")
     assert server.stdout is not None

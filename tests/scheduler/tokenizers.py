@@ -33,6 +33,7 @@ class Asked:
         self.new = new
         self.stop_ids = stop_ids
         self.sampling = encode(sampling)
+        self.salt = sampling.adapter_digest
         self.asks = sampling.top_n > 0
         self.ids = list(resume)
         self.tops: list[Tops] = []  # beside each id that was sent

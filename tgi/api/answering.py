@@ -13,7 +13,7 @@ from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import Events, EventStream
 from tgi.api.steering import NONE, Steering
-from tgi.api.validation import EARLY, NOT_YET, RULES, Ask, check
+from tgi.api.validation import EARLY, RULES, Ask, check
 from tgi.kernel.messages import End, Generate, Sampling
 from tgi.kernel.pack import FLOAT32, INT32, pack
 
@@ -59,6 +59,7 @@ def generations(
             limits.max_input_tokens if limits else 0,
             limits.vocab_size if limits else 0,
             steering,
+            service.router.adapters,
         )
         for prompt in prompts
     ]
@@ -67,9 +68,9 @@ def generations(
     admit(service, len(prompts) * count)
     for ask in asks:
         check(ask, RULES)
-        check(ask, NOT_YET)
     bell = Bell()
     form = grammar.encoded(p.grammar)
+    adapter = None if p.adapter_id is None else service.router.adapters[p.adapter_id]
     made = []
     for prompt in prompts:
         seed = service.seed(p.seed)
@@ -77,6 +78,8 @@ def generations(
             if place and (p.best_of or 1) > 1:
                 seed = service.seed(None)  # best_of: each has a seed of its own
             sampling = _sampling(p, steering, seed, place if choices > 1 else 0)
+            if adapter is not None:
+                sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             accounting.submitted()
             message = _message(prompt, p, sampling, hide_stop, form)
             if prompt_tops is not None:

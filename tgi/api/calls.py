@@ -6,7 +6,7 @@ from array import array
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, Part, PromptTokens, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.messages import Adapt, Adapted, End, Generate, Part, PromptTokens, Reason, Texts, Tokenize, Tokenized
 from tgi.kernel.pack import floats, ints, uints
 
 if TYPE_CHECKING:
@@ -248,6 +248,37 @@ class Encoding(Call):
         return self.result is not None and bool(self.result.error)
 
     def finish(self, result: Tokenized) -> None:
+        """Takes the answer."""
+        self.result = result
+        self.bell.ring()
+
+
+class Adaptation(Call):
+    """A request to load the adapter in directory `path` under a name, or to unload it if `path` is empty."""
+
+    def __init__(self, bell: Bell, name: str, path: str) -> None:
+        super().__init__(bell)
+        self.name = name
+        self.path = path
+        self.result: Adapted | None = None
+        self.lost = False  # nobody has answered: the error in `result` is the server's, not the client's
+
+    def order(self, rid: int) -> Adapt:
+        return Adapt(rid, self.name, self.path)
+
+    def fail(self, message: str) -> None:
+        self.lost = True
+        self.finish(Adapted(0, message))
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None
+
+    @property
+    def failed(self) -> bool:
+        return self.result is not None and bool(self.result.error)
+
+    def finish(self, result: Adapted) -> None:
         """Takes the answer."""
         self.result = result
         self.bell.ring()

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Container
 from itertools import repeat
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
@@ -20,9 +21,12 @@ from tgi.kernel.messages import End, Reason
 DONE = "data: [DONE]\n\n"
 
 
-def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | None, top_n: int) -> GenerateParameters:
+def parameters(
+    request: ChatRequest | CompletionRequest, adapters: Container[str], max_new_tokens: int | None, top_n: int
+) -> GenerateParameters:
     """The request's parameters under TGI's names, without those that are OpenAI's alone (Steering). Requests sample,
-    except at temperature 0; the values that mean "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out."""
+    except at temperature 0; the values that mean "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out.
+    A `model` that is none of the `adapters` is the served one, whatever it is called."""
     greedy = request.temperature == 0
     return GenerateParameters(
         do_sample=not greedy,
@@ -38,6 +42,7 @@ def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | N
         grammar=request.response_format,
         min_new_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
+        adapter_id=request.model if request.model in adapters else None,
     )
 
 

@@ -7,10 +7,22 @@ import math
 import time
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Call, Encoding, Generation, parts_of, tops_of
+from tgi.api.calls import Adaptation, Call, Encoding, Generation, parts_of, tops_of
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, PromptTokens, Status, Texts, Tokenized
+from tgi.kernel.messages import (
+    Adapted,
+    Adapter,
+    Cancel,
+    End,
+    Hello,
+    Limits,
+    Prompted,
+    PromptTokens,
+    Status,
+    Texts,
+    Tokenized,
+)
 from tgi.kernel.pack import uints
 from tgi.kernel.permits import Permits
 
@@ -44,6 +56,7 @@ class Router:
         self._permits = permits
         self._admitted = 0  # permits of generations that will be submitted before this turn of the loop ends
         self.limits: Limits | None = None  # known once a worker has been ready
+        self.adapters: dict[str, Adapter] = {}  # those that a request may ask for, by name in their order of loading
         self.tokenizers = [Tokenizer(link) for link in links]
         self._rids = itertools.count(1)
         self._at: dict[Call, tuple[Tokenizer, int]] = {}
@@ -194,6 +207,11 @@ class Router:
                 if isinstance(call, Encoding) and call.wanted:
                     self._unwanted(call)
                     call.finish(message)
+            case Adapted():
+                call = self._release(tokenizer, message.rid)
+                if isinstance(call, Adaptation) and call.wanted:
+                    self._unwanted(call)
+                    call.finish(message)
             case Prompted():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation):
@@ -249,6 +267,8 @@ class Router:
         if status.limits is not None and self.limits is None:
             self.limits = status.limits
             metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
+        if status.limits is not None and status.adapters != [*self.adapters.values()]:
+            self.adapters = {adapter.name: adapter for adapter in status.adapters}
         if status.ready and self.limits is not None:
             self._was_ready = True
 

@@ -1,6 +1,6 @@
 """The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 from tgi.api import errors, grammar
@@ -20,6 +20,7 @@ class Ask(NamedTuple):
     max_input_tokens: int
     vocab_size: int
     steering: Steering = NONE
+    adapters: Container[str] = ()
 
     @property
     def stops(self) -> int:
@@ -102,11 +103,8 @@ RULES = [
          and (a.settings.disable_grammar_support or not grammar.readable(a.p.grammar)), "grammar is not supported"),
     Rule("logit_bias", lambda a: a.highest_biased >= a.vocab_size,
          "`logit_bias` must name token ids < {ask.vocab_size}. Given: {ask.highest_biased}"),
-]
-
-# What this server does not do yet is refused, never ignored.
-NOT_YET = [
-    Rule("adapter_id", lambda a: a.p.adapter_id is not None, "`adapter_id` {ask.p.adapter_id} not found"),
+    Rule("adapter_id", lambda a: a.p.adapter_id is not None and a.p.adapter_id not in a.adapters,
+         "`adapter_id` {ask.p.adapter_id} not found"),
 ]
 
 # OpenAI's routes, before their fields become parameters. `ask` is the body there.

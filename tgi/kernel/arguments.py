@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.kernel import rundir
+from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import MOST_TOPS
 from tgi.kernel.option import flag, value_of
@@ -83,9 +84,10 @@ def _check(settings: Settings) -> None:
     for given, name in ((settings.ngrok_authtoken, "ngrok-authtoken"), (settings.ngrok_edge, "ngrok-edge")):
         if settings.ngrok and given is None:
             raise _invalid(f"`{name}` must be set when using ngrok tunneling")
-    for item in (settings.lora_adapters or "").split(","):
-        if item.count("=") > 1 or item.count("@") > 1:
-            raise _invalid(f"Invalid LoRA adapter format: {item.strip()}")
+    try:
+        named_adapters(settings.lora_adapters)
+    except ValueError as error:
+        raise _invalid(str(error)) from error
     if settings.rope_factor is not None and settings.rope_factor < 1:
         raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
     if settings.max_top_n_tokens > MOST_TOPS:
@@ -120,8 +122,6 @@ def _refuse_unbuilt(settings: Settings) -> None:
             "`rope_scaling` is dynamic, whose angles change with the longest sequence of a batch: it is not supported. "
             "Use --rope-scaling linear."
         )
-    if settings.lora_adapters is not None:
-        raise _invalid("`lora_adapters` is set, but adapters are not supported yet. Leave out --lora-adapters.")
 
 
 def _completed(settings: Settings) -> Settings:

@@ -125,7 +125,7 @@ class Sampling(NamedTuple):
     min_new_tokens: int = 0  # until so many are generated, none of `end_ids` is drawn
     end_ids: bytes = b""  # int32; filled in by the tokenizer, and only where min_new_tokens asks for it
     adapter: str = ""  # the name of a LoRA adapter; "": the model alone
-    adapter_digest: bytes = b""  # Adapter.digest, filled in by the tokenizer
+    adapter_digest: bytes = b""  # Adapter.digest, as the api knows it; the tokenizer corrects it unless ids are resumed
 
     @property
     def samples(self) -> bool:

@@ -60,6 +60,7 @@ OURS: dict[str, Series] = {
     "tgi_prefix_cache_hit_tokens": Series("counter", "Prompt tokens found in the prefix cache"),
     "tgi_pages_used": Series("gauge", "KV pages held by running requests"),
     "tgi_pages_free": Series("gauge", "KV pages free or holding reusable prefixes"),
+    "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may choose among"),
     "tgi_worker_losses": Series("counter", "Times that the worker was lost"),
     "tgi_process_restarts": Series("counter", "Processes replaced by the supervisor", ("role",)),
 }

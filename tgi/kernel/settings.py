@@ -74,7 +74,17 @@ class Settings:
         boolean,
         also=("HF_MODEL_TRUST_REMOTE_CODE",),
     )
-    lora_adapters: str | None = setting(None, "Not supported yet, refused.", text)
+    lora_adapters: str | None = setting(
+        None,
+        "LoRA adapters to load at start: Hub ids (ID or ID@REVISION) or directories (NAME=PATH), with commas between.",
+        text,
+    )
+    allow_adapter_updates: bool = setting(
+        False,
+        "Let clients load adapters from directories of this host, and unload them, while the server runs.",
+        boolean,
+        env=("TGI_ALLOW_ADAPTER_UPDATES",),
+    )
     rope_scaling: str | None = setting(
         None,
         "Kind of rotary scaling, in place of the model's own. dynamic is refused.",
@@ -245,6 +255,7 @@ class Settings:
     model_sha: str | None = None  # its commit, if it came from the Hub
     model_pipeline_tag: str | None = None
     draft_model_dir: Path | None = None  # the resolved draft_model_id
+    adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each of lora_adapters
 
     def to_json(self) -> str:
         """For a child process's environment."""
@@ -256,7 +267,9 @@ class Settings:
         values: dict[str, Any] = json.loads(text)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         paths = ("run_dir", "model_dir", "draft_model_dir")
-        return cls(**values | {name: Path(values[name]) for name in paths if values.get(name) is not None})
+        values |= {name: Path(values[name]) for name in paths if values.get(name) is not None}
+        values["adapters"] = tuple((name, directory) for name, directory in values["adapters"])
+        return cls(**values)
 
 
 OPTIONS: dict[str, Option] = {item.name: item.metadata[OPTION] for item in fields(Settings) if OPTION in item.metadata}

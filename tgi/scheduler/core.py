@@ -8,8 +8,22 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, Status, Step, Stop
+from tgi.kernel.messages import (
+    Adapt,
+    Adapted,
+    Add,
+    Cancel,
+    End,
+    Hello,
+    Limits,
+    Reason,
+    Result,
+    Status,
+    Step,
+    Stop,
+)
 from tgi.kernel.states import State
+from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import misfit, shortfall
 from tgi.scheduler.flight import Flight
@@ -22,7 +36,7 @@ from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
 from tgi.scheduler.results import one_each, runs_each
 from tgi.scheduler.speculation import Speculation
-from tgi.scheduler.status import REFUSED, WAITING, Load, Report
+from tgi.scheduler.status import ADAPTING, REFUSED, WAITING, Load, Report
 from tgi.scheduler.suspects import Suspects
 from tgi.scheduler.tokens import runs, tokens
 
@@ -46,7 +60,7 @@ class Core:
     """Knows all requests of all tokenizers and one worker.
 
     Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `worker` until it
-    returns None, and what `outgoing` yields to the tokenizers; then, while the worker is busy, `settle`. The same calls
+    returns None, and what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The same calls
     always give the same outputs.
     """
 
@@ -69,6 +83,8 @@ class Core:
         self._moved = 0.0  # when a step was last answered, or sent into silence
         self._suspects = Suspects()
         self._report = Report()
+        self._worker_said = WAITING  # the worker's own status
+        self._adapters = Adapters()
         self._forecast = Forecast()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -93,9 +109,12 @@ class Core:
             # Crossing messages: an unknown number is one whose End is on its way up.
             if (request := client.requests.get(message.rid)) is not None:
                 self._end(request, Reason.STOP if isinstance(message, Stop) else Reason.CANCELLED, now)
+        elif isinstance(message, Adapt):
+            self._order(self._adapters.ask(source, message))
         elif isinstance(message, Gone):
             for request in list(client.requests.values()):
                 self._end(request, Reason.CANCELLED, now)
+            self._adapters.tokenizer_gone(source)
             del self._clients[source]
         else:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
@@ -112,6 +131,8 @@ class Core:
             self._result(message, now)
         elif isinstance(message, Status):
             self._worker_status(message, now)
+        elif isinstance(message, Adapted):
+            self._adapted(message, now)
         elif isinstance(message, Gone):
             self._worker_gone(now)
         else:
@@ -160,7 +181,8 @@ class Core:
             self._planner.settle()
 
     def outgoing(self) -> Iterator[tuple[Peer, tuple[Any, ...]]]:
-        """(tokenizer, message) for all that has come about since the last call."""
+        """(neighbour, message) for all that has come about since the last call: for tokenizers, and for the worker
+        what are no steps."""
         return self._outbox.take()
 
     def deadline(self, now: float) -> float:
@@ -186,6 +208,11 @@ class Core:
     def pages_used(self) -> int:
         """Pages that running requests hold, and those that ended since the last `settle`."""
         return self._planner.pool.used if self._planner else 0
+
+    @property
+    def adapters(self) -> int:
+        """How many adapters a request may choose among."""
+        return len(self._adapters.loaded)
 
     @property
     def ready(self) -> bool:
@@ -299,8 +326,25 @@ class Core:
                     fault,
                 )
                 status = REFUSED
-        self._report.below = status
+        self._worker_said = status
+        if status.ready:
+            self._order(self._adapters.told(status.adapters))
+        self._show_worker(now)
+
+    def _show_worker(self, now: float) -> None:
+        """It gets steps, and tokenizers hear of it, once it has what the worker before it had."""
+        self._report.below = ADAPTING if self._adapters.lacks else self._worker_said
         self._tell(now)
+
+    def _order(self, changes: list[Adapt]) -> None:
+        for change in changes:
+            assert self.worker is not None
+            self._outbox.put(self.worker, change)
+
+    def _adapted(self, answer: Adapted, now: float) -> None:
+        if (told := self._adapters.answered(answer)) is not None:
+            self._outbox.put(*told)
+        self._show_worker(now)
 
     def _adopt(self, limits: Limits, now: float) -> None:
         """The first worker's limits hold for the deployment's life."""
@@ -315,7 +359,8 @@ class Core:
     def _worker_gone(self, now: float) -> None:
         self.worker = None
         self._leftover.clear()
-        self._report.below = WAITING
+        self._adapters.worker_gone()
+        self._report.below = self._worker_said = WAITING
         self.counters.worker_losses += 1
         self._begin_again(self._flight, 1, "Server error: the worker died while it computed this request alone", now)
         self._tell(now)
@@ -345,7 +390,7 @@ class Core:
         return Load(queued, running, int(wait * 1000), int(forecast.end * 1000))
 
     def _status(self, load: Load, now: float) -> Status:
-        return self._report.status(self._stalled(now), self.limits, load)
+        return self._report.status(self._stalled(now), self.limits, load, self._adapters.loaded)
 
     def _tell(self, now: float) -> None:
         """Tells every tokenizer how things are, if that has changed."""

@@ -50,7 +50,7 @@ def main(process: Process) -> None:
 
 
 def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None) -> None:
-    """Takes what has come, keeps the worker busy first, then tells the tokenizers, then keeps the books."""
+    """Takes what has come, keeps the worker busy first, then tells the neighbours, then keeps the books."""
     now = time.monotonic()
     for link in (back, front):
         for peer, message in link.receive():
@@ -72,7 +72,8 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None
     for peer, message in core.outgoing():
         if spans is not None:
             spans.went(peer, message)
-        front.send(peer, message)
+        (back if peer.role == "worker" else front).send(peer, message)
+    back.flush()
     front.flush()
     core.settle()
     meter.publish(core)

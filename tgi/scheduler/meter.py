@@ -48,6 +48,7 @@ class Meter:
         self._count("tgi_accepted_tokens", counters.accepted_tokens)
         self._set("tgi_queue_size", core.queued)
         self._set("tgi_batch_current_size", core.running)
+        self._set("tgi_adapters_loaded", core.adapters)
         if core.limits is not None:
             used, size = core.pages_used, core.limits.page_size
             self._set("tgi_batch_current_max_tokens", used * size)

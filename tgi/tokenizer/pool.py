@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import (
+    Adapt,
+    Adapted,
     Cancel,
     End,
     Generate,
@@ -27,6 +29,7 @@ from tgi.kernel.messages import (
 )
 from tgi.kernel.pack import ints, uints
 from tgi.tokenizer import limits
+from tgi.tokenizer.adapters import Adapters
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.columns import Columns, Tops
 from tgi.tokenizer.encode import Encoder, Refusal
@@ -86,6 +89,7 @@ class Pool:
         self._rid = 0
         self._scheduler: Peer | None = None
         self._limits: Limits | None = None
+        self._adapters = Adapters()
         self._status = Status(False, True, NO_SCHEDULER, 0)
         self._columns: dict[Peer, Columns] = {}
         self._prompts: list[tuple[Peer, Any]] = []
@@ -95,12 +99,14 @@ class Pool:
             Gone: self._api_gone,
             Generate: self._generate,
             Tokenize: self._tokenize,
+            Adapt: self._adapt,
             Cancel: self._cancel,
         }
         self._from_scheduler: dict[type, Callable[[Peer, Any], None]] = {
             Hello: self._scheduler_up,
             Gone: self._scheduler_gone,
             Status: self._status_changed,
+            Adapted: self._adapted,
             PromptLogprobs: self._prompt_logprobs,
             Tokens: self._tokens,
             End: self._ended,
@@ -109,7 +115,7 @@ class Pool:
     @property
     def idle(self) -> bool:
         """Whether no request is left."""
-        return not self._requests
+        return not self._requests and self._adapters.idle
 
     def handle(self, peer: Peer, message: Any) -> None:
         """Takes one message, or event of a link, from a neighbour."""
@@ -138,6 +144,7 @@ class Pool:
         for request in list(self._apis.get(api, {}).values()):
             self._withdraw(request)
             self._close(request)
+        self._adapters.api_gone(api)
         self._apis.pop(api, None)
         self._columns.pop(api, None)
 
@@ -154,6 +161,12 @@ class Pool:
 
     def _tokenize(self, api: Peer, asked: Tokenize) -> None:
         self._start(len(asked.inputs) + len(asked.chat), Job(api, partial(self._encoder.tokenized, asked)))
+
+    def _adapt(self, api: Peer, asked: Adapt) -> None:
+        self._rid += 1
+        order = self._adapters.ask(self._rid, api, asked)
+        if self._scheduler is not None:
+            self._send(self._scheduler, order)
 
     def _start(self, length: int, job: Job) -> None:
         if length > LONG_TEXT:
@@ -186,6 +199,8 @@ class Pool:
 
     def _scheduler_up(self, scheduler: Peer, hello: Hello) -> None:
         self._scheduler = scheduler
+        for order in self._adapters.again():
+            self._send(scheduler, order)
         for request in list(self._requests.values()):
             if request.stage is Stage.LIVE:
                 self._send(scheduler, request.add())
@@ -201,7 +216,7 @@ class Pool:
                 del self._requests[request.rid]
             elif request.reason is not None:  # its last token has come, only the End is lost
                 self._finish(request, request.reason)
-        self._show(Status(False, True, NO_SCHEDULER, 0, self._limits))
+        self._show(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
 
     def _status_changed(self, scheduler: Peer, status: Status) -> None:
         self._show(status)
@@ -210,9 +225,14 @@ class Pool:
         if self._limits is None:
             metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         self._limits = status.limits
+        self._adapters.told(status.adapters)
         for request in list(self._requests.values()):
             if request.stage is Stage.HELD:
                 self._admit(request, self._limits)
+
+    def _adapted(self, scheduler: Peer, answer: Adapted) -> None:
+        if (told := self._adapters.answered(answer)) is not None:
+            self._send(*told)
 
     def _prompt_logprobs(self, scheduler: Peer, told: PromptLogprobs) -> None:
         request = self._requests.get(told.rid)
@@ -277,7 +297,8 @@ class Pool:
     def _admit(self, request: Request, known: Limits) -> None:
         """Checks an encoded request against the limits and passes it on."""
         asked = request.asked.max_new_tokens
-        if problem := limits.refusal(known, request.prompt.tokens, asked) or request.prompt.fault:
+        problem = limits.refusal(known, request.prompt.tokens, asked) or request.prompt.fault or self._adapter(request)
+        if problem:
             self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return
@@ -297,6 +318,17 @@ class Pool:
             self._finish(request, request.reason)
         elif self._scheduler is not None:
             self._send(self._scheduler, request.add())
+
+    def _adapter(self, request: Request) -> str:
+        """Gives a request the adapter that it names. Why that cannot be, for the client; "" if it can."""
+        sampling = request.asked.sampling
+        if not sampling.adapter:
+            return ""
+        found = self._adapters.found(sampling, bool(request.asked.resume))
+        if found is None:
+            return f"`adapter_id` {sampling.adapter} not found"
+        request.asked = request.asked._replace(sampling=found)
+        return ""
 
     def _validated(self, request: Request, refusal: Refusal | None = None) -> None:
         """Traces what has just become of a request: it was passed on, or refused."""

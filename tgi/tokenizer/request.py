@@ -137,6 +137,7 @@ class Request:
             encode(self.asked.sampling),
             pack(INT32, sorted(self.stop_ids)),
             self.generated.tobytes(),
+            salt=self.asked.sampling.adapter_digest,
             trace=self.asked.trace,
             prompt_from=0 if self.teller is None else self.teller.next,
             prompt_top_n=self.asked.prompt_top_n,

@@ -1,10 +1,14 @@
 """What one forward pass needs: the tokens of a step, back to back, and where their keys and values live."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tgi.worker.lora.deltas import Span
 
 
 class Batch(NamedTuple):
@@ -24,6 +28,7 @@ class Batch(NamedTuple):
     draw_at: Tensor  # int64 [D] index into T of the tokens behind which is drawn
     query_lengths: list[int]  # host copy: tokens computed per row
     context_lengths: list[int]  # host copy of `context`
+    adapted: "Sequence[Span]" = ()  # tokens with an adapter
 
 
 class KVShape(NamedTuple):
@@ -81,3 +86,6 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """Raw logits, float32 [D, vocab_size], where tokens are drawn. A reader is given those that it wants."""
+
+    def adapter(self, directory: Path) -> Any:
+        """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

@@ -90,8 +90,9 @@ class Drafter:
             slots, starts, ends, wanted = slots[left], position[left], position[left] + 1, wanted[left]
 
     def _batch(self, rows: Rows) -> Batch:
-        """The rows' tokens, of which those that this model has no embedding for (nobody says them) become another."""
-        batch = self._layout.batch(rows)
+        """The rows' tokens without their adapters. Those that this model has no embedding for (nobody says them) become
+        another."""
+        batch = self._layout.batch(rows)._replace(adapted=())
         if self._model.vocab_size < self._vocab_size:
             batch = batch._replace(tokens=batch.tokens.clamp_(max=self._model.vocab_size - 1))
         return batch

@@ -15,6 +15,7 @@ from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars
 from tgi.worker.layout import Layout
 from tgi.worker.loop import Poisoned
+from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
@@ -33,6 +34,7 @@ class Pending(NamedTuple):
     drawn: Drawn  # on the host
     told: Told | None  # of prompts, on the host
     masks: Masks | None
+    lost: list[str]  # of adapters, as Result.faults
     drafted: Drafted | None  # on the host
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
@@ -57,6 +59,7 @@ class TorchEngine:
         mark: Watermark | None = None,
     ) -> None:
         self.limits = limits
+        self.adapters = Shelf(lambda directory: model.adapter(directory))
         self._model = model
         self._attention = attention
         self._device = model.device
@@ -71,6 +74,7 @@ class TorchEngine:
             model.vocab_size,
             model.device,
             self._grammars,
+            self.adapters,
         )
         self._layout = Layout(self._slots, mark or Watermark(model.vocab_size, model.device))
         self._drafter = draft and Drafter(draft, self._slots, self._layout, self._noise)
@@ -128,7 +132,7 @@ class TorchEngine:
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
-            faults=masks.faults if masks else [],
+            faults=_both(pending.lost, masks.faults if masks else []),
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -153,7 +157,8 @@ class TorchEngine:
         if masks is not None:
             self._grammars.drawn(slots, masks, drawn.ids, end, drafted)
         forward_us = int((time.monotonic() - began) * 1e6)
-        return Pending(step.number, step.epoch, drawn, told, masks, drafted, forward_us, begin, end)
+        lost = [self._slots.faults.get(slot, "") for slot in slots.tolist()] if self._slots.faults else []
+        return Pending(step.number, step.epoch, drawn, told, masks, lost, drafted, forward_us, begin, end)
 
     def _drafted(self, step: Step, rows: Rows) -> Drafted | None:
         """Writes the rows' drafts behind what is known, if they have any. On CUDA they come to the host too, and the
@@ -202,6 +207,13 @@ class TorchEngine:
 
 def _no_tokens() -> LLTokenizer:
     raise RuntimeError("this engine was given no tokens")
+
+
+def _both(lost: list[str], faults: list[str]) -> list[str]:
+    """Why each drawing row cannot draw: for lack of its adapter, or of text that its grammar allows."""
+    if not lost or not faults:
+        return lost or faults
+    return [mine or other for mine, other in zip(lost, faults, strict=True)]
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.worker.batch import Batch
+from tgi.worker.lora.deltas import Span
 from tgi.worker.masks import Masks
 from tgi.worker.params import Draws
 from tgi.worker.slots import Rows, Slots
@@ -51,7 +52,14 @@ class Layout:
             draw_at=draw_at,
             query_lengths=counts.tolist(),
             context_lengths=rows.ends.tolist(),
+            adapted=self._adapted(rows.slots, bounds) if state.adapters else (),
         )
+
+    def _adapted(self, slots: Ints, bounds: Ints) -> list[Span]:
+        """The tokens of the rows that have an adapter."""
+        adapters = self._state.adapters
+        spans = zip(slots.tolist(), *(part.tolist() for part in (bounds[:-1], bounds[1:])), strict=True)
+        return [Span(adapters[slot], first, stop) for slot, first, stop in spans if slot in adapters]
 
     def draws(self, slots: Ints, position: Ints, masks: Masks | None) -> Draws:
         """How slots [E] draw the tokens of these positions, all ids before which are written."""

@@ -10,6 +10,7 @@ It is also what keeps silu exact: an elementwise torch operation takes another e
 of each thread's share, so its result would depend on the number of rows and threads.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -31,7 +32,7 @@ _run = torch.ops.mkldnn._linear_pointwise.default
 _run_binary = torch.ops.mkldnn._linear_pointwise.binary
 # What the layer does to its sums: oneDNN's name and variant of it, and torch's.
 _UNARY = {"none": ("none", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -103,6 +104,13 @@ class Linear:
             y = torch.cat([self._call(x[a:b], None if other is None else other[a:b]) for a, b in tiles])
         return y if padded == rows else y[:rows]
 
+    def bare(self) -> "Linear":
+        """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
+        other = copy.copy(self)
+        other.then, other.rows = "none", ONE_TILE if self.rows.sizes else ANY_ROWS
+        other._call = other._plain if self._call == self._plain else other._reordered
+        return other
+
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]
         return _run(x, self._weight, self._bias, name, [], variant)
@@ -112,8 +120,8 @@ class Linear:
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
         y = F.linear(x, self._weight, self._bias)
-        if self.then in _PLAIN:
-            return _PLAIN[self.then](y)
+        if self.then in ACTIVATIONS:
+            return ACTIVATIONS[self.then](y)
         if other is None:
             return y
         return y.add_(other) if self.then == "add" else y.mul_(other)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Limits, Sampling, Slot, decode
 from tgi.kernel.pack import floats, ints
+from tgi.worker.lora.shelf import Shelf, Unread, missing
 from tgi.worker.sayings import noise_of
 
 
@@ -24,10 +25,12 @@ class Occupant:
     computed: int = 0
     chain: int = 0
     lost: str = ""  # who took a page of this slot
+    adapter: Unread | None = None
+    fault: str = ""  # why it cannot draw
 
 
-def occupant_of(new: Slot, limits: Limits) -> Occupant:
-    """The request that comes to a slot of a worker with these limits. Raises Violation."""
+def occupant_of(new: Slot, limits: Limits, adapters: Shelf) -> Occupant:
+    """The request that comes to a slot of a worker with these limits and adapters. Raises Violation."""
     ids = ints(new.tokens)
     sampling = decode(new.sampling)
     need(0 <= new.slot < limits.max_batch_size, f"slot {new.slot} of {limits.max_batch_size}")
@@ -46,7 +49,12 @@ def occupant_of(new: Slot, limits: Limits) -> Occupant:
         all(0 <= token < limits.vocab_size for token in biased),
         f"slot {new.slot}: a biased id is not in the vocabulary",
     )
-    return Occupant(ids, noise_of(sampling), sampling.top_n, new)
+    # Pages that an adapter computed are no other's.
+    found = Occupant(ids, noise_of(sampling), sampling.top_n, new, chain=int.from_bytes(sampling.adapter_digest))
+    if sampling.adapter:
+        found.adapter = adapters.find(sampling.adapter_digest)
+        found.fault = "" if found.adapter else missing(sampling.adapter)
+    return found
 
 
 def need(holds: bool, fault: str) -> None:

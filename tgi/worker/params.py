@@ -1,7 +1,7 @@
 """How requests draw, as host columns: one entry for each slot, or for each row of a step that draws."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 LARGEST_SCORE = 1e8
 
 PLAIN = Sampling(0)
+# Fields that leave the scores as the model made them.
+NOT_ABOUT_SCORES: dict[str, Any] = {
+    "seed": 0,
+    "do_sample": False,
+    "top_n": 0,
+    "choice": 0,
+    "adapter": "",
+    "adapter_digest": b"",
+}
 
 
 class Bias(NamedTuple):
@@ -90,7 +99,7 @@ class Params(NamedTuple):
         ends = ints(sampling.end_ids)
         self.end_ids[at] = np.array(ends, np.int64) if len(ends) else None
         self.prompt_tokens[at] = prompt_tokens
-        self.plain[at] = sampling._replace(seed=0, do_sample=False, top_n=0, choice=0) == PLAIN
+        self.plain[at] = sampling._replace(**NOT_ABOUT_SCORES) == PLAIN
         for name in self._fields[:-4]:
             getattr(self, name)[at] = getattr(sampling, name)
         self.top_n[at] = min(sampling.top_n, MOST_TOPS)

@@ -2,7 +2,8 @@
 
 It keeps what a real worker would keep (ids, page tables, what each page holds) and refuses a step that a real worker
 would answer with garbage, naming the fault. So it is a worker for tests, a yardstick for the stack around the model,
-and the scheduler's conscience. It obeys no grammar.
+and the scheduler's conscience. It obeys no grammar. An adapter is any directory with an adapter_config.json: what is in
+it changes what is said.
 """
 
 import time
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import MOST_DRAFTS, Limits, Result, Step
 from tgi.kernel.pack import ints
+from tgi.worker.lora.shelf import Shelf, Unread
 from tgi.worker.occupant import Occupant, Violation, need, occupant_of
 from tgi.worker.sayings import PROMPT, Said, guess, ids_of, result_of, say, tell
 
@@ -50,6 +52,7 @@ class ScriptedWorker:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.limits = script.limits()
+        self.adapters = Shelf(Unread)
         self._ids = ids_of(script.vocab_size)
         self.reset()
 
@@ -97,7 +100,9 @@ class ScriptedWorker:
             told += self._compute(slot, start, count)
             if draw:
                 said.append(self._draw(slot, row_drafts))
-        return result_of(step.number, step.epoch, said, told)
+        result = result_of(step.number, step.epoch, said, told)
+        faults = [self._slots[slot].fault for slot, draw in zip(rows, step.draws, strict=True) if draw]
+        return result._replace(faults=faults) if any(faults) else result
 
     def _drafts(self, step: Step, rows: int) -> list[list[int | None]]:
         """The drafts of each row; None is one that this worker is to find."""
@@ -119,7 +124,7 @@ class ScriptedWorker:
     def _occupy(self, step: Step) -> None:
         seen = set()
         for new in step.slots:
-            occupant = occupant_of(new, self.limits)
+            occupant = occupant_of(new, self.limits, self.adapters)
             need(new.slot not in seen, f"slot {new.slot} gets two occupants")
             seen.add(new.slot)
             if old := self._slots.get(new.slot):
@@ -247,6 +252,7 @@ class ScriptedEngine:
         self._worker = ScriptedWorker(script)
         self._seconds = script.step_us / 1e6
         self.limits = self._worker.limits
+        self.adapters = self._worker.adapters
 
     def reset(self) -> None:
         """Forgets all requests."""

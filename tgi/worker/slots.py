@@ -1,6 +1,6 @@
 """What the worker keeps of each running request: token ids on the device, and on the host all that plans a step."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import MOST_DRAFTS, MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
 from tgi.worker.grammar import Grammars
+from tgi.worker.lora.shelf import Shelf, missing
 from tgi.worker.params import Params
 from tgi.worker.verify import begins
 
@@ -58,6 +59,7 @@ class Slots:
         vocab_size: int,
         device: torch.device,
         grammars: Grammars,
+        shelf: Shelf,
     ) -> None:
         self.width = tokens + 1
         self.page_size = page_size
@@ -71,11 +73,16 @@ class Slots:
         self.params = Params.empty(count)
         self.prompt_from = np.zeros(count, np.int64)  # Slot's fields
         self.prompt_top_n = np.zeros(count, np.int64)
+        self.adapters: dict[int, Any] = {}  # of the slots that have one
+        self.faults: dict[int, str] = {}  # why slots cannot draw
         self._grammars = grammars
+        self._shelf = shelf
 
     def reset(self) -> None:
         """Empties all slots."""
         self.computed.fill(EMPTY)
+        self.adapters.clear()
+        self.faults.clear()
         self._grammars.reset()
 
     def apply(self, step: Step) -> None:
@@ -180,6 +187,18 @@ class Slots:
         self.computed[slot] = NEW
         self.held[slot] = 0
         self._grammars.occupy(slot, sampling.grammar, ids[new.prompt_tokens :].tolist())
+        self._adapt(slot, sampling)
+
+    def _adapt(self, slot: int, sampling: Sampling) -> None:
+        """The slot's occupant holds its adapter, whatever becomes of the name. Without it, it is at fault."""
+        self.adapters.pop(slot, None)
+        self.faults.pop(slot, None)
+        if sampling.adapter:
+            found = self._shelf.find(sampling.adapter_digest)
+            if found is None:
+                self.faults[slot] = missing(sampling.adapter)
+            else:
+                self.adapters[slot] = found
 
     def _need_occupied(self, slots: Ints) -> None:
         _need_within(slots, len(self.known), "slot")

@@ -22,6 +22,7 @@ from tgi.worker.batch import Model
 from tgi.worker.drafting import Draft, need_same_tokens
 from tgi.worker.engine import TorchEngine
 from tgi.worker.load import build_model
+from tgi.worker.lora.shelf import stock
 from tgi.worker.threads import choose_threads
 from tgi.worker.warm import WARM_PROMPT, warm_up
 from tgi.worker.watermark import Watermark
@@ -55,6 +56,9 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
     _hold(settings.run_dir, limits.pages)
+    if adapters := settings.adapters:
+        progress("loading adapters", 99)
+        stock(engine.adapters, adapters)
     return engine
 
 

@@ -144,7 +144,7 @@ def generations(service: Service, request: ChatRequest) -> list[Generation]:
     if offer.tools and service.settings.disable_grammar_support:
         raise errors.validation("grammar is not supported")
     top_n = request.top_logprobs or 0
-    p = openai.parameters(request, request.max_new_tokens, top_n)
+    p = openai.parameters(request, service.router.adapters, request.max_new_tokens, top_n)
     choices = request.n or 1
     return answering.generations(
         service,
