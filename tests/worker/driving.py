@@ -13,6 +13,7 @@ from tgi.worker.attention import build_attention
 from tgi.worker.batch import Model
 from tgi.worker.drafting import Draft
 from tgi.worker.engine import TorchEngine
+from tgi.worker.watermark import Watermark
 
 # What is thought to come behind the so many tokens that request n has drawn; or how many a draft model is to find.
 Guess = Callable[[int, int], "list[int] | int"]
@@ -26,13 +27,15 @@ class Drawn(NamedTuple):
     tops: list[list[tuple[int, float]]]  # beside each id; empty lists where nobody asked
 
 
-def make_engine(model: Model, slots: int = 16, pages: int = 256, draft: Model | None = None) -> TorchEngine:
+def make_engine(
+    model: Model, slots: int = 16, pages: int = 256, draft: Model | None = None, mark: Watermark | None = None
+) -> TorchEngine:
     attention = build_attention(model.kv, pages, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context, pages * size)
     limits = Limits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
     second = draft and Draft(draft, build_attention(draft.kv, pages, draft.device))
-    return TorchEngine(model, attention, limits, draft=second)
+    return TorchEngine(model, attention, limits, draft=second, mark=mark)
 
 
 def drive(

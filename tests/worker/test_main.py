@@ -51,8 +51,8 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
     sampling = sampling._replace(
         count_penalty=0.5, presence_penalty=-0.5, watermark=True, **bias({3: -100.0, 511: 4.0})
     )
-    local = make_engine(build_model(directory, "bfloat16", "cpu", lambda stage, percent: None))
-    local._mark = Watermark(local.limits.vocab_size, torch.device("cpu"), 0.3, 5.0)
+    served = build_model(directory, "bfloat16", "cpu", lambda stage, percent: None)
+    local = make_engine(served, mark=Watermark(served.vocab_size, torch.device("cpu"), 0.3, 5.0))
     (want,) = drive(local, [PROMPT], 6, [sampling])
     scheduler = Scheduler(tmp_path)
     child = Child(Spec("worker", 0), settings)
