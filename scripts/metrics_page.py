@@ -44,6 +44,12 @@ Tokens per second that clients receive:
 sum(rate(tgi_inter_token_duration_count[1m])) + sum(rate(tgi_time_to_first_token_duration_count[1m]))
 ```
 
+The share of drafted tokens that were drawn ([speculation.md](speculation.md)):
+
+```promql
+sum(rate(tgi_accepted_tokens[5m])) / sum(rate(tgi_drafted_tokens[5m]))
+```
+
 How full the KV cache is, and the share of requests that are refused because all permits are in use:
 
 ```promql

@@ -8,6 +8,10 @@ import pytest
 from tests.models import demo_model as demo
 from tests.models import model
 from tgi.kernel import metrics
+from tgi.worker.threads import wait_shortly
+
+# As a worker does, before anything imports torch: threads of these tests do not spin while servers beside them compute.
+wait_shortly()
 
 # Where no test says otherwise.
 SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")

@@ -54,7 +54,7 @@ FLAGS: list[tuple[str, list[str], Any]] = [
 ]
 MISTAKES = [
     (["--nonsense"], 2, "No such option"),
-    (["--model-idd", "x"], 2, "Did you mean '--model-id'?"),
+    (["--model-idd", "x"], 2, "Did you mean one of: '--draft-model-id', '--model-id'?"),
     (["--model-id"], 2, "requires an argument"),
     (["--model-id", ""], 2, "it is empty"),
     (["--api-key", " "], 2, "it is empty"),
@@ -146,8 +146,27 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
-    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag"}
+    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag", "draft_model_dir", "adapters"}
     assert set(OPTIONS) | derived == set(vars(Settings()))
+
+
+def test_a_text_is_looked_at_for_its_watermark(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("Some words that nobody has marked, and some more of them.")
+    runner = CliRunner()
+    told = runner.invoke(main, ["watermark", str(file), "--model-id", str(tiny_llama), "--gamma", "0.3"])
+    assert told.exit_code == 0, told.output
+    assert "No watermark was found of this model with gamma 0.3 on cpu (z must be above 4)." in told.stdout
+    piped = runner.invoke(main, ["watermark", "--json", "--model-id", str(tiny_llama)], input=file.read_text())
+    assert json.loads(piped.stdout)["marked"] is False
+    for arguments, text, said in (
+        (["--gamma", "1"], "a", "--gamma is 1; it must be above 0 and below 1"),
+        ([], "", "this text has none. Give a longer text."),
+        (["--gamma", "0.000001"], "Hello", "none of"),
+    ):
+        refused = runner.invoke(main, ["watermark", "--model-id", str(tiny_llama), *arguments], input=text)
+        assert refused.exit_code == 1
+        assert said in refused.output
 
 
 def test_download_weights_says_where_a_model_is(tiny_llama: Path) -> None:

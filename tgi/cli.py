@@ -1,4 +1,5 @@
-"""The command `tgi`: up, one command per role, ps, down, import, download-weights, print-schema."""
+"""The command `tgi`: up, one command per role, ps, down, import, download-weights, print-schema,
+watermark."""
 
 import contextlib
 import json
@@ -6,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -166,7 +167,9 @@ def download_weights(
     if extension != ".safetensors":
         raise UserError(f"Weights with the extension {extension} are not read. Leave out --extension.")
     if merge_lora:
-        raise UserError("--merge-lora is not supported. Merge adapter and base model with PEFT, and serve that.")
+        raise UserError(
+            "--merge-lora is not supported. Serve the base model with the adapter: --model-id BASE --lora-adapters ID."
+        )
     progress = Progress(None, title="download")
     directory = model_directory(model_id, revision, code=trust_remote_code, progress=progress.stage)
     read_card(directory)  # refuses what could not be served
@@ -180,3 +183,36 @@ def print_schema(kserve: bool) -> None:
     from tgi.api.openapi import document
 
     click.echo(json.dumps(document(kserve), indent=2))
+
+
+@main.command()
+@click.argument("file", type=click.File(encoding="utf-8"), default="-")
+@click.option("--model-id", help="The model that is said to have written it. Without it: the demo model.")
+@click.option("--revision", help="Branch, tag or commit on the Hub.")
+@click.option("--gamma", type=float, default=0.5, show_default=True, help="The server's --watermark-gamma.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="The server's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def watermark(
+    file: IO[str], model_id: str | None, revision: str | None, gamma: float, device: str, as_json: bool
+) -> None:
+    """Tell whether the text in FILE (without it: on standard input) was generated with `watermark`.
+
+    Model, gamma and kind of device must be those of the server that made the text: each gives other green tokens.
+    Without the prompt: give the generated text alone.
+    """
+    from tgi.hub.resolve import model_directory
+    from tgi.worker.detection import THRESHOLD, detect_text
+
+    if not 0 < gamma < 1:
+        raise UserError(f"--gamma is {gamma:g}; it must be above 0 and below 1.")
+    found = detect_text(file.read(), model_directory(model_id, revision), gamma, device)
+    if as_json:
+        told = found._asdict() | {"share": found.share, "chance": found.chance, "marked": found.marked}
+        click.echo(json.dumps(told, indent=2))
+        return
+    click.echo(
+        f"{found.green} of {found.counted} tokens are green ({found.share:.1%}); by chance {gamma:.1%} would be."
+    )
+    click.echo(f"z = {found.z:.2f}, which happens by chance with probability {found.chance:.2g}.")
+    verdict = "The text carries the watermark" if found.marked else "No watermark was found"
+    click.echo(f"{verdict} of this model with gamma {gamma:g} on {device} (z must be above {THRESHOLD:g}).")

@@ -1,14 +1,16 @@
-"""Starts a process tree: takes the run directory, the port and the model, then supervises until a signal ends it."""
+"""Starts a process tree: takes run directory, port, model and adapters, then supervises until a signal ends it."""
 
 import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tgi.kernel import arguments, log, metrics, rundir, tracing
+from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.progress import Progress
 from tgi.kernel.settings import Settings
@@ -100,14 +102,13 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
     if not {"tokenizer", "worker"} & set(roles):
         return named
-    directory = model_directory(
-        settings.model_id,
-        settings.revision,
+    fetched = partial(
+        model_directory,
         hub_cache=_path(settings.huggingface_hub_cache),
-        weights=settings.weights_cache_override is None,
         code=settings.trust_remote_code,
         progress=progress.stage,
     )
+    directory = fetched(settings.model_id, settings.revision, weights=settings.weights_cache_override is None)
     known = replace(named, model_sha=commit(directory), model_pipeline_tag=pipeline_tag(directory))
     changes = Changes(
         rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
@@ -116,7 +117,32 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     )
     directory = changed(directory, changes, settings.run_dir / "models")
     read_card(directory)  # refuses here, once and in the foreground, what no role could serve
-    return replace(known, model_dir=directory)
+    known = replace(known, model_dir=directory)
+    return _with_adapters(_with_draft(known, fetched), progress) if "worker" in roles else known
+
+
+def _with_draft(settings: Settings, fetched: Callable[[str, str | None], Path]) -> Settings:
+    """The settings with the directory of the draft model, if they name one."""
+    if settings.draft_model_id is None:
+        return settings
+    from tgi.hub.card import read_card
+
+    directory = fetched(settings.draft_model_id, settings.draft_model_revision)
+    read_card(directory)
+    return replace(settings, draft_model_dir=directory)
+
+
+def _with_adapters(settings: Settings, progress: Progress) -> Settings:
+    """The settings with the directories of the adapters that they name."""
+    from tgi.hub.resolve import adapter_directory
+
+    found = []
+    for adapter in named_adapters(settings.lora_adapters):
+        if adapter.name == settings.model_id:
+            raise UserError(f"The LoRA adapter {adapter.name} has the base model's name. Give it another: NAME=PATH")
+        directory = adapter_directory(adapter, hub_cache=_path(settings.huggingface_hub_cache), progress=progress.stage)
+        found.append((adapter.name, str(directory)))
+    return replace(settings, adapters=tuple(found))
 
 
 def _path(name: str | None) -> Path | None:

@@ -23,6 +23,8 @@ from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link
 from tgi.kernel.messages import (
     PROTOCOL,
+    Adapt,
+    Adapted,
     Cancel,
     End,
     Generate,
@@ -69,6 +71,8 @@ def standard(message: Any) -> list[Any]:
     if isinstance(message, Tokenize):
         ids, starts, stops = (pack(INT32, column) for column in ([1, 7, 9], [0, 0, 2], [0, 2, 4]))
         return [Tokenized(message.rid, ids, starts, stops, b"\1\0\0")]
+    if isinstance(message, Adapt):
+        return [Adapted(message.rid)]
     return two_tokens(message)
 
 
@@ -116,7 +120,7 @@ class FakeTokenizer:
                     self.received.put(message)
                     if isinstance(message, Hello) and status is not None:
                         link.send(peer, status)
-                    elif isinstance(message, (Generate, Tokenize)):
+                    elif isinstance(message, (Generate, Tokenize, Adapt)):
                         for answer in self.answer(message) or ():
                             link.send(peer, answer)
                     elif isinstance(message, Cancel):

@@ -28,10 +28,11 @@ ROUTES: dict[str, type[msgspec.Struct]] = {
 # The types between which two routes choose.
 SAGEMAKER = (CompatGenerateRequest, ChatRequest, CompletionRequest)
 VERTEX = (cloud.GenerateVertexInstance, ChatRequest)
-# 429 where a body asks for more generations than there are permits.
-DOCUMENTED = {200, 400, 413, 422, 429}
+# 429 where a body asks for more generations than there are permits, 404 where it names an adapter to unload.
+DOCUMENTED = {200, 400, 404, 413, 422, 429}
 ERROR_TYPES = {
     400: set(),
+    404: {"not_found"},
     413: set(),
     422: {
         "validation", "template_error", "tool_error", "suffix not supported", "batch size exceeded", "utf8",
@@ -52,7 +53,8 @@ on_each_route = pytest.mark.parametrize("path", ROUTES)
 def front() -> Iterator[Front]:
     """A front end with all routes, which still serves at the end."""
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
-        front = Front(Settings(validation_workers=1, hostname="127.0.0.1", kserve=True), Path(folder), standard)
+        every = Settings(validation_workers=1, hostname="127.0.0.1", kserve=True, allow_adapter_updates=True)
+        front = Front(every, Path(folder), standard)
         front.start()
         front.tokenizers[0].start()
         front.until_ready()

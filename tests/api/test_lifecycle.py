@@ -11,7 +11,8 @@ import pytest
 from tests.api.conftest import Front, Reply, request, texts
 from tgi.api import router as router_module
 from tgi.api import sse
-from tgi.kernel.messages import Cancel, End, Generate, PromptTokens, Reason, Tokenize, Tokenized
+from tgi.api.calls import Generation
+from tgi.kernel.messages import Cancel, End, Generate, Kind, Part, Prompted, PromptTokens, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, ints, pack
 
 
@@ -124,6 +125,67 @@ def test_a_stream_survives_its_tokenizer(serve: Any) -> None:
     assert [event["index"] for event in got] == [1, 2, 3, 4, 5]
     assert got[-1]["generated_text"] == " 1 2 3 4 5"
     assert got[-1]["details"]["generated_tokens"] == 5
+
+
+CHAT = '{"messages":[{"role":"user","content":"x"}],"stream":%s}'
+
+
+def said(rid: int, token: int, *parts: tuple[Kind, str]) -> Any:
+    """A token of a divided answer."""
+    return word(rid, token)._replace(parts=[Part(0, *part) for part in parts])
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_call_of_a_tool_survives_its_tokenizer(serve: Any, stream: str) -> None:
+    """Each part comes once: those of the tokens that are known come from the first life, the rest from the second."""
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    client = Stream(front, "/v1/chat/completions", CHAT % stream)
+    first = tokenizer.next(Generate)
+    tokenizer.send(
+        Prompted(first.rid, 3, 1, divided=True),
+        said(first.rid, 1, (Kind.TEXT, "Well."), (Kind.CALL, "f")),
+        said(first.rid, 2, (Kind.ARGUMENTS, '{"a":')),
+    )
+    until_known(front, 2)
+    tokenizer.stop()
+    tokenizer.start()
+    again = tokenizer.next(Generate)
+    assert ints(again.resume) == [1, 2]
+    tokenizer.send(
+        Prompted(again.rid, 3, 1, divided=True),
+        word(again.rid, 3),  # lets nothing be shown
+        said(again.rid, 4, (Kind.ARGUMENTS, " 1}"), (Kind.CALL, "g")),
+        said(again.rid, 5, (Kind.ARGUMENTS, "{}")),
+        End(again.rid, Reason.EOS, "", "raw", 3, 5),
+    )
+    reply = client.rest()
+    if stream == "false":
+        (choice,) = json.loads(reply.body)["choices"]
+        text, calls = choice["message"]["content"], choice["message"]["tool_calls"]
+        pieces = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    else:
+        data = [part for part in reply.body.split(b"\n\n") if part not in (b"", b"data: [DONE]")]
+        choices = [json.loads(part.removeprefix(b"data: "))["choices"][0] for part in data]
+        choice = choices[-1]
+        text = "".join(each["delta"].get("content", "") for each in choices)
+        calls = [call for each in choices for call in each["delta"].get("tool_calls", ())]
+        names = [call["function"]["name"] for call in calls if "id" in call]
+        pieces = [
+            (name, "".join(call["function"]["arguments"] for call in calls if call["index"] == index))
+            for index, name in enumerate(names)
+        ]
+    assert text == "Well."
+    assert pieces == [("f", '{"a": 1}'), ("g", "{}")]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def until_known(front: Front, count: int) -> None:
+    """Waits until the front end has so many tokens of the one request in flight."""
+    (call,) = front.router.tokenizers[0].calls.values()
+    assert isinstance(call, Generation)
+    while call.generated < count:
+        time.sleep(0.001)
 
 
 def test_a_prompt_survives_its_tokenizer(serve: Any) -> None:

@@ -1,4 +1,4 @@
-"""What OpenAI's routes share: parameters, tools, usage, and text that is shown no sooner than it may be."""
+"""What OpenAI's routes share: parameters, usage, and text that is shown no sooner than it may be."""
 
 import json
 from array import array
@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from tgi.api import openai
 from tgi.api.calls import Columns
-from tgi.api.errors import ApiError
 from tgi.api.openai import Usage, Visible
 from tgi.api.serde import Body
 from tgi.api.shapes.chat import ChatRequest
+from tgi.api.tools import Offer
 from tgi.kernel.messages import End, Reason
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 decode = Body(ChatRequest).decode
 
 
@@ -25,7 +24,9 @@ def chat(**fields: object) -> ChatRequest:
 
 def columns(texts: list[str], special: list[bool], held: list[int]) -> Columns:
     count = len(texts)
-    return Columns(array("i", range(count)), array("f", [0] * count), bytearray(special), texts, array("I", held), [])
+    return Columns(
+        array("i", range(count)), array("f", [0] * count), bytearray(special), texts, array("I", held), [], []
+    )
 
 
 @given(st.data())
@@ -71,43 +72,11 @@ def test_pieces_are_the_final_text_and_never_show_what_is_held(data: st.DataObje
     ],
 )
 def test_parameters(fields: dict[str, object], name: str, value: object) -> None:
-    assert getattr(openai.parameters(chat(**fields), None, 0), name) == value
+    assert getattr(openai.parameters(chat(**fields), (), None, 0), name) == value
 
 
 def test_max_tokens_has_two_names() -> None:
     assert chat(max_tokens=3).max_new_tokens == chat(max_completion_tokens=3, max_tokens=None).max_new_tokens == 3
-
-
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        (None, ["add"]),
-        ("auto", ["add"]),
-        ("required", ["add"]),
-        ("none", []),
-        ("add", ["add"]),
-        ({"type": "function", "function": {"name": "add"}}, ["add"]),
-        ({"function": {"name": "add"}}, ["add"]),
-    ],
-)
-def test_tools_that_may_be_called(choice: object, names: list[str]) -> None:
-    request = chat(tools=[TOOL], tool_choice=choice)
-    assert [tool.function.name for tool in openai.chosen_tools(request)] == names
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"tools": [TOOL], "tool_choice": "sub"}, "Tool error: Tool with name sub not found"),
-        (
-            {"tools": [], "response_format": {"type": "json_object"}},
-            "Tool error: Grammar and tools are mutually exclusive",
-        ),
-    ],
-)
-def test_tools_that_do_not_fit(fields: dict[str, object], text: str) -> None:
-    with pytest.raises(ApiError, match=text):
-        openai.chosen_tools(chat(**fields))
 
 
 def test_the_prompt_of_a_chat_keeps_what_was_sent() -> None:
@@ -121,7 +90,7 @@ def test_the_prompt_of_a_chat_keeps_what_was_sent() -> None:
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     ]
     request = decode(json.dumps({"messages": messages, "add_generation_prompt": False, "seed": None}).encode())
-    assert json.loads(openai.chat_prompt(request)) == {"messages": messages, "add_generation_prompt": False}
+    assert json.loads(openai.chat_prompt(request, Offer())) == {"messages": messages, "add_generation_prompt": False}
 
 
 def test_a_prompt_counts_once_however_many_choices_it_has() -> None:

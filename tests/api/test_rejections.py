@@ -243,11 +243,16 @@ ORDER: list[tuple[str, dict[str, Any], str]] = [
     ("", {"typical_p": 0, **LATER}, "`typical_p` must be > 0.0 and < 1.0"),
     ("", LATER, "`top_k` must be strictly positive"),
     ("", {**LATER, "top_k": 1}, "`max_new_tokens` must be strictly positive"),
+    (
+        "",
+        {"min_new_tokens": 3, "max_new_tokens": 2, "stop": ["a"] * 5},
+        "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2",
+    ),
     ("", {"stop": ["a"] * 5, "top_n_tokens": 6}, "`stop` supports up to 4 stop sequences. Given: 5"),
     ("", {"seed": 0, "best_of": 2, "do_sample": True, "top_n_tokens": 6}, "`seed` must not be set when `best_of` > 1"),
     ("", {"top_n_tokens": 6, "truncate": 0}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ("", {"truncate": 0}, "`inputs` cannot be empty"),
-    ("x", {"truncate": 0, "watermark": True}, "`truncate` must be strictly positive and less than 2047. Given: 0"),
+    ("x", {"truncate": 0, "adapter_id": "a"}, "`truncate` must be strictly positive and less than 2047. Given: 0"),
     ("x", {"truncate": 2048}, "`truncate` must be strictly positive and less than 2047. Given: 2048"),
     ("x", {"truncate": 2047}, ""),
 ]
@@ -276,7 +281,6 @@ def test_best_of_where_there_is_none(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
-        ({"watermark": True}, "`watermark` is not supported by this server yet"),
         ({"adapter_id": "{ask}"}, "`adapter_id` {ask} not found"),
     ],
 )
@@ -306,6 +310,9 @@ BIASED = '{"42": -100}'
         ({"logit_bias": {str(token): 0 for token in range(1025)}}, "`logit_bias` supports up to 1024 tokens"),
         ({"logit_bias": {str(token): 100 for token in range(512)}}, ""),
         ({"logit_bias": [1.0] * 2000}, ""),
+        ({"min_tokens": 3, "max_tokens": 2}, "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2"),
+        ({"min_tokens": 2, "max_tokens": 2, "ignore_eos": None}, ""),
+        ({"min_tokens": 2000}, ""),
         ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
         ({"typical_p": 0.95}, ""),
     ],

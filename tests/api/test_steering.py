@@ -54,6 +54,14 @@ def test_nothing_asked_nothing_sent(front: Front, path: str, body: dict[str, Any
 
 
 @ROUTES
+def test_least_lengths_and_texts_without_an_end(front: Front, path: str, body: dict[str, Any]) -> None:
+    (message,) = asked(front, path, body | {"min_tokens": 4, "ignore_eos": True})
+    assert (message.sampling.min_new_tokens, message.ignore_eos) == (4, True)
+    (message,) = asked(front, path, body | {"min_tokens": 0, "ignore_eos": None})
+    assert (message.sampling.min_new_tokens, message.ignore_eos) == (0, False)
+
+
+@ROUTES
 @pytest.mark.parametrize("limit", [{"top_p": 0.5}, {"top_k": 5}, {"typical_p": 0.5}, {"top_p": 1}], ids=str)
 def test_temperature_0_is_greedy_whatever_the_limits_are(
     front: Front, path: str, body: dict[str, Any], limit: dict[str, Any]

@@ -6,9 +6,9 @@ import asyncio
 import pytest
 from text_generation import AsyncClient, Client
 from text_generation.errors import ValidationError
-from text_generation.types import FinishReason, Message, Response, StreamResponse
+from text_generation.types import FinishReason, Message, Response, StreamResponse, Tool
 
-from tests.clients.served import ANSWER, MESSAGES, PROMPT, URL
+from tests.clients.served import ANSWER, ASKED, MESSAGES, PROMPT, TOOLS, URL, check_call
 
 TOO_MANY_STOPS = ["a", "b", "c", "d", "e"]
 CHAT = [Message(**message) for message in MESSAGES]
@@ -118,6 +118,16 @@ def test_chat_with_logprobs_and_choices(client: Client) -> None:
     for choice in answer.choices:
         assert len(choice.logprobs["content"]) == 4
         assert all(len(token["top_logprobs"]) == 2 for token in choice.logprobs["content"])
+
+
+@pytest.mark.parametrize("choice", ["required", "get_time"])
+def test_chat_with_tools(client: Client, choice: str) -> None:
+    asked = [Message(**message) for message in ASKED]
+    answer = client.chat(asked, tools=[Tool(**tool) for tool in TOOLS], tool_choice=choice, max_tokens=60, seed=1)
+    [call] = answer.choices[0].message.tool_calls
+    check_call(call["function"]["name"], call["function"]["arguments"])
+    assert choice in ("required", call["function"]["name"])
+    assert answer.choices[0].finish_reason == "tool_calls"
 
 
 def test_async_chat() -> None:

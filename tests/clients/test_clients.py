@@ -1,6 +1,7 @@
 """The client libraries that people use, unchanged, against a real server with the demo model.
 
-Their pins exclude each other, so each group runs its own check_*.py in an environment of its own; see environments.py.
+Their pins exclude each other, so each group runs its own check_GROUP*.py in an environment of its own; see
+environments.py.
 All groups ask one server at the same time.
 """
 
@@ -36,16 +37,16 @@ def outcomes(
         demo.ready()
         # Nothing of the user's: no proxy, no tokens and no settings of the clients. served.py reads the addresses.
         addresses = {"TGI_URL": demo.url, "TGI_GUARDED_URL": other.url, "TGI_KEY": KEY}
-        environ = {"PATH": os.environ["PATH"], "HOME": str(place), "PYTHONDONTWRITEBYTECODE": "1", **addresses}
+        environ = {"PATH": os.environ["PATH"], "HOME": str(place), **addresses}
         yield {group: pool.submit(check, group, pythons[group].result(), environ, demo) for group in GROUPS}
 
 
 def check(group: str, python: Path, environ: dict[str, str], server: Server) -> str:
     """Runs a group's checks in its environment, without this project's configuration of pytest."""
-    checks = Path(__file__).parent / f"check_{group.replace('-', '_')}.py"
+    checks = sorted(map(str, Path(__file__).parent.glob(f"check_{group.replace('-', '_')}*.py")))
     pytest_alone = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider")
     done = subprocess.run(
-        [str(python), *pytest_alone, "-q", "--tb=short", "--color=no", "--disable-warnings", str(checks)],
+        [str(python), *pytest_alone, "-q", "--tb=short", "--color=no", "--disable-warnings", *checks],
         cwd=ROOT,
         env=environ,
         capture_output=True,
@@ -54,7 +55,7 @@ def check(group: str, python: Path, environ: dict[str, str], server: Server) -> 
     if done.returncode == 0:
         return ""
     complaints = "".join(line for line in server.output["up"] if " INFO " not in line)
-    return f"{checks.name} in {python.parent.parent}:\n{done.stdout}{done.stderr}\nThe server said:\n{complaints}"
+    return f"{group} in {python.parent.parent}:\n{done.stdout}{done.stderr}\nThe server said:\n{complaints}"
 
 
 @pytest.mark.timeout(600)  # the first run downloads and installs

@@ -39,6 +39,8 @@ PLACEHOLDERS = {
     "created": r"\d{10}",  # Unix seconds; the test looks at the clock as well
     "chat id": r"chatcmpl-[0-9A-Za-z_-]{8,}",
     "completion id": r"cmpl-[0-9A-Za-z_-]{8,}",
+    "call id": r"call_[0-9A-Za-z_-]{8,}",
+    "other call id": r"call_[0-9A-Za-z_-]{8,}",
     "seed": r"\d{1,20}",
     "other seed": r"\d{1,20}",
     "seconds": r"\d+(\.\d+)?(e-\d+)?",

@@ -7,7 +7,7 @@ Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, Prompted, PromptTokens, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.messages import End, Generate, Kind, Part, Prompted, PromptTokens, Reason, Texts, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 
 Answer = Callable[[Any], list[Any] | None]
@@ -15,7 +15,7 @@ Answer = Callable[[Any], list[Any] | None]
 
 class Token(NamedTuple):
     """A generated token. `held` counts characters of the text so far that may belong to a stop string; `top` are the
-    likeliest tokens in its place."""
+    likeliest tokens in its place; `parts` (kind and text) are what it lets be shown of an answer that is divided."""
 
     id: int
     text: str
@@ -23,6 +23,7 @@ class Token(NamedTuple):
     special: bool = False
     held: int = 0
     top: "tuple[Token, ...]" = ()
+    parts: tuple[tuple[Kind, str], ...] = ()
 
 
 A = Token(5, " a", -0.34)
@@ -59,6 +60,7 @@ def step(rows: list[tuple[Generate, Token]]) -> Texts:
         top_logprobs=pack(FLOAT32, [token.logprob for token in top]),
         top_special=bytes(token.special for token in top),
         top_texts=[token.text for token in top],
+        parts=[Part(at, *part) for at, token in enumerate(tokens) for part in token.parts],
     )
 
 
@@ -67,9 +69,9 @@ def end(message: Generate, reason: Reason, text: str, count: int, detail: str = 
     return End(message.rid, reason, detail, text, 3, count, 0, 1_000, 2_000, 30_000)
 
 
-def admitted(message: Generate) -> list[Any]:
+def admitted(message: Generate, divided: bool = False) -> list[Any]:
     """What comes before the first token: of a chat its length, and the tokens of the prompt "A é" for whoever asks."""
-    before: list[Any] = [Prompted(message.rid, 3, 12)] if message.chat else []
+    before: list[Any] = [Prompted(message.rid, 3, 12, divided)] if message.chat else []
     if message.prompt_from is not None:
         tops = PROMPT_TOPS[: message.prompt_top_n]
         before.append(PromptTokens(message.rid, pack(INT32, [1]), pack(FLOAT32, [float("nan")]), bytes(4), ["<s>"]))
@@ -90,6 +92,17 @@ def tokens(reason: Reason, text: str, *row: Token, detail: str = "") -> Callable
         return [
             *admitted(message), *(texts(message, token) for token in row), end(message, reason, text, len(row), detail),
         ]  # fmt: skip
+
+    return lambda: answer
+
+
+def divided(reason: Reason, *row: Token, rest: tuple[tuple[Kind, str], ...] = ()) -> Callable[[], Answer]:
+    """The same for an answer that comes in parts. The `rest` is known when the text ends."""
+
+    def answer(message: Generate) -> list[Any]:
+        text = "".join(token.text for token in row if not token.special)
+        last = end(message, reason, text, len(row))._replace(parts=[Part(0, *part) for part in rest])
+        return [*admitted(message, True), *(texts(message, token) for token in row), last]
 
     return lambda: answer
 
@@ -133,7 +146,8 @@ def together(*rows: tuple[Token, ...]) -> Callable[[], Answer]:
             if len(waiting) < len(rows):
                 return []
             waiting.sort(key=lambda each: (each.inputs, each.sampling.choice))
-            answers = [each for message in waiting for each in admitted(message)]
+            parts = any(token.parts for row in rows for token in row)
+            answers = [each for message in waiting for each in admitted(message, parts)]
             for place in range(max(map(len, rows))):
                 drawn = [(each, row[place]) for each, row in zip(waiting, rows, strict=True) if place < len(row)]
                 answers.append(step(drawn))
@@ -176,6 +190,21 @@ def no_pieces() -> Answer:
     return lambda message: [Tokenized(message.rid, b"", b"", b"", b"")]
 
 
+# A call of f as a model may write it, in tokens that say nothing or something of it.
+OPENING = Token(20, "<tool_call>", -0.5, True)
+NAME = Token(21, '{"name": "f", "arguments": ', -0.25, parts=((Kind.CALL, "f"),))
+BEGIN = Token(22, '{"a":', -0.125, parts=((Kind.ARGUMENTS, '{"a":'),))
+REST = Token(23, ' "é"}}', -0.75, parts=((Kind.ARGUMENTS, ' "é"}'),))
+CLOSING = Token(24, "</tool_call>", -0.5, True)
+CALL = (OPENING, NAME, BEGIN, REST, CLOSING)
+# A token that says something, calls f and begins to call g.
+BOTH = Token(25, "Well. f() g()", -0.5, parts=(
+    (Kind.TEXT, "Well."), (Kind.CALL, "f"), (Kind.ARGUMENTS, "{}"), (Kind.CALL, "g"), (Kind.ARGUMENTS, '{"b":'),
+))  # fmt: skip
+THOUGHT = Token(26, "<think>Hm", -0.5, parts=((Kind.REASONING, "Hm"),))
+SAID = Token(27, ".</think>Yes", -0.5, parts=((Kind.REASONING, "."), (Kind.TEXT, "Yes")))
+SHOWN = A._replace(parts=((Kind.TEXT, " a"),))
+
 TOO_LONG = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 2040 `inputs` tokens and 20 `max_new_tokens`"
 
 SCRIPTS: dict[str, Callable[[], Answer]] = {
@@ -213,6 +242,21 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     '" b", length | " a", end of sequence, in turn': together((B,), (A, EOS)),
     '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
     '" a", end of sequence | failure': second_fails,
+    "a call of f": divided(Reason.EOS, *CALL, EOS),
+    "a call of f with top tokens": divided(Reason.EOS, NAME._replace(top=(NAME,)), BEGIN, REST, EOS),
+    "text, and calls of f and g": divided(Reason.EOS, BOTH, REST, EOS),
+    "a call of f, the rest of which the end brings": divided(
+        Reason.EOS, NAME, BEGIN, rest=((Kind.ARGUMENTS, " 1"), (Kind.ARGUMENTS, "}"))
+    ),
+    "a call of f that is cut off": divided(Reason.LENGTH, OPENING, NAME, BEGIN),
+    "a call of f that a stop string cuts off": divided(Reason.STOP, NAME, BEGIN),
+    "a call of f of which only the name is known": divided(Reason.LENGTH, NAME),
+    "text, though there are tools": divided(Reason.EOS, SHOWN, EOS),
+    "text that the end brings": divided(Reason.LENGTH, A, rest=((Kind.TEXT, " a"),)),
+    "reasoning, then text": divided(Reason.EOS, THOUGHT, SAID, EOS),
+    "reasoning that is cut off": divided(Reason.LENGTH, THOUGHT),
+    "reasoning, then a call of f": divided(Reason.EOS, THOUGHT, NAME, BEGIN, REST, EOS),
+    "a call of f | text, in turn": together((NAME, BEGIN, REST, EOS), (SHOWN, EOS)),
     "no pieces": no_pieces,
     "three pieces of \"a é\"": pieces([0, 0, 1], [0, 1, 4]),
     "three pieces of \"éa\", cut inside a character": pieces([0, 0, 1], [0, 1, 3]),

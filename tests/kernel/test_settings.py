@@ -1,10 +1,12 @@
 """Settings: the names of TGI's launcher, what wins over what, and mistakes told in words."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tgi.kernel.adapters import named_adapters
 from tgi.kernel.arguments import HIDDEN, load, shown, without_effect
 from tgi.kernel.errors import UserError
 from tgi.kernel.option import value_of
@@ -61,9 +63,14 @@ REFUSED = [
     ({"ngrok": True, "ngrok_authtoken": "t", "ngrok_edge": "e"}, "ngrok tunnels are not supported"),
     ({"lora_adapters": "a, b=c=d"}, "Invalid LoRA adapter format: b=c=d"),
     ({"lora_adapters": "a@b@c"}, "Invalid LoRA adapter format: a@b@c"),
-    ({"lora_adapters": "a=b@c"}, "adapters are not supported yet"),
+    ({"lora_adapters": "a,"}, "Invalid LoRA adapter format: "),
+    ({"lora_adapters": "a= @c"}, "Invalid LoRA adapter format: a= @c"),
+    ({"lora_adapters": "tgi=/lora"}, "No LoRA adapter can be called tgi"),
+    ({"lora_adapters": "a=b,c,a@d"}, "Two LoRA adapters are called a"),
     ({"quantize": "gptq"}, "quantization is not supported yet"),
-    ({"speculate": 2}, "speculation is not supported yet"),
+    ({"speculate": 17}, r"`speculate` must be <= 16. Given: 17"),
+    ({"speculate": 0, "draft_model_id": "small"}, "the draft model would draft nothing"),
+    ({"draft_model_revision": "main"}, "no `draft_model_id` is given"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache has the model's type"),
     ({"rope_scaling": "dynamic"}, "Use --rope-scaling linear"),
     ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
@@ -85,6 +92,8 @@ UNREADABLE = [
     ("TGI_STEP_TARGET", "nan", "'nan' is not a number"),
     ("TGI_WIGGLE_ROOM", "1.5", "'1.5' is not above 0 and at most 1"),
     ("CUDA_GRAPHS", "1,two", "'two' is not a whole number"),
+    ("WATERMARK_GAMMA", "1", "'1' is not above 0 and below 1"),
+    ("WATERMARK_DELTA", "inf", "'inf' is not a number"),
 ]
 # fmt: on
 
@@ -105,6 +114,18 @@ def test_names_that_the_server_s_own_settings_have_in_clouds_come_second() -> No
     assert load({}, {"HF_MODEL_ID": "a/b", "MODEL_ID": "c/d"}).model_id == "c/d"
     assert load({}, {"MAX_INPUT_LENGTH": "7"}).max_input_tokens == 7
     assert load({"port": 1}, {"AIP_HTTP_PORT": "8080", "PORT": "2"}).port == 8080
+
+
+def test_adapters_have_four_forms() -> None:
+    text = "owner/a, owner/b@v1 , c=/lora/c,d = /lora/d@main"
+    assert load({}, {"LORA_ADAPTERS": text}).lora_adapters == text
+    assert named_adapters(text) == [
+        ("owner/a", None, None),
+        ("owner/b", None, "v1"),
+        ("c", "/lora/c", None),
+        ("d", "/lora/d", "main"),
+    ]
+    assert named_adapters(None) == []
 
 
 def test_the_container_s_hostname_and_honcho_s_port_are_not_ours() -> None:
@@ -196,8 +217,16 @@ def test_what_has_no_effect_is_named_with_the_reason_where_it_asks_for_something
 
 def test_settings_survive_the_way_into_a_child() -> None:
     given = {"api_key": ("k",), "max_input_length": 5, "port": 1234, "cuda_graphs": (1, 2), "log_colorize": False}
-    settings = load(given, {})
+    settings = replace(load(given, {}), adapters=(("a", "/lora/a"), ("b", "/lora/b")))
     assert Settings.from_json(settings.to_json()) == settings
+    drafting = replace(settings, draft_model_dir=Path("/models/small"))
+    assert Settings.from_json(drafting.to_json()) == drafting
+
+
+def test_a_draft_model_drafts_without_a_number() -> None:
+    assert load({}, {}).speculate is None
+    assert load({"draft_model_id": "small"}, {}).speculate == 4
+    assert load({"draft_model_id": "small", "speculate": 2}, {}).speculate == 2
 
 
 @pytest.mark.parametrize("name", OPTIONS)

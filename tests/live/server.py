@@ -1,5 +1,6 @@
 """A real process tree for tests: `tgi up` (or single roles) on a loopback port with a run directory of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,11 @@ from typing import Any
 import httpx
 import psutil
 
+from tgi.kernel import rundir
+
 PATIENCE_SECONDS = 120
+# How clients ask: nothing of the environment's, and no certificates, which take 24 ms to read for each client.
+LOCAL: dict[str, Any] = {"timeout": PATIENCE_SECONDS, "trust_env": False, "verify": False}
 
 
 def free_port() -> int:
@@ -36,7 +41,7 @@ class Server:
         self._env = os.environ | {"TGI_RUN": str(run), "HF_HUB_OFFLINE": "1"} | (env or {})
         self.commands: dict[str, subprocess.Popen[str]] = {}
         self.output: dict[str, list[str]] = {}
-        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_SECONDS, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, **LOCAL)
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
         """Starts `tgi COMMAND`; what it prints is collected in `output`."""
@@ -81,15 +86,16 @@ class Server:
         return "".join(line for lines in self.output.values() for line in lines)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """The supervised processes by name ("worker-0"), as `tgi ps` sees them."""
-        listing = subprocess.run(
-            [sys.executable, "-m", "tgi", "ps", "--json"], env=self._env, capture_output=True, text=True, check=True
-        )
-        rows = [row for row in json.loads(listing.stdout) if row["run"] == str(self.run)]
-        return {row["name"]: psutil.Process(row["pid"]) for row in rows if row["name"] != "supervisor"}
+        """The supervised processes that live, by name ("worker-0"): what `tgi ps` reads, without its start-up."""
+        found = {}
+        for state in rundir.read_states(self.run):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[state.name] = psutil.Process(state.pid)
+        return found
 
     def kill(self, name: str) -> None:
-        """kill -9 of one process of the tree; back when it is dead."""
+        """kill -9 of one process of the tree, once it is there; back when it is dead."""
+        self.until(lambda: name in self.processes(), f"{name} runs")
         victim = self.processes()[name]
         victim.kill()
         victim.wait(PATIENCE_SECONDS)

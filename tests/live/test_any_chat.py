@@ -72,8 +72,9 @@ def test_messages(server: Server, place: int) -> None:
 
 @pytest.mark.parametrize("place", range(len(SCHEMAS)))
 def test_schemas_of_tools(server: Server, place: int) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMAS[place]}}
-    ask(server, {"messages": [HELLO], "tools": [tool] * 20, "tool_prompt": "{{ tools }}"})
+    names = [f"f{number}" for number in range(20)]
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[place]}} for name in names]
+    ask(server, {"messages": [HELLO], "tools": tools, "tool_prompt": "{{ tools }}"})
 
 
 @pytest.mark.parametrize("place", range(len(VARIABLES)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, Server
+from tests.live.server import LOCAL, PATIENCE_SECONDS, Server
 
 LIMIT = 5
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-workers", "2")
@@ -87,7 +87,7 @@ def test_retry_after_grows_with_what_has_to_be_waited_for(server: Server) -> Non
         while True:
             body = {"inputs": "Hello", "parameters": {"max_new_tokens": tokens}}
             try:
-                answer = httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE_SECONDS, trust_env=False)
+                answer = httpx.post(f"{server.url}/generate", json=body, **LOCAL)
             except httpx.TransportError:
                 return  # the test is over, and the server gone
             if answer.status_code == 429:
@@ -116,7 +116,7 @@ def test_two_front_ends_count_together(server: Server) -> None:
     sent = 0
 
     def scrape() -> dict[str, float]:
-        answer = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_SECONDS, trust_env=False)
+        answer = httpx.get(f"{server.url}/metrics", **LOCAL)
         assert answer.status_code == 200
         return counts(answer.text)
 
@@ -124,7 +124,7 @@ def test_two_front_ends_count_together(server: Server) -> None:
         nonlocal sent
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
         for path in ("/generate", "/generate_stream"):
-            answer = httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE_SECONDS, trust_env=False)
+            answer = httpx.post(f"{server.url}{path}", json=body, **LOCAL)
             assert answer.status_code == 200, answer.text + server.said()
             sent += 1
         return all(
@@ -185,7 +185,7 @@ def test_metrics_are_answered_while_processes_are_replaced(server: Server) -> No
     def watch() -> None:
         while not over.is_set():
             try:
-                answer = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_SECONDS, trust_env=False)
+                answer = httpx.get(f"{server.url}/metrics", **LOCAL)
             except httpx.TransportError:
                 continue  # its front end was killed
             assert answer.status_code == 200, answer.text + server.said()

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, free_port
+from tests.live.server import LOCAL, PATIENCE_SECONDS, free_port
 
 
 class Launched:
@@ -23,7 +23,7 @@ class Launched:
     def __init__(self, process: "subprocess.Popen[str]", port: int, lines: list[str]) -> None:
         self.process = process
         self.lines = lines
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS, trust_env=False)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", **LOCAL)
 
     def generate(self, key: str = "") -> int:
         """The status of one generation."""
@@ -81,8 +81,8 @@ def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
         assert statuses == {"one": 200, "two": 200, "three": 200, "four": 401, "one,two": 401, "": 401}
         assert server.client.get("/info").json()["max_total_tokens"] == 200
         for name in ("tgi_request_count", "tgi_request_success"):
-            assert f"{name} 3\n" in httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", trust_env=False).text
-        answer = httpx.get(f"http://127.0.0.1:{metrics_port}/generate", trust_env=False)
+            assert f"{name} 3\n" in httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", **LOCAL).text
+        answer = httpx.get(f"http://127.0.0.1:{metrics_port}/generate", **LOCAL)
         assert answer.status_code == 404
     logged = [json.loads(line) for line in server.lines if line.startswith("{")]
     (arguments,) = [entry for entry in logged if entry["message"] == "Arguments"]

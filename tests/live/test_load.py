@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, Server, free_port
+from tests.live.server import LOCAL, PATIENCE_SECONDS, Server, free_port
 
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
@@ -75,7 +75,7 @@ def token_rows(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def page() -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", trust_env=False) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", **LOCAL) as client:
         yield client
 
 

@@ -25,7 +25,16 @@ from tgi.api.operations import KSERVE, OPERATIONS, Operation
 EXAMPLES = int(os.environ.get("TGI_FUZZ_EXAMPLES", "0"))
 SECONDS = 30  # an answer that takes longer hangs
 # Bodies seldom say when to stop, so the context is short.
-SHORT = ("--worker", "scripted", "--kserve", "--max-total-tokens", "64", "--validation-workers", "1")
+SHORT = (
+    "--worker",
+    "scripted",
+    "--kserve",
+    "--max-total-tokens",
+    "64",
+    "--validation-workers",
+    "1",
+    "--allow-adapter-updates",
+)
 KEY = "a secret"
 WRONG_KEYS = [None, "", KEY, "Bearer", f"Basic {KEY}", f"Bearer x{KEY}", f"Bearer {KEY}!", f"Bearer {KEY.upper()}"]
 ALL = {operation.id: operation for operation in OPERATIONS + KSERVE}

@@ -15,7 +15,7 @@ import pytest
 
 from tests.live.server import PATIENCE_SECONDS, Server
 
-SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation-workers", "1")
 
 
 @pytest.fixture
@@ -71,13 +71,26 @@ def test_what_a_child_cannot_mend_is_the_last_thing_on_the_terminal(tiny_llama: 
     assert "Traceback" not in said
 
 
+def test_adapters_that_are_not_there_are_told_before_anything_starts(tiny_llama: Path, tmp_path: Path) -> None:
+    for item, told in (
+        (f"a={tmp_path}", "so it is no LoRA adapter"),
+        ("a=b", "There is no directory b"),
+        (f"{tiny_llama}=b", "has the base model's name"),
+    ):
+        server = up(tiny_llama, tmp_path / "run", "--lora-adapters", item)
+        said, _ = server.communicate(timeout=PATIENCE_SECONDS)
+        assert server.returncode == 1
+        assert told in said.splitlines()[-1]
+        assert "Traceback" not in said
+
+
 def test_the_line_with_the_url_comes_when_all_are_ready_and_has_the_true_port(tiny_llama: Path, tmp_path: Path) -> None:
     server = up(tiny_llama, tmp_path / "run")
     assert server.stdout is not None
     try:
         line = next(line for line in server.stdout if line.startswith("Ready in"))
         states = {path.stem for path in (tmp_path / "run" / "state").glob("*.json")}
-        assert states == {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
+        assert states == {"api-0", "tokenizer-0", "scheduler-0", "worker-0"}
         found = re.search(r"http://127\.0\.0\.1:(\d+)$", line.strip())
         assert found
         assert int(found[1]) > 0
@@ -119,7 +132,7 @@ def test_while_it_drains_new_connections_are_refused(server: Server) -> None:
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0"])
 def test_who_dies_while_it_drains_is_replaced(server: Server, victim: str) -> None:
-    server.start("up", "--validation-workers", "1", "--graceful-termination-timeout", "100").ready()
+    server.start("up", "--graceful-termination-timeout", "100").ready()
     process = server.processes()[victim]
     stream = server.stream("Hello", max_new_tokens=100)
     events = [next(stream) for _ in range(5)]

@@ -1,6 +1,7 @@
 """Whole process trees with the scripted worker: started in any order, killed anywhere, drained, nothing left behind."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -14,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, Server, left_of
+from tests.live.server import LOCAL, PATIENCE_SECONDS, Server, left_of
 from tests.models import model
+from tgi.kernel import rundir
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
@@ -24,21 +26,30 @@ PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(8)
 
 @pytest.fixture
 def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
+    """For tests that start it their own way, or end it."""
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def standing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that leave a whole one behind."""
+    with Server(tmp_path_factory.mktemp("standing") / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
+        yield made.start().ready()
 
 
 def ids(events: list[dict[str, Any]]) -> list[int]:
     return [event["token"]["id"] for event in events]
 
 
-def all_streams(server: Server, tokens: int, act: Any = None, after: int = 20, **parameters: Any) -> list[Any]:
-    """Streams all prompts at once; calls `act` once each of them has shown `after` tokens."""
+def all_streams(server: Server, tokens: int, act: Any = None, after: int = 20) -> list[Any]:
+    """Streams all prompts at once, every second one with a seed; calls `act` once each has shown `after` tokens."""
     seen = [0] * len(PROMPTS)
 
     def one(k: int) -> list[dict[str, Any]]:
         events = []
-        for event in server.stream(PROMPTS[k], max_new_tokens=tokens, **parameters):
+        sampling = {"do_sample": True, "seed": 7} if k % 2 else {}
+        for event in server.stream(PROMPTS[k], max_new_tokens=tokens, **sampling):
             events.append(event)
             seen[k] += 1
         return events
@@ -55,29 +66,34 @@ def all_streams(server: Server, tokens: int, act: Any = None, after: int = 20, *
         return [stream.result(PATIENCE_SECONDS) for stream in streams]
 
 
-def test_streams_tokens_over_http(server: Server) -> None:
-    server.start().ready()
-    events = list(server.stream("Hello", max_new_tokens=5))
+def test_streams_tokens_over_http(standing: Server) -> None:
+    events = list(standing.stream("Hello", max_new_tokens=5))
     assert [event["index"] for event in events] == [1, 2, 3, 4, 5]
     assert events[-1]["details"]["finish_reason"] == "length"
     assert events[-1]["generated_text"] == "".join(event["token"]["text"] for event in events)
-    whole = server.generate("Hello", max_new_tokens=5)
+    whole = standing.generate("Hello", max_new_tokens=5)
     assert [token["id"] for token in whole["details"]["tokens"]] == ids(events)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 7}], ids=["greedy", "seeded"])
-def test_kill_9_in_the_middle_and_every_stream_goes_on(server: Server, victim: str, sampling: dict[str, Any]) -> None:
-    server.start().ready()
-    undisturbed = all_streams(server, 60, **sampling)
-    resumed_before = server.metric("tgi_resumed_tokens")
-    disturbed = all_streams(server, 60, act=lambda: server.kill(victim), **sampling)
+def test_kill_9_in_the_middle_and_every_stream_goes_on(standing: Server, victim: str) -> None:
+    """Half of the streams are greedy, half have a seed."""
+    undisturbed = all_streams(standing, 60)
+    killed = standing.processes()[victim].pid
+    resumed_before = standing.metric("tgi_resumed_tokens")
+    disturbed = all_streams(standing, 60, act=lambda: standing.kill(victim))
     assert [ids(events) for events in disturbed] == [ids(events) for events in undisturbed]
     assert [events[-1]["generated_text"] for events in disturbed] == [
         events[-1]["generated_text"] for events in undisturbed
     ]
     if victim == "worker-0":
-        assert server.metric("tgi_resumed_tokens") - resumed_before >= 8 * 20
+        assert standing.metric("tgi_resumed_tokens") - resumed_before >= 8 * 20
+
+    def whole() -> bool:
+        states = rundir.read_states(standing.run)
+        return len(states) == 5 and all(state.state == "ready" and state.pid != killed for state in states)
+
+    standing.until(whole, "it is whole again")
 
 
 def test_killed_again_and_again(server: Server) -> None:
@@ -129,7 +145,7 @@ def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
 def new_connection(server: Server) -> int:
     """The status of a small request over a connection of its own, which any front end may take."""
     body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
-    return httpx.post(f"{server.url}/generate", json=body, timeout=PATIENCE_SECONDS, trust_env=False).status_code
+    return httpx.post(f"{server.url}/generate", json=body, **LOCAL).status_code
 
 
 def test_two_front_ends_share_the_port(server: Server) -> None:
@@ -140,22 +156,19 @@ def test_two_front_ends_share_the_port(server: Server) -> None:
     server.until(lambda: len(server.processes()) == 6, "all six processes run again")
     for _ in range(20):
         assert new_connection(server) == 200
-    server.client = httpx.Client(
-        base_url=server.url, trust_env=False
-    )  # the old one's connection died with its front end
+    server.client = httpx.Client(base_url=server.url, **LOCAL)  # the old one's connection died with its front end
     assert server.metric("tgi_request_count") == 22
 
 
-def test_a_disconnect_frees_the_request(server: Server) -> None:
-    server.start().ready()
-    stream = server.stream("Hello", max_new_tokens=5000)
+def test_a_disconnect_frees_the_request(standing: Server) -> None:
+    stream = standing.stream("Hello", max_new_tokens=5000)
     for _ in range(5):
         next(stream)
-    assert server.metric("tgi_batch_current_size") == 1
+    assert standing.metric("tgi_batch_current_size") == 1
     stream.close()  # type: ignore[attr-defined]
-    server.until(lambda: server.metric("tgi_batch_current_size") == 0, "the request is gone from the batch")
-    server.until(lambda: server.metric("tgi_pages_used") == 0, "its pages are free")
-    assert server.metric("tgi_request_failure") >= 1
+    standing.until(lambda: standing.metric("tgi_batch_current_size") == 0, "the request is gone from the batch")
+    standing.until(lambda: standing.metric("tgi_pages_used") == 0, "its pages are free")
+    assert standing.metric("tgi_request_failure") >= 1
 
 
 def test_sigterm_drains(server: Server) -> None:
@@ -194,16 +207,26 @@ def test_a_hung_worker_is_replaced(server: Server) -> None:
     assert server.processes()["worker-0"].pid != hung.pid
 
 
-def test_the_system_s_ps_shows_roles(server: Server) -> None:
-    server.start().ready()
-    titles = {name: " ".join(process.cmdline()).strip() for name, process in server.processes().items()}
+def test_the_system_s_ps_shows_roles(standing: Server) -> None:
+    titles = {name: " ".join(process.cmdline()).strip() for name, process in standing.processes().items()}
     assert titles["worker-0"] == "tgi worker 0"
     assert titles["tokenizer-1"] == "tgi tokenizer 1"
 
 
-def test_a_second_server_in_the_same_run_directory_is_refused(server: Server) -> None:
-    server.start().ready()
-    env = os.environ | {"TGI_RUN": str(server.run)}
+def test_tgi_ps_shows_states_and_memory(standing: Server) -> None:
+    command, env = [sys.executable, "-m", "tgi", "ps"], os.environ | {"TGI_RUN": str(standing.run)}
+    listed = json.loads(subprocess.run([*command, "--json"], env=env, capture_output=True, check=True).stdout)
+    supervisor, *rows = [row for row in listed if row["run"] == str(standing.run)]
+    assert supervisor["pid"] == standing.commands["up"].pid
+    assert {row["name"]: row["pid"] for row in rows} == {
+        name: process.pid for name, process in standing.processes().items()
+    }
+    assert {row["state"] for row in rows} == {"ready"}
+    assert min(row["memory_mb"] for row in rows) > 1
+
+
+def test_a_second_server_in_the_same_run_directory_is_refused(standing: Server) -> None:
+    env = os.environ | {"TGI_RUN": str(standing.run)}
     again = subprocess.run(
         [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1"], env=env, capture_output=True, text=True
     )
@@ -212,13 +235,12 @@ def test_a_second_server_in_the_same_run_directory_is_refused(server: Server) ->
     assert "Traceback" not in again.stderr
 
 
-def test_a_port_in_use_is_told(server: Server, tmp_path: Path) -> None:
-    server.start().ready()
+def test_a_port_in_use_is_told(standing: Server, tmp_path: Path) -> None:
     env = os.environ | {"TGI_RUN": str(tmp_path / "other")}
-    command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(server.port)]
+    command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(standing.port)]
     again = subprocess.run(command, env=env, capture_output=True, text=True)
     assert again.returncode == 1
-    assert f"Cannot listen on 127.0.0.1:{server.port}" in again.stderr
+    assert f"Cannot listen on 127.0.0.1:{standing.port}" in again.stderr
     assert "Traceback" not in again.stderr
 
 
@@ -251,16 +273,16 @@ def test_a_floor_with_another_model_is_refused(tiny_llama: Path, tmp_path: Path)
         assert not server.healthy()
 
 
-@pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0"])
-def test_health_tells_of_a_death_before_there_is_a_successor(server: Server, victim: str) -> None:
+def test_health_tells_of_a_death_before_there_is_a_successor(server: Server) -> None:
     """Nobody sends anything, and the supervisor is held, so that only the broken connection can tell."""
     server.start("up", "--validation-workers", "1").ready()
-    processes = server.processes()
-    server.commands["up"].send_signal(signal.SIGSTOP)
-    try:
-        processes[victim].kill()
-        server.until(lambda: server.client.get("/health").status_code == 503, "the death is told")
-    finally:
-        server.commands["up"].send_signal(signal.SIGCONT)
-    server.ready()
-    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
+        process = server.processes()[victim]
+        server.commands["up"].send_signal(signal.SIGSTOP)
+        try:
+            process.kill()
+            server.until(lambda: server.client.get("/health").status_code == 503, f"the death of {victim} is told")
+        finally:
+            server.commands["up"].send_signal(signal.SIGCONT)
+        server.ready()
+        assert len(list(server.stream("Hello", max_new_tokens=3))) == 3

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.scheduler.adapters import PATHS
 from tests.scheduler.house import House, everything, replay
 from tests.scheduler.tokenizers import Asked
 from tgi.kernel.messages import Cancel, Reason, Result, Stop
@@ -17,7 +18,7 @@ from tgi.scheduler.core import Config
 from tgi.worker.scripted import Script
 
 # A prompt that begins so kills the worker, or makes its step fail. Other prompts begin with smaller ids.
-DEADLY, BROKEN = 100, 101
+DEADLY, BROKEN = 3, 4
 LIMIT = 24
 
 
@@ -28,14 +29,20 @@ class Scheduler(RuleBasedStateMachine):
         pages=st.integers(6, 20),
         slots=st.integers(1, 4),
         budget=st.integers(4, 16),
-        caching=st.booleans(),
+        prefix_caching=st.booleans(),
         pace=st.sampled_from([0.2, 0.001]),
         settles=st.booleans(),
+        drafts=st.sampled_from([0, 0, 1, 4, 7]),
+        draft_model=st.booleans(),
+        vocab_size=st.sampled_from([5, 128]),  # of 5 ids the same follow each other often
     )
-    def start(self, pages: int, slots: int, budget: int, caching: bool, pace: float, settles: bool) -> None:
-        self.script = Script(pages, 4, slots, 128, LIMIT, budget)
-        self.house = House(self.script, Config(caching, pace), tokenizers=2)
+    def start(
+        self, pages: int, slots: int, budget: int, pace: float, settles: bool, vocab_size: int, **config: Any
+    ) -> None:
+        self.script = Script(pages, 4, slots, vocab_size, LIMIT, budget)
+        self.house = House(self.script, Config(step_target=pace, **config), tokenizers=2)
         self.house.settles = settles
+        self.house.adapters.start_with("a", "one")
         self.house.poison.add(DEADLY)
         self.house.broken.add(BROKEN)
         self.old: list[Result] = []
@@ -51,10 +58,22 @@ class Scheduler(RuleBasedStateMachine):
         top_n=st.sampled_from([0, 0, 1, 3]),
         choice=st.integers(0, 1),
         prompt_top_n=st.sampled_from([None, None, 0, 2]),
+        name=st.sampled_from([None, None, "a", "b"]),
     )
-    def add(self, prompt: list[int], first: int, new: int, eos: bool, **asked: Any) -> None:
-        stop_ids = list(range(40, 50)) if eos else []
-        self.house.add([first, *prompt[1:]], new, stop_ids=stop_ids, **asked)
+    def add(
+        self, prompt: list[int], first: int, new: int, place: int, eos: bool, name: str | None, **asked: Any
+    ) -> None:
+        stop_ids = [2, *range(40, 50)] if eos else []
+        known = {adapter.name: adapter for adapter in self.house.adapters.loaded(place)}
+        self.house.add([first, *prompt[1:]], new, place=place, stop_ids=stop_ids, adapter=known.get(name), **asked)
+
+    @rule(name=st.sampled_from(["a", "b"]), content=st.sampled_from([None, "one", "two"]), place=st.integers(0, 1))
+    def adapt(self, name: str, content: str | None, place: int) -> None:
+        self.house.adapters.ask(name, content, place)
+
+    @rule()
+    def work(self) -> None:
+        self.house.adapters.work()
 
     @rule()
     def plan(self) -> None:
@@ -126,6 +145,9 @@ class Scheduler(RuleBasedStateMachine):
         house.run(3000)
         for asked in house.asked:
             self.ended_well(asked)
+        assert not house.adapters.asked
+        assert not any(house.adapters.errors)
+        assert {adapter.name: adapter.path for adapter in house.adapters.loaded()} == house.adapters.wanted
         house.settle()
         assert house.core.queued == house.core.running == house.core.pages_used == 0
         heard, steps = replay(house.journal, house.core.config)
@@ -155,7 +177,8 @@ class Scheduler(RuleBasedStateMachine):
                 assert asked.ids == want[: len(asked.ids)]
             case Reason.FAILED:
                 # A worker that is killed three times under an innocent request makes it guilty.
-                assert asked.prompt[0] in (DEADLY, BROKEN) or self.deaths >= 1
+                gone = asked.salt and str(PATHS[asked.salt]) in self.house.adapters.dropped
+                assert asked.prompt[0] in (DEADLY, BROKEN) or self.deaths >= 1 or gone
                 assert asked.ids == want[: len(asked.ids)]
             case other:
                 raise AssertionError(f"ended with {other}")

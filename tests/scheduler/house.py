@@ -7,11 +7,14 @@ run the oldest one, `deliver` brings its result up.
 from collections import deque
 from typing import Any
 
+from tests.scheduler.adapters import PATHS, Changes
 from tests.scheduler.tokenizers import GREEDY, Asked, Tokenizer
 from tests.tops import Tops, split_tops
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import (
     PROTOCOL,
+    Adapted,
+    Adapter,
     Add,
     Cancel,
     Hello,
@@ -19,7 +22,6 @@ from tgi.kernel.messages import (
     Result,
     Sampling,
     Slot,
-    Status,
     Step,
     Stop,
     decode,
@@ -50,7 +52,9 @@ class House:
         self.poison: set[int] = set()  # the worker dies when it computes a request whose prompt begins so
         self.broken: set[int] = set()  # a step fails when it computes a request whose prompt begins so
         self.firsts: dict[int, int] = {}  # the first id of each slot of the worker
+        self.position_us = 10  # what each token adds to the 1000 µs of a step
         self.settles = True  # after every plan, as the scheduler's loop does
+        self.adapters = Changes(self)
         self.failed = 0  # an epoch in which a step has failed: later ones compute nonsense
         for place in range(tokenizers):
             self.tokenizer_up(place)
@@ -64,6 +68,7 @@ class House:
         self.lives += 1
         tokenizer = self.tokenizers[place] = Tokenizer(place, self.lives)
         self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
+        self.adapters.ask_again(place)
         return tokenizer
 
     def worker_up(self, script: Script | None = None) -> None:
@@ -74,8 +79,9 @@ class House:
         self.worker = Peer("worker", 0, f"boot-{self.lives}".encode())
         self.engine = ScriptedWorker(script or self.script)
         self.firsts.clear()
+        self.adapters.worker_up()
         self.handle(Hello(PROTOCOL, *self.worker), self.worker)
-        self.handle(Status(True, True, "ready", 100, self.engine.limits), self.worker)
+        self.handle(self.adapters.status(), self.worker)
 
     def worker_down(self) -> None:
         """The worker dies with all that was under way in both directions."""
@@ -83,11 +89,13 @@ class House:
         worker, self.worker = self.worker, None
         self.steps.clear()
         self.results.clear()
+        self.adapters.orders.clear()
         self.handle(Gone(), worker)
 
     def new_core(self) -> None:
         """The scheduler dies; the next one hears of everybody, and every tokenizer submits again what it has."""
         self.core = Core(self.core.config)
+        self.adapters.core_gone()
         self.journal.clear()
         self.sent.clear()
         self.heard.clear()
@@ -99,13 +107,14 @@ class House:
             self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
         if self.worker is not None:
             self.handle(Hello(PROTOCOL, *self.worker), self.worker)
-            self.handle(Status(True, True, "ready", 100, self.engine.limits), self.worker)
+            self.handle(self.adapters.status(), self.worker)
         for place, tokenizer in self.tokenizers.items():
             for rid, asked in tokenizer.requests.items():
                 if asked.end is None:
                     self._submit(place, rid, asked)
                     if asked.told_to_stop:
                         self.handle(Cancel(rid), tokenizer.peer)
+            self.adapters.ask_again(place)
 
     # --- what tokenizers do ---------------------------------------------------------------------------------------
 
@@ -121,9 +130,12 @@ class House:
         top_n: int = 0,
         choice: int = 0,
         prompt_top_n: int | None = None,
+        adapter: Adapter | None = None,
     ) -> Asked:
         sampling = GREEDY if seed is None else Sampling(seed, do_sample=True)
         sampling = sampling._replace(top_n=top_n, choice=choice)
+        if adapter is not None:
+            sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
         asked = Asked(prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n)
         self.rids += 1
         self.tokenizers[place].requests[self.rids] = asked
@@ -133,7 +145,7 @@ class House:
     def _submit(self, place: int, rid: int, asked: Asked) -> None:
         columns = [pack(INT32, values) for values in (asked.prompt, asked.stop_ids, asked.ids)]
         asked.resumed = len(asked.ids)
-        add = Add(rid, columns[0], asked.new, asked.sampling, columns[1], columns[2])
+        add = Add(rid, columns[0], asked.new, asked.sampling, columns[1], columns[2], asked.salt)
         if asked.prompt_top_n is not None:
             add = add._replace(prompt_from=1 + len(asked.told), prompt_top_n=asked.prompt_top_n)
         self.handle(add, self.tokenizers[place].peer)
@@ -173,6 +185,7 @@ class House:
             self.settle()
         under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.epoch]
         assert len(under_way) <= 2
+        assert not any(isinstance(one, Step) and one.drafts for one in under_way) or len(under_way) == 1
         return count
 
     def settle(self) -> None:
@@ -198,7 +211,9 @@ class House:
         else:
             result = self.engine.run_step(step)
             assert result.error == "", result.error
-        self.results.append(result._replace(forward_us=1000 + 10 * sum(ints(step.counts))))
+        self.results.append(
+            result._replace(forward_us=1000 + self.position_us * sum(ints(step.counts) + ints(step.drafts)))
+        )
         return result
 
     def _nonsense(self, step: Step) -> Result:
@@ -224,13 +239,17 @@ class House:
         for peer, message in self.core.outgoing():
             message = decode(encode(message))
             self.heard.append((peer, message))
+            if peer == self.worker:
+                self.adapters.orders.append(message)
             for tokenizer in self.tokenizers.values():
-                if tokenizer.peer == peer:
+                if tokenizer.peer == peer and isinstance(message, Adapted):
+                    self.adapters.hears(tokenizer.peer.place, message)
+                elif tokenizer.peer == peer:
                     tokenizer.hears(message)
 
     def step(self) -> bool:
         """One result, with the next step planned ahead. Returns whether anything happened."""
-        planned = self.plan()
+        planned = self.plan() + self.adapters.work()
         self.compute()
         if self.worker is None and self.core.counters.worker_losses:
             return True
@@ -268,6 +287,8 @@ def alone(asked: Asked, script: Script) -> tuple[list[int], list[Tops]]:
 def everything(asked: Asked, script: Script) -> tuple[list[int], list[Tops], list[float], Tops]:
     """The same with the logprobs of the prompt, and all that stands beside these."""
     worker = ScriptedWorker(script)
+    if asked.salt:
+        worker.adapters.put(worker.adapters.fetch("", PATHS[asked.salt]))
     size = script.page_size
     known = len(asked.prompt)
     drawn: list[int] = []

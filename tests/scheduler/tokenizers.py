@@ -33,6 +33,7 @@ class Asked:
         self.new = new
         self.stop_ids = stop_ids
         self.sampling = encode(sampling)
+        self.salt = sampling.adapter_digest
         self.asks = sampling.top_n > 0
         self.ids = list(resume)
         self.tops: list[Tops] = []  # beside each id that was sent
@@ -56,6 +57,7 @@ class Tokenizer:
         self.peer = Peer("tokenizer", place, f"boot-{life}".encode())
         self.requests: dict[int, Asked] = {}
         self.statuses: list[Status] = []
+        self.longest = 0  # run of tokens for one request in one message
 
     def hears(self, message: Any) -> None:
         if isinstance(message, Status):
@@ -65,11 +67,14 @@ class Tokenizer:
             rids, counts, ids, logprobs = (
                 uints(message.rids), uints(message.counts), ints(message.ids), floats(message.logprobs),
             )  # fmt: skip
-            assert len(rids) == len(set(rids)) == len(counts) == len(ids) == len(logprobs)
-            assert set(counts) == {1}
+            assert len(rids) == len(set(rids)) == len(counts)
+            assert len(ids) == len(logprobs) == sum(counts)
+            assert min(counts) >= 1
+            self.longest = max(self.longest, *counts)
             tops = split_tops(message) or [[]] * len(ids)
             assert any(tops) == bool(message.top_counts), "columns of nothing"
-            for rid, token, top in zip(rids, ids, tops, strict=True):
+            each = [rid for rid, count in zip(rids, counts, strict=True) for _ in range(count)]
+            for rid, token, top in zip(each, ids, tops, strict=True):
                 asked = self.requests[rid]
                 assert asked.end is None, "a token after the end"
                 assert not asked.told_to_stop, "a token after a cancel"

@@ -74,9 +74,9 @@ class House:
         self.take()
         return self.told.pop(peer, [])
 
-    def ask(self, rid: int, inputs: str = "Hello", api: Peer = API, **fields: Any) -> Add:
+    def ask(self, rid: int, inputs: str = "Hello", api: Peer = API, least: int = 0, **fields: Any) -> Add:
         """A Generate, and the one Add that comes of it."""
-        self.pool.handle(api, Generate(rid, inputs, Sampling(5, temperature=0.5), **fields))
+        self.pool.handle(api, Generate(rid, inputs, Sampling(5, temperature=0.5, min_new_tokens=least), **fields))
         (add,) = self.said(self.scheduler)
         assert isinstance(add, Add)
         return add

@@ -87,6 +87,15 @@ def test_calls_carry_objects_and_names_pass_through(arguments: Any) -> None:
     assert rendered == 'f{"b": "ö", "a": 1}\nok7f\n'
 
 
+def test_calls_are_written_out_where_the_template_does_not_know_them() -> None:
+    calls = [{"function": {"name": name, "arguments": '{"a": "é"}'}} for name in ("f", "g")]
+    told = '{"name": "f", "parameters": {"a": "é"}}\n{"name": "g", "parameters": {"a": "é"}}'
+    for content, before in ((None, ""), ("", ""), ("Well.", "Well.\n")):
+        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        assert text(PLAIN, turn, HI) == f"<assistant>{before}{told}\n<user>Hi\n<assistant>"
+    assert text(LOOPS[0], {"role": "assistant", "tool_calls": calls}, HI) == f"{told}|Hi|"
+
+
 @pytest.mark.parametrize(("arguments", "shown"), [("", "{}"), ("{", '"{"'), ("3", '"3"'), ("[" * 99999, "[[[")])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str, shown: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
@@ -96,10 +105,17 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: str, shown: st
 def test_tools_that_the_template_knows() -> None:
     old = {"type": "function", "function": {"name": "wéather", "arguments": {"type": "object"}}}
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\n'
-    assert text(NATIVE, HI, tools=[TOOL]) == text(NATIVE, HI, tools=[old], tool_prompt="") == shown + "Hi\n"
-    assert text(NATIVE, HI, tools=[TOOL], tool_prompt="Use it.") == shown + "Hi\n---\nUse it.\n"
-    assert text({"default": PLAIN, "tool_use": NATIVE}, HI, tools=[TOOL]) == shown + "Hi\n"
-    assert text({"default": PLAIN, "tool_use": NATIVE}, HI, tools=[]) == text(PLAIN, HI)
+    template = NATIVE + "{# <tool_call> #}"
+    assert text(template, HI, tools=[TOOL]) == text(template, HI, tools=[old], tool_prompt="") == shown + "Hi\n"
+    assert text(template, HI, tools=[TOOL], tool_prompt="Use it.") == shown + "Hi\n---\nUse it.\n"
+    assert text({"default": PLAIN, "tool_use": template}, HI, tools=[TOOL]) == shown + "Hi\n"
+    assert text({"default": PLAIN, "tool_use": template}, HI, tools=[]) == text(PLAIN, HI)
+
+
+def test_tools_that_the_template_lists_without_a_known_form_of_calls() -> None:
+    shown = '{"name": "wéather", "parameters": {"type": "object"}}\nHi\n---\n'
+    assert text(NATIVE, HI, tools=[TOOL]) == f"{shown}{TOOL_PROMPT}\n"
+    assert text(NATIVE, HI, tools=[TOOL], tool_prompt="Use it.") == f"{shown}Use it.\n"
 
 
 def test_tools_that_the_template_does_not_know() -> None:

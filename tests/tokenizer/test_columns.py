@@ -6,7 +6,7 @@ import pytest
 
 from tests.tokenizer.house import API, OTHER, House, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.kernel.messages import Tokens
+from tgi.kernel.messages import Generate, Kind, Part, Prompted, Sampling, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, floats, ints, pack, uints
 
 
@@ -62,6 +62,24 @@ def test_tops_go_with_their_tokens() -> None:
     assert tops(texts) == [([a], ["a"])]
 
 
+def test_parts_go_with_their_tokens() -> None:
+    house = House(template="<think>")  # all prompts end within reasoning
+    chat = b'{"messages": []}'
+    rids = []
+    for rid in (1, 2):
+        house.pool.handle(API, Generate(rid, "", Sampling(5), chat=chat, max_new_tokens=5))
+        (add,) = house.said(house.scheduler)
+        rids.append(add.rid)
+    house.tokens((rids[0], ids_of("a")), (rids[1], ids_of("b") + ids_of("c")))
+    house.tokens((rids[0], ids_of("d")), (rids[1], [*ids_of("e"), *ids_of("\n"), *ids_of("<")]))
+    house.end(rids[1])
+    going, last, end = (message for message in house.said(API) if not isinstance(message, Prompted))
+    kind = Kind.REASONING
+    assert going.parts == [Part(0, kind, "a"), Part(1, kind, "b"), Part(2, kind, "c"), Part(3, kind, "d")]
+    assert last.parts == [Part(0, kind, "e")]
+    assert end.parts == [Part(0, kind, "\n<")]
+
+
 def test_nothing_is_on_top_of_an_api_that_did_not_ask() -> None:
     house = House()
     one, other = house.ask(1), house.ask(1, api=OTHER)
@@ -69,7 +87,7 @@ def test_nothing_is_on_top_of_an_api_that_did_not_ask() -> None:
     house.pool.handle(house.scheduler, step((one.rid, [(a, [a])]), (other.rid, [(a, [])])))
     assert len(house.said(API)[0].top_texts) == 1
     (texts,) = house.said(OTHER)
-    assert texts[7:] == (b"", b"", b"", b"", [])
+    assert texts[7:] == (b"", b"", b"", b"", [], [])
 
 
 def test_a_token_by_itself() -> None:

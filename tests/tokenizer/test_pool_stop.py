@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.tokenizer.house import API, EOS, OTHER, House, ends, ids_of, shown
+from tests.tokenizer.house import API, EOS, LIMITS, OTHER, READY, House, ends, ids_of, shown
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.link import Gone
-from tgi.kernel.messages import Cancel, End, Reason, Stop, Texts
+from tgi.kernel.messages import Cancel, End, Reason, Stop, Texts, decode
+from tgi.kernel.pack import INT32, pack
 
 
 def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
@@ -107,6 +108,34 @@ def test_ignore_eos_sends_no_stop_ids_and_goes_on() -> None:
     assert add.stop_ids == b""
     house.tokens((add.rid, [EOS]), (add.rid, ids_of("a")))
     assert shown(house.said(API), 1) == ([EOS, *ids_of("a")], "<|eos|>a")
+
+
+def test_what_ends_a_text_is_sent_where_a_least_length_asks_for_it() -> None:
+    """And nothing that the model cannot draw anyway; no ids where they do not end the request."""
+    house = House()
+    assert [decode(house.ask(rid, least=rid).sampling).end_ids for rid in (0, 1)] == [b"", pack(INT32, [EOS])]
+    assert decode(house.ask(3, least=5, ignore_eos=True).sampling).end_ids == b""
+    narrow = House()
+    narrow.pool.handle(narrow.scheduler, READY._replace(limits=LIMITS._replace(vocab_size=EOS)))
+    assert decode(narrow.ask(1, least=1).sampling).end_ids == b""
+
+
+@pytest.mark.parametrize("hide_stop", [False, True])
+def test_a_stop_string_counts_from_the_least_length_on(hide_stop: bool) -> None:
+    """One that began before is found, one that was complete is not; what is hidden is held back in time."""
+    a, b, c = ids_of("a") + ids_of("b") + ids_of("c")
+    house = House()
+    add = house.ask(1, stop=["ab"], least=4, hide_stop=hide_stop)
+    house.tokens((add.rid, [a, b]), (add.rid, [a, b, c]))
+    house.end(add.rid, Reason.STOP)
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.generated_tokens, end.text) == (Reason.STOP, 4, "ab" if hide_stop else "abab")
+    house.said(house.scheduler)
+    again = house.ask(2, stop=["ab"], least=4, hide_stop=hide_stop, resume=pack(INT32, [a, b, a]))
+    house.tokens((again.rid, [b]))
+    house.end(again.rid, Reason.STOP)
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.generated_tokens, end.text) == (Reason.STOP, 4, "ab" if hide_stop else "abab")
 
 
 def test_an_unfinished_character_is_never_shown() -> None:

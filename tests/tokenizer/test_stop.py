@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from tgi.tokenizer.stop import Match, StopMatcher
 
+SHORT = st.text("ab", max_size=4)
+
 
 def shown(stops: list[str], pieces: list[str]) -> str | None:
     """The text up to the end of the first stop string; None if there is none."""
@@ -47,6 +49,23 @@ def test_the_string_that_is_complete_first_wins() -> None:
     assert StopMatcher(["c", "bc", "abc"]).feed("zabcabc") == Match(1, 4)
 
 
+@given(SHORT.filter(bool), st.lists(SHORT, max_size=12), st.integers(0, 12))
+def test_what_is_complete_too_early_is_passed_over(stop: str, pieces: list[str], early: int) -> None:
+    """Also where it overlaps with one that counts."""
+    matcher, text = StopMatcher([stop]), ""
+    for place, piece in enumerate(pieces):
+        match = matcher.feed(piece, counts=place >= early)
+        ends = [len(text) + end for end in range(1, len(piece) + 1) if (text + piece[:end]).endswith(stop)]
+        if place >= early and ends:
+            assert match is not None
+            assert len(text) + match.end == ends[0]
+            return
+        assert match is None
+        text += piece
+        opened = next(n for n in range(len(stop) - 1, -1, -1) if text.endswith(stop[:n]))
+        assert matcher.open == opened
+
+
 def test_empty_strings_never_match() -> None:
     assert shown(["", ""], ["a", "", "b"]) is None
     assert shown(["", "b"], ["a", "bc"]) == "ab"
@@ -55,9 +74,6 @@ def test_empty_strings_never_match() -> None:
 def test_a_long_string_in_single_characters() -> None:
     stop = "ab" * 5000 + "c"
     assert shown([stop], [*("ab" * 100 + stop + "rest")]) == "ab" * 100 + stop
-
-
-SHORT = st.text("ab", max_size=4)
 
 
 @given(st.lists(SHORT, max_size=3), st.lists(SHORT, max_size=12))

@@ -1,6 +1,6 @@
 """Drives an engine without a scheduler: requests go through slots and pages, in chunks and batches as a test likes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,12 @@ from tgi.kernel.messages import Limits, Sampling, encode
 from tgi.kernel.pack import floats, ints
 from tgi.worker.attention import build_attention
 from tgi.worker.batch import Model
+from tgi.worker.drafting import Draft
 from tgi.worker.engine import TorchEngine
+from tgi.worker.watermark import Watermark
+
+# What is thought to come behind the so many tokens that request n has drawn; or how many a draft model is to find.
+Guess = Callable[[int, int], "list[int] | int"]
 
 
 class Drawn(NamedTuple):
@@ -22,12 +27,15 @@ class Drawn(NamedTuple):
     tops: list[list[tuple[int, float]]]  # beside each id; empty lists where nobody asked
 
 
-def make_engine(model: Model, slots: int = 16, pages: int = 256) -> TorchEngine:
+def make_engine(
+    model: Model, slots: int = 16, pages: int = 256, draft: Model | None = None, mark: Watermark | None = None
+) -> TorchEngine:
     attention = build_attention(model.kv, pages, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context, pages * size)
     limits = Limits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
-    return TorchEngine(model, attention, limits)
+    second = draft and Draft(draft, build_attention(draft.kv, pages, draft.device))
+    return TorchEngine(model, attention, limits, draft=second, mark=mark)
 
 
 def drive(
@@ -37,8 +45,12 @@ def drive(
     samplings: Sequence[Sampling] | None = None,
     chunk: int = 4096,
     stagger: int = 0,
+    guess: Guess | None = None,
 ) -> list[Drawn]:
-    """`count` tokens behind each prompt, all at once; request n comes in `stagger` * n steps later than the first."""
+    """`count` tokens behind each prompt, all at once; request n comes in `stagger` * n steps later than the first.
+
+    With `guess` the rows have drafts, but no more than they still need.
+    """
     size = engine.limits.page_size
     samplings = samplings or [Sampling(0)] * len(prompts)
     drawn = [Drawn([], [], []) for _ in prompts]
@@ -49,6 +61,8 @@ def drive(
     while any(len(one.ids) < count for one in drawn):
         rows: list[tuple[int, int, int, int]] = []
         new, pages = [], []
+        drafts: list[int] = []
+        draft_ids: list[int] = []
         for at, prompt in enumerate(prompts):
             known = len(prompt) + len(drawn[at].ids)
             if number < at * stagger or len(drawn[at].ids) == count:
@@ -59,11 +73,25 @@ def drive(
             tokens = min(chunk, known - computed[at])
             rows.append((at, computed[at], tokens, int(computed[at] + tokens == known)))
             computed[at] += tokens
+            drafts.append(0)
+            left = count - len(drawn[at].ids) - 1
+            if guess is not None and computed[at] == known and left:
+                guessed = guess(at, len(drawn[at].ids))
+                if isinstance(guessed, list):
+                    draft_ids += guessed[:left]
+                    guessed = len(guessed)
+                drafts[-1] = min(guessed, left)
         number += 1
         if rows:
-            result = engine.collect(engine.launch(step(number, rows, new, pages)))
+            given = (drafts, draft_ids) if any(drafts) else ()
+            result = engine.collect(engine.launch(step(number, rows, new, pages, 1, *given)))
             assert result.error == ""
             drawing = [at for at, _, _, draw in rows if draw]
+            most = [1 + drafted for drafted, (*_, draw) in zip(drafts, rows, strict=True) if draw]
+            assert all(1 <= got <= limit for got, limit in zip(result.counts, most, strict=True))
+            for at, got in zip(drawing, result.counts, strict=True):
+                computed[at] += got - 1
+            drawing = [at for at, got in zip(drawing, result.counts, strict=True) for _ in range(got)]
             tops = split_tops(result) or [[]] * len(drawing)
             for at, token, logprob, top in zip(drawing, ints(result.ids), floats(result.logprobs), tops, strict=True):
                 drawn[at].ids.append(token)

@@ -70,6 +70,9 @@ class FakeProcess:
     def wait(self, timeout: float) -> None:
         self.link.socket.poll(0 if self.link.pending else min(timeout, 0.05) * 1000, zmq.POLLIN)
 
+    def wake(self) -> None:
+        pass
+
     def state(self, state: str, stage: str = "", percent: int = 0) -> None:
         self.states.append(state)
 

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.models import model
 from tests.tops import split_tops
@@ -20,6 +21,7 @@ from tgi.kernel.spawn import FATAL, Child, Spec, last_words
 from tgi.worker import memory
 from tgi.worker.load import build_model
 from tgi.worker.start import PAGES_FILE, start_engine
+from tgi.worker.watermark import Watermark
 
 PROMPT = [9, 8, 7, 6, 5, 4, 3]
 
@@ -36,10 +38,21 @@ def end(child: Child) -> int | None:
 def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path: Path) -> None:
     rundir.create(tmp_path)
     directory = model(kind)
-    settings = Settings(dtype="bfloat16", max_batch_size=4, max_total_tokens=64, model_dir=directory, run_dir=tmp_path)
+    settings = Settings(
+        dtype="bfloat16",
+        max_batch_size=4,
+        max_total_tokens=64,
+        watermark_gamma=0.3,
+        watermark_delta=5.0,
+        model_dir=directory,
+        run_dir=tmp_path,
+    )
     sampling = Sampling(7, temperature=0.8, top_p=0.95, top_n=3, choice=1, typical_p=0.95, frequency_penalty=0.5)
-    sampling = sampling._replace(count_penalty=0.5, presence_penalty=-0.5, **bias({3: -100.0, 511: 4.0}))
-    local = make_engine(build_model(directory, "bfloat16", "cpu", lambda stage, percent: None))
+    sampling = sampling._replace(
+        count_penalty=0.5, presence_penalty=-0.5, watermark=True, **bias({3: -100.0, 511: 4.0})
+    )
+    served = build_model(directory, "bfloat16", "cpu", lambda stage, percent: None)
+    local = make_engine(served, mark=Watermark(served.vocab_size, torch.device("cpu"), 0.3, 5.0))
     (want,) = drive(local, [PROMPT], 6, [sampling])
     scheduler = Scheduler(tmp_path)
     child = Child(Spec("worker", 0), settings)

@@ -11,15 +11,16 @@ from tgi.hub.grammar import piece_table
 from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.worker.grammar import Grammars
-from tgi.worker.params import Params
+from tgi.worker.lora.shelf import Shelf, Unread
+from tgi.worker.params import NOT_ABOUT_SCORES, Params
 from tgi.worker.slots import BadStep, Slots
-from tgi.worker.start import WARM_SAMPLING
+from tgi.worker.warm import WARM_SAMPLING
 
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def occupy(sampling: Sampling, prompt_tokens: int = 2) -> Slots:
-    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"), Grammars(lambda: piece_table([b"a"])))
+    slots = Slots(4, 32, 8, 16, 64, torch.device("cpu"), Grammars(lambda: piece_table([b"a"])), Shelf(Unread))
     new = Slot(1, pack(INT32, [1, 2, 3]), prompt_tokens, encode(sampling))
     slots.apply(Step(1, 1, [new], b"", b"", b"", b"", b"", b""))
     return slots
@@ -40,10 +41,10 @@ def test_a_slot_holds_what_its_last_occupant_asked_for() -> None:
 def test_who_leaves_the_scores_alone() -> None:
     """All processors are passed over where all rows are plain."""
     params = Params.empty(1)
-    for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2)):
+    for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2, adapter="a", adapter_digest=b"d")):
         params.put(0, plain, 1)
         assert params.plain[0]
-    for name in set(Sampling._fields) - {"seed", "do_sample", "top_n", "choice", "bias_ids", "biases"}:
+    for name in set(Sampling._fields) - set(NOT_ABOUT_SCORES) - {"bias_ids", "biases", "end_ids"}:
         params.put(0, Sampling(0, **{name: 2}), 1)
         assert not params.plain[0], name
     params.put(0, Sampling(0, **bias({1: 1.0})), 1)
@@ -52,7 +53,7 @@ def test_who_leaves_the_scores_alone() -> None:
 
 def test_the_trial_at_start_has_every_processor_at_work() -> None:
     """Its peak of memory is what the KV cache must leave free."""
-    choosing = {"seed", "do_sample", "top_n", "choice"}
+    choosing = set(NOT_ABOUT_SCORES)
     choosing.add("grammar")  # a bit for each id: nothing beside the scores
     idle = {name for name, off in Sampling._field_defaults.items() if getattr(WARM_SAMPLING, name) == off}
     assert idle <= choosing
@@ -65,6 +66,7 @@ def test_the_trial_at_start_has_every_processor_at_work() -> None:
         {"temperature": LARGEST_FLOAT, "repetition_penalty": LARGEST_FLOAT, "top_p": 1e-45, "typical_p": 1e-45},
         {"temperature": 1e-45, "repetition_penalty": 1e-45, "frequency_penalty": -2.0, "presence_penalty": 2.0},
         bias(dict.fromkeys(range(64), -100.0)),
+        {"min_new_tokens": 2**32 - 1, "end_ids": pack(INT32, range(64)), "watermark": True},
     ],
     ids=str,
 )
@@ -84,6 +86,8 @@ def test_whatever_passes_the_front_end_fits(extreme: dict[str, Any]) -> None:
         (Sampling(0, bias_ids=pack(INT32, [1, 1]), biases=pack(FLOAT32, [1, 2])), "slot 1: a token has two biases"),
         (Sampling(0, **bias({64: 1.0})), "biased token id 64 is not within 0 to 63"),
         (Sampling(0, **bias({-1: 1.0})), "biased token id -1 is not within 0 to 63"),
+        (Sampling(0, min_new_tokens=1, end_ids=pack(INT32, [64])), "end id 64 is not within 0 to 63"),
+        (Sampling(0, min_new_tokens=2**63), "slot 1: "),
     ],
     ids=str,
 )

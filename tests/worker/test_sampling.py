@@ -16,9 +16,11 @@ from tgi.worker.filters import NUCLEUS
 from tgi.worker.noise import Noise, keys
 from tgi.worker.params import Draws, Params
 from tgi.worker.sampling import argmax, sample
+from tgi.worker.watermark import PRIME, Watermark
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(0)
+GAMMA, DELTA = 0.4, 1.7
 
 
 def draws(samplings: Sequence[Sampling], histories: Sequence[list[int]], prompts: Sequence[int] | None = None) -> Draws:
@@ -43,7 +45,9 @@ def run(
     histories: Sequence[list[int]],
     prompts: Sequence[int] | None = None,
 ) -> tuple[Any, Any]:
-    drawn = sample(logits.clone(), draws(samplings, histories, prompts), Noise(logits.shape[1], CPU))
+    vocab = logits.shape[1]
+    batch = draws(samplings, histories, prompts)._replace(mark=Watermark(vocab, CPU, GAMMA, DELTA))
+    drawn = sample(logits.clone(), batch, Noise(vocab, CPU))
     return drawn.ids, drawn.logprobs
 
 
@@ -59,6 +63,8 @@ def processed(
     s = logits.double().numpy().copy()
     p = float(np.float32(sampling.repetition_penalty))
     generated = history[len(history) if prompt is None else prompt :]
+    if sampling.watermark:
+        s[green(history[-1], len(s))] += DELTA
     for token in set(history):
         s[token] = s[token] * p if s[token] < 0 else s[token] / p
     for token in set(history):
@@ -67,6 +73,8 @@ def processed(
         s[token] -= sampling.count_penalty * generated.count(token) + sampling.presence_penalty
     for token, value in zip(ints(sampling.bias_ids), floats(sampling.biases), strict=True):
         s[token] += value
+    if len(generated) < sampling.min_new_tokens:
+        s[ints(sampling.end_ids)] = -np.inf
     s /= float(np.float32(sampling.temperature))
     if 0 < sampling.top_k < len(s):
         s[s < np.sort(s)[-sampling.top_k]] = -np.inf
@@ -79,6 +87,12 @@ def processed(
     if sampling.typical_p < 1.0:
         s[~typical(s, sampling.typical_p)] = -np.inf
     return s
+
+
+def green(last: int, vocab: int) -> list[int]:
+    """The green tokens behind `last`, as sampling.md has them."""
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(PRIME * last))
+    return order[: int(vocab * GAMMA)].tolist()
 
 
 def typical(s: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
@@ -129,6 +143,12 @@ SAMPLING = st.builds(
     presence_penalty=penalties([0.7, 2.0, -1.0]),
     bias_ids=st.sampled_from([b"", b"", pack(INT32, [2, 0])]),
     biases=st.just(b""),
+    grammar=st.just(""),
+    watermark=st.booleans(),
+    min_new_tokens=st.sampled_from([0, 0, 1, 3]),
+    end_ids=st.sampled_from([b"", pack(INT32, [1]), pack(INT32, [2, 0])]),
+    adapter=st.just(""),
+    adapter_digest=st.just(b""),
 ).map(lambda sampling: sampling._replace(biases=pack(FLOAT32, [-100.0, 1.5]) if sampling.bias_ids else b""))
 
 
@@ -181,6 +201,10 @@ MIX = [
     Sampling(11, count_penalty=1.1, presence_penalty=-0.3),
     Sampling(12, **bias({3: 5.5, 77: -100.0, 130: 1e-3})),
     Sampling(13, temperature=0.8, top_k=10, top_p=0.95, typical_p=0.95, frequency_penalty=1.3, presence_penalty=2.0),
+    Sampling(14, watermark=True),
+    Sampling(
+        15, temperature=1.4, watermark=True, repetition_penalty=0.9, min_new_tokens=9, end_ids=pack(INT32, [5, 1])
+    ),
 ]
 
 
@@ -206,15 +230,29 @@ def test_a_row_has_the_same_bits_in_any_batch(threads: int, vocab: int) -> None:
             assert torch.equal(logprobs, torch.cat([one[1] for one in alone[rows]]))
 
 
-@pytest.mark.parametrize("sampling", [MIX[1], MIX[2], MIX[3], MIX[4], MIX[7], MIX[8]], ids=str)
+DISTRIBUTIONS = [
+    *(MIX[k] for k in (1, 2, 3, 4, 5, 7, 8, 13, 15)),
+    Sampling(20, do_sample=True, repetition_penalty=1.5),
+    Sampling(21, do_sample=True, frequency_penalty=-2.0),
+    Sampling(22, do_sample=True, count_penalty=0.7, presence_penalty=-1.0),
+    Sampling(23, do_sample=True, **bias({3: 2.0, 7: -100.0})),
+    Sampling(24, do_sample=True, watermark=True),
+]
+
+
+@pytest.mark.parametrize("sampling", DISTRIBUTIONS, ids=lambda sampling: str(sampling.seed))
 def test_the_drawn_distribution_is_the_processed_one(sampling: Sampling) -> None:
-    """20,000 draws at as many positions, against the reference's probabilities."""
-    count, vocab = 20_000, 24
+    """20,000 draws with as many seeds, against the reference's probabilities: chi-square."""
+    count, vocab, history, prompt = 20_000, 24, [9, 4, 4, 11, 4, 2], 2
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    s = processed(logits, sampling, [0])
+    s = processed(logits, sampling, history, prompt)
     probabilities = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
-    batch = draws([sampling] * count, [[0]] * count)._replace(position=np.arange(count))
-    ids = sample(logits.repeat(count, 1), batch, Noise(vocab, CPU)).ids
+    ids, _ = run(
+        logits.repeat(count, 1),
+        [sampling._replace(seed=seed) for seed in range(count)],
+        [history] * count,
+        [prompt] * count,
+    )
     seen = np.bincount(ids.numpy(), minlength=vocab)
     assert (seen[probabilities == 0] == 0).all()
     often = probabilities * count > 5

@@ -1,10 +1,11 @@
 """The scripted worker computes what it says and refuses every step that breaks the protocol, naming the fault."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from tgi.kernel.messages import Result, Sampling, Slot, Step, encode
+from tgi.kernel.messages import MOST_DRAFTS, Result, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, UINT8, floats, ints, pack, uints
 from tgi.worker.sayings import IDS
 from tgi.worker.scripted import Script, ScriptedEngine, ScriptedWorker
@@ -28,8 +29,10 @@ def step(
     slots: Sequence[Slot] = (),
     pages: Sequence[tuple[int, int]] = (),
     epoch: int = 1,
+    drafts: Sequence[int] = (),
+    draft_ids: Sequence[int] = (),
 ) -> Step:
-    """A step of rows (slot, start, count, draw) and pages (slot, page)."""
+    """A step of rows (slot, start, count, draw) and pages (slot, page). Row k has drafts[k] drafts."""
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     owners = list(zip(*pages, strict=True)) or [(), ()]
     return Step(
@@ -42,13 +45,15 @@ def step(
         pack(INT32, columns[1]),
         pack(INT32, columns[2]),
         pack(UINT8, columns[3]),
+        pack(INT32, drafts),
+        pack(INT32, draft_ids),
     )
 
 
 def good(result: Result) -> list[int]:
     assert result.error == ""
     ids = ints(result.ids)
-    assert len(floats(result.logprobs)) == len(result.counts) == len(ids)
+    assert len(floats(result.logprobs)) == sum(result.counts) == len(ids)
     return ids
 
 
@@ -212,6 +217,72 @@ def test_the_limit_of_a_request_holds() -> None:
     assert len(generate(worker, [3], 23)) == 23
     with pytest.raises(AssertionError, match="over the limit of a request"):
         generate(worker, [3], 24)
+
+
+def test_drafts_change_nothing_but_the_number_of_steps() -> None:
+    sampling = encode(Sampling(3, do_sample=True, top_n=2))
+    worker = ScriptedWorker(SCRIPT)
+    whole = generate(worker, [7, 8, 9], 9, sampling)
+    worker.reset()
+    pages = [(0, page) for page in range(4)]
+    drawn = good(worker.run_step(step(1, [(0, 0, 3, 1)], [slot(0, [7, 8, 9], sampling)], pages)))
+    for number, (drafts, accepted) in enumerate(
+        [(whole[1:4], 3), ([127, 127], 0), ([whole[6], 127, whole[8]], 1), ([], 0)], 2
+    ):
+        rows = [(0, 2 + len(drawn), 1, 1)]
+        result = worker.run_step(step(number, rows, drafts=[len(drafts)], draft_ids=drafts))
+        assert list(result.counts) == [accepted + 1]
+        drawn += good(result)
+        assert len(uints(result.top_counts)) == accepted + 1
+    assert drawn == whole[: len(drawn)]
+    assert len(drawn) == 9
+
+
+def test_drafts_that_the_worker_finds_are_often_right() -> None:
+    worker = ScriptedWorker(SCRIPT._replace(pages=200, max_total_tokens=800))
+    whole = generate(worker, [7], 500)
+    worker.reset()
+    drawn = good(worker.run_step(step(1, [(0, 0, 1, 1)], [slot(0, [7])], [(0, page) for page in range(130)])))
+    number, counts = 1, set()
+    while len(drawn) < 490:
+        number += 1
+        result = worker.run_step(step(number, [(0, len(drawn), 1, 1)], drafts=[2]))
+        drawn += good(result)
+        counts.add(result.counts[0])
+    assert drawn == whole[: len(drawn)]
+    assert counts == {1, 2, 3}
+    assert 490 / 3 < number < 490 / 2
+
+
+@pytest.mark.parametrize(
+    ("how", "fault"),
+    [
+        ({"drafts": [1, 1], "draft_ids": [5, 6]}, "rows and drafts differ"),
+        ({"drafts": [-1]}, "a row has -1"),
+        ({"drafts": [MOST_DRAFTS + 1]}, "254 are possible"),
+        ({"draft_ids": [5]}, "draft_ids without drafts"),
+        ({"drafts": [2], "draft_ids": [5]}, "1 draft_ids for 2 drafts"),
+        ({"drafts": [1], "draft_ids": [128]}, "a draft is not in the vocabulary"),
+        ({"drafts": [2], "draft_ids": [5, 6]}, "2 pages do not cover 9 tokens"),
+        ({"drafts": [17]}, "18 tokens are over the limit of 16"),
+    ],
+)
+def test_bad_drafts_are_refused_by_name(how: dict[str, Any], fault: str) -> None:
+    worker = ScriptedWorker(SCRIPT)
+    good(worker.run_step(FIRST))
+    assert fault in worker.run_step(step(2, [(0, 6, 1, 1)], **how)).error
+
+
+def test_drafts_need_a_draw_and_end_with_the_request() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    good(worker.run_step(FIRST))
+    undrawn = step(2, [(1, 0, 2, 0)], [slot(1, [1, 2])], [(1, 3)], drafts=[1], draft_ids=[5])
+    assert "drafts without draws" in worker.run_step(undrawn).error
+    long = [slot(2, [1] * 13)]
+    pages = [(2, page) for page in range(4, 11)]
+    good(worker.run_step(step(3, [(2, 0, 13, 1)], long, pages)))
+    assert "over the limit of a request" in worker.run_step(step(4, [(2, 13, 1, 1)], drafts=[10])).error
+    good(worker.run_step(step(5, [(2, 13, 1, 1)], drafts=[9])))
 
 
 def test_the_engine_keeps_its_pace() -> None:

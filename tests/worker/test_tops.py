@@ -85,6 +85,12 @@ SAMPLING = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     bias_ids=st.just(b""),
     biases=st.just(b""),
+    grammar=st.just(""),
+    watermark=st.just(False),
+    min_new_tokens=st.just(0),
+    end_ids=st.just(b""),
+    adapter=st.just(""),
+    adapter_digest=st.just(b""),
 )
 
 

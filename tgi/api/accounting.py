@@ -107,10 +107,9 @@ def succeeded(calls: Sequence[Generation]) -> None:
 
 
 def _parameters(request: Generate) -> dict[str, Any]:
-    """What was asked for, without the text; of biases their number."""
+    """What was asked for, without the text and without columns; of biases their number."""
     asked = {name: getattr(request, name) for name in ("max_new_tokens", "truncate", "stop")}
-    drawn = request.sampling._asdict()
-    del drawn["bias_ids"], drawn["biases"]
+    drawn = {name: value for name, value in request.sampling._asdict().items() if not isinstance(value, bytes)}
     return asked | drawn | {"logit_bias": len(ints(request.sampling.bias_ids))}
 
 

@@ -1,6 +1,6 @@
 """From a request that was read to its generations, and from those to an answer: what all generation routes share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from falcon.asgi import Request, Response
@@ -8,11 +8,12 @@ from falcon.asgi import Request, Response
 from tgi.api import accounting, errors, grammar
 from tgi.api.accounting import Times
 from tgi.api.calls import Bell, Generation
+from tgi.api.errors import ApiError
 from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import Events, EventStream
 from tgi.api.steering import NONE, Steering
-from tgi.api.validation import EARLY, NOT_YET, RULES, Ask, check
+from tgi.api.validation import EARLY, RULES, Ask, check
 from tgi.kernel.messages import End, Generate, Sampling
 from tgi.kernel.pack import FLOAT32, INT32, pack
 
@@ -22,6 +23,9 @@ class Prompt(NamedTuple):
 
     inputs: str
     chat: bytes = b""
+
+
+Refuse = Callable[[Generation, End], ApiError | None]
 
 
 class Finished(NamedTuple):
@@ -55,6 +59,7 @@ def generations(
             limits.max_input_tokens if limits else 0,
             limits.vocab_size if limits else 0,
             steering,
+            service.router.adapters,
         )
         for prompt in prompts
     ]
@@ -63,9 +68,9 @@ def generations(
     admit(service, len(prompts) * count)
     for ask in asks:
         check(ask, RULES)
-        check(ask, NOT_YET)
     bell = Bell()
     form = grammar.encoded(p.grammar)
+    adapter = None if p.adapter_id is None else service.router.adapters[p.adapter_id]
     made = []
     for prompt in prompts:
         seed = service.seed(p.seed)
@@ -73,6 +78,8 @@ def generations(
             if place and (p.best_of or 1) > 1:
                 seed = service.seed(None)  # best_of: each has a seed of its own
             sampling = _sampling(p, steering, seed, place if choices > 1 else 0)
+            if adapter is not None:
+                sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             accounting.submitted()
             message = _message(prompt, p, sampling, hide_stop, form)
             if prompt_tops is not None:
@@ -106,6 +113,8 @@ def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int)
         presence_penalty=steering.presence_penalty,
         bias_ids=pack(INT32, steering.logit_bias.keys()),
         biases=pack(FLOAT32, steering.logit_bias.values()),
+        watermark=bool(p.watermark),
+        min_new_tokens=p.min_new_tokens or 0,
     )
     return sampling._replace(top_k=0, top_p=1.0, typical_p=1.0) if steering.greedy else sampling
 
@@ -120,17 +129,24 @@ def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_sto
         p.truncate,
         p.stops,
         add_special_tokens=not prompt.chat,
+        ignore_eos=p.ignores_eos,
         chat=prompt.chat,
         hide_stop=hide_stop,
         grammar=form,
     )
 
 
-async def finish(service: Service, req: Request, calls: Sequence[Generation]) -> list[Finished]:
-    """Sends generations down and waits for all of them. Raises ApiError if one fails."""
+async def finish(
+    service: Service, req: Request, calls: Sequence[Generation], refuse: Refuse = lambda call, end: None
+) -> list[Finished]:
+    """Sends generations down and waits for all of them. Raises ApiError if one fails, or if its route must `refuse` to
+    answer with it."""
     await service.finish(calls, req)
     for call in calls:
         if call.end is not None and (error := errors.of_end(call.end, streaming=False)):
+            raise error
+    for call in calls:
+        if call.end is not None and (error := refuse(call, call.end)):
             raise error
     finished = []
     for call in calls:

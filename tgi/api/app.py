@@ -12,6 +12,7 @@ from tgi.api.asgi import Asgi, Receive, Send
 from tgi.api.errors import ApiError, ClientGone, Rejection
 from tgi.api.middleware import Auth, Cors
 from tgi.api.routes import kserve
+from tgi.api.routes.adapters import LoadResource, UnloadResource
 from tgi.api.routes.chat import ChatResource
 from tgi.api.routes.completions import CompletionsResource
 from tgi.api.routes.docs import DocsResource, OpenApiResource
@@ -46,6 +47,8 @@ def routes(service: Service) -> dict[str, object]:
         "/metrics": MetricsResource(),
         "/v1/models": ModelsResource(service),
         "/v1/models/{model:path}": ModelResource(service),
+        "/v1/load_lora_adapter": LoadResource(service),
+        "/v1/unload_lora_adapter": UnloadResource(service),
         "/api-doc/openapi.json": OpenApiResource(service),
         "/docs": DocsResource(),
         "/docs/": DocsResource(),

@@ -3,9 +3,11 @@
 import asyncio
 import time
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, PromptTokens, Reason, Tokenize, Tokenized
+from tgi.kernel.messages import Adapt, Adapted, End, Generate, Part, PromptTokens, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.pack import floats, ints, uints
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span
@@ -23,7 +25,8 @@ class Top(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Tokens as they came, one entry per token in each column; `held` and `tops` are empty where not asked for."""
+    """Tokens as they came, one entry per token in each column; `held`, `tops` and `parts` are empty where there is no
+    use for them."""
 
     ids: "array[int]"
     logprobs: "array[float]"
@@ -31,15 +34,31 @@ class Columns(NamedTuple):
     texts: list[str]
     held: "array[int]"  # characters at the end of the visible text so far that must not be shown yet
     tops: list[list[Top]]
+    parts: list[list[Part]]  # what each token lets be shown of a divided answer
 
     @classmethod
     def empty(cls) -> "Columns":
         """No tokens yet."""
-        return cls(array("i"), array("f"), bytearray(), [], array("I"), [])
+        return cls(array("i"), array("f"), bytearray(), [], array("I"), [], [])
 
     def part(self, of: slice) -> "Columns":
         """Some of the tokens."""
-        return Columns(self.ids[of], self.logprobs[of], self.special[of], self.texts[of], self.held[of], self.tops[of])
+        return Columns._make(column[of] for column in self)
+
+
+def parts_of(message: Texts) -> list[list[Part]]:
+    """The parts of each token of a message."""
+    parts: list[list[Part]] = [[] for _ in message.texts]
+    for part in message.parts:
+        parts[part.token].append(part)
+    return parts
+
+
+def tops_of(message: Texts) -> list[list[Top]]:
+    """The top tokens of each token of a message."""
+    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
+    tops = map(Top, *columns)
+    return [list(islice(tops, count)) for count in uints(message.top_counts)]
 
 
 class PromptColumns(NamedTuple):
@@ -137,6 +156,7 @@ class Generation(Call):
         self.prompt = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
         self.characters: int | None = None  # of a chat's prompt, once it is known
+        self.divided = False  # the answer comes in parts; known before the first token
         self.arrival = time.perf_counter()
         self.first: float | None = None  # time.perf_counter of the first and the latest tokens
         self.latest = self.arrival
@@ -163,9 +183,16 @@ class Generation(Call):
         return len(self.resume)
 
     def receive(
-        self, ids: bytes, logprobs: bytes, special: bytes, texts: list[str], held: bytes, tops: list[list[Top]]
+        self,
+        ids: bytes,
+        logprobs: bytes,
+        special: bytes,
+        texts: list[str],
+        held: bytes,
+        tops: list[list[Top]],
+        parts: list[list[Part]],
     ) -> None:
-        """Takes the tokens of one step."""
+        """Takes the tokens of one step. `held`, `tops` and `parts` are empty if the step has none at all."""
         self.losses = 0
         self.resume.frombytes(ids)
         fresh = self.fresh
@@ -177,6 +204,8 @@ class Generation(Call):
             fresh.held.frombytes(held or bytes(len(ids)))  # both columns have four bytes per token
         if self._lists:
             fresh.tops.extend(tops or [[] for _ in texts])
+        if self.divided:
+            fresh.parts.extend(parts or [[] for _ in texts])
         if self.stream:
             self.bell.ring()
 
@@ -219,6 +248,37 @@ class Encoding(Call):
         return self.result is not None and bool(self.result.error)
 
     def finish(self, result: Tokenized) -> None:
+        """Takes the answer."""
+        self.result = result
+        self.bell.ring()
+
+
+class Adaptation(Call):
+    """A request to load the adapter in directory `path` under a name, or to unload it if `path` is empty."""
+
+    def __init__(self, bell: Bell, name: str, path: str) -> None:
+        super().__init__(bell)
+        self.name = name
+        self.path = path
+        self.result: Adapted | None = None
+        self.lost = False  # nobody has answered: the error in `result` is the server's, not the client's
+
+    def order(self, rid: int) -> Adapt:
+        return Adapt(rid, self.name, self.path)
+
+    def fail(self, message: str) -> None:
+        self.lost = True
+        self.finish(Adapted(0, message))
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None
+
+    @property
+    def failed(self) -> bool:
+        return self.result is not None and bool(self.result.error)
+
+    def finish(self, result: Adapted) -> None:
         """Takes the answer."""
         self.result = result
         self.bell.ring()

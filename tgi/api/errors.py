@@ -79,6 +79,21 @@ def tool(message: str) -> ApiError:
     return ApiError(422, "tool_error", f"Tool error: {message}", counted="validation")
 
 
+def adapter(reason: str, *, lost: bool) -> ApiError:
+    """422: an adapter that cannot be loaded; 500 if the request was lost on the way."""
+    return ApiError(500 if lost else 422, "adapter_error", f"Adapter error: {reason}")
+
+
+def forbidden(text: str) -> ApiError:
+    """403: the server was started without leave to do this."""
+    return ApiError(403, "forbidden", text)
+
+
+def no_model() -> ApiError:
+    """404: neither the served model nor an adapter of it has this name."""
+    return ApiError(404, "not_found", "Model not found")
+
+
 def suffix() -> ApiError:
     """422: a completion with a suffix."""
     text = "Suffix is not supported and can be achieved by preprocessing the prompt."

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Container
 from itertools import repeat
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
@@ -11,17 +12,21 @@ from tgi.api import errors
 from tgi.api.calls import Columns
 from tgi.api.errors import ApiError
 from tgi.api.service import Service
-from tgi.api.shapes.chat import ChatRequest, ImageChunk, NamedTool, Tool
+from tgi.api.shapes.chat import ChatRequest, ImageChunk
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import GenerateParameters
+from tgi.api.tools import Offer
 from tgi.kernel.messages import End, Reason
 
 DONE = "data: [DONE]\n\n"
 
 
-def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | None, top_n: int) -> GenerateParameters:
+def parameters(
+    request: ChatRequest | CompletionRequest, adapters: Container[str], max_new_tokens: int | None, top_n: int
+) -> GenerateParameters:
     """The request's parameters under TGI's names, without those that are OpenAI's alone (Steering). Requests sample,
-    except at temperature 0; the values that mean "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out."""
+    except at temperature 0; the values that mean "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out.
+    A `model` that is none of the `adapters` is the served one, whatever it is called."""
     greedy = request.temperature == 0
     return GenerateParameters(
         do_sample=not greedy,
@@ -35,33 +40,18 @@ def parameters(request: ChatRequest | CompletionRequest, max_new_tokens: int | N
         seed=request.seed,
         top_n_tokens=top_n or None,
         grammar=request.response_format,
+        min_new_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        adapter_id=request.model if request.model in adapters else None,
     )
 
 
-def chat_prompt(request: ChatRequest) -> bytes:
-    """What the tokenizer makes the prompt of. Raises ApiError: 422 for images and for tools that do not fit."""
+def chat_prompt(request: ChatRequest, offer: Offer) -> bytes:
+    """What the tokenizer makes the prompt of. Raises ApiError: 422 for images."""
     for message in request.messages:
         if isinstance(message.content, list) and any(isinstance(part, ImageChunk) for part in message.content):
             raise errors.validation("`image_url` parts are not supported: this model reads text alone")
-    return request.chat(chosen_tools(request))
-
-
-def chosen_tools(request: ChatRequest) -> list[Tool]:
-    """The tools that the model may call. Raises ApiError: 422 if they do not fit the rest of the request."""
-    form = request.response_format
-    if request.tools is not None and form is not None and form.type != "text":
-        raise errors.tool("Grammar and tools are mutually exclusive")
-    tools = request.tools or []
-    choice = request.tool_choice
-    if choice == "none":
-        return []
-    if choice is None or choice in ("auto", "required"):
-        return tools
-    name = choice.function.name if isinstance(choice, NamedTool) else choice
-    chosen = [tool for tool in tools if tool.function.name == name]
-    if not chosen:
-        raise errors.tool(f"Tool with name {name} not found")
-    return chosen
+    return request.chat(offer.tools, offer.must)
 
 
 class Stamp(NamedTuple):

@@ -11,11 +11,22 @@ import msgspec
 import tgi
 from tgi.api.errors import ErrorResponse
 from tgi.api.operations import INTERNAL, JSON, KSERVE, OPERATIONS, Operation, Reply
-from tgi.api.shapes import chat, cloud, completions, info, kserve, native, native_answers, openai, openai_answers
+from tgi.api.shapes import (
+    adapters,
+    chat,
+    cloud,
+    completions,
+    info,
+    kserve,
+    native,
+    native_answers,
+    openai,
+    openai_answers,
+)
 from tgi.api.shapes.refined import REFINED
 from tgi.api.shapes.types import Answer, ref
 
-SHAPES = (native, native_answers, openai, chat, completions, openai_answers, info, cloud)
+SHAPES = (native, native_answers, openai, chat, completions, openai_answers, info, adapters, cloud)
 TAG = "Text Generation Inference"
 KEY = "key"
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from tgi.api.errors import ErrorResponse
-from tgi.api.shapes import cloud, kserve
+from tgi.api.shapes import adapters, cloud, kserve
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.info import Info, ModelInfo, ModelList
@@ -115,6 +115,8 @@ AS_EVENTS = tuple(
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
 NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "template_error", "Template error")
 NO_MODEL = error(404, "Model not found", "not_found")
+NO_UPDATES = error(403, "The server runs without --allow-adapter-updates", "forbidden")
+NO_ADAPTER = error(422, "The adapter cannot be loaded", "adapter_error", "Adapter error: the reason")
 EMPTY = Reply(200, "Everything is working fine")
 
 OPERATIONS = (
@@ -199,6 +201,22 @@ OPERATIONS = (
     Operation(
         "get", "/v1/models/{model}", "openai_get_one_model_info", "Get info of one model",
         (ok("Served model info", json(ModelInfo)), NO_MODEL),
+    ),
+    Operation(
+        "post", "/v1/load_lora_adapter", "load_lora_adapter", "Load a LoRA adapter from a directory of the server",
+        (
+            ok("The adapter can be asked for", json(ModelInfo)),
+            NO_UPDATES, *UNREADABLE, VALIDATION, NO_ADAPTER, STARTING,
+        ),
+        adapters.LoadLoraAdapterRequest, secured=True,
+    ),
+    Operation(
+        "post", "/v1/unload_lora_adapter", "unload_lora_adapter", "Unload a LoRA adapter",
+        (
+            ok("The adapter can be asked for no more", json(adapters.ModelDeleted)),
+            NO_UPDATES, NO_MODEL, *UNREADABLE, NO_ADAPTER, STARTING,
+        ),
+        adapters.UnloadLoraAdapterRequest, secured=True,
     ),
 )  # fmt: skip
 

@@ -7,11 +7,23 @@ import math
 import time
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Call, Encoding, Generation, Top
+from tgi.api.calls import Adaptation, Call, Encoding, Generation, parts_of, tops_of
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Cancel, End, Hello, Limits, Prompted, PromptTokens, Status, Texts, Tokenized
-from tgi.kernel.pack import floats, ints, uints
+from tgi.kernel.messages import (
+    Adapted,
+    Adapter,
+    Cancel,
+    End,
+    Hello,
+    Limits,
+    Prompted,
+    PromptTokens,
+    Status,
+    Texts,
+    Tokenized,
+)
+from tgi.kernel.pack import uints
 from tgi.kernel.permits import Permits
 
 log = logging.getLogger(__name__)
@@ -44,6 +56,7 @@ class Router:
         self._permits = permits
         self._admitted = 0  # permits of generations that will be submitted before this turn of the loop ends
         self.limits: Limits | None = None  # known once a worker has been ready
+        self.adapters: dict[str, Adapter] = {}  # those that a request may ask for, by name in their order of loading
         self.tokenizers = [Tokenizer(link) for link in links]
         self._rids = itertools.count(1)
         self._at: dict[Call, tuple[Tokenizer, int]] = {}
@@ -194,10 +207,15 @@ class Router:
                 if isinstance(call, Encoding) and call.wanted:
                     self._unwanted(call)
                     call.finish(message)
+            case Adapted():
+                call = self._release(tokenizer, message.rid)
+                if isinstance(call, Adaptation) and call.wanted:
+                    self._unwanted(call)
+                    call.finish(message)
             case Prompted():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation):
-                    call.characters = message.characters
+                    call.characters, call.divided = message.characters, message.divided
             case PromptTokens():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation) and call.wanted:
@@ -218,7 +236,8 @@ class Router:
 
     def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
         now = time.perf_counter()
-        tops = _tops(message) if message.top_counts else []
+        tops = tops_of(message) if message.top_counts else []
+        parts = parts_of(message) if message.parts else []
         gaps: list[float] = []
         skipped: list[int] = []
         stop = 0
@@ -232,12 +251,14 @@ class Router:
                 metrics.tgi_time_to_first_token_duration.observe(now - call.arrival)
             else:
                 gaps.append(now - call.latest)
+            if count > 1:
+                gaps += [0.0] * (count - 1)  # drafted tokens come with the one before
             call.latest = now
             skipped.append(count - 1)
             words = slice(4 * start, 4 * stop)
             call.receive(
                 message.ids[words], message.logprobs[words], message.special[start:stop], message.texts[start:stop],
-                message.held[words], tops[start:stop],
+                message.held[words], tops[start:stop], parts[start:stop],
             )  # fmt: skip
         metrics.tgi_inter_token_duration.observe_all(gaps)
         metrics.tgi_request_skipped_tokens.observe_all(skipped)
@@ -246,6 +267,8 @@ class Router:
         if status.limits is not None and self.limits is None:
             self.limits = status.limits
             metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
+        if status.limits is not None and status.adapters != [*self.adapters.values()]:
+            self.adapters = {adapter.name: adapter for adapter in status.adapters}
         if status.ready and self.limits is not None:
             self._was_ready = True
 
@@ -293,10 +316,3 @@ class Router:
             else:
                 self._place(call)
         self._pump_soon()
-
-
-def _tops(message: Texts) -> list[list[Top]]:
-    """The top tokens of each token of a message."""
-    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
-    tops = map(Top, *columns)
-    return [list(itertools.islice(tops, count)) for count in uints(message.top_counts)]

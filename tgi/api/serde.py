@@ -112,17 +112,22 @@ class Untagged:
 
 
 def _syntax(body: bytes, error: Exception) -> Rejection:
+    return Rejection(400, f"{SYNTAX}{complaint(body, error)}")
+
+
+def complaint(body: bytes, error: Exception) -> str:
+    """Why a text is no JSON, and where, from what msgspec or Python has raised."""
     text = body.decode(errors="replace")
     if isinstance(error, RecursionError):
-        return Rejection(400, f"{SYNTAX}recursion limit exceeded at {_position(text, len(text))}")
+        return f"recursion limit exceeded at {_position(text, len(text))}"
     if found := _BYTE.match(str(error)):
         before = body[: int(found["byte"]) + 1].decode(errors="replace")
-        return Rejection(400, f"{SYNTAX}{found['reason']} at {_position(before, len(before))}")
+        return f"{found['reason']} at {_position(before, len(before))}"
     if str(error) == "Input data was truncated":
         told = "lone leading surrogate in hex escape" if _is_json(text) else "EOF while parsing a value"
-        return Rejection(400, f"{SYNTAX}{told} at {_position(text, len(text))}")
+        return f"{told} at {_position(text, len(text))}"
     reason = str(error).partition(" - at `")[0]  # the path is no more than $[...] here
-    return Rejection(400, f"{SYNTAX}{reason} at {_position(text, len(text))}")
+    return f"{reason} at {_position(text, len(text))}"
 
 
 def _is_json(text: str) -> bool:

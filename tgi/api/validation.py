@@ -1,6 +1,6 @@
 """The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 from tgi.api import errors, grammar
@@ -20,6 +20,7 @@ class Ask(NamedTuple):
     max_input_tokens: int
     vocab_size: int
     steering: Steering = NONE
+    adapters: Container[str] = ()
 
     @property
     def stops(self) -> int:
@@ -87,6 +88,8 @@ RULES = [
     Rule("9", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
     Rule("10", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
     Rule("11", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
+    Rule("min_new_tokens", lambda a: _is(a.p.max_new_tokens, lambda v: v < (a.p.min_new_tokens or 0)),
+         "`min_new_tokens` must be <= `max_new_tokens`. Given: {ask.p.min_new_tokens} and {ask.p.max_new_tokens}"),
     Rule("12", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
          "`stop` supports up to {ask.settings.max_stop_sequences} stop sequences. Given: {ask.stops}"),
     Rule("13", lambda a: a.p.seed is not None and _is(a.p.best_of, lambda v: v > 1),
@@ -100,12 +103,8 @@ RULES = [
          and (a.settings.disable_grammar_support or not grammar.readable(a.p.grammar)), "grammar is not supported"),
     Rule("logit_bias", lambda a: a.highest_biased >= a.vocab_size,
          "`logit_bias` must name token ids < {ask.vocab_size}. Given: {ask.highest_biased}"),
-]
-
-# What this server does not do yet is refused, never ignored.
-NOT_YET = [
-    Rule("watermark", lambda a: bool(a.p.watermark), "`watermark` is not supported by this server yet"),
-    Rule("adapter_id", lambda a: a.p.adapter_id is not None, "`adapter_id` {ask.p.adapter_id} not found"),
+    Rule("adapter_id", lambda a: a.p.adapter_id is not None and a.p.adapter_id not in a.adapters,
+         "`adapter_id` {ask.p.adapter_id} not found"),
 ]
 
 # OpenAI's routes, before their fields become parameters. `ask` is the body there.

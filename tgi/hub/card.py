@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tgi.hub import peft
 from tgi.hub.safetensors import weight_files
 from tgi.kernel.errors import UserError
 
@@ -70,6 +71,8 @@ def read_card(directory: Path) -> Card:
     directory = Path(directory).absolute()
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
+    if not (directory / "config.json").is_file() and (directory / peft.CONFIG).is_file():
+        raise peft.no_model(str(directory), directory)
     config = _json(directory / "config.json", required=True)
     text = config.get("text_config")
     text = config | text if isinstance(text, dict) else config

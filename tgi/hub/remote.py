@@ -1,4 +1,5 @@
-"""A model on the Hugging Face Hub becomes a snapshot directory in its cache: configuration, tokenizer, safetensors."""
+"""A model on the Hugging Face Hub becomes a snapshot directory in its cache: configuration, tokenizer, safetensors. And
+an adapter with its two files."""
 
 import logging
 import os
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tgi.hub import peft
 from tgi.hub.cache import Progress
 from tgi.hub.safetensors import INDEX, choose, indexed, refuse_pickled, weight_files
 from tgi.kernel.errors import UserError
@@ -20,10 +22,11 @@ TIMEOUT_S = 10
 
 
 class Wanted(NamedTuple):
-    """What of a repository is fetched besides configuration and tokenizer."""
+    """What of a repository is fetched: of a model, what besides configuration and tokenizer."""
 
     weights: bool = True
     code: bool = False
+    adapter: bool = False  # it is no model but a LoRA adapter
 
 
 def hub_cache_directory() -> Path:
@@ -60,7 +63,7 @@ def snapshot(
     if offline:
         raise UserError(
             f"{repo} (revision {revision}) is not in the cache {cache}, and HF_HUB_OFFLINE forbids to fetch it. "
-            "Unset HF_HUB_OFFLINE, or name a model directory."
+            "Unset HF_HUB_OFFLINE, or name a directory."
         )
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.errors import HTTPError as ConnectionTrouble  # type: ignore[attr-defined]  # of its HTTP client
@@ -75,15 +78,16 @@ def snapshot(
     except RevisionNotFoundError as error:
         raise UserError(f"{repo} has no revision {revision!r} on the Hub. Check --revision.") from error
     except RepositoryNotFoundError as error:
+        kind = "an adapter" if wanted.adapter else "a model"
         raise UserError(
-            f"{repo} is neither a directory here nor a model on the Hub. Check the name; set HF_TOKEN if it is private."
+            f"{repo} is neither a directory here nor {kind} on the Hub. Check the name; set HF_TOKEN if it is private."
         ) from error
     except (ConnectionTrouble, OSError) as error:
         if held and not isinstance(error, HfHubHTTPError):
             log.warning("The Hub cannot be reached (%s); serving %s as it is in the cache", error, repo)
             return held
         raise UserError(
-            f"{repo} could not be fetched from the Hub: {error}. Check the network, or name a model directory."
+            f"{repo} could not be fetched from the Hub: {error}. Check the network, or name a directory."
         ) from error
 
 
@@ -97,6 +101,8 @@ def _held(repo: str, revision: str, cache: Path, wanted: Wanted) -> Path | None:
         except OSError:
             return None
     directory = folder / "snapshots" / commit
+    if wanted.adapter:
+        return directory if all((directory / name).is_file() for name in peft.FILES) else None
     if not (directory / "config.json").is_file():
         return None
     if wanted.code and "auto_map" in (directory / "config.json").read_text() and not list(directory.glob("*.py")):
@@ -117,7 +123,13 @@ def _download(repo: str, revision: str, cache: Path, wanted: Wanted, token: str 
     info = HfApi(token=token).model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     root = [name for name in sizes if "/" not in name]
+    if wanted.adapter:
+        if problem := peft.lack(root):
+            raise UserError(f"{repo} {problem}")
+        return _fetch(repo, revision, cache, token, peft.FILES, progress, sum(sizes[name] for name in peft.FILES))
     weights = choose(root)
+    if "config.json" not in sizes and peft.CONFIG in sizes:
+        raise peft.no_model(repo, _fetch(repo, revision, cache, token, [peft.CONFIG], progress))
     if "config.json" not in sizes:
         raise UserError(f"{repo} has no config.json on the Hub, so it is not a model. Name another.")
     if not weights and wanted.weights:

@@ -1,4 +1,5 @@
-"""From what the user names to a model directory: a directory, a GGUF file, a Hub id, or nothing at all.
+"""From what the user names to a model directory: a directory, a GGUF file, a Hub id, or nothing at all. And to that of
+an adapter: a directory or a Hub id.
 
 What is there already is found without a network and without heavy imports; only work loads what it needs.
 """
@@ -8,12 +9,13 @@ import os
 import re
 from pathlib import Path
 
-from tgi.hub import convert, default
+from tgi.hub import convert, default, peft
 from tgi.hub.cache import Progress, cached, default_cache
 from tgi.hub.convert import import_gguf
+from tgi.kernel.adapters import Named
 from tgi.kernel.errors import UserError
 
-__all__ = ["DEFAULT_MODEL", "import_gguf", "model_directory"]
+__all__ = ["DEFAULT_MODEL", "adapter_directory", "import_gguf", "model_directory"]
 
 DEFAULT_MODEL = default.SMOLLM2.name
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -44,7 +46,7 @@ def model_directory(
     """
     cache = cache or default_cache()
     if offline is None:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+        offline = _offline()
     if model_id is None:
         return default.default_model(cache, progress, offline=offline)
     path = Path(model_id).expanduser()
@@ -60,6 +62,35 @@ def model_directory(
 
     wanted = Wanted(weights, code)
     return snapshot(model_id, revision, hub_cache, wanted, token=token, offline=offline, progress=progress)
+
+
+def adapter_directory(
+    adapter: Named, *, hub_cache: Path | None = None, token: str | None = None, progress: Progress = _quiet
+) -> Path:
+    """The directory of an adapter's files: the one that it names, or that in the Hub's cache, fetched if need be.
+
+    Raises UserError if there is no such directory or repository, or no adapter in it.
+    """
+    directory = Path(adapter.path or adapter.name).expanduser()
+    if directory.is_dir():
+        if problem := peft.lack([path.name for path in directory.iterdir()]):
+            raise UserError(f"The directory {directory} {problem}")
+        return directory.absolute()
+    if adapter.path is not None or not HUB_ID.fullmatch(adapter.name):
+        raise UserError(
+            f"There is no directory {directory} for the LoRA adapter {adapter.name}. Name a directory (NAME=PATH) or a "
+            "Hub id (owner/name)."
+        )
+    from tgi.hub.remote import Wanted, snapshot
+
+    wanted = Wanted(adapter=True)
+    return snapshot(
+        adapter.name, adapter.revision, hub_cache, wanted, token=token, offline=_offline(), progress=progress
+    )
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def _imported(file: Path, cache: Path, progress: Progress) -> Path:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tgi.kernel import rundir
+from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import MOST_TOPS
 from tgi.kernel.option import flag, value_of
-from tgi.kernel.settings import DEFAULTS, OPTIONS, Settings
+from tgi.kernel.settings import DEFAULTS, DRAFTS, MOST_SPECULATED, OPTIONS, Settings
 from tgi.kernel.shards import refuse_shards
 
 HIDDEN = "(hidden)"
@@ -83,13 +84,20 @@ def _check(settings: Settings) -> None:
     for given, name in ((settings.ngrok_authtoken, "ngrok-authtoken"), (settings.ngrok_edge, "ngrok-edge")):
         if settings.ngrok and given is None:
             raise _invalid(f"`{name}` must be set when using ngrok tunneling")
-    for item in (settings.lora_adapters or "").split(","):
-        if item.count("=") > 1 or item.count("@") > 1:
-            raise _invalid(f"Invalid LoRA adapter format: {item.strip()}")
+    try:
+        named_adapters(settings.lora_adapters)
+    except ValueError as error:
+        raise _invalid(str(error)) from error
     if settings.rope_factor is not None and settings.rope_factor < 1:
         raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
     if settings.max_top_n_tokens > MOST_TOPS:
         raise _invalid(f"`max_top_n_tokens` must be <= {MOST_TOPS}. Given: {settings.max_top_n_tokens}")
+    if settings.speculate is not None and settings.speculate > MOST_SPECULATED:
+        raise _invalid(f"`speculate` must be <= {MOST_SPECULATED}. Given: {settings.speculate}")
+    if settings.draft_model_id is not None and settings.speculate == 0:
+        raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
+    if settings.draft_model_revision is not None and settings.draft_model_id is None:
+        raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
     for route in (settings.aip_predict_route, settings.aip_health_route):
         if route is not None and not route.startswith("/"):
             raise _invalid(f"a route must begin with a slash. Given: {route}")
@@ -114,16 +122,16 @@ def _refuse_unbuilt(settings: Settings) -> None:
             "`rope_scaling` is dynamic, whose angles change with the longest sequence of a batch: it is not supported. "
             "Use --rope-scaling linear."
         )
-    if settings.speculate:
-        raise _invalid(f"`speculate` is {settings.speculate}, but speculation is not supported yet. Leave it out.")
-    if settings.lora_adapters is not None:
-        raise _invalid("`lora_adapters` is set, but adapters are not supported yet. Leave out --lora-adapters.")
 
 
 def _completed(settings: Settings) -> Settings:
     """What follows from other settings: the old name of a limit, the keys that stand in a file."""
     limit = settings.max_input_tokens or settings.max_input_length
-    return replace(settings, max_input_tokens=limit, api_key=settings.api_key + _keys(settings.api_key_file))
+    speculate = settings.speculate
+    if speculate is None and settings.draft_model_id is not None:
+        speculate = DRAFTS
+    keys = settings.api_key + _keys(settings.api_key_file)
+    return replace(settings, max_input_tokens=limit, speculate=speculate, api_key=keys)
 
 
 def _keys(file: str | None) -> tuple[str, ...]:

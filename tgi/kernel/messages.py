@@ -26,6 +26,8 @@ PROTOCOL = 1
 MOST_TOPS = 1024
 # So many stand at most beside a token of the prompt: a step, and a message, has thousands of these.
 MOST_PROMPT_TOPS = 20
+# So many tokens of a row may be drafted in one step: a Result counts what it drew in 8 bits.
+MOST_DRAFTS = 254
 
 
 class Hello(NamedTuple):
@@ -123,7 +125,7 @@ class Sampling(NamedTuple):
     min_new_tokens: int = 0  # until so many are generated, none of `end_ids` is drawn
     end_ids: bytes = b""  # int32; filled in by the tokenizer, and only where min_new_tokens asks for it
     adapter: str = ""  # the name of a LoRA adapter; "": the model alone
-    adapter_digest: bytes = b""  # Adapter.digest, filled in by the tokenizer
+    adapter_digest: bytes = b""  # Adapter.digest, as the api knows it; the tokenizer corrects it unless ids are resumed
 
     @property
     def samples(self) -> bool:

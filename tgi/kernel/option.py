@@ -108,6 +108,13 @@ def share(value: str) -> float:
     return found
 
 
+def proper_share(value: str) -> float:
+    """A part of a whole that is neither nothing nor all of it."""
+    if not 0 < (found := number(value)) < 1:
+        raise ValueError(f"{value!r} is not above 0 and below 1")
+    return found
+
+
 def tcp_port(value: str) -> int:
     """The number of a TCP port; 0 takes any that is free."""
     if (found := integer(value)) > 65535:

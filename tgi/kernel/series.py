@@ -55,9 +55,12 @@ OURS: dict[str, Series] = {
     "tgi_inter_token_duration": Series("histogram", "Between two tokens of a generation, in seconds", (), DURATION),
     "tgi_resumed_tokens": Series("counter", "Generated ids that came back as prefill after a loss or a preemption"),
     "tgi_preemptions": Series("counter", "Requests that gave up their pages to others"),
+    "tgi_drafted_tokens": Series("counter", "Positions computed for tokens that were only thought to be drawn"),
+    "tgi_accepted_tokens": Series("counter", "Drafted tokens that were drawn; over the drafted ones: the acceptance"),
     "tgi_prefix_cache_hit_tokens": Series("counter", "Prompt tokens found in the prefix cache"),
     "tgi_pages_used": Series("gauge", "KV pages held by running requests"),
     "tgi_pages_free": Series("gauge", "KV pages free or holding reusable prefixes"),
+    "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may choose among"),
     "tgi_worker_losses": Series("counter", "Times that the worker was lost"),
     "tgi_process_restarts": Series("counter", "Processes replaced by the supervisor", ("role",)),
 }

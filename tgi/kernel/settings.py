@@ -14,6 +14,7 @@ from tgi.kernel.option import (
     integer,
     integers,
     number,
+    proper_share,
     seconds,
     setting,
     share,
@@ -30,7 +31,8 @@ CHUNKED = "prompts are always computed in chunks, beside the decode steps of oth
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
 NO_IMAGES = "images are not served yet"
-UNMARKED = "watermarks are not built yet"
+# Tokens drafted per step: where a draft model is named and no number, and at most, since longer drafts gain little.
+DRAFTS, MOST_SPECULATED = 4, 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,21 @@ class Settings:
     quantize: str | None = setting(
         None, "Not supported yet, refused.", text, also=("HF_MODEL_QUANTIZE",), choices=QUANTIZATIONS
     )
-    speculate: int | None = setting(None, "Tokens drafted per step. Not supported yet: only 0 is taken.", integer)
+    speculate: int | None = setting(
+        None,
+        f"Most tokens drafted per request and step, at most {MOST_SPECULATED}; with a draft model {DRAFTS}, else 0.",
+        integer,
+    )
+    draft_model_id: str | None = setting(
+        None,
+        "Model that drafts: Hub id, local directory or .gguf file, of the model's vocabulary. Without it drafts are "
+        "what followed the same words before.",
+        text,
+        env=("TGI_DRAFT_MODEL_ID",),
+    )
+    draft_model_revision: str | None = setting(
+        None, "Its branch, tag or commit on the Hub.", text, env=("TGI_DRAFT_MODEL_REVISION",)
+    )
     sharded: str | None = setting(None, "Run on several devices. Not supported yet.", text, choices=("true", "false"))
     num_shard: int | None = setting(
         None, "Number of devices. Not supported yet: only 1 is taken, and the default.", integer, also=("SM_NUM_GPUS",)
@@ -58,7 +74,17 @@ class Settings:
         boolean,
         also=("HF_MODEL_TRUST_REMOTE_CODE",),
     )
-    lora_adapters: str | None = setting(None, "Not supported yet, refused.", text)
+    lora_adapters: str | None = setting(
+        None,
+        "LoRA adapters to load at start: Hub ids (ID or ID@REVISION) or directories (NAME=PATH), with commas between.",
+        text,
+    )
+    allow_adapter_updates: bool = setting(
+        False,
+        "Let clients load adapters from directories of this host, and unload them, while the server runs.",
+        boolean,
+        env=("TGI_ALLOW_ADAPTER_UPDATES",),
+    )
     rope_scaling: str | None = setting(
         None,
         "Kind of rotary scaling, in place of the model's own. dynamic is refused.",
@@ -98,7 +124,9 @@ class Settings:
         ignored=KERNEL,
     )
     use_flash_attention: bool = setting(True, "Attention kernels.", boolean, ignored=KERNEL)
-    disable_custom_kernels: bool = setting(False, "Do without custom CUDA kernels.", boolean, ignored="there are none")
+    disable_custom_kernels: bool = setting(
+        False, "Compute with torch's own operations alone; on CUDA nothing else is used anyway.", boolean
+    )
 
     # Limits
     max_concurrent_requests: int = setting(128, "Requests at once; more get a 429.", count)
@@ -193,8 +221,8 @@ class Settings:
     scripted_step_us: int = setting(
         0, "Microseconds that a step of the scripted worker takes.", integer, env=("TGI_SCRIPTED_STEP_US",)
     )
-    watermark_gamma: float = setting(0.5, "Share of green tokens.", share, ignored=UNMARKED)
-    watermark_delta: float = setting(2.0, "Bias of green tokens.", number, ignored=UNMARKED)
+    watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark makes green.", proper_share)
+    watermark_delta: float = setting(2.0, "What a watermark adds to the scores of green tokens.", number)
     shard_uds_path: str | None = setting(
         None, "Socket of the shards.", text, ignored="sockets are in the run directory, which TGI_RUN names"
     )
@@ -228,6 +256,8 @@ class Settings:
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub
     model_pipeline_tag: str | None = None
+    draft_model_dir: Path | None = None  # the resolved draft_model_id
+    adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each of lora_adapters
 
     def to_json(self) -> str:
         """For a child process's environment."""
@@ -238,7 +268,10 @@ class Settings:
         """The settings that a supervisor passed on."""
         values: dict[str, Any] = json.loads(text)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values | {"run_dir": Path(values["run_dir"]), "model_dir": Path(values["model_dir"])})
+        paths = ("run_dir", "model_dir", "draft_model_dir")
+        values |= {name: Path(values[name]) for name in paths if values.get(name) is not None}
+        values["adapters"] = tuple((name, directory) for name, directory in values["adapters"])
+        return cls(**values)
 
 
 OPTIONS: dict[str, Option] = {item.name: item.metadata[OPTION] for item in fields(Settings) if OPTION in item.metadata}

@@ -8,28 +8,42 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Add, Cancel, End, Hello, Limits, Reason, Result, Status, Step, Stop
-from tgi.kernel.pack import floats, ints
+from tgi.kernel.messages import (
+    Adapt,
+    Adapted,
+    Add,
+    Cancel,
+    End,
+    Hello,
+    Limits,
+    Reason,
+    Result,
+    Status,
+    Step,
+    Stop,
+)
 from tgi.kernel.states import State
+from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import misfit, shortfall
+from tgi.scheduler.flight import Flight
 from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
 from tgi.scheduler.pace import Pace
-from tgi.scheduler.plan import Flight, Planner
+from tgi.scheduler.plan import Planner
 from tgi.scheduler.prompts import pieces
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
-from tgi.scheduler.status import REFUSED, WAITING, Load, Report
-from tgi.scheduler.tokens import tokens, tops
+from tgi.scheduler.results import one_each, runs_each
+from tgi.scheduler.speculation import Speculation
+from tgi.scheduler.status import ADAPTING, REFUSED, WAITING, Load, Report
+from tgi.scheduler.suspects import Suspects
+from tgi.scheduler.tokens import runs, tokens
 
 log = logging.getLogger(__name__)
 
-# Steps that may be under way at once.
+# Steps that may be under way at once; one with drafts is alone.
 DEPTH = 2
-# Tokens that clear a request of the last worker's death: one drawn by prefill and one by decode. Whatever in it kills
-# a worker does so in a step of its own, so it would not have come so far.
-CLEARING_TOKENS = 2
 
 
 class Config(NamedTuple):
@@ -38,13 +52,15 @@ class Config(NamedTuple):
     prefix_caching: bool = True
     step_target: float = 0.2  # seconds that a step may take while requests decode and prompts are computed
     stall_limit: float = 60.0  # seconds without a finished step, with work under way, until unhealthy
+    drafts: int = 0  # the most tokens that are drafted per row and step
+    draft_model: bool = False  # the worker has a model that drafts them
 
 
 class Core:
     """Knows all requests of all tokenizers and one worker.
 
     Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `worker` until it
-    returns None, and what `outgoing` yields to the tokenizers; then, while the worker is busy, `settle`. The same calls
+    returns None, and what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The same calls
     always give the same outputs.
     """
 
@@ -57,6 +73,7 @@ class Core:
         self._planner: Planner | None = None
         self._queue = Queue()
         self._pace = Pace(config.step_target * 1e6)
+        self._speculation = Speculation(config.drafts, config.draft_model) if config.drafts else None
         self._outbox = Outbox()
         self._clients: dict[Peer, Client] = {}
         self._arrivals = 0
@@ -64,9 +81,10 @@ class Core:
         self._flight: deque[Flight] = deque()
         self._leftover: set[tuple[int, int]] = set()  # (epoch, number) of steps behind a failed one, to be answered yet
         self._moved = 0.0  # when a step was last answered, or sent into silence
-        self._trial: Request | None = None  # computed alone because workers died under it
-        self._struck: dict[Request, int] = {}  # requests with strikes, and how many ids they had at the last one
+        self._suspects = Suspects()
         self._report = Report()
+        self._worker_said = WAITING  # the worker's own status
+        self._adapters = Adapters()
         self._forecast = Forecast()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -91,9 +109,12 @@ class Core:
             # Crossing messages: an unknown number is one whose End is on its way up.
             if (request := client.requests.get(message.rid)) is not None:
                 self._end(request, Reason.STOP if isinstance(message, Stop) else Reason.CANCELLED, now)
+        elif isinstance(message, Adapt):
+            self._order(self._adapters.ask(source, message))
         elif isinstance(message, Gone):
             for request in list(client.requests.values()):
                 self._end(request, Reason.CANCELLED, now)
+            self._adapters.tokenizer_gone(source)
             del self._clients[source]
         else:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
@@ -110,6 +131,8 @@ class Core:
             self._result(message, now)
         elif isinstance(message, Status):
             self._worker_status(message, now)
+        elif isinstance(message, Adapted):
+            self._adapted(message, now)
         elif isinstance(message, Gone):
             self._worker_gone(now)
         else:
@@ -131,11 +154,14 @@ class Core:
         planner = self._planner
         if planner is None or not self._report.below.ready or len(self._flight) >= DEPTH or self._leftover:
             return None
-        if self._trial is None and (head := self._queue.head()) is not None and head.suspected:
+        suspects = self._suspects
+        if suspects.trial is None and (head := self._queue.head()) is not None and head.suspected:
             if self._flight:
                 return None  # first let the others land
-            self._trial = head
-        flight = planner.plan(self._number + 1, self.epoch, self._trial, now)
+            suspects.trial = head
+        if self._flight and self._speculation is not None and self._speculation.waits(self._flight[-1], planner.batch):
+            return None
+        flight = planner.plan(self._number + 1, self.epoch, suspects.trial, bool(self._flight), now)
         if flight is None:
             return None
         if not self._flight:
@@ -155,7 +181,8 @@ class Core:
             self._planner.settle()
 
     def outgoing(self) -> Iterator[tuple[Peer, tuple[Any, ...]]]:
-        """(tokenizer, message) for all that has come about since the last call."""
+        """(neighbour, message) for all that has come about since the last call: for tokenizers, and for the worker
+        what are no steps."""
         return self._outbox.take()
 
     def deadline(self, now: float) -> float:
@@ -181,6 +208,11 @@ class Core:
     def pages_used(self) -> int:
         """Pages that running requests hold, and those that ended since the last `settle`."""
         return self._planner.pool.used if self._planner else 0
+
+    @property
+    def adapters(self) -> int:
+        """How many adapters a request may choose among."""
+        return len(self._adapters.loaded)
 
     @property
     def ready(self) -> bool:
@@ -211,6 +243,8 @@ class Core:
             self._outbox.put(client.peer, End(add.rid, Reason.INVALID, f"malformed request: {error}"))
             return
         self._arrivals += 1
+        if self._speculation is not None:
+            self._speculation.begin(request)
         client.requests[add.rid] = request
         self._queue.push(request)
         resumed = request.generated
@@ -232,9 +266,7 @@ class Core:
             self._planner.end(request)
         request.become("end")
         self.counters.ended += 1
-        self._struck.pop(request, None)
-        if self._trial is request:
-            self._trial = None
+        self._suspects.forget(request)
         del request.client.requests[request.rid]
         self._outbox.put(request.client.peer, partial(_end_of, request, reason, message, now))
 
@@ -260,6 +292,8 @@ class Core:
             return
         self._flight.popleft()
         self._pace.learn(flight.decode_rows, flight.prefill_tokens, result.forward_us)
+        if self._speculation is not None:
+            self._speculation.learn(flight, result, now)
         number = flight.step.number
         for request, piece in pieces(flight.telling, result, planner.limits.vocab_size):
             if number >= request.since:
@@ -268,32 +302,16 @@ class Core:
         for request, fault in zip(flight.drawing, result.faults, strict=False):
             if fault and number >= request.since:
                 self._end(request, Reason.FAILED, now, fault)
-        if result.top_counts:
-            for request, top in zip(flight.drawing, tops(result), strict=True):
-                if number >= request.since:
-                    request.client.tops.append(top)
-        ended: list[tuple[Request, Reason]] = []
-        for request, token, logprob in zip(flight.drawing, ints(result.ids), floats(result.logprobs), strict=True):
-            if number < request.since:
-                continue  # it has left its slot since this step was planned
-            ids = request.ids
-            ids.append(token)
-            request.client.rows.append((request.rid, token, logprob))
-            known = len(ids)
-            if known > request.publish_at:
-                planner.page_generated(request)
-            if (known == request.limit or token in request.stop_ids) and (reason := request.finished()):
-                ended.append((request, reason))
+        if flight.drafts:
+            columns, ended = runs, runs_each(flight, result, planner, self.counters)
+        else:
+            columns, ended = tokens, one_each(flight, result, planner)
         for client in self._clients.values():
             if client.rows:
-                self._outbox.put(client.peer, partial(tokens, *client.take_rows()))
+                self._outbox.put(client.peer, partial(columns, *client.take_rows()))
         for request, reason in ended:
             self._end(request, reason, now)
-        for request in [one for one, known in self._struck.items() if len(one.ids) - known >= CLEARING_TOKENS]:
-            request.strikes = 0
-            del self._struck[request]
-            if self._trial is request:
-                self._trial = None
+        self._suspects.clear()
 
     # --- the worker ---------------------------------------------------------------------------------------------------
 
@@ -308,13 +326,32 @@ class Core:
                     fault,
                 )
                 status = REFUSED
-        self._report.below = status
+        self._worker_said = status
+        if status.ready:
+            self._order(self._adapters.told(status.adapters))
+        self._show_worker(now)
+
+    def _show_worker(self, now: float) -> None:
+        """It gets steps, and tokenizers hear of it, once it has what the worker before it had."""
+        self._report.below = ADAPTING if self._adapters.lacks else self._worker_said
         self._tell(now)
+
+    def _order(self, changes: list[Adapt]) -> None:
+        for change in changes:
+            assert self.worker is not None
+            self._outbox.put(self.worker, change)
+
+    def _adapted(self, answer: Adapted, now: float) -> None:
+        if (told := self._adapters.answered(answer)) is not None:
+            self._outbox.put(*told)
+        self._show_worker(now)
 
     def _adopt(self, limits: Limits, now: float) -> None:
         """The first worker's limits hold for the deployment's life."""
         self.limits = limits
-        self._planner = Planner(limits, self.config.prefix_caching, self._pace, self._queue, self.counters)
+        self._planner = Planner(
+            limits, self.config.prefix_caching, self._pace, self._queue, self.counters, self._speculation
+        )
         for request in self._queue.waiting():
             if fault := misfit(limits, request.prompt_tokens, request.limit - request.prompt_tokens):
                 self._end(request, Reason.INVALID, now, fault)
@@ -322,7 +359,8 @@ class Core:
     def _worker_gone(self, now: float) -> None:
         self.worker = None
         self._leftover.clear()
-        self._report.below = WAITING
+        self._adapters.worker_gone()
+        self._report.below = self._worker_said = WAITING
         self.counters.worker_losses += 1
         self._begin_again(self._flight, 1, "Server error: the worker died while it computed this request alone", now)
         self._tell(now)
@@ -333,12 +371,8 @@ class Core:
         under_way = {
             request: None for flight in blamed for request in flight.requests if flight.step.number >= request.since
         }
-        for request in under_way:
-            request.strikes += strikes
-            self._struck[request] = len(request.ids)
-        if self._trial in under_way:
-            self._end(self._trial, Reason.FAILED, now, message)
-        self._trial = None
+        if (guilty := self._suspects.blame(under_way, strikes)) is not None:
+            self._end(guilty, Reason.FAILED, now, message)
         self._flight.clear()
         self.epoch += 1
         self._number = 0
@@ -356,7 +390,7 @@ class Core:
         return Load(queued, running, int(wait * 1000), int(forecast.end * 1000))
 
     def _status(self, load: Load, now: float) -> Status:
-        return self._report.status(self._stalled(now), self.limits, load)
+        return self._report.status(self._stalled(now), self.limits, load, self._adapters.loaded)
 
     def _tell(self, now: float) -> None:
         """Tells every tokenizer how things are, if that has changed."""

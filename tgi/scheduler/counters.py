@@ -32,5 +32,7 @@ class Counters:
     preemptions: int = 0
     cache_hit_tokens: int = 0
     worker_losses: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these, drawn
     done: deque[StepDone] = field(default_factory=lambda: deque(maxlen=256))
     admitted: deque[Admitted] = field(default_factory=lambda: deque(maxlen=256))

@@ -22,7 +22,15 @@ def main(process: Process) -> None:
     back = Link.bind(process.address("sched-0.back"), process.hello())
     process.watch(front)
     process.watch(back)
-    core = Core(Config(settings.prefix_caching, settings.step_target, settings.stall_limit))
+    core = Core(
+        Config(
+            settings.prefix_caching,
+            settings.step_target,
+            settings.stall_limit,
+            settings.speculate or 0,
+            settings.draft_model_id is not None,
+        )
+    )
     meter = Meter()
     tracer = tracing.tracer(settings, process.name)
     spans = Spans(tracer) if tracer is not None else None
@@ -42,7 +50,7 @@ def main(process: Process) -> None:
 
 
 def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None) -> None:
-    """Takes what has come, keeps the worker busy first, then tells the tokenizers, then keeps the books."""
+    """Takes what has come, keeps the worker busy first, then tells the neighbours, then keeps the books."""
     now = time.monotonic()
     for link in (back, front):
         for peer, message in link.receive():
@@ -64,7 +72,8 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None
     for peer, message in core.outgoing():
         if spans is not None:
             spans.went(peer, message)
-        front.send(peer, message)
+        (back if peer.role == "worker" else front).send(peer, message)
+    back.flush()
     front.flush()
     core.settle()
     meter.publish(core)

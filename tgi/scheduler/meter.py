@@ -44,8 +44,11 @@ class Meter:
         self._count("tgi_preemptions", counters.preemptions)
         self._count("tgi_prefix_cache_hit_tokens", counters.cache_hit_tokens)
         self._count("tgi_worker_losses", counters.worker_losses)
+        self._count("tgi_drafted_tokens", counters.drafted_tokens)
+        self._count("tgi_accepted_tokens", counters.accepted_tokens)
         self._set("tgi_queue_size", core.queued)
         self._set("tgi_batch_current_size", core.running)
+        self._set("tgi_adapters_loaded", core.adapters)
         if core.limits is not None:
             used, size = core.pages_used, core.limits.page_size
             self._set("tgi_batch_current_max_tokens", used * size)

@@ -1,4 +1,5 @@
-"""What goes up: tokens in columns, ends and status, each for its tokenizer, in the order in which it came about."""
+"""What goes out besides steps: tokens in columns, ends and status to tokenizers, changes of adapters to the worker, in
+the order in which it came about."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ Message = tuple[Any, ...]
 
 
 class Outbox:
-    """Messages to tokenizers, until somebody sends them."""
+    """Messages to neighbours, until somebody sends them."""
 
     def __init__(self) -> None:
         self._messages: list[tuple[Peer, Message | Callable[[], Message]]] = []

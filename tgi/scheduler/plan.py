@@ -1,18 +1,19 @@
 """Decides what the next step computes: decode rows first, then prompts in the order of arrival."""
 
 from array import array
-from typing import NamedTuple
 
-from tgi.kernel.messages import Limits, Result, Slot, Step
+from tgi.kernel.messages import Limits, Slot
 from tgi.kernel.pack import INT32
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
+from tgi.scheduler.flight import Flight, Outline
+from tgi.scheduler.lookup import Lookup
 from tgi.scheduler.pace import Pace
 from tgi.scheduler.pages import PagePool
-from tgi.scheduler.prompts import Telling, telling, told_fit
+from tgi.scheduler.prompts import telling
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import NEVER, NO_SLOT, Request
-from tgi.scheduler.tokens import tops_fit
+from tgi.scheduler.speculation import Speculation
 
 # Share of the pages that admission leaves to the requests that run, so that they need not preempt at once.
 SPARE_PAGES = 0.01
@@ -20,88 +21,6 @@ SPARE_PAGES = 0.01
 FREE_PAGES = 0.02
 # The counts of one decode row.
 ONE = array(INT32, [1])
-
-
-class Flight(NamedTuple):
-    """A step that was sent and not yet answered."""
-
-    step: Step
-    drawing: list[Request]  # the rows that draw, in their order
-    prefilling: list[Request]  # rows of chunks that do not finish their prompt
-    telling: list[Telling]  # the rows that tell logprobs of their prompts, in their order
-    decode_rows: int
-    prefill_tokens: int
-    admitted: int  # requests that came from the queue
-    joined: bool  # they joined others that ran already
-    sent: float
-
-    @property
-    def requests(self) -> list[Request]:
-        """Those that have a row."""
-        return self.drawing + self.prefilling
-
-    @property
-    def method(self) -> str:
-        """TGI's word for what it computes."""
-        return "prefill" if self.prefill_tokens else "decode"
-
-    def fault(self, result: Result, vocab_size: int) -> str:
-        """In what a result does not answer this step; "" if it does."""
-        number, rows = self.step.number, len(self.drawing)
-        if result.number != number:
-            return f"the result of step {result.number} came where that of step {number} was due"
-        if result.counts != b"\1" * rows or len(result.ids) != 4 * rows or len(result.logprobs) != 4 * rows:
-            return f"the result of step {number} does not have one token for each of {rows} rows"
-        if len(result.faults) not in (0, rows):
-            return f"the result of step {number} names {len(result.faults)} faults for {rows} rows"
-        if not tops_fit(result, rows):
-            return f"the columns of likeliest tokens in the result of step {number} do not fit its {rows} rows"
-        if not told_fit(result, self.telling, vocab_size):
-            return f"the result of step {number} does not have the logprobs of the prompts' tokens that it computed"
-        return ""
-
-
-class _Draft:
-    """The columns of a step that is being planned."""
-
-    def __init__(self) -> None:
-        self.slots: list[Slot] = []
-        self.page_slots = array(INT32)
-        self.page_ids = array(INT32)
-        self.rows = array(INT32)
-        self.starts = array(INT32)
-        self.counts = array(INT32)
-        self.draws = bytearray()
-        self.drawing: list[Request] = []
-        self.prefilling: list[Request] = []
-        self.telling: list[Telling] = []
-        self.filling: list[Request] = []  # of whose pages this step completes some
-
-    def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
-        """The draft as a step to send."""
-        step = Step(
-            number,
-            epoch,
-            self.slots,
-            self.page_slots.tobytes(),
-            self.page_ids.tobytes(),
-            self.rows.tobytes(),
-            self.starts.tobytes(),
-            self.counts.tobytes(),
-            bytes(self.draws),
-        )
-        tokens = sum(self.counts[decode_rows:])
-        return Flight(
-            step,
-            self.drawing,
-            self.prefilling,
-            self.telling,
-            decode_rows,
-            tokens,
-            len(self.slots),
-            joined and bool(self.slots),
-            now,
-        )
 
 
 class Planner:
@@ -114,7 +33,15 @@ class Planner:
     are free, is noted by `settle`, between two plans.
     """
 
-    def __init__(self, limits: Limits, caching: bool, pace: Pace, queue: Queue, counters: Counters) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        caching: bool,
+        pace: Pace,
+        queue: Queue,
+        counters: Counters,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.limits = limits
         self.queue = queue
         self.batch = Batch(limits.max_batch_size)
@@ -126,50 +53,72 @@ class Planner:
         self._caching = caching
         self._pace = pace
         self._counters = counters
+        self._speculation = speculation
         self._spare = int(limits.pages * SPARE_PAGES)
         self._free = int(limits.pages * FREE_PAGES)
 
-    def plan(self, number: int, epoch: int, alone: Request | None, now: float) -> Flight | None:
-        """The next step, or None if there is nothing to compute. `alone`: only this request may have a row."""
+    def plan(self, number: int, epoch: int, alone: Request | None, ahead: bool, now: float) -> Flight | None:
+        """The next step, or None if there is nothing to compute. `alone`: only this request may have a row. `ahead`:
+        other steps are still under way, so the latest ids are not known."""
         if not self._settled:
             self.settle()
-        draft = _Draft()
+        outline = Outline()
         running = len(self.batch)
-        self._decode(draft, number, alone)
-        decode_rows = len(draft.drawing)
-        self._prefill(draft, number, alone, now)
+        self._decode(outline, alone)
+        decode_rows = len(outline.drawing)
+        if self._speculation is not None and not ahead:
+            self._speculate(outline, self._speculation)
+        self._prefill(outline, number, alone, now)
         self._settled = False
-        if not draft.rows:
+        if not outline.rows:
             return None
         # From the next step on others may find these pages; this step has yet to write them.
-        self._filled += draft.filling
-        return draft.flight(number, epoch, decode_rows, running > 0, now)
+        self._filled += outline.filling
+        return outline.flight(number, epoch, decode_rows, running > 0, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
-    def _decode(self, draft: _Draft, number: int, alone: Request | None) -> None:
+    def _decode(self, outline: Outline, alone: Request | None) -> None:
         """One row for each request whose prompt is computed. Those that find no page wait."""
         decoding = self.batch.decoding
         rows = list(decoding) if alone is None else [alone] * (alone in decoding)
         needy = [request for request in rows if request.planned == request.room]
         if not self._lacks(len(needy)):
             for request, page in zip(needy, self.pool.take(len(needy)), strict=True):
-                self._append_page(draft, request, page)
+                self._append_page(outline, request, page)
         else:
             for request in sorted(needy, key=_order):
                 if request.slot != NO_SLOT and self._make_room(request, anyone=request is alone):
-                    self._append_page(draft, request, *self.pool.take(1))
+                    self._append_page(outline, request, *self.pool.take(1))
             rows = [request for request in rows if request.planned < request.room]
         starts = [request.planned for request in rows]
-        draft.rows.extend([request.slot for request in rows])
-        draft.starts.extend(starts)
-        draft.counts.extend(ONE * len(rows))
-        draft.draws += b"\1" * len(rows)
-        draft.drawing += rows
+        outline.rows.extend([request.slot for request in rows])
+        outline.starts.extend(starts)
+        outline.counts.extend(ONE * len(rows))
+        outline.draws += b"\1" * len(rows)
+        outline.drawing += rows
         for request, start in zip(rows, starts, strict=True):
             request.planned = start + 1
             if start == request.last_start:
                 del decoding[request]  # all its tokens are planned
+
+    def _speculate(self, outline: Outline, speculation: Speculation) -> None:
+        """Adds drafts to the decode rows, as far as pages are there that nobody else wants. Prompts that wait are left
+        half of what the step may compute."""
+        rows = outline.drawing
+        most = self.limits.max_batch_prefill_tokens - len(rows)
+        shares = speculation.share(rows, most // 2 if self.batch.prefilling or self.queue else most)
+        for request, share in zip(rows, shares, strict=False):
+            missing = -(-(request.planned + share - request.room) // self._page_size)
+            if missing > 0 and not self._lacks(missing + self._spare):
+                for page in self.pool.take(missing):
+                    self._append_page(outline, request, page)
+            count = min(share, request.room - request.planned)
+            outline.drafts.append(count)
+            if isinstance(request.guesser, Lookup):
+                outline.guesses.append(request.guesser.guess(count).tobytes())
+        if not any(outline.drafts):
+            del outline.drafts[:]
 
     def _make_room(self, request: Request, anyone: bool) -> bool:
         """Sees to it that a page is available; takes it from requests that arrived later if need be."""
@@ -180,11 +129,11 @@ class Planner:
             self._preempt(victim)
         return True
 
-    def _append_page(self, draft: _Draft, request: Request, page: int) -> None:
+    def _append_page(self, outline: Outline, request: Request, page: int) -> None:
         request.pages.append(page)
         request.room += self._page_size
-        draft.page_slots.append(request.slot)
-        draft.page_ids.append(page)
+        outline.page_slots.append(request.slot)
+        outline.page_ids.append(page)
 
     def _preempt(self, request: Request) -> None:
         self._counters.preemptions += 1
@@ -192,52 +141,52 @@ class Planner:
 
     # --- prefill ------------------------------------------------------------------------------------------------------
 
-    def _prefill(self, draft: _Draft, number: int, alone: Request | None, now: float) -> None:
+    def _prefill(self, outline: Outline, number: int, alone: Request | None, now: float) -> None:
         """Chunks of the prompts under way, then of new ones, as many tokens as the step may compute."""
-        budget = self.limits.max_batch_prefill_tokens - len(draft.drawing)
-        if draft.drawing:
+        budget = self.limits.max_batch_prefill_tokens - len(outline.drawing) - sum(outline.drafts)
+        if outline.drawing:
             budget = self._pace.prefill_tokens(min(self.limits.page_size, budget), budget)
         if alone is not None:
             if alone.slot == NO_SLOT:
-                self._admit_alone(draft, alone, number, now)
+                self._admit_alone(outline, alone, number, now)
             if alone in self.batch.prefilling:
-                self._chunk(draft, alone, budget)
+                self._chunk(outline, alone, budget)
             return
         for request in list(self.batch.prefilling):
             if budget <= 0:
                 return
-            budget -= self._chunk(draft, request, budget)
+            budget -= self._chunk(outline, request, budget)
         while budget > 0 and not self.batch.full and (head := self.queue.head()) is not None:
-            if not self._admit(draft, head, number, now):
+            if not self._admit(outline, head, number, now):
                 return
-            budget -= self._chunk(draft, head, budget)
+            budget -= self._chunk(outline, head, budget)
 
-    def _chunk(self, draft: _Draft, request: Request, budget: int) -> int:
+    def _chunk(self, outline: Outline, request: Request, budget: int) -> int:
         """A row of at most `budget` tokens. Returns how many it has."""
         start, known = request.planned, len(request.ids)
         count = min(budget, known - start)
         request.planned = end = start + count
         if self._caching:
-            draft.filling.append(request)
+            outline.filling.append(request)
         if request.tells and (told := telling(request, start, end)):
-            draft.telling.append(told)
-        draft.rows.append(request.slot)
-        draft.starts.append(start)
-        draft.counts.append(count)
+            outline.telling.append(told)
+        outline.rows.append(request.slot)
+        outline.starts.append(start)
+        outline.counts.append(count)
         if end < known:
             request.become("chunk")
-            draft.draws.append(0)
-            draft.prefilling.append(request)
+            outline.draws.append(0)
+            outline.prefilling.append(request)
             return count
         request.become("last chunk")
-        draft.draws.append(1)
-        draft.drawing.append(request)
+        outline.draws.append(1)
+        outline.drawing.append(request)
         del self.batch.prefilling[request]
         if end <= request.last_start:
             self.batch.decoding[request] = None
         return count
 
-    def _admit(self, draft: _Draft, request: Request, number: int, now: float) -> bool:
+    def _admit(self, outline: Outline, request: Request, number: int, now: float) -> bool:
         """Moves the head of the queue into a slot, with pages for all its ids. False: too few are available.
 
         Nobody is preempted for it, and nothing is reserved for what it may generate.
@@ -260,21 +209,21 @@ class Planner:
         request.pages = found + self.pool.take(missing)
         request.published = len(found)
         request.prefix = prefix
-        self._enter(draft, request, column, number, now)
+        self._enter(outline, request, column, number, now)
         return True
 
-    def _admit_alone(self, draft: _Draft, request: Request, number: int, now: float) -> None:
+    def _admit_alone(self, outline: Outline, request: Request, number: int, now: float) -> None:
         """Admits a suspect, whoever has to give up slot and pages for it."""
         while True:
             request.wanted = 0
-            if not self.batch.full and self._admit(draft, request, number, now):
+            if not self.batch.full and self._admit(outline, request, number, now):
                 return
             victim = self.batch.youngest(besides=request)
             if victim is None:
                 return
             self._preempt(victim)
 
-    def _enter(self, draft: _Draft, request: Request, column: bytes, number: int, now: float) -> None:
+    def _enter(self, outline: Outline, request: Request, column: bytes, number: int, now: float) -> None:
         """Gives a slot to a request that has its pages; `column` are its ids."""
         size, pages = self._page_size, request.pages
         request.become("admit")
@@ -288,10 +237,12 @@ class Planner:
             request.first_planned = now
             request.cached_tokens = min(planned, request.prompt_tokens)
         self._counters.cache_hit_tokens += planned
+        if self._speculation is not None:
+            self._speculation.enter(request)
         asks = (request.prompt_from, request.prompt_top_n) if request.tells else ()
-        draft.slots.append(Slot(request.slot, column, request.prompt_tokens, request.sampling, *asks))
-        draft.page_slots += array(INT32, (request.slot,)) * len(pages)
-        draft.page_ids.fromlist(pages)
+        outline.slots.append(Slot(request.slot, column, request.prompt_tokens, request.sampling, *asks))
+        outline.page_slots += array(INT32, (request.slot,)) * len(pages)
+        outline.page_ids.fromlist(pages)
 
     def _lacks(self, pages: int) -> bool:
         """Whether fewer are available, though everything is settled."""
@@ -322,6 +273,8 @@ class Planner:
         self._filled.clear()
         self._ended.clear()
         self.pool.keep_free(self._free)
+        if self._speculation is not None:
+            self._speculation.read()
         self._settled = True
 
     def _publish(self, request: Request) -> None:

@@ -7,6 +7,8 @@ from tgi.kernel.link import Peer
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, Reason
 from tgi.kernel.pack import INT32, ints
 from tgi.kernel.states import TRANSITIONS, State, transition
+from tgi.scheduler.lookup import Lookup
+from tgi.scheduler.model import Model
 from tgi.scheduler.tokens import Row, Top
 
 NO_SLOT = -1
@@ -24,6 +26,7 @@ class Request:
         "cached_tokens",
         "client",
         "first_planned",
+        "guesser",
         "ids",
         "last_start",
         "limit",
@@ -72,6 +75,7 @@ class Request:
         self.state = State.QUEUED
         self.strikes = 0  # deaths of workers that were computing it, since it last got on
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.guesser: Lookup | Model | None = None  # whom its drafts come from; None: it has none
         self.wanted = 0  # pages that were missing when it was last refused admission
         self.leave_slot()
 

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from tgi.kernel.messages import Limits, Status
+from tgi.kernel.messages import Adapter, Limits, Status
 
 WAITING = Status(False, True, "waiting for the worker", 0)
+ADAPTING = Status(False, True, "loading adapters", 99)
 REFUSED = Status(False, False, "the worker does not meet the limits", 0)
 # A change of the load alone is told no more often than this.
 LOAD_SECONDS = 0.5
@@ -13,7 +14,7 @@ MOVED = 0.25
 
 
 class Load(NamedTuple):
-    """The last fields of a Status."""
+    """Some fields of a Status, in their order."""
 
     queued: int
     running: int
@@ -38,15 +39,16 @@ class Report:
         self._told_load = Load(0, 0, 0, 0)
         self._told_at = 0.0
 
-    def status(self, stalled: bool, limits: Limits | None, load: Load) -> Status:
+    def status(self, stalled: bool, limits: Limits | None, load: Load, adapters: list[Adapter]) -> Status:
         """How things are. `stalled`: work is under way and no step finishes."""
         below = self.below
         stage = "the worker finishes no step" if stalled else below.stage
-        return Status(below.ready, below.healthy and not stalled, stage, below.percent, limits, *load)
+        return Status(below.ready, below.healthy and not stalled, stage, below.percent, limits, *load, adapters)
 
     def is_news(self, status: Status, load: Load, now: float) -> bool:
         """Whether to tell everybody now; if so, it counts as told."""
-        if status[:5] == self._told[:5] and not (now >= self._told_at + LOAD_SECONDS and load.differs(self._told_load)):
+        same = status[:5] == self._told[:5] and status.adapters == self._told.adapters
+        if same and not (now >= self._told_at + LOAD_SECONDS and load.differs(self._told_load)):
             return False
         self._told, self._told_load = status, load
         self._told_at = now

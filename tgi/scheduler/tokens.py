@@ -1,12 +1,14 @@
 """What the rows of a step drew, on the way from the worker's columns to those of each tokenizer."""
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from tgi.kernel.messages import Result, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack, uints
 
 Row = tuple[int, int, float]  # rid, id, logprob
-Top = tuple[int, bytes, bytes]  # of one row: how many likeliest tokens, and its stretches of their two columns
+Top = tuple[int, bytes, bytes]  # beside one token: how many likeliest tokens, and its stretches of their two columns
 
 
 def tokens(rows: list[Row], tops: list[Top]) -> Tokens:
@@ -23,8 +25,15 @@ def tokens(rows: list[Row], tops: list[Top]) -> Tokens:
     )
 
 
+def runs(rows: list[Row], tops: list[Top]) -> Tokens:
+    """The same where neighbours may be of one request: those are its run."""
+    counts = [(rid, len(list(run))) for rid, run in groupby(rows, itemgetter(0))]
+    rids, lengths = zip(*counts, strict=True)
+    return tokens(rows, tops)._replace(rids=pack(UINT32, rids), counts=pack(UINT32, lengths))
+
+
 def tops(result: Result) -> Iterator[Top]:
-    """The likeliest tokens of each row of a result that has some."""
+    """The likeliest tokens beside each token of a result that has some."""
     begin = 0
     for count in uints(result.top_counts):
         end = begin + 4 * count
@@ -32,11 +41,11 @@ def tops(result: Result) -> Iterator[Top]:
         begin = end
 
 
-def tops_fit(result: Result, rows: int) -> bool:
-    """Whether the columns of the likeliest tokens are those of so many rows, or empty."""
+def tops_fit(result: Result, tokens: int) -> bool:
+    """Whether the columns of the likeliest tokens are those of so many tokens, or empty."""
     if not result.top_counts:
         return not result.top_ids and not result.top_logprobs
-    if len(result.top_counts) != 4 * rows:
+    if len(result.top_counts) != 4 * tokens:
         return False
     size = 4 * sum(uints(result.top_counts))
     return len(result.top_ids) == len(result.top_logprobs) == size

@@ -1,16 +1,18 @@
 """A chat as clients send it, to the text of a prompt: messages and tools are fitted to what the template expects.
 
 A chat is a JSON object with `messages` (a list of objects as the client sent them) and, all optional, `tools` (a list
-of objects), `tool_prompt` (a string), `add_generation_prompt`, `continue_final_message` (true or false) and
-`chat_template_kwargs` (an object). null means absent everywhere.
+of objects, those that may be called), `tool_prompt` (a string), `tool_choice` ("auto" or "required": whether the answer
+may or must call them), `parallel_tool_calls` (true or false: whether it may call several), `add_generation_prompt`,
+`continue_final_message` (true or false) and `chat_template_kwargs` (an object). null means absent everywhere.
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tgi.hub.card import Card
 from tgi.hub.tokens import special_tokens
+from tgi.tokenizer.answer.formats import FALLBACK, WHITE, Answer, Format, Tags, native, reasoning
+from tgi.tokenizer.fit import Object, fitted, fitted_tool, has_text
 from tgi.tokenizer.template import ChatTemplates, TemplateError
 
 # What a model is told about tools that its template does not know, if the client does not say it.
@@ -22,7 +24,15 @@ TOOL_PROMPT = (
 # A template may raise an error with whatever a client wrote.
 LONGEST_ERROR = 2000
 
-Object = dict[str, Any]
+
+class Chat(NamedTuple):
+    """A chat that has been read: the text of its prompt, and what its answer may hold."""
+
+    text: str
+    answer: Answer | None = None  # None: text alone
+    tools: list[tuple[str, Any]] = []  # those that may be called: the name and the JSON schema of the arguments
+    required: bool = False  # the answer must be a call
+    several: bool | None = None  # whether it may be several; None: as is usual with the model
 
 
 class Chats:
@@ -38,25 +48,31 @@ class Chats:
 
     def text(self, chat: bytes) -> str:
         """The prompt of a chat; to be encoded without further special tokens. Raises TemplateError."""
+        return self.read(chat).text
+
+    def read(self, chat: bytes) -> Chat:
+        """A chat's prompt, and what its answer may hold. Raises TemplateError."""
         try:
-            return self._text(_read(chat))
+            return self._chat(_read(chat))
         except TemplateError as error:
             message = str(error)[:LONGEST_ERROR].encode(errors="replace").decode()
             raise TemplateError(message) from error
         except RecursionError as error:
             raise TemplateError("the chat is nested too deeply") from error
 
-    def _text(self, chat: Object) -> str:
-        tools = [_tool(tool) for tool in _objects(chat, "tools")] or None
+    def _chat(self, chat: Object) -> Chat:
+        tools = [fitted_tool(tool) for tool in _objects(chat, "tools")] or None
         traits = self._templates.traits(tools is not None)
-        messages = [_message(message) for message in _objects(chat, "messages")]
-        for message in messages:
-            message["content"] = _content(message.get("content"), traits.parts, traits.strings)
-        proceed, continued = _ending(chat, messages)
+        source = self._templates.source(tools is not None)
+        given = _objects(chat, "messages")
+        proceed, continued = _ending(chat, given)
+        messages = fitted(given, traits, source)
+        format = native(source) if traits.tools else None
         if tools is not None:
-            _append(messages[:-1] if continued else messages, _tool_text(tools, chat.get("tool_prompt"), traits.tools))
+            said = _tool_text(tools, chat.get("tool_prompt"), traits.tools, format is not None)
+            _append(messages[:-1] if continued else messages, said)
         variables = dict(chat.get("chat_template_kwargs") or {})
-        return self._templates.render(
+        text = self._templates.render(
             messages,
             tools,
             add_generation_prompt=proceed,
@@ -64,6 +80,10 @@ class Chats:
             documents=variables.pop("documents", None),
             kwargs=variables,
         )
+        formats = () if tools is None else FALLBACK if format is None else (format,)
+        answer = _answer(formats, reasoning(source), text, messages[-1] if continued else None)
+        callable = [_named_schema(tool) for tool in tools or []]
+        return Chat(text, answer, callable, chat.get("tool_choice") == "required", chat.get("parallel_tool_calls"))
 
 
 def _read(chat: bytes) -> Object:
@@ -91,84 +111,44 @@ def _ending(chat: Object, messages: list[Object]) -> tuple[bool, bool]:
     """
     proceed, continued = chat.get("add_generation_prompt"), chat.get("continue_final_message")
     if proceed is None and continued is None:
-        continued = bool(messages) and messages[-1].get("role") == "assistant" and _has_text(messages[-1])
+        continued = bool(messages) and messages[-1].get("role") == "assistant" and has_text(messages[-1])
     if proceed is None:
         proceed = not continued
     return bool(proceed), bool(continued)
 
 
-# What templates expect, where it is not what clients send
-
-
-def _message(message: Object) -> Object:
-    """OpenAI's clients send the arguments of a call as JSON text; templates are written for the object itself."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return dict(message)
-    return {**message, "tool_calls": [_call(call) if isinstance(call, dict) else call for call in calls]}
-
-
-def _call(call: Object) -> Object:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    function = _named(function, "arguments", "parameters")
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = _arguments(function["arguments"])
-    return {**call, "function": function}
-
-
-def _arguments(text: str) -> Any:
-    """The object that a text of JSON stands for; the text if it is none."""
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def _tool(tool: Object) -> Object:
-    function = tool.get("function")
-    return {**tool, "function": _named(function, "parameters", "arguments")} if isinstance(function, dict) else tool
-
-
-def _named(function: Object, name: str, other: str) -> Object:
-    """A function whose field `name` may have come under another name."""
-    rest = dict(function)
-    if rest.get(name) is None and rest.get(other) is not None:
-        rest[name] = rest.pop(other)
-    return rest
-
-
-def _content(content: Any, parts: bool, strings: bool) -> Any:
-    """A message's content as a template takes it: its text, or a list of parts if it goes through them."""
-    if isinstance(content, str) and parts and not strings:
-        return [{"type": "text", "text": content}]
-    if isinstance(content, list) and not parts:
-        if not all(_is_text(part) for part in content):
-            raise TemplateError("the template takes text only, but a message has a part without `text`")
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
-
-
-def _has_text(message: Object) -> bool:
-    content = message.get("content")
-    return isinstance(content, str) or (isinstance(content, list) and any(_is_text(part) for part in content))
+def _answer(formats: tuple[Format, ...], tags: Tags | None, prompt: str, final: Object | None) -> Answer | None:
+    """What the answer behind a prompt may hold. `final` is the message that it continues, if it does."""
+    inside = False
+    if tags is not None:
+        end = prompt.rstrip(WHITE)
+        inside = end.endswith(tags.open)
+        if final is not None:
+            inside = prompt.rfind(tags.open) > prompt.rfind(tags.close)
+        if not inside and (final is not None or end.endswith(tags.close)):
+            tags = None  # the answer is behind the reasoning already
+    return Answer(formats, tags, inside) if formats or tags is not None else None
 
 
 # Tools
 
 
-def _tool_text(tools: list[Object], prompt: str | None, native: bool) -> str:
-    """What is said about tools in the text itself: all, or for a template that knows them the client's words only."""
-    if native:
+def _tool_text(tools: list[Object], prompt: str | None, listed: bool, format: bool) -> str:
+    """What is said about tools in the text itself, behind what the template says: whether it lists them, and has a
+    format of its own for calls."""
+    if format:
         return f"\n---\n{prompt}" if prompt else ""
+    if listed:
+        return f"\n---\n{prompt or TOOL_PROMPT}"
     described = json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
     return f"\n---\n{described}\n{prompt or TOOL_PROMPT}"
+
+
+def _named_schema(tool: Object) -> tuple[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise TemplateError("a tool has no `function` with a `name`")
+    return function["name"], function.get("parameters")
 
 
 def _append(messages: list[Object], text: str) -> None:

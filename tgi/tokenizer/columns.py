@@ -1,11 +1,11 @@
 """The tokens of one turn for one api, gathered row by row into the columns of a Texts."""
 
 from array import array
-from collections.abc import MutableSequence
+from collections.abc import Iterable, MutableSequence
 from itertools import accumulate
 from typing import Any
 
-from tgi.kernel.messages import Texts, Tokens
+from tgi.kernel.messages import Part, Texts, Tokens
 from tgi.kernel.pack import UINT32, ints, uints
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -21,14 +21,15 @@ class Tops:
 
 
 class Columns:
-    """Whoever adds a row appends to the public columns, then calls `hold` or `tops` where there is something to say.
+    """Whoever adds a row appends to the public columns, then calls `hold`, `divide` or `tops` where there is
+    something to say.
 
     `held` and the columns of top tokens may be shorter than the others: behind their end there is nothing.
     """
 
     __slots__ = (
         "_top_counts", "_top_ids", "_top_logprobs", "_top_special", "_top_texts", "_vocabulary", "counts", "held",
-        "ids", "logprobs", "rids", "special", "texts",
+        "ids", "logprobs", "parts", "rids", "special", "texts",
     )  # fmt: skip
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -39,6 +40,7 @@ class Columns:
         self.special = bytearray()
         self.texts: list[str] = []
         self.held = array(UINT32)
+        self.parts: list[Part] = []
         self._vocabulary = vocabulary
         self._top_counts = array(UINT32)
         self._top_ids = bytearray()
@@ -51,6 +53,11 @@ class Columns:
         _pad(self.held, len(self.texts) - 1)
         self.held.append(characters)
 
+    def divide(self, found: Iterable[tuple[str, str]]) -> None:
+        """The last token lets these parts of an answer be shown: (kind, text)."""
+        token = len(self.texts) - 1
+        self.parts += (Part(token, kind, text) for kind, text in found)
+
     def split(self) -> "Columns":
         """The last row, to which no top tokens have been added, as columns of its own."""
         last = Columns(self._vocabulary)
@@ -62,6 +69,8 @@ class Columns:
         _move(self.special, last.special, begin)
         _move(self.texts, last.texts, begin)
         _move(self.held, last.held, begin)
+        last.parts = [part._replace(token=part.token - begin) for part in self.parts if part.token >= begin]
+        del self.parts[len(self.parts) - len(last.parts) :]
         return last
 
     def tops(self, tops: Tops, first: int, end: int) -> None:
@@ -93,6 +102,7 @@ class Columns:
             bytes(self._top_logprobs),
             bytes(self._top_special),
             self._top_texts,
+            self.parts,
         )
 
 

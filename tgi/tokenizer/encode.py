@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tgi.kernel import tracing
 from tgi.kernel.messages import Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.tokenizer.answer.formats import Answer
+from tgi.tokenizer.answer.tools import AnswerGrammars
 from tgi.tokenizer.chat import Chats
-from tgi.tokenizer.grammar import GrammarError, GrammarReader
+from tgi.tokenizer.grammar import GrammarError
 from tgi.tokenizer.template import TemplateError
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -30,6 +32,7 @@ class Prompt(NamedTuple):
     starts: bytes = b""
     grammar: str = ""  # as workers read it
     fault: str = ""  # why the grammar is refused, for the client
+    answer: Answer | None = None  # what the answer holds besides text; None: it is text alone
 
 
 class Refusal(NamedTuple):
@@ -47,22 +50,26 @@ class Encoder:
         self._vocabulary = vocabulary
         self._chats = chats
         self._tracer = tracer
-        self._grammars = GrammarReader(vocabulary)
+        self._grammars = AnswerGrammars(vocabulary)
+        self.marks = self._grammars.marks
 
     def prompt(self, asked: Generate) -> Prompt | Refusal:
         """The prompt of a request. A chat's template writes the special tokens itself."""
         try:
-            text, add_special_tokens = asked.inputs, asked.add_special_tokens
+            text, add_special_tokens, chat = asked.inputs, asked.add_special_tokens, None
             if asked.chat:
                 with tracing.span(self._tracer, "apply_chat_template", asked.trace):
-                    text, add_special_tokens = self._chats.text(asked.chat), False
+                    chat = self._chats.read(asked.chat)
+                text, add_special_tokens = chat.text, False
             with tracing.span(self._tracer, "tokenize", asked.trace):
                 starts = asked.prompt_from is not None
                 made = prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
-            if not asked.grammar:
+            if chat is not None and chat.answer is not None:
+                made = made._replace(answer=chat.answer)
+            if not asked.grammar and not (chat is not None and chat.tools):
                 return made
             with tracing.span(self._tracer, "compile_grammar", asked.trace):
-                return made._replace(grammar=self._grammars.read(asked.grammar))
+                return made._replace(grammar=self._grammars.read(asked.grammar, chat))
         except GrammarError as error:
             return made._replace(fault=str(error))  # the rules on token counts come first
         except EncodeError as error:

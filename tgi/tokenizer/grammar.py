@@ -6,12 +6,13 @@ A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` 
 import json
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from tgi.hub.grammar import matcher, piece_table, token_table
+from tgi.hub.grammar import TRIAL_LIMITS, matcher, piece_table, token_table
 from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
 # Bytes that a grammar may have, as it arrives.
 MOST_BYTES = 512 << 10
-# Texts that are begun to see whether a grammar stays within its limits, and tokens of each.
-TRIALS = 2
+# Texts that are begun to see whether a grammar stays within its limits: of any tokens, and of few that come again and
+# again; and tokens of each.
+TRIALS = 4
 TRIAL_TOKENS = 64
 # So many answers are kept for the next request that has one of these grammars, of so many bytes in all.
 KEPT = 256
 KEPT_BYTES = 16 << 20
 
 # Where TGI's converter allows a space, and at most one. Nothing of a schema can change how it is read.
-_JSON: "JsonCompileOptions" = {
+JSON: "JsonCompileOptions" = {
     "whitespace_flexible": True,
     "whitespace_pattern": " ",
     "item_separator": ",",
@@ -59,21 +61,24 @@ class GrammarReader:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._table: LLTokenizer | None = None
+        self._ends = 0  # the bits of its tokens that end a text
         self._known: OrderedDict[bytes, str | GrammarError] = OrderedDict()
         self._bytes = 0
 
     def read(self, asked: bytes) -> str:
         """What a worker reads of the grammar; "" of none. Raises GrammarError."""
-        if not asked:
-            return ""
-        answer = self._known.pop(asked, None)
+        return self.kept(asked, lambda: self._read(asked)) if asked else ""
+
+    def kept(self, key: bytes, make: Callable[[], str]) -> str:
+        """What `make` gave, or raised, when it was called for this key. Raises GrammarError."""
+        answer = self._known.pop(key, None)
         if answer is None:
             try:
-                answer = self._read(asked)
+                answer = make()
             except GrammarError as error:
                 answer = error
-            self._bytes += _size(asked, answer)
-        self._known[asked] = answer
+            self._bytes += _size(key, answer)
+        self._known[key] = answer
         while len(self._known) > KEPT or self._bytes > KEPT_BYTES:
             self._bytes -= _size(*self._known.popitem(last=False))
         if isinstance(answer, GrammarError):
@@ -94,15 +99,9 @@ class GrammarReader:
             raise GrammarError(f"grammar is not valid: {error}") from None
 
     def _schema(self, schema: Any) -> str:
-        try:
-            text = json.dumps(enforceable(schema))
-        except SchemaError as error:
-            raise GrammarError(f"grammar is not valid: {error}") from None
-        except Unenforceable as error:
-            raise GrammarError(f"cannot compile regex from schema: {error}") from None
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
-        if fault := self._fault(grammar):
-            raise GrammarError(f"cannot compile regex from schema: {_named(fault, _NAMES)}")
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(checked(schema)), overrides=JSON)
+        if fault := self.fault(grammar):
+            raise GrammarError(f"cannot compile regex from schema: {fault}")
         return grammar
 
     def _regex(self, regex: str) -> str:
@@ -113,14 +112,18 @@ class GrammarReader:
             raise GrammarError(f"grammar is not valid: {_named(fault.partition(_FROM_LARK)[0], _REGEX_NAMES)}")
         return grammar
 
+    def fault(self, grammar: str) -> str:
+        """Why no text can be held to this grammar with schemas, and which keyword is behind it; "" if one can."""
+        return _named(self._fault(grammar), _NAMES)
+
     def _fault(self, grammar: str) -> str:
         """Why no text can be held to this grammar; "" if one can."""
         if self._table is None:
             try:
-                self._table = self._bytes_of_tokens()
+                self._table, self._ends = self._bytes_of_tokens()
             except ValueError as error:
                 raise GrammarError(f"grammar is not supported: of this model's tokenizer, {error}") from None
-        found = matcher(self._table, grammar)
+        found = matcher(self._table, grammar, TRIAL_LIMITS)
         if found.is_error():
             return found.get_error().strip()
         mask = found.compute_bitmask()
@@ -128,15 +131,27 @@ class GrammarReader:
             return found.get_error().splitlines()[0]
         if not any(mask) or (found.is_stopped() and not found.is_accepting()):
             return NOTHING
-        return next(filter(None, (_try_out(found.deep_copy(), Random(seed)) for seed in range(TRIALS))), "")
+        trials = (_try_out(found.deep_copy(), self._ends, Random(seed), seed % 2 == 1) for seed in range(TRIALS))
+        return next(filter(None, trials), "")
 
-    def _bytes_of_tokens(self) -> LLTokenizer:
-        """Tokens that can write what the model's can."""
+    def _bytes_of_tokens(self) -> tuple[LLTokenizer, int]:
+        """Tokens of the same bytes as the model's, and the bits of those that end a text."""
         vocabulary = self._vocabulary
         if not vocabulary.byte_level:
-            return token_table(vocabulary.tokenizer, sorted(vocabulary.eos_ids), 0)
+            ends = sorted(vocabulary.eos_ids)
+            return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
         plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and not vocabulary.special[number])
-        return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain)
+        return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
+
+
+def checked(schema: Any) -> dict[str, Any]:
+    """A schema as the grammar library takes it. Raises GrammarError."""
+    try:
+        return enforceable(schema)
+    except SchemaError as error:
+        raise GrammarError(f"grammar is not valid: {error}") from None
+    except Unenforceable as error:
+        raise GrammarError(f"cannot compile regex from schema: {error}") from None
 
 
 _REGEX_NAMES = [(re.compile("NoExtension"), NOTHING)]
@@ -151,21 +166,27 @@ def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
     return fault
 
 
-def _try_out(found: LLMatcher, draw: Random) -> str:
-    """Begins a text of tokens that are allowed. Why it cannot go on; "" if it can or is complete."""
+def _try_out(found: LLMatcher, ends: int, draw: Random, again: bool) -> str:
+    """Begins a text of tokens that are allowed, and the latest one `again` if it is. Why it cannot go on; "" if it can,
+    or is complete."""
+    token = 0
     for _ in range(TRIAL_TOKENS):
         mask = found.compute_bitmask()
         if found.is_error():
             return f"it becomes too complex: {found.get_error().splitlines()[0]}"
-        if found.is_stopped():
+        allowed = int.from_bytes(mask, "little") & ~ends
+        if found.is_stopped() or not allowed:
             return ""
-        allowed = int.from_bytes(mask, "little")
-        beyond = allowed >> draw.randrange(8 * len(mask))  # the first one behind any place, or else the first of all
-        token = allowed.bit_length() - beyond.bit_length() if beyond else 0
-        rest = allowed >> token
-        if not rest or not found.consume_token(token + (rest & -rest).bit_length() - 1):
-            return ""
+        if not (again and allowed >> token & 1):
+            token = _next_bit(allowed, draw.randrange(allowed.bit_length()))
+        found.consume_token(token)  # if it cannot, the next mask says why
     return ""
+
+
+def _next_bit(bits: int, place: int) -> int:
+    """The lowest bit that is set from this place on."""
+    rest = bits >> place
+    return place + (rest & -rest).bit_length() - 1
 
 
 def _refuse(constant: str) -> None:

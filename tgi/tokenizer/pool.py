@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import (
+    Adapt,
+    Adapted,
     Cancel,
     End,
     Generate,
@@ -27,6 +29,7 @@ from tgi.kernel.messages import (
 )
 from tgi.kernel.pack import ints, uints
 from tgi.tokenizer import limits
+from tgi.tokenizer.adapters import Adapters
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.columns import Columns, Tops
 from tgi.tokenizer.encode import Encoder, Refusal
@@ -41,6 +44,8 @@ log = logging.getLogger(__name__)
 # A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
 # others go on meanwhile.
 LONG_TEXT = 8 << 10
+# A chat with this in it may have tools, and they a grammar to be compiled.
+TOOLS = b'"tools"'
 NO_SCHEDULER = "waiting for the scheduler"
 
 
@@ -84,6 +89,7 @@ class Pool:
         self._rid = 0
         self._scheduler: Peer | None = None
         self._limits: Limits | None = None
+        self._adapters = Adapters()
         self._status = Status(False, True, NO_SCHEDULER, 0)
         self._columns: dict[Peer, Columns] = {}
         self._prompts: list[tuple[Peer, Any]] = []
@@ -93,12 +99,14 @@ class Pool:
             Gone: self._api_gone,
             Generate: self._generate,
             Tokenize: self._tokenize,
+            Adapt: self._adapt,
             Cancel: self._cancel,
         }
         self._from_scheduler: dict[type, Callable[[Peer, Any], None]] = {
             Hello: self._scheduler_up,
             Gone: self._scheduler_gone,
             Status: self._status_changed,
+            Adapted: self._adapted,
             PromptLogprobs: self._prompt_logprobs,
             Tokens: self._tokens,
             End: self._ended,
@@ -107,7 +115,7 @@ class Pool:
     @property
     def idle(self) -> bool:
         """Whether no request is left."""
-        return not self._requests
+        return not self._requests and self._adapters.idle
 
     def handle(self, peer: Peer, message: Any) -> None:
         """Takes one message, or event of a link, from a neighbour."""
@@ -136,6 +144,7 @@ class Pool:
         for request in list(self._apis.get(api, {}).values()):
             self._withdraw(request)
             self._close(request)
+        self._adapters.api_gone(api)
         self._apis.pop(api, None)
         self._columns.pop(api, None)
 
@@ -145,13 +154,19 @@ class Pool:
         self._requests[request.rid] = request
         self._apis[api][asked.rid] = request
         job = Job(request, partial(self._encoder.prompt, asked))
-        if asked.grammar:
+        if asked.grammar or TOOLS in asked.chat:
             self.jobs.append(job._replace(lane=Lane.GRAMMARS))
         else:
             self._start(len(asked.inputs) + len(asked.chat), job)
 
     def _tokenize(self, api: Peer, asked: Tokenize) -> None:
         self._start(len(asked.inputs) + len(asked.chat), Job(api, partial(self._encoder.tokenized, asked)))
+
+    def _adapt(self, api: Peer, asked: Adapt) -> None:
+        self._rid += 1
+        order = self._adapters.ask(self._rid, api, asked)
+        if self._scheduler is not None:
+            self._send(self._scheduler, order)
 
     def _start(self, length: int, job: Job) -> None:
         if length > LONG_TEXT:
@@ -184,6 +199,8 @@ class Pool:
 
     def _scheduler_up(self, scheduler: Peer, hello: Hello) -> None:
         self._scheduler = scheduler
+        for order in self._adapters.again():
+            self._send(scheduler, order)
         for request in list(self._requests.values()):
             if request.stage is Stage.LIVE:
                 self._send(scheduler, request.add())
@@ -199,7 +216,7 @@ class Pool:
                 del self._requests[request.rid]
             elif request.reason is not None:  # its last token has come, only the End is lost
                 self._finish(request, request.reason)
-        self._show(Status(False, True, NO_SCHEDULER, 0, self._limits))
+        self._show(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
 
     def _status_changed(self, scheduler: Peer, status: Status) -> None:
         self._show(status)
@@ -208,9 +225,14 @@ class Pool:
         if self._limits is None:
             metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         self._limits = status.limits
+        self._adapters.told(status.adapters)
         for request in list(self._requests.values()):
             if request.stage is Stage.HELD:
                 self._admit(request, self._limits)
+
+    def _adapted(self, scheduler: Peer, answer: Adapted) -> None:
+        if (told := self._adapters.answered(answer)) is not None:
+            self._send(*told)
 
     def _prompt_logprobs(self, scheduler: Peer, told: PromptLogprobs) -> None:
         request = self._requests.get(told.rid)
@@ -237,10 +259,13 @@ class Pool:
             at = first
             while at < end and request.reason is None:
                 number = ids[at]
-                columns.texts.append(request.push(number))
+                text = request.push(number)
+                columns.texts.append(text)
                 columns.special.append(number < len(special) and special[number])
                 if request.held:
                     columns.hold(request.held)
+                if request.division is not None:
+                    columns.divide(request.division.push(number, text, request.held))
                 at += 1
             columns.rids.append(request.asked.rid)
             columns.counts.append(at - first)
@@ -272,13 +297,18 @@ class Pool:
     def _admit(self, request: Request, known: Limits) -> None:
         """Checks an encoded request against the limits and passes it on."""
         asked = request.asked.max_new_tokens
-        if problem := limits.refusal(known, request.prompt.tokens, asked) or request.prompt.fault:
+        problem = limits.refusal(known, request.prompt.tokens, asked) or request.prompt.fault or self._adapter(request)
+        if problem:
             self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return
-        request.begin(self._vocabulary, limits.new_tokens(known, request.prompt.tokens, asked))
+        most = limits.new_tokens(known, request.prompt.tokens, asked)
+        request.begin(self._vocabulary, self._encoder.marks, most, known.vocab_size)
         if request.chats:
-            self._send(request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters))
+            divided = request.prompt.answer is not None
+            self._send(
+                request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters, divided)
+            )
         if request.teller is not None:
             self._prompts += ((request.api, piece) for piece in request.teller.first())
         request.submitted = self._clock()
@@ -288,6 +318,17 @@ class Pool:
             self._finish(request, request.reason)
         elif self._scheduler is not None:
             self._send(self._scheduler, request.add())
+
+    def _adapter(self, request: Request) -> str:
+        """Gives a request the adapter that it names. Why that cannot be, for the client; "" if it can."""
+        sampling = request.asked.sampling
+        if not sampling.adapter:
+            return ""
+        found = self._adapters.found(sampling, bool(request.asked.resume))
+        if found is None:
+            return f"`adapter_id` {sampling.adapter} not found"
+        request.asked = request.asked._replace(sampling=found)
+        return ""
 
     def _validated(self, request: Request, refusal: Refusal | None = None) -> None:
         """Traces what has just become of a request: it was passed on, or refused."""

@@ -4,8 +4,10 @@ from array import array
 from enum import StrEnum
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
+from tgi.tokenizer.answer.division import Division
+from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.columns import Columns
 from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
 from tgi.tokenizer.encode import Prompt
@@ -30,12 +32,14 @@ class Request:
     `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
     stop strings are hidden they come first, so that none is ever in the text. `held` characters at the end of `texts`
     must not be shown yet.
+
+    A stop string that is complete before `min_new_tokens` are generated is text like any other.
     """
 
     __slots__ = (
-        "_curtain", "_decoder", "_stop", "api", "asked", "chats", "generated", "held", "last", "max_new_tokens",
-        "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted", "teller", "texts",
-        "validation_us",
+        "_curtain", "_decoder", "_least", "_stop", "api", "asked", "chats", "division", "generated", "held", "last",
+        "max_new_tokens", "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted",
+        "teller", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -60,6 +64,8 @@ class Request:
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
         self._decoder: Decoder | None = None
+        self._least = 0  # tokens that come before any stop string counts
+        self.division: Division | None = None  # if the answer is divided: to be given each token that is pushed
 
     def encoded(self, prompt: Prompt) -> None:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
@@ -69,18 +75,27 @@ class Request:
             inputs="", chat=b"", grammar=b"", sampling=self.asked.sampling._replace(grammar=prompt.grammar)
         )
 
-    def begin(self, vocabulary: Vocabulary, max_new_tokens: int) -> None:
-        """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent."""
+    def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int, drawable: int) -> None:
+        """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent. No id
+        from `drawable` on can be drawn."""
         self.stage = Stage.LIVE
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset() if self.asked.ignore_eos else vocabulary.eos_ids
         self.special = vocabulary.special
+        self._least = self.asked.sampling.min_new_tokens
+        if self._least:
+            end_ids = pack(INT32, sorted(number for number in self.stop_ids if number < drawable))
+            self.asked = self.asked._replace(sampling=self.asked.sampling._replace(end_ids=end_ids))
         if self.asked.prompt_from is not None:
             self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
+        if self.prompt.answer is not None:
+            self.division = Division(self.prompt.answer, marks)
         for number in ints(self.asked.resume):
             if self.reason is None:
-                self.push(number)
+                text = self.push(number)
+                if self.division is not None:
+                    self.division.push(number, text, self.held)
 
     def push(self, number: int) -> str:
         """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""
@@ -91,15 +106,20 @@ class Request:
             self.reason = Reason.LENGTH
         elif number in self.stop_ids:
             self.reason = Reason.EOS
-        elif self._stop is not None and (match := self._stop.feed(text)) is not None:
+        elif self._stop is not None and (match := self._stop.feed(text, self._long_enough)) is not None:
             self.reason = Reason.STOP
             text = text[: match.end]
         special = number < len(self.special) and self.special[number] == 1
         if text and not special:
             self.texts.append(text)
         if self._curtain is not None:
-            self._hide(self._curtain.feed(text, special), self._curtain.held)
+            self._hide(self._curtain.feed(text, special, self._long_enough), self._curtain.held)
         return text
+
+    @property
+    def _long_enough(self) -> bool:
+        """Whether a stop string counts."""
+        return len(self.generated) >= self._least
 
     def _hide(self, length: int | None, held: int) -> None:
         """`length` is that of the final text, if a stop string is complete."""
@@ -117,6 +137,7 @@ class Request:
             encode(self.asked.sampling),
             pack(INT32, sorted(self.stop_ids)),
             self.generated.tobytes(),
+            salt=self.asked.sampling.adapter_digest,
             trace=self.asked.trace,
             prompt_from=0 if self.teller is None else self.teller.next,
             prompt_top_n=self.asked.prompt_top_n,
@@ -135,4 +156,5 @@ class Request:
             self.validation_us,
             below.queue_us if below else 0,
             below.inference_us if below else 0,
+            [] if self.division is None else [Part(0, *found) for found in self.division.end(self.reason)],
         )

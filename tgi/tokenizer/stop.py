@@ -32,8 +32,15 @@ class StopMatcher:
         """How many characters at the end of the text may still belong to a stop string."""
         return max((needle.matched for needle in self._needles), default=0)
 
-    def feed(self, piece: str) -> Match | None:
-        """Takes the next piece of text; the match that ends first in it, the longest of those that end there."""
+    def feed(self, piece: str, counts: bool = True) -> Match | None:
+        """Takes the next piece of text; the match that ends first in it, the longest of those that end there.
+
+        If it does not count, what is complete in it is passed over; what only begins there counts later.
+        """
+        if not counts:
+            for needle in self._needles:
+                needle.pass_over(piece)
+            return None
         best: Match | None = None
         for needle in self._needles:
             if not needle.matched and needle.first not in piece:
@@ -77,13 +84,20 @@ class _Needle:
                     break
             matched += 1
             at += 1
-            if matched == len(text):
-                self.matched = 0
-                return at
             if matched == len(borders):
                 self._grow()
+            if matched == len(text):
+                self.matched = borders[matched]
+                return at
         self.matched = matched
         return None
+
+    def pass_over(self, piece: str) -> None:
+        """Takes the next piece, wherever the string is complete in it."""
+        at: int | None = 0
+        while at is not None:
+            piece = piece[at:]
+            at = self.feed(piece)
 
     def _grow(self) -> None:
         text, borders = self.text, self._borders
@@ -111,9 +125,10 @@ class Curtain:
         self._sizes: list[int] = []
         self._before: list[int] = []  # how many characters of special tokens stand before each
 
-    def feed(self, piece: str, special: bool) -> int | None:
-        """Takes the text of the next token. How long the visible text is in the end, if a stop string is complete."""
-        match = self._matcher.feed(piece)
+    def feed(self, piece: str, special: bool, counts: bool = True) -> int | None:
+        """Takes the text of the next token. How long the visible text is in the end, if a stop string is complete, and
+        counts there."""
+        match = self._matcher.feed(piece, counts)
         begin = self._length
         self._length += len(piece)
         if special and piece:

@@ -7,11 +7,13 @@ from jinja2 import nodes
 
 
 class Traits(NamedTuple):
-    """`tools`: it names the tools that it is given. `parts`: it looks at the parts of a message's content one by one.
-    `strings`: it looks whether a content is a string, so it takes both kinds if `parts` is set.
+    """`tools`: it names the tools that it is given. `calls`: it tells which of them a message has called. `parts`: it
+    looks at the parts of a message's content one by one. `strings`: it looks whether a content is a string, so it takes
+    both kinds if `parts` is set.
     """
 
     tools: bool
+    calls: bool
     parts: bool
     strings: bool
 
@@ -21,6 +23,8 @@ def traits(tree: nodes.Template) -> Traits:
     contents = _names_of_content(tree)
     return Traits(
         any(name.name == "tools" for name in tree.find_all(nodes.Name)),
+        any(field.attr == "tool_calls" for field in tree.find_all(nodes.Getattr))
+        or any(const.value == "tool_calls" for const in tree.find_all(nodes.Const)),
         any(_is_content(loop.iter, contents) for loop in tree.find_all(nodes.For))
         or any(_is_part(field.node, contents) for field in tree.find_all(nodes.Getattr))
         or any(_is_part(field.node, contents) for field in tree.find_all(nodes.Getitem)),

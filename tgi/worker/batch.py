@@ -1,16 +1,21 @@
 """What one forward pass needs: the tokens of a step, back to back, and where their keys and values live."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tgi.worker.native.kernels import Kernels
 
+if TYPE_CHECKING:
+    from tgi.worker.lora.deltas import Span
+
 
 class Batch(NamedTuple):
-    """One step's rows. T tokens in all, R rows, D of them draw a token. Tensors are on the model's device.
+    """One step's rows. T tokens in all, R rows, which draw behind D of the tokens: behind the last one of a row, and
+    with speculation behind some before it. Tensors are on the model's device.
 
     Row r computes tokens cu_query[r] .. cu_query[r+1] - 1 of the flat arrays; after the step its context is
     context[r] tokens long, and its pages, in order, are page_table[r, : ceil(context[r] / page_size)].
@@ -22,9 +27,10 @@ class Batch(NamedTuple):
     cu_query: Tensor  # int32 [R + 1] running sum of query lengths
     context: Tensor  # int32 [R] context length, this step's tokens included
     page_table: Tensor  # int32 [R, P], padded with 0
-    draw_at: Tensor  # int64 [D] index into T of the last token of each row that draws
+    draw_at: Tensor  # int64 [D] index into T of the tokens behind which is drawn
     query_lengths: list[int]  # host copy: tokens computed per row
     context_lengths: list[int]  # host copy of `context`
+    adapted: "Sequence[Span]" = ()  # tokens with an adapter
 
 
 class KVShape(NamedTuple):
@@ -81,4 +87,7 @@ class Model(Protocol):
     device: torch.device
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
-        """Raw logits, float32 [D, vocab_size], of the rows that draw. A reader is given those that it wants."""
+        """Raw logits, float32 [D, vocab_size], where tokens are drawn. A reader is given those that it wants."""
+
+    def adapter(self, directory: Path) -> Any:
+        """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

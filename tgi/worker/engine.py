@@ -7,20 +7,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from llguidance import LLTokenizer
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.kernel.messages import Limits, Result, Step
-from tgi.worker.batch import Attention, Batch, Model
+from tgi.worker.batch import Attention, Model
+from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars
+from tgi.worker.layout import Layout
 from tgi.worker.loop import Poisoned
+from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
-from tgi.worker.params import Draws
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.sampling import Drawn, sample
-from tgi.worker.slots import Rows, Slots
+from tgi.worker.slots import BadStep, Rows, Slots
 from tgi.worker.tops import Tops, columns
+from tgi.worker.verify import Drafted, begins, count_kept, followed, keep
+from tgi.worker.watermark import Watermark
 
 
 class Pending(NamedTuple):
@@ -30,22 +33,33 @@ class Pending(NamedTuple):
     epoch: int
     drawn: Drawn  # on the host
     told: Told | None  # of prompts, on the host
-    faults: list[str]  # as in Result
+    masks: Masks | None
+    lost: list[str]  # of adapters, as Result.faults
+    drafted: Drafted | None  # on the host
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
 
 
 class TorchEngine:
-    """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes.
+    """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes. A step that is
+    launched after one with drafts may have rows of the same slots once the latter is collected.
 
-    `tokens` makes the table that grammars need, when the first one comes.
+    `tokens` makes the table that grammars need, when the first one comes. `draft` is a draft model, if there is one.
+    `mark` is the watermark of the rows that ask for one.
     """
 
     def __init__(
-        self, model: Model, attention: Attention, limits: Limits, tokens: Callable[[], LLTokenizer] | None = None
+        self,
+        model: Model,
+        attention: Attention,
+        limits: Limits,
+        tokens: Callable[[], LLTokenizer] | None = None,
+        draft: Draft | None = None,
+        mark: Watermark | None = None,
     ) -> None:
         self.limits = limits
+        self.adapters = Shelf(lambda directory: model.adapter(directory))
         self._model = model
         self._attention = attention
         self._device = model.device
@@ -60,7 +74,10 @@ class TorchEngine:
             model.vocab_size,
             model.device,
             self._grammars,
+            self.adapters,
         )
+        self._layout = Layout(self._slots, mark or Watermark(model.vocab_size, model.device))
+        self._drafter = draft and Drafter(draft, self._slots, self._layout, self._noise)
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -94,15 +111,20 @@ class TorchEngine:
             except torch.AcceleratorError as error:
                 raise Poisoned(str(error)) from error
             forward_us = int(pending.begin.elapsed_time(pending.end) * 1000)
-        ids = pending.drawn.ids.numpy().astype(np.int32)
-        top_counts, top_ids, top_logprobs = columns(pending.drawn.tops, len(ids))
+        drawn, masks, counts = pending.drawn, pending.masks, b"\x01" * len(pending.drawn.ids)
+        if pending.drafted is not None:
+            kept = count_kept(pending.drafted, drawn.ids, masks and masks.reach)
+            self._slots.accept(pending.drafted.slots, kept - 1)
+            drawn, counts = keep(pending.drafted, drawn, kept), kept.astype(np.uint8).tobytes()
+        ids = drawn.ids.numpy().astype(np.int32)
+        top_counts, top_ids, top_logprobs = columns(drawn.tops, len(ids))
         prompt_logprobs, prompt_top_ids, prompt_top_logprobs = prompt_columns(pending.told)
         return Result(
             pending.number,
             pending.epoch,
-            b"\x01" * len(ids),
+            counts,
             ids.tobytes(),
-            pending.drawn.logprobs.numpy().tobytes(),
+            drawn.logprobs.numpy().tobytes(),
             forward_us,
             top_counts=top_counts,
             top_ids=top_ids,
@@ -110,7 +132,7 @@ class TorchEngine:
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
-            faults=pending.faults,
+            faults=_both(pending.lost, masks.faults if masks else []),
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -120,11 +142,11 @@ class TorchEngine:
         if self._cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-        batch = self._batch(rows)
+        drafted = self._drafted(step, rows)
         reader = self._reader(rows)
-        logits = self._model.forward(batch, self._attention, reader)
-        slots = rows.slots[rows.drawing]
-        masks = self._grammars.masks(slots)
+        logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
+        slots = rows.slots[rows.drawing] if drafted is None else drafted.slots
+        masks = self._grammars.masks(slots, drafted)
         drawn = self._draw(rows, logits, masks)
         told = None if reader is None else reader.told()
         self._slots.advance(rows)
@@ -133,80 +155,65 @@ class TorchEngine:
             told = told and Told(_to_host(told.logprobs), told.top_n, *map(_to_host, told[2:]))
             end.record()
         if masks is not None:
-            self._grammars.drawn(slots, masks, drawn.ids, end)
+            self._grammars.drawn(slots, masks, drawn.ids, end, drafted)
         forward_us = int((time.monotonic() - began) * 1e6)
-        faults = masks.faults if masks else []
-        return Pending(step.number, step.epoch, drawn, told, faults, forward_us, begin, end)
+        lost = [self._slots.faults.get(slot, "") for slot in slots.tolist()] if self._slots.faults else []
+        return Pending(step.number, step.epoch, drawn, told, masks, lost, drafted, forward_us, begin, end)
 
-    def _batch(self, rows: Rows) -> Batch:
-        """Lays the rows' tokens back to back."""
-        state, size = self._slots, self._slots.page_size
-        counts = rows.ends - rows.starts
-        bounds = np.concatenate(([0], np.cumsum(counts)))
-        positions = np.arange(bounds[-1]) + np.repeat(rows.starts - bounds[:-1], counts)
-        slots = np.repeat(rows.slots, counts)
-        page, offset = np.divmod(positions, size)
-        longest = -(-int(rows.ends.max()) // size)
-        table = state.page_table[rows.slots, :longest].astype(np.int64)
-        ids_at, positions_at, cache_at, cu_query, context, pages, draw_at = self._to_device(
-            slots * state.width + positions,
-            positions,
-            state.page_table[slots, page] * np.int64(size) + offset,
-            bounds,
-            rows.ends,
-            table.ravel(),
-            bounds[1:][rows.drawing] - 1,
-        )
-        return Batch(
-            tokens=state.ids.view(-1)[ids_at].long(),
-            positions=positions_at,
-            cache_at=cache_at,
-            cu_query=cu_query.int(),
-            context=context.int(),
-            page_table=pages.int().view(table.shape),
-            draw_at=draw_at,
-            query_lengths=counts.tolist(),
-            context_lengths=rows.ends.tolist(),
-        )
+    def _drafted(self, step: Step, rows: Rows) -> Drafted | None:
+        """Writes the rows' drafts behind what is known, if they have any. On CUDA they come to the host too, and the
+        host waits for none but those of a draft model that grammars need to see."""
+        if self._drafter is not None:
+            self._drafter.follow(step, rows)
+        if rows.drafts is None:
+            return None
+        lengths = rows.drafts.lengths
+        compared = followed(lengths)
+        slots, position = rows.slots[rows.drawing[compared]], rows.position[compared]
+        there = None
+        if rows.drafts.ids is not None:
+            drafts = torch.from_numpy(rows.drafts.ids)
+            self._layout.write(slots, position, drafts.to(self._device))
+        else:
+            if self._drafter is None:
+                raise BadStep("drafts without draft_ids, and there is no draft model to find them")
+            drafts = self._layout.read(slots, position)
+            if self._cuda:
+                there = torch.cuda.Event()
+                drafts = _to_host(drafts)
+                there.record()
+        drafted = Drafted(rows.slots[rows.drawing[begins(lengths)]], lengths, drafts)
+        self._grammars.look_ahead(drafted, there)
+        return drafted
 
     def _reader(self, rows: Rows) -> PromptReader | None:
         """Whoever reads what these rows are to tell of their prompts, if they are."""
         found = wanted(self._slots, rows)
         if found is None:
             return None
-        at, next_at = self._to_device(found.at, found.next_at)
+        at, next_at = self._layout.to_device(found.at, found.next_at)
         return PromptReader(found, at, self._slots.ids.view(-1)[next_at].long())
 
     def _draw(self, rows: Rows, logits: Tensor, masks: Masks | None) -> Drawn:
-        """Draws for the rows that do, and writes the ids behind those that are known."""
+        """Draws for the rows that do, and writes the ids behind those that are known. What is drawn behind a draft that
+        is not accepted comes to stand where nobody reads before it is written again."""
         if not len(rows.drawing):
             return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
-        state = self._slots
-        slots, position = rows.slots[rows.drawing], rows.ends[rows.drawing]
-
-        def history(chosen: NDArray[np.int64], begins: NDArray[np.int64]) -> Tensor:
-            ends = position[chosen][:, None]
-            places = begins[:, None] + np.arange((ends[:, 0] - begins).max())
-            places = np.where(places < ends, places, 0)
-            (at,) = self._to_device((places + slots[chosen][:, None] * state.width).ravel())
-            return state.ids.view(-1)[at].long().view(places.shape)
-
-        draws = Draws(state.params.take(slots), position, history, masks)
-        drawn = sample(logits, draws, self._noise)
-        (at,) = self._to_device(slots * state.width + position)
-        state.ids.view(-1)[at] = drawn.ids.int()
+        slots = rows.slots[rows.drawing]
+        drawn = sample(logits, self._layout.draws(slots, rows.position, masks), self._noise)
+        self._layout.write(slots, rows.position, drawn.ids)
         return drawn
-
-    def _to_device(self, *columns: NDArray[np.int64]) -> list[Tensor]:
-        """Host columns on the device: on CUDA in one copy from pinned memory that does not stall the host."""
-        if not self._cuda:
-            return [torch.from_numpy(column) for column in columns]
-        packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self._device, non_blocking=True)
-        return list(packed.split([len(column) for column in columns]))
 
 
 def _no_tokens() -> LLTokenizer:
     raise RuntimeError("this engine was given no tokens")
+
+
+def _both(lost: list[str], faults: list[str]) -> list[str]:
+    """Why each drawing row cannot draw: for lack of its adapter, or of text that its grammar allows."""
+    if not lost or not faults:
+        return lost or faults
+    return [mine or other for mine, other in zip(lost, faults, strict=True)]
 
 
 def _to_host(values: Tensor) -> Tensor:

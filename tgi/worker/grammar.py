@@ -2,13 +2,15 @@
 
 A mask is known only when the row's last token has reached the host. So the engine starts the next forward pass, asks
 for the masks behind it, and draws when they are there. Rows without a grammar in the same step wait with them.
+
+The masks behind drafts come from a copy of the row's matcher that goes ahead; the row's own follows what was drawn.
 """
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.hub.grammar import matcher
-from tgi.worker.masks import BITS, Masks
+from tgi.worker.masks import BITS, Masks, allows
+from tgi.worker.verify import Drafted, begins, count_kept
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class _Row:
     matcher: LLMatcher | None  # None: it could not be made
     words: NDArray[np.int32]  # [W]
     fault: str = ""
+    ahead: list[NDArray[np.int32]] = field(default_factory=list)  # behind each draft, as far as they are allowed
 
 
 class Grammars:
@@ -60,8 +64,16 @@ class Grammars:
         else:
             self._rows.pop(slot, None)
 
-    def masks(self, slots: NDArray[np.int64]) -> Masks | None:
-        """The masks for the next tokens of these slots, as soon as they are there; None if none has a grammar."""
+    def look_ahead(self, drafted: Drafted, there: torch.cuda.Event | None) -> None:
+        """These slots have drafts, on the host once `there` has happened: from then on the masks behind them are
+        computed."""
+        futures = [self._rows.get(slot) for slot in drafted.slots.tolist()]
+        if any(futures):
+            self._moved = self._moving.submit(self._look_ahead, futures, drafted, there, self._moved)
+
+    def masks(self, slots: NDArray[np.int64], drafted: Drafted | None = None) -> Masks | None:
+        """The masks for the next tokens of these slots, as soon as they are there; None if none has a grammar. With
+        drafts, also those for the tokens behind these."""
         if not self._rows:
             return None
         chosen = [at for at, slot in enumerate(slots.tolist()) if slot in self._rows]
@@ -73,13 +85,25 @@ class Grammars:
         faults = [""] * len(slots)
         for at, row in zip(chosen, rows, strict=True):
             faults[at] = row.fault
-        return Masks(np.array(chosen), np.stack([row.words for row in rows]), faults)
+        if drafted is None:
+            return Masks(np.array(chosen), np.stack([row.words for row in rows]), faults)
+        reach, firsts = drafted.lengths.copy(), begins(drafted.lengths)
+        reach[chosen] = [1 + len(row.ahead) for row in rows]
+        places = np.concatenate([firsts[at] + np.arange(reach[at]) for at in chosen])
+        return Masks(places, np.stack([words for row in rows for words in (row.words, *row.ahead)]), faults, reach)
 
-    def drawn(self, slots: NDArray[np.int64], masks: Masks, ids: Tensor, there: torch.cuda.Event | None) -> None:
-        """These slots were given masks and have drawn `ids` [D], on the host once `there` has happened: from then on
-        the masks of the tokens behind them are computed."""
-        rows = [(int(at), self._rows[int(slots[at])].result()) for at in masks.rows]
-        self._moved = self._moving.submit(self._move, rows, ids, there)
+    def drawn(
+        self,
+        slots: NDArray[np.int64],
+        masks: Masks,
+        ids: Tensor,
+        there: torch.cuda.Event | None,
+        drafted: Drafted | None = None,
+    ) -> None:
+        """These slots [D] were given masks and have drawn `ids` [E], on the host once `there` has happened: from then
+        on the masks of the tokens behind them are computed."""
+        rows = [(at, self._rows[slot].result()) for at, slot in enumerate(slots.tolist()) if slot in self._rows]
+        self._moved = self._moving.submit(self._move, rows, ids, there, drafted, masks.reach)
 
     # In the compiling thread
 
@@ -105,16 +129,57 @@ class Grammars:
         self._compiled[grammar] = known
         return known.deep_copy()
 
-    # In either
+    # In the moving thread
 
-    def _move(self, rows: list[tuple[int, _Row]], ids: Tensor, there: torch.cuda.Event | None) -> None:
+    def _look_ahead(
+        self,
+        futures: list[Future[_Row] | None],
+        drafted: Drafted,
+        there: torch.cuda.Event | None,
+        moved: Future[None] | None,
+    ) -> None:
+        if moved is not None:
+            moved.result()  # it is done, and must not have failed
         if there is not None:
             there.synchronize()
-        drawn = ids.tolist()
-        for at, row in rows:
+        scouts = []
+        for future, tokens in zip(futures, drafted.of_rows(), strict=True):
+            if future is None:
+                continue
+            row = future.result()
+            row.ahead = []  # a step that failed may have left some
             if row.matcher is not None and not row.fault:
-                row.matcher.consume_token(drawn[at])
+                scouts.append((row, _Row(row.matcher.deep_copy(), row.words), tokens))
+        for at in range(max((len(tokens) for _, _, tokens in scouts), default=0)):
+            scouts = [one for one in scouts if at < len(one[2]) and allows(one[1].words, one[2][at])]
+            for _, scout, tokens in scouts:
+                scout.matcher.consume_token(tokens[at])  # type: ignore[union-attr]
+            self._fill([scout for _, scout, _ in scouts])
+            scouts = [one for one in scouts if not one[1].fault]
+            for row, scout, _ in scouts:
+                row.ahead.append(scout.words)
+
+    def _move(
+        self,
+        rows: list[tuple[int, _Row]],
+        ids: Tensor,
+        there: torch.cuda.Event | None,
+        drafted: Drafted | None,
+        reach: NDArray[np.int64] | None,
+    ) -> None:
+        if there is not None:
+            there.synchronize()
+        drawn, firsts, counts = ids.tolist(), np.arange(len(ids)), np.ones(len(ids), np.int64)
+        if drafted is not None:
+            firsts, counts = begins(drafted.lengths), count_kept(drafted, ids, reach)
+        for at, row in rows:
+            row.ahead = []
+            if row.matcher is not None and not row.fault:
+                for token in drawn[firsts[at] : firsts[at] + counts[at]]:
+                    row.matcher.consume_token(token)
         self._fill([row for _, row in rows if not row.fault])
+
+    # In either
 
     def _fill(self, rows: list[_Row]) -> None:
         """Computes the masks of these rows, on all cores if there are several."""

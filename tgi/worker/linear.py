@@ -10,9 +10,9 @@ It is also what keeps silu exact: an elementwise torch operation takes another e
 of each thread's share, so its result would depend on the number of rows and threads.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ _run = torch.ops.mkldnn._linear_pointwise.default
 _run_binary = torch.ops.mkldnn._linear_pointwise.binary
 # What the layer does to its sums: oneDNN's name and variant of it, and torch's.
 _UNARY = {"none": ("none", ""), "silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -88,11 +88,12 @@ class Linear:
         self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
         self._bias = bias
         self._call: Callable[..., Tensor]
+        self._kernels = kernels
         if kernels is not None:
             self.rows = ANY_ROWS
             self._weight = kernels.pack(weight)
             self._bias = None if bias is None else bias.to(torch.float32)
-            self._call = partial(_native, kernels, self._weight, self.outputs, self._bias, THEN[then])
+            self._call = self._native
         elif weight.device.type == "cpu" and reorders(weight.dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._call = self._reordered_binary if then in _BINARY else self._reordered
@@ -113,6 +114,20 @@ class Linear:
             y = torch.cat([self._call(x[a:b], None if other is None else other[a:b]) for a, b in tiles])
         return y if padded == rows else y[:rows]
 
+    def bare(self) -> "Linear":
+        """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
+        other = copy.copy(self)
+        other.then, other.rows = "none", ONE_TILE if self.rows.sizes else ANY_ROWS
+        if self._kernels is not None:
+            other._call = other._native
+        else:
+            other._call = other._plain if self._call == self._plain else other._reordered
+        return other
+
+    def _native(self, x: Tensor, other: Tensor | None) -> Tensor:
+        assert self._kernels is not None
+        return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other)
+
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]
         return _run(x, self._weight, self._bias, name, [], variant)
@@ -122,17 +137,11 @@ class Linear:
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
         y = F.linear(x, self._weight, self._bias)
-        if self.then in _PLAIN:
-            return _PLAIN[self.then](y)
+        if self.then in ACTIVATIONS:
+            return ACTIVATIONS[self.then](y)
         if other is None:
             return y
         return y.add_(other) if self.then == "add" else y.mul_(other)
-
-
-def _native(
-    kernels: Kernels, weight: Tensor, outputs: int, bias: Tensor | None, then: int, x: Tensor, other: Tensor | None
-) -> Tensor:
-    return kernels.linear(x, weight, outputs, bias, then, other)
 
 
 def reorders(dtype: torch.dtype) -> bool:

@@ -6,8 +6,10 @@ from collections import deque
 from typing import Any, Protocol
 
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Hello, Limits, Result, Status, Step
+from tgi.kernel.messages import Adapt, Hello, Limits, Result, Status, Step
 from tgi.kernel.process import BEAT_SECONDS, Process
+from tgi.worker.adapting import Adapting
+from tgi.worker.lora.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ class Engine(Protocol):
     """What computes steps. Steps are launched and collected in order."""
 
     limits: Limits
+    adapters: Shelf
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -50,6 +53,7 @@ class Loop:
         self._pending: deque[tuple[Step, Any]] = deque()
         self._epoch = 0
         self._scheduler: Peer | None = None
+        self._early: list[tuple[Peer, Adapt]] = []  # came while the model was loading
         process.watch(link)
 
     def progress(self, stage: str, percent: int) -> None:
@@ -63,20 +67,26 @@ class Loop:
         for peer, message in self._link.receive():
             if isinstance(message, Hello):
                 self._scheduler = peer
+            elif isinstance(message, Adapt):
+                self._early.append((peer, message))
         self._link.broadcast(status)
         self._link.flush()
 
     def serve(self, engine: Engine) -> None:
         """Computes steps until the process is asked to stop."""
-        self._status = Status(True, True, "ready", 100, engine.limits)
+        adapting = Adapting(engine.adapters, self._process.wake)
+        self._status = Status(True, True, "ready", 100, engine.limits, adapters=engine.adapters.listed)
         self._process.state("ready", "ready", 100)
         self._link.broadcast(self._status)
         self._link.flush()
         gc.collect()
         gc.freeze()
+        for peer, message in self._early:
+            adapting.ask(peer, message)
         while not self._process.stopping:
             self._process.wait(self._patience())
-            self._listen(engine)
+            self._listen(engine, adapting)
+            self._adapt(engine, adapting)
             self._launch(engine)
             self._collect(engine)
         self._process.state("draining")
@@ -87,7 +97,7 @@ class Loop:
             return 0.0
         return GLANCE_SECONDS if self._pending else BEAT_SECONDS
 
-    def _listen(self, engine: Engine) -> None:
+    def _listen(self, engine: Engine, adapting: Adapting) -> None:
         for peer, message in self._link.receive():
             if isinstance(message, Hello):
                 log.info("%s is up", peer)
@@ -103,8 +113,20 @@ class Loop:
                     self._scheduler = None
             elif isinstance(message, Step):
                 self._steps.append(message)
+            elif isinstance(message, Adapt):
+                adapting.ask(peer, message)
             else:
                 log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
+
+    def _adapt(self, engine: Engine, adapting: Adapting) -> None:
+        """Lists and answers what has been loaded."""
+        for peer, adapted, changed in adapting.answers():
+            if changed:
+                self._status = self._status._replace(adapters=engine.adapters.listed)
+                self._link.broadcast(self._status)
+            if peer == self._scheduler:
+                self._link.send(peer, adapted)
+            self._link.flush()
 
     def _forget(self, engine: Engine) -> None:
         """Nothing of what was under way matters any more."""

@@ -10,6 +10,7 @@ from tgi.kernel.link import Link
 from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
 from tgi.worker.loop import Engine, Loop, Poisoned
+from tgi.worker.lora.shelf import stock
 from tgi.worker.scripted import Script, ScriptedEngine
 from tgi.worker.threads import wait_shortly
 
@@ -33,7 +34,9 @@ def main(process: Process) -> None:
 
 def _engine(settings: Settings, loop: Loop) -> Engine:
     if settings.worker == "scripted":
-        return ScriptedEngine(_script(settings))
+        scripted = ScriptedEngine(_script(settings))
+        stock(scripted.adapters, settings.adapters)
+        return scripted
     wait_shortly()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 

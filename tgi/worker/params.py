@@ -1,7 +1,7 @@
 """How requests draw, as host columns: one entry for each slot, or for each row of a step that draws."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,21 @@ from tgi.worker.rows import Rows
 
 if TYPE_CHECKING:
     from tgi.worker.masks import Masks
+    from tgi.worker.watermark import Watermark
 
 # No penalty makes a score larger, or float32 might overflow and a logprob be no number.
 LARGEST_SCORE = 1e8
 
 PLAIN = Sampling(0)
+# Fields that leave the scores as the model made them.
+NOT_ABOUT_SCORES: dict[str, Any] = {
+    "seed": 0,
+    "do_sample": False,
+    "top_n": 0,
+    "choice": 0,
+    "adapter": "",
+    "adapter_digest": b"",
+}
 
 
 class Bias(NamedTuple):
@@ -38,7 +48,7 @@ class Bias(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Columns [N]; all but the last three hold the fields of Sampling that have their names."""
+    """Columns [N]; all but the last four hold the fields of Sampling that have their names."""
 
     samples: NDArray[np.bool_]  # at random; greedy otherwise
     temperature: NDArray[np.float32]
@@ -52,9 +62,12 @@ class Params(NamedTuple):
     seed: NDArray[np.uint64]
     choice: NDArray[np.uint64]
     top_n: NDArray[np.int64]
+    watermark: NDArray[np.bool_]
+    min_new_tokens: NDArray[np.int64]
     plain: NDArray[np.bool_]  # scores stay as the model made them
     prompt_tokens: NDArray[np.int64]  # ids from here on were generated
     bias: NDArray[np.object_]  # Bias | None
+    end_ids: NDArray[np.object_]  # int64 [E] | None: not to be drawn before min_new_tokens are
 
     @classmethod
     def empty(cls, count: int) -> "Params":
@@ -72,17 +85,22 @@ class Params(NamedTuple):
             seed=np.zeros(count, np.uint64),
             choice=np.zeros(count, np.uint64),
             top_n=np.zeros(count, np.int64),
+            watermark=np.zeros(count, np.bool_),
+            min_new_tokens=np.zeros(count, np.int64),
             plain=np.ones(count, np.bool_),
             prompt_tokens=np.zeros(count, np.int64),
             bias=np.full(count, None),
+            end_ids=np.full(count, None),
         )
 
     def put(self, at: int, sampling: Sampling, prompt_tokens: int) -> None:
         """A request comes to this place. Raises ValueError or ProtocolError for what no column can hold."""
         self.bias[at] = Bias.of(sampling)
+        ends = ints(sampling.end_ids)
+        self.end_ids[at] = np.array(ends, np.int64) if len(ends) else None
         self.prompt_tokens[at] = prompt_tokens
-        self.plain[at] = sampling._replace(seed=0, do_sample=False, top_n=0, choice=0) == PLAIN
-        for name in self._fields[:-3]:
+        self.plain[at] = sampling._replace(**NOT_ABOUT_SCORES) == PLAIN
+        for name in self._fields[:-4]:
             getattr(self, name)[at] = getattr(sampling, name)
         self.top_n[at] = min(sampling.top_n, MOST_TOPS)
 
@@ -99,3 +117,4 @@ class Draws(NamedTuple):
     history: Callable[[Rows, NDArray[np.int64]], Tensor]  # rows and where each begins -> int64 [n, L]: their ids from
     # there on; short ones are filled with their first
     masks: "Masks | None" = None  # None if no row has a grammar
+    mark: "Watermark | None" = None  # None if the engine has none to give

@@ -1,9 +1,9 @@
-"""From raw logits to the next token of each row: penalties, biases, grammar, temperature, top-k, top-p, typical-p, then
-a choice and its logprob, and the likeliest tokens beside it where a row asks for them.
+"""From raw logits to the next token of each row: watermark, penalties, biases, grammar, temperature, top-k, top-p,
+typical-p, then a choice and its logprob, and the likeliest tokens beside it where a row asks for them.
 
 The order is that of `PROCESSORS`, and part of the contract. Biases come behind the penalties: a repetition penalty
 multiplies scores, so it would undo a ban or a forced token if it came later. What a grammar forbids stays forbidden, so
-it comes behind both. (A watermark will be the first of all.)
+it comes behind both, and what keeps a text from ending too early behind the grammar, which may say that it must end.
 
 A row's result has the same bits whatever rows share its batch: every operation here works row by row (a plain `sum`
 does not: over a lone row it splits among threads), and noise is keyed by the request.
@@ -17,19 +17,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.worker.filters import apply_temperature, keep_top_k, keep_top_p, keep_typical_p
-from tgi.worker.masks import forbid
+from tgi.worker.masks import forbid, hold_back_ends
 from tgi.worker.noise import Noise, keys
 from tgi.worker.params import Draws
 from tgi.worker.penalties import add_biases, penalise_counts, penalise_frequency, penalise_repetition
 from tgi.worker.rows import put, take
 from tgi.worker.tops import Tops, find_tops
+from tgi.worker.watermark import mark_green
 
 PROCESSORS = (
+    mark_green,
     penalise_repetition,
     penalise_frequency,
     penalise_counts,
     add_biases,
     forbid,
+    hold_back_ends,
     apply_temperature,
     keep_top_k,
     keep_top_p,
@@ -50,6 +53,15 @@ def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
 
     Logprobs, also those of the likeliest tokens, are log_softmax of the processed scores.
     """
+    ids = choose(scores, draws, noise)
+    logprobs = torch.log_softmax(scores, -1)
+    asking = np.flatnonzero(draws.params.top_n > 0)
+    tops = find_tops(take(logprobs, asking), asking, draws.params.top_n[asking]) if len(asking) else None
+    return Drawn(ids, logprobs.gather(1, ids[:, None])[:, 0], tops)
+
+
+def choose(scores: Tensor, draws: Draws, noise: Noise) -> Tensor:
+    """Processes raw logits float32 [D, vocab] in place and draws from them, int64 [D]."""
     if not draws.params.plain.all():
         for process in PROCESSORS:
             process(scores, draws)
@@ -58,10 +70,7 @@ def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
         rows = np.flatnonzero(draws.params.samples)
         row_keys = keys(draws.params.seed[rows], draws.position[rows], draws.params.choice[rows])
         put(ids, rows, race(take(scores, rows), row_keys, noise))
-    logprobs = torch.log_softmax(scores, -1)
-    asking = np.flatnonzero(draws.params.top_n > 0)
-    tops = find_tops(take(logprobs, asking), asking, draws.params.top_n[asking]) if len(asking) else None
-    return Drawn(ids, logprobs.gather(1, ids[:, None])[:, 0], tops)
+    return ids
 
 
 def argmax(scores: Tensor) -> Tensor:

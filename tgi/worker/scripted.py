@@ -2,17 +2,20 @@
 
 It keeps what a real worker would keep (ids, page tables, what each page holds) and refuses a step that a real worker
 would answer with garbage, naming the fault. So it is a worker for tests, a yardstick for the stack around the model,
-and the scheduler's conscience. It obeys no grammar.
+and the scheduler's conscience. It obeys no grammar. An adapter is any directory with an adapter_config.json: what is in
+it changes what is said.
 """
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import MOST_PROMPT_TOPS, Limits, Result, Sampling, Slot, Step, decode
-from tgi.kernel.pack import floats, ints
-from tgi.worker.sayings import PROMPT, Said, ids_of, noise_of, result_of, say, tell
+from tgi.kernel.messages import MOST_DRAFTS, Limits, Result, Step
+from tgi.kernel.pack import ints
+from tgi.worker.lora.shelf import Shelf, Unread
+from tgi.worker.occupant import Occupant, Violation, need, occupant_of
+from tgi.worker.sayings import PROMPT, Said, guess, ids_of, result_of, say, tell
 
 
 class Script(NamedTuple):
@@ -43,31 +46,13 @@ class Script(NamedTuple):
         )
 
 
-class Violation(Exception):
-    """A step that breaks the protocol; the text says how."""
-
-
-@dataclass(slots=True)
-class Occupant:
-    """One slot's request. `chain` is the running hash of the ids computed so far: equal chains, equal KV."""
-
-    ids: list[int]
-    noise: int
-    top_n: int
-    slot: Slot
-    table: list[int] = field(default_factory=list)
-    claimed: int = 0  # pages of `table` looked at so far
-    computed: int = 0
-    chain: int = 0
-    lost: str = ""  # who took a page of this slot
-
-
 class ScriptedWorker:
     """Runs steps. `run_step` is a pure function of the steps so far: no clock, no socket, no randomness."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.limits = script.limits()
+        self.adapters = Shelf(Unread)
         self._ids = ids_of(script.vocab_size)
         self.reset()
 
@@ -91,75 +76,73 @@ class ScriptedWorker:
         if step.epoch > self.epoch:
             self.reset()
             self.epoch = step.epoch
-        _need(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
-        _need(step.number == self.number + 1, f"number {step.number} follows {self.number}")
+        need(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
+        need(step.number == self.number + 1, f"number {step.number} follows {self.number}")
         self.number = step.number
         self._occupy(step)
         self._append_pages(step)
         rows, starts, counts = ints(step.rows), ints(step.starts), ints(step.counts)
-        _need(len(rows) == len(starts) == len(counts) == len(step.draws), "rows, starts, counts and draws differ")
-        _need(len(set(rows)) == len(rows), "a slot has two rows")
-        _need(bool(rows), "no rows")
-        _need(set(step.draws) <= {0, 1}, "draws are 0 or 1")
-        total = sum(counts)
-        _need(
+        need(len(rows) == len(starts) == len(counts) == len(step.draws), "rows, starts, counts and draws differ")
+        need(len(set(rows)) == len(rows), "a slot has two rows")
+        need(bool(rows), "no rows")
+        need(set(step.draws) <= {0, 1}, "draws are 0 or 1")
+        drafts = self._drafts(step, len(rows))
+        total = sum(counts) + sum(map(len, drafts))
+        need(
             total <= max(self.limits.max_batch_prefill_tokens, len(rows)),
             f"{total} tokens are over the limit of {self.limits.max_batch_prefill_tokens} a step",
         )
-        for slot, start, count in zip(rows, starts, counts, strict=True):
-            self._claim(slot, start, count)
-        said: list[Said] = []
+        for slot, start, count, row_drafts in zip(rows, starts, counts, drafts, strict=True):
+            self._claim(slot, start, count, len(row_drafts))
+        said: list[list[Said]] = []
         told: list[Said] = []
-        for slot, start, count, draw in zip(rows, starts, counts, step.draws, strict=True):
+        for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
             told += self._compute(slot, start, count)
             if draw:
-                said.append(self._draw(slot))
-        return result_of(step.number, step.epoch, said, told)
+                said.append(self._draw(slot, row_drafts))
+        result = result_of(step.number, step.epoch, said, told)
+        faults = [self._slots[slot].fault for slot, draw in zip(rows, step.draws, strict=True) if draw]
+        return result._replace(faults=faults) if any(faults) else result
+
+    def _drafts(self, step: Step, rows: int) -> list[list[int | None]]:
+        """The drafts of each row; None is one that this worker is to find."""
+        if not step.drafts:
+            need(not step.draft_ids, "draft_ids without drafts")
+            return [[]] * rows
+        counts, ids = ints(step.drafts), ints(step.draft_ids)
+        need(len(counts) == rows, "rows and drafts differ")
+        need(
+            min(counts) >= 0 and max(counts) <= MOST_DRAFTS,
+            f"a row has {min(counts)} or {max(counts)} drafts; 0 to {MOST_DRAFTS} are possible",
+        )
+        need(all(draw for count, draw in zip(counts, step.draws, strict=True) if count), "drafts without draws")
+        need(not ids or len(ids) == sum(counts), f"{len(ids)} draft_ids for {sum(counts)} drafts")
+        need(all(0 <= token < self.script.vocab_size for token in ids), "a draft is not in the vocabulary")
+        each = iter(ids)
+        return [[next(each, None) for _ in range(count)] for count in counts]
 
     def _occupy(self, step: Step) -> None:
         seen = set()
         for new in step.slots:
-            ids = ints(new.tokens)
-            sampling = decode(new.sampling)
-            _need(0 <= new.slot < self.script.slots, f"slot {new.slot} of {self.script.slots}")
-            _need(new.slot not in seen, f"slot {new.slot} gets two occupants")
-            _need(isinstance(sampling, Sampling), f"slot {new.slot}: sampling is not a Sampling")
-            _need(
-                1 <= new.prompt_tokens <= len(ids), f"slot {new.slot}: {new.prompt_tokens} of {len(ids)} ids are prompt"
-            )
-            _need(
-                len(ids) < self.limits.max_total_tokens, f"slot {new.slot}: {len(ids)} tokens leave no room for another"
-            )
-            _need(
-                min(ids) >= 0 and max(ids) < self.script.vocab_size, f"slot {new.slot}: an id is not in the vocabulary"
-            )
-            _need(
-                0 <= new.prompt_from < len(ids) and 0 <= new.prompt_top_n <= MOST_PROMPT_TOPS,
-                f"slot {new.slot}: logprobs from position {new.prompt_from} of {len(ids)} on, with {new.prompt_top_n}",
-            )
-            biased = ints(sampling.bias_ids)
-            _need(len(biased) == len(floats(sampling.biases)), f"slot {new.slot}: bias_ids and biases differ in length")
-            _need(
-                all(0 <= token < self.script.vocab_size for token in biased),
-                f"slot {new.slot}: a biased id is not in the vocabulary",
-            )
+            occupant = occupant_of(new, self.limits, self.adapters)
+            need(new.slot not in seen, f"slot {new.slot} gets two occupants")
             seen.add(new.slot)
             if old := self._slots.get(new.slot):
                 for page in old.table:
                     self._holders[page].discard(new.slot)
-            self._slots[new.slot] = Occupant(ids, noise_of(sampling), sampling.top_n, new)
+            self._slots[new.slot] = occupant
 
     def _append_pages(self, step: Step) -> None:
         slots, pages = ints(step.page_slots), ints(step.page_ids)
-        _need(len(slots) == len(pages), "page_slots and page_ids differ in length")
+        need(len(slots) == len(pages), "page_slots and page_ids differ in length")
         for slot, page in zip(slots, pages, strict=True):
-            _need(0 <= page < self.script.pages, f"page {page} of {self.script.pages}")
+            need(0 <= page < self.script.pages, f"page {page} of {self.script.pages}")
             occupant = self._occupant(slot)
-            _need(slot not in self._holders[page], f"page {page} is in the table of slot {slot} twice")
+            need(slot not in self._holders[page], f"page {page} is in the table of slot {slot} twice")
             occupant.table.append(page)
             self._holders[page].add(slot)
 
-    def _claim(self, slot: int, start: int, count: int) -> None:
+    def _claim(self, slot: int, start: int, count: int, drafts: int) -> None:
         """Checks the row against what is known, and takes its new pages from whoever had them."""
         occupant = self._occupant(slot)
         size = self.script.page_size
@@ -168,8 +151,10 @@ class ScriptedWorker:
             raise Violation(f"slot {slot}: {count} tokens to compute")
         if end > len(occupant.ids):
             raise Violation(f"slot {slot}: position {end - 1} of {len(occupant.ids)} known ids")
-        if end > len(occupant.table) * size:
-            raise Violation(f"slot {slot}: {len(occupant.table)} pages do not cover {end} tokens")
+        if end + drafts > len(occupant.table) * size:
+            raise Violation(f"slot {slot}: {len(occupant.table)} pages do not cover {end + drafts} tokens")
+        if drafts and end + drafts >= self.limits.max_total_tokens:
+            raise Violation(f"slot {slot}: {drafts} drafts behind {end} tokens are over the limit of a request")
         if not occupant.computed and start > 0:
             self._find_prefix(slot, occupant, start)
         if start != occupant.computed:
@@ -229,17 +214,29 @@ class ScriptedWorker:
         occupant.computed = start + count
         return told
 
-    def _draw(self, slot: int) -> Said:
-        """The next id, its logprob and the likeliest tokens."""
+    def _draw(self, slot: int, drafts: Sequence[int | None]) -> list[Said]:
+        """The next ids: one, and one more behind each draft that is what was drawn."""
+        said = []
+        for draft in drafts:
+            drawn, likely = self._draw_one(slot)
+            said.append(drawn)
+            if drawn[0] != (likely if draft is None else draft):
+                return said
+            self._compute(slot, len(self._slots[slot].ids) - 1, 1)
+        return [*said, self._draw_one(slot)[0]]
+
+    def _draw_one(self, slot: int) -> tuple[Said, int]:
+        """The next id, its logprob and the likeliest tokens; and what a draft model would have thought."""
         occupant = self._slots[slot]
         known = len(occupant.ids)
         if occupant.computed != known:
             raise Violation(f"slot {slot} draws at {occupant.computed} of {known} known ids")
         if known >= self.limits.max_total_tokens:
             raise Violation(f"slot {slot}: token {known} is over the limit of a request")
-        said = say(hash((occupant.chain, occupant.noise)) % (1 << 32), occupant.top_n, self._ids)
+        number = hash((occupant.chain, occupant.noise)) % (1 << 32)
+        said = say(number, occupant.top_n, self._ids)
         occupant.ids.append(said[0])
-        return said
+        return said, guess(number, self._ids)
 
     def _occupant(self, slot: int) -> Occupant:
         occupant = self._slots.get(slot)
@@ -255,6 +252,7 @@ class ScriptedEngine:
         self._worker = ScriptedWorker(script)
         self._seconds = script.step_us / 1e6
         self.limits = self._worker.limits
+        self.adapters = self._worker.adapters
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -276,9 +274,3 @@ class ScriptedEngine:
     def collect(self, pending: Result) -> Result:
         """The result."""
         return pending
-
-
-def _need(holds: bool, fault: str) -> None:
-    """For checks made once a step or once a request: the text is built even where nothing is wrong."""
-    if not holds:
-        raise Violation(fault)

@@ -1,15 +1,17 @@
 """What the worker keeps of each running request: token ids on the device, and on the host all that plans a step."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
+from tgi.kernel.messages import MOST_DRAFTS, MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
 from tgi.worker.grammar import Grammars
+from tgi.worker.lora.shelf import Shelf, missing
 from tgi.worker.params import Params
+from tgi.worker.verify import begins
 
 EMPTY = -2  # nobody is in the slot
 NEW = -1  # nothing is computed yet: the first row may start behind a cached prefix
@@ -21,13 +23,24 @@ class BadStep(Exception):
     """A step that does not fit what the worker knows; the text says how."""
 
 
+class Drafts(NamedTuple):
+    """What the rows of a step are thought to draw."""
+
+    counts: Ints  # [R]
+    lengths: Ints  # [D] in how many places each row that draws does so: 1 + its drafts
+    ids: Ints | None  # [sum(counts)]; None: the draft model is to find them
+
+
 class Rows(NamedTuple):
-    """The rows of a step as host columns, checked against the slots."""
+    """The rows of a step as host columns, checked against the slots. D of them draw, in E places: behind the known ids
+    of a row, and behind each of its drafts."""
 
     slots: Ints  # [R]
     starts: Ints  # [R] first position
-    ends: Ints  # [R] context length after the step
-    drawing: Ints  # [D] which rows draw
+    ends: Ints  # [R] context length after the step, drafts included
+    drawing: Ints  # [E] which row draws
+    position: Ints  # [E] of the token that it draws
+    drafts: Drafts | None = None  # None: no row has any, so E = D
 
 
 class Slots:
@@ -46,11 +59,12 @@ class Slots:
         vocab_size: int,
         device: torch.device,
         grammars: Grammars,
+        shelf: Shelf,
     ) -> None:
         self.width = tokens + 1
         self.page_size = page_size
         self._pages = pages
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.ids = torch.empty(count, self.width, dtype=torch.int32, device=device)
         self.page_table = np.zeros((count, -(-self.width // page_size)), np.int32)
         self.known = np.zeros(count, np.int64)  # ids, drawn ones included
@@ -59,11 +73,16 @@ class Slots:
         self.params = Params.empty(count)
         self.prompt_from = np.zeros(count, np.int64)  # Slot's fields
         self.prompt_top_n = np.zeros(count, np.int64)
+        self.adapters: dict[int, Any] = {}  # of the slots that have one
+        self.faults: dict[int, str] = {}  # why slots cannot draw
         self._grammars = grammars
+        self._shelf = shelf
 
     def reset(self) -> None:
         """Empties all slots."""
         self.computed.fill(EMPTY)
+        self.adapters.clear()
+        self.faults.clear()
         self._grammars.reset()
 
     def apply(self, step: Step) -> None:
@@ -98,29 +117,43 @@ class Slots:
         if len(np.unique(slots)) != len(slots):
             raise BadStep("a slot has two rows")
         ends = starts + counts
-        drawing = np.flatnonzero(draws)
+        drafts = _drafts(step, draws, self.vocab_size) if step.drafts else None
+        reach = ends if drafts is None else ends + drafts.counts
         computed, known = self.computed[slots], self.known[slots]
         begun = np.where(computed == NEW, starts, computed)
         for name, wrong in (
             ("has no token to compute", counts < 1),
             ("does not start where its computed tokens end", (starts != begun) | (starts < 0)),
             ("goes beyond its known ids", ends > known),
-            ("goes beyond its pages", ends > self.held[slots] * self.page_size),
+            ("goes beyond its pages", reach > self.held[slots] * self.page_size),
             ("draws before its last known id", (draws != 0) & (ends != known)),
-            ("draws beyond the longest request", (draws != 0) & (ends >= self.width)),
+            ("draws beyond the longest request", (draws != 0) & (reach >= self.width)),
         ):
             if wrong.any():
                 row = int(wrong.argmax())
                 raise BadStep(
-                    f"the row of slot {slots[row]} {name}: positions {starts[row]} to {ends[row] - 1}, "
+                    f"the row of slot {slots[row]} {name}: positions {starts[row]} to {reach[row] - 1}, "
                     f"{known[row]} ids known, {computed[row]} computed, {self.held[slots[row]]} pages"
                 )
-        return Rows(slots, starts, ends, drawing)
+        drawing = np.flatnonzero(draws)
+        if drafts is None:
+            return Rows(slots, starts, ends, drawing, ends[drawing])
+        places = np.arange(drafts.lengths.sum()) - np.repeat(begins(drafts.lengths), drafts.lengths)
+        drawing = np.repeat(drawing, drafts.lengths)
+        return Rows(slots, starts, reach, drawing, ends[drawing] + places, drafts)
 
     def advance(self, rows: Rows) -> None:
-        """The rows are computed, or will be before anything that is launched later."""
-        self.computed[rows.slots] = rows.ends
-        self.known[rows.slots[rows.drawing]] += 1
+        """The rows are computed, or will be before anything that is launched later; those that draw have one token
+        more. Of their drafts `accept` tells."""
+        ends = rows.ends if rows.drafts is None else rows.ends - rows.drafts.counts
+        self.computed[rows.slots] = ends
+        drawing = rows.slots[rows.drawing]
+        self.known[drawing] = self.computed[drawing] + 1
+
+    def accept(self, slots: Ints, counts: Ints) -> None:
+        """So many drafts of these slots' last rows are what was drawn, each with another token behind it."""
+        self.computed[slots] += counts
+        self.known[slots] += counts
 
     def _occupy(self, new: Slot) -> None:
         slot = new.slot
@@ -128,7 +161,7 @@ class Slots:
         ids = _ints(new.tokens)
         if not 0 < len(ids) < self.width:
             raise BadStep(f"slot {slot} gets {len(ids)} ids; 1 to {self.width - 1} fit")
-        _need_within(ids, self._vocab_size, "token id")
+        _need_within(ids, self.vocab_size, "token id")
         sampling = decode(new.sampling)
         if not isinstance(sampling, Sampling):
             raise ProtocolError(f"slot {slot}: expected a Sampling, got {type(sampling).__name__}")
@@ -144,20 +177,52 @@ class Slots:
         except (ValueError, OverflowError) as error:
             raise BadStep(f"slot {slot}: {error}") from error
         if (bias := self.params.bias[slot]) is not None:
-            _need_within(bias.ids, self._vocab_size, "biased token id")
+            _need_within(bias.ids, self.vocab_size, "biased token id")
+        if (ends := self.params.end_ids[slot]) is not None:
+            _need_within(ends, self.vocab_size, "end id")
         self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
         self.prompt_from[slot] = new.prompt_from
-        self.prompt_top_n[slot] = min(new.prompt_top_n, self._vocab_size)
+        self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
         self.known[slot] = len(ids)
         self.computed[slot] = NEW
         self.held[slot] = 0
         self._grammars.occupy(slot, sampling.grammar, ids[new.prompt_tokens :].tolist())
+        self._adapt(slot, sampling)
+
+    def _adapt(self, slot: int, sampling: Sampling) -> None:
+        """The slot's occupant holds its adapter, whatever becomes of the name. Without it, it is at fault."""
+        self.adapters.pop(slot, None)
+        self.faults.pop(slot, None)
+        if sampling.adapter:
+            found = self._shelf.find(sampling.adapter_digest)
+            if found is None:
+                self.faults[slot] = missing(sampling.adapter)
+            else:
+                self.adapters[slot] = found
 
     def _need_occupied(self, slots: Ints) -> None:
         _need_within(slots, len(self.known), "slot")
         empty = self.computed[slots] == EMPTY
         if empty.any():
             raise BadStep(f"slot {slots[empty.argmax()]} is empty")
+
+
+def _drafts(step: Step, draws: NDArray[np.uint8], vocab_size: int) -> Drafts | None:
+    """The drafts of a step, if it has any. Raises BadStep."""
+    counts, ids = _ints(step.drafts), _ints(step.draft_ids)
+    if len(counts) != len(draws):
+        raise BadStep("rows and drafts differ in length")
+    _need_within(counts, MOST_DRAFTS + 1, "a number of drafts")
+    if counts[draws == 0].any():
+        raise BadStep("a row that does not draw has drafts")
+    if not counts.any():
+        return None
+    if not len(ids):
+        return Drafts(counts, 1 + counts[draws != 0], None)
+    if len(ids) != counts.sum():
+        raise BadStep(f"{len(ids)} draft_ids for {counts.sum()} drafts")
+    _need_within(ids, vocab_size, "draft id")
+    return Drafts(counts, 1 + counts[draws != 0], ids)
 
 
 def _need_within(values: Ints, limit: int, what: str) -> None:

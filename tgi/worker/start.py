@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from llguidance import LLTokenizer
@@ -13,35 +14,31 @@ from tgi.hub.card import read_card
 from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Limits, Sampling, Slot, Step, encode
-from tgi.kernel.pack import FLOAT32, INT32, UINT8, pack
+from tgi.kernel.messages import Limits
 from tgi.kernel.settings import Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model
+from tgi.worker.drafting import Draft, need_same_tokens
 from tgi.worker.engine import TorchEngine
-from tgi.worker.load import build_model
+from tgi.worker.load import build_model, read_recipe
+from tgi.worker.lora.shelf import stock
+from tgi.worker.native.choose import find_kernels
 from tgi.worker.threads import choose_threads
+from tgi.worker.warm import WARM_PROMPT, warm_up
+from tgi.worker.watermark import Watermark
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]
 PAGES_FILE = "worker.pages"  # in the run directory: supervisor's pid, pages
-WARM_PROMPT = 20  # tokens: more than one page
-# Every processor at work.
-WARM_SAMPLING = Sampling(
-    seed=1,
-    temperature=0.9,
-    top_k=10,
-    top_p=0.9,
-    typical_p=0.9,
-    repetition_penalty=1.2,
-    frequency_penalty=0.1,
-    count_penalty=0.1,
-    presence_penalty=0.1,
-    bias_ids=pack(INT32, [0]),
-    biases=pack(FLOAT32, [1.0]),
-)
+
+
+class Models(NamedTuple):
+    """What is loaded."""
+
+    served: Model
+    draft: Model | None
 
 
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
@@ -49,17 +46,63 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     device = _device(settings.device)
     if device == "cpu":
         choose_threads()
-    model = build_model(settings.model_dir, settings.dtype, device, progress, settings.trust_remote_code)
+    models = _load(settings, device, progress)
     progress("sizing the KV cache", 96)
-    limits = memory.choose_limits(settings, _need(model), _room(settings, model), _held(settings.run_dir))
-    attention = build_attention(model.kv, limits.pages, model.device)
-    engine = TorchEngine(model, attention, limits, partial(_tokens, settings.model_dir, model.vocab_size))
+    limits = memory.choose_limits(settings, _need(models), _room(settings, models), _held(settings.run_dir))
+    served = models.served
+    mark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
+    engine = _engine(models, limits, partial(_tokens, settings.model_dir, served.vocab_size), mark)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
-    _run(engine, limits, rows, tokens)
+    warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
     _hold(settings.run_dir, limits.pages)
+    if adapters := settings.adapters:
+        progress("loading adapters", 99)
+        stock(engine.adapters, adapters)
     return engine
+
+
+def _load(settings: Settings, device: str, progress: Progress) -> Models:
+    """The models, the draft model after a look at whether it has the same tokens."""
+    if settings.draft_model_dir is not None:
+        need_same_tokens(settings.model_dir, settings.draft_model_dir)
+
+    directories = [path for path in (settings.model_dir, settings.draft_model_dir) if path is not None]
+    kernels = None
+    if not settings.disable_custom_kernels:
+        kernels = find_kernels([read_recipe(directory, settings.dtype) for directory in directories], device)
+
+    def build(directory: Path, told: Progress) -> Model:
+        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels)
+
+    served = build(settings.model_dir, progress)
+    if settings.draft_model_dir is None:
+        return Models(served, None)
+    draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
+    if draft.context < (settings.max_total_tokens or 0):
+        raise UserError(
+            f"`max_total_tokens` is {settings.max_total_tokens}, but the draft model's sequences have at most "
+            f"{draft.context} tokens. Lower --max-total-tokens, or choose another --draft-model-id or none."
+        )
+    if draft.context < served.context:
+        log.warning("sequences are limited to %d tokens, those of the draft model", draft.context)
+    return Models(served, draft)
+
+
+def _engine(
+    models: Models,
+    limits: Limits,
+    tokens: Callable[[], LLTokenizer] | None = None,
+    mark: Watermark | None = None,
+) -> TorchEngine:
+    """The engine over caches of so many pages."""
+    served, draft = models
+    attention = build_attention(served.kv, limits.pages, served.device)
+    if draft is None:
+        return TorchEngine(served, attention, limits, tokens, mark=mark)
+    second = Draft(draft, build_attention(draft.kv, limits.pages, draft.device))
+    return TorchEngine(served, attention, limits, tokens, second, mark)
 
 
 def _tokens(directory: Path, vocab_size: int) -> LLTokenizer:
@@ -73,14 +116,16 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _need(model: Model) -> memory.Need:
+def _need(models: Models) -> memory.Need:
+    loaded = [model for model in models if model is not None]
+    served = models.served
     return memory.Need(
-        context=model.context,
-        page_size=page_size(model.kv, model.device),
-        page_bytes=page_bytes(model.kv, model.device),
-        vocab_size=model.vocab_size,
-        dtype=str(model.kv.dtype).removeprefix("torch."),
-        device=model.device.type,
+        context=min(model.context for model in loaded),
+        page_size=page_size(served.kv, served.device),
+        page_bytes=sum(page_bytes(model.kv, model.device) for model in loaded),
+        vocab_size=served.vocab_size,
+        dtype=str(served.kv.dtype).removeprefix("torch."),
+        device=served.device.type,
     )
 
 
@@ -98,17 +143,19 @@ def _hold(run: Path, pages: int) -> None:
     (run / PAGES_FILE).write_text(f"{os.getppid()} {pages}")
 
 
-def _room(settings: Settings, model: Model) -> memory.Room:
+def _room(settings: Settings, models: Models) -> memory.Room:
     """Room for the KV cache. On CUDA after a step as large as any to come, which shows what a step itself takes."""
-    if model.device.type != "cuda":
+    device = models.served.device
+    if device.type != "cuda":
         return memory.room_on_host()
     rows = memory.batch_size(settings, "cuda")
     total = memory.prefill_tokens(settings, "cuda")
-    tokens = max(1, min(total // rows, (settings.max_total_tokens or model.context) - 1))
-    need = _need(model)
-    pages = rows * -(-(tokens + 1) // need.page_size)
+    need, drafts = _need(models), settings.speculate or 0
+    behind = 2 + drafts  # positions
+    tokens = max(1, min(total // rows, (settings.max_total_tokens or need.context) - behind))
+    pages = rows * -(-(tokens + behind) // need.page_size)
     limits = Limits(
-        tokens + 1,
+        tokens + behind,
         tokens,
         pages * need.page_size,
         total,
@@ -119,34 +166,18 @@ def _room(settings: Settings, model: Model) -> memory.Room:
         need.dtype,
         "cuda",
     )
-    torch.cuda.reset_peak_memory_stats(model.device)
+    torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = TorchEngine(model, build_attention(model.kv, pages, model.device), limits)
-        before = torch.cuda.memory_allocated(model.device)
-        _run(engine, limits, rows, tokens)
+        engine = _engine(models, limits)
+        before = torch.cuda.memory_allocated(device)
+        warm_up(engine, limits, rows, tokens, drafts, models.draft is not None)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
         ) from error
-    activations = torch.cuda.max_memory_allocated(model.device) - before
+    activations = torch.cuda.max_memory_allocated(device) - before
     del engine
     torch.cuda.empty_cache()
-    free, whole = torch.cuda.mem_get_info(model.device)
+    free, whole = torch.cuda.mem_get_info(device)
     log.info("a step takes up to %.2f GB; %.2f of %.2f GB are free", activations / 1e9, free / 1e9, whole / 1e9)
     return memory.room_on_cuda(free, whole, settings, activations)
-
-
-def _run(engine: TorchEngine, limits: Limits, rows: int, tokens: int) -> None:
-    """One prefill of `rows` prompts of `tokens` tokens, and a decode step behind it; then all is forgotten."""
-    each = -(-(tokens + 1) // limits.page_size)
-    ids = pack(INT32, [0] * tokens)
-    slots = [Slot(slot, ids, tokens, encode(WARM_SAMPLING if slot % 2 else Sampling(0))) for slot in range(rows)]
-    owners = pack(INT32, [slot for slot in range(rows) for _ in range(each)])
-    pages = pack(INT32, [page % limits.pages for page in range(rows * each)])
-    columns = pack(INT32, range(rows))
-    draws = pack(UINT8, [1] * rows)
-    prefill = Step(1, 0, slots, owners, pages, columns, pack(INT32, [0] * rows), pack(INT32, [tokens] * rows), draws)
-    decode = Step(2, 0, [], b"", b"", columns, pack(INT32, [tokens] * rows), pack(INT32, [1] * rows), draws)
-    for step in (prefill, decode):
-        engine.collect(engine.launch(step))
-    engine.reset()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, texts, two_tokens
+from tgi.kernel import metrics
 from tgi.kernel.messages import End, Generate, Reason, Sampling
 
 EVENT_1 = (
@@ -57,6 +58,41 @@ def test_stream_bytes(front: Front, path: str) -> None:
 def test_events_that_are_ready_together_go_out_in_one_write(front: Front) -> None:
     reply = front.post("/generate_stream", '{"inputs":"x","parameters":{}}')
     assert reply.chunks == [EVENT_1 + EVENT_2_BARE]
+
+
+def test_tokens_of_one_step_are_events_of_their_own(front: Front) -> None:
+    tokenizer = front.tokenizers[0]
+    usual = tokenizer.answer
+
+    def a_run(message: Any) -> list[Any]:
+        tokens = [(5, " a", -0.5, False), (6, " b", -0.25, False), (2, "</s>", -0.01, True)]
+        return [texts(message.rid, *tokens), End(message.rid, Reason.EOS, "", " a b", 3, 3, 0, 1_000, 2_000, 30_000)]
+
+    tokenizer.answer = a_run
+    before = [sample(name) for name in COUNTED]
+    reply = front.post("/generate_stream", '{"inputs":"x","parameters":{}}')
+    tokenizer.answer = usual
+    events = [json.loads(line[5:]) for line in reply.body.splitlines() if line]
+    assert [(event["index"], event["token"]["id"], event["token"]["text"]) for event in events] == [
+        (1, 5, " a"),
+        (2, 6, " b"),
+        (3, 2, "</s>"),
+    ]
+    assert [event["generated_text"] for event in events] == [None, None, " a b"]
+    assert [sample(name) - old for name, old in zip(COUNTED, before, strict=True)] == [2, 2, 0]
+
+
+COUNTED = (
+    "tgi_request_skipped_tokens_sum",
+    "tgi_inter_token_duration_count",
+    "tgi_inter_token_duration_sum",
+)
+
+
+def sample(name: str) -> float:
+    """A sample without labels of this process; 0 if there is none."""
+    lines = metrics.render().splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
 def test_greedy_has_no_seed(front: Front) -> None:
@@ -141,9 +177,19 @@ def test_a_bare_stop_string_is_accepted(front: Front) -> None:
     assert asked(front, {"stop": "end"}).stop == ["end"]
 
 
+def test_watermarks_least_lengths_and_texts_without_an_end(front: Front) -> None:
+    message = asked(front, {"watermark": True, "min_new_tokens": 3, "seed": 1})
+    assert message.sampling == Sampling(1, watermark=True, min_new_tokens=3)
+    assert not message.ignore_eos
+    for name in ("ignore_eos", "ignore_eos_token"):
+        assert asked(front, {name: True}).ignore_eos
+        assert not asked(front, {name: False}).ignore_eos
+
+
 def test_off_values_are_accepted(front: Front) -> None:
     off = {"best_of": 1, "typical_p": 1.0, "top_p": 1.0, "frequency_penalty": 0.0, "watermark": False, "stop": []}
     off |= {"decoder_input_details": False, "top_n_tokens": 0, "grammar": None, "adapter_id": None, "details": False}
+    off |= {"min_new_tokens": 0, "ignore_eos": False, "ignore_eos_token": False}
     assert not asked(front, off).sampling.samples
     assert not asked(front, dict.fromkeys(off)).sampling.samples
     asked(front, {"best_of": 0})

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: a chat goes in, the next message comes out, whole or in pieces."""
 
+from collections import defaultdict
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
@@ -10,38 +11,50 @@ from tgi.api.calls import Columns, Generation
 from tgi.api.errors import ApiError
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason
+from tgi.api.parts import Reply, unreadable
 from tgi.api.serde import Body
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.steering import Steering
+from tgi.api.tools import Offer
 from tgi.api.validation import OPENAI, check
 from tgi.kernel.messages import End
 
 
 class ChatEvents:
-    """One chunk per token, each with one choice; a last one with the usage if it is asked for."""
+    """One chunk per token, each with one choice; a last one with the usage if it is asked for. Of a divided answer a
+    token has a chunk for each of its parts, or one if it has none."""
 
     def __init__(self, calls: list[Generation], stamp: Stamp, logprobs: bool, usage: bool) -> None:
         self._calls = calls
         self._visible = [Visible() for _ in calls]
+        self._replies: defaultdict[int, Reply] = defaultdict(Reply)  # of divided answers
         self._head = (
             f'data: {{"object":"chat.completion.chunk","id":{stamp.id},"created":{stamp.created},'
             f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint},"choices":['
         )
+        self._heads = [f'{self._head}{{"index":{place},"delta":{{' for place in range(len(calls))]
         self._logprobs = logprobs
         self._usage = Usage(len(calls)) if usage else None
-        self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant",')  # of choices that have not begun
+        self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant"')  # of choices that have not begun
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        pieces = self._visible[place].pieces(columns, end)
         logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)] if self._logprobs else ()
-        openings = self._openings()
+        if columns.parts:
+            deltas, logprobs = self._replies[place].deltas(columns, end, logprobs)
+            reason = self._replies[place].finish_reason(end)
+        else:
+            deltas = [f'"content":{quote(piece)}' for piece in self._visible[place].pieces(columns, end)]
+            reason = finish_reason(end)
+        openings = self._openings("" if columns.parts else '"content":""') if self._roles else ""
         events = []
-        last = len(pieces) - 1
-        for at, piece in enumerate(pieces):
-            reason = finish_reason(end if at == last else None)
-            events.append(self._event(place, piece, logprobs[at] if logprobs else "null", reason))
-        events[0] = openings + events[0]
+        last = len(deltas) - 1
+        for at, delta in enumerate(deltas):
+            events.append(
+                self._event(place, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
+            )
+        if openings:
+            events[0] = openings + events[0]
         if end is not None and self._usage is not None:
             self._usage.add(place, end, self._calls[place].generated)
         return events
@@ -53,16 +66,14 @@ class ChatEvents:
         usage = f'{self._head}],"usage":{self._usage.render()}}}\n\n' if self._usage else ""
         return usage + openai.DONE
 
-    def _openings(self) -> str:
+    def _openings(self, delta: str) -> str:
         """Several choices are opened before the first token: clients expect them to appear in their order."""
-        return "".join(self._event(place, "") for place in [*self._roles]) if len(self._roles) > 1 else ""
+        return "".join(self._event(place, delta) for place in [*self._roles]) if len(self._roles) > 1 else ""
 
-    def _event(self, place: int, piece: str, logprobs: str = "null", reason: str = "null") -> str:
-        role = self._roles.pop(place, "")
-        return (
-            f'{self._head}{{"index":{place},"delta":{{{role}"content":{quote(piece)}}},"logprobs":{logprobs},'
-            f'"finish_reason":{reason}}}],"usage":null}}\n\n'
-        )
+    def _event(self, place: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        if self._roles and (role := self._roles.pop(place, "")):
+            delta = f"{role},{delta}" if delta else role
+        return f'{self._heads[place]}{delta}}},"logprobs":{logprobs},"finish_reason":{reason}}}],"usage":null}}\n\n'
 
 
 def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> str:
@@ -71,10 +82,14 @@ def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> s
     choices = []
     for place, (call, end) in enumerate(finished):
         usage.add(place, end, call.generated)
+        message, reason = f'"content":{quote(end.text)}', finish_reason(end)
+        if call.divided:
+            reply = Reply.of(call, end)
+            message, reason = reply.message(), reply.finish_reason(end)
         items = f'{{"content":[{",".join(_logprobs(call.take()))}]}}' if logprobs else "null"
         choices.append(
-            f'{{"index":{place},"message":{{"role":"assistant","content":{quote(end.text)}}},"logprobs":{items},'
-            f'"finish_reason":{finish_reason(end)}}}'
+            f'{{"index":{place},"message":{{"role":"assistant",{message}}},"logprobs":{items},'
+            f'"finish_reason":{reason}}}'
         )
     return (
         f'{{"object":"chat.completion","id":{stamp.id},"created":{stamp.created},"model":{stamp.model},'
@@ -92,7 +107,7 @@ def _logprobs(columns: Columns) -> list[str]:
 
 
 def _token(text: str, logprob: float) -> str:
-    return f'"token":{quote(text)},"logprob":{render(logprob)},"bytes":{[*text.encode()]}'.replace(", ", ",")
+    return f'"token":{quote(text)},"logprob":{render(logprob)},"bytes":[{",".join(map(str, text.encode()))}]'
 
 
 class ChatResource:
@@ -116,19 +131,20 @@ class ChatResource:
             events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted)
             await answering.stream(self._service, req, resp, calls, events, None)
             return
-        finished = await answering.finish(self._service, req, calls)
+        finished = await answering.finish(self._service, req, calls, unreadable)
         answering.set_headers(self._service, resp, finished, calls[0].characters or 0, len(finished))
         resp.text = render_response(finished, stamp, bool(request.logprobs))
 
 
 def generations(service: Service, request: ChatRequest) -> list[Generation]:
     """The generations of a chat, one for each choice. Raises ApiError if they may not be computed."""
-    chat = openai.chat_prompt(request)
+    offer = Offer.of(request)
+    chat = openai.chat_prompt(request, offer)
     check(request, OPENAI)
-    if openai.chosen_tools(request):
-        raise errors.validation("`tools` are not supported by this server yet, except with `tool_choice` none")
+    if offer.tools and service.settings.disable_grammar_support:
+        raise errors.validation("grammar is not supported")
     top_n = request.top_logprobs or 0
-    p = openai.parameters(request, request.max_new_tokens, top_n)
+    p = openai.parameters(request, service.router.adapters, request.max_new_tokens, top_n)
     choices = request.n or 1
     return answering.generations(
         service,

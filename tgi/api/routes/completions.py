@@ -167,7 +167,8 @@ class CompletionsResource:
         """The same for a body that has been read."""
         accounting.arrived()
         calls = self._generations(request)
-        stamp = Stamp.new(self._service, "cmpl")
+        # TGI names the served model, whatever was asked for; here an adapter answers under its own name.
+        stamp = Stamp.new(self._service, "cmpl", calls[0].request.sampling.adapter)
         characters = sum(len(prompt) for prompt in request.prompts)
         if request.stream:
             events = CompletionEvents(calls, request, stamp)
@@ -186,7 +187,7 @@ class CompletionsResource:
             raise errors.batch_size(limit)
         check(request, OPENAI)
         check(request, COMPLETIONS)
-        p = openai.parameters(request, request.max_tokens, request.logprobs or 0)
+        p = openai.parameters(request, self._service.router.adapters, request.max_tokens, request.logprobs or 0)
         prompts = [Prompt(text) for text in request.prompts]
         return answering.generations(
             self._service,

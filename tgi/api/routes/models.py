@@ -1,9 +1,9 @@
-"""GET /v1/models and /v1/models/{model}: what is served, as OpenAI lists it."""
+"""GET /v1/models and /v1/models/{model}: what is served, the model and its adapters, as OpenAI lists it."""
 
 import msgspec
 from falcon.asgi import Request, Response
 
-from tgi.api.errors import ApiError
+from tgi.api import errors
 from tgi.api.service import Service
 from tgi.api.shapes.info import ModelInfo, ModelList
 
@@ -15,9 +15,11 @@ class ModelsResource:
         self._service = service
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """A list of one."""
+        """The model, then its adapters in the order of their loading."""
+        service = self._service
         resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(ModelList("list", [_info(self._service)]))
+        names = (service.model_id, *service.router.adapters)
+        resp.data = msgspec.json.encode(ModelList("list", [model_info(service, name) for name in names]))
 
     on_head = on_get  # falcon leaves the body out
 
@@ -30,13 +32,14 @@ class ModelResource:
 
     async def on_get(self, req: Request, resp: Response, model: str) -> None:
         """The model of this name, or 404. Names hold slashes, encoded or not."""
-        if model != self._service.model_id:
-            raise ApiError(404, "not_found", "Model not found")
+        if model != self._service.model_id and model not in self._service.router.adapters:
+            raise errors.no_model()
         resp.content_type = "application/json"
-        resp.data = msgspec.json.encode(_info(self._service))
+        resp.data = msgspec.json.encode(model_info(self._service, model))
 
     on_head = on_get  # falcon leaves the body out
 
 
-def _info(service: Service) -> ModelInfo:
-    return ModelInfo(service.model_id, "model", 0, service.model_id)
+def model_info(service: Service, name: str) -> ModelInfo:
+    """The served model or an adapter of it: both belong to the former."""
+    return ModelInfo(name, "model", 0, service.model_id)

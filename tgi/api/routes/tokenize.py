@@ -14,6 +14,7 @@ from tgi.api.serde import Body
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.native import TokenizeRequest
+from tgi.api.tools import Offer
 from tgi.kernel.messages import Reason, Tokenized
 from tgi.kernel.pack import ints
 
@@ -62,7 +63,7 @@ class ChatTokenizeResource(_Tokenize):
         """The same array, and the text that the template has made of the chat."""
         request = await self._service.read(req, self.body)
         accounting.arrived()
-        encoded = await self._encode(req, "", False, chat_prompt(request))
+        encoded = await self._encode(req, "", False, chat_prompt(request, Offer.of(request)))
         items = await _rendered(encoded.text, encoded)
         resp.content_type = "application/json"
         resp.text = f'{{"tokenize_response":[{items}],"templated_text":{quote(encoded.text)}}}'

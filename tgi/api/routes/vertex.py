@@ -50,6 +50,8 @@ class VertexResource:
             (call,) = chat.generations(self._service, msgspec.structs.replace(instance, stream=False, n=None))
             return call
         given = instance.parameters or GenerateParameters()
-        p = GenerateParameters(do_sample=True, max_new_tokens=given.max_new_tokens, seed=given.seed)
+        p = GenerateParameters(
+            do_sample=True, max_new_tokens=given.max_new_tokens, seed=given.seed, adapter_id=given.adapter_id
+        )
         (call,) = answering.generations(self._service, [Prompt(instance.inputs)], p, stream=False)
         return call

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions and /chat_tokenize: what they take."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -8,8 +9,10 @@ from msgspec import UNSET, Meta, Struct
 from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.openai import (
     FrequencyPenalty,
+    IgnoreEos,
     LogitBias,
     MaxTokens,
+    MinTokens,
     Model,
     N,
     PresencePenalty,
@@ -103,18 +106,39 @@ class FunctionName(Struct):
 
 
 class NamedTool(Struct):
-    """The one function that must be called."""
+    """A function that is among those given."""
 
     function: FunctionName
     type: Literal["function"] = "function"
 
 
+class AllowedTools(Struct):
+    """Those of the given functions that may be called now."""
+
+    mode: Annotated[Literal["auto", "required"], doc("Whether one of them must be called")]
+    tools: list[NamedTool]
+
+
+class ToolChoiceObject(Struct):
+    """The function that must be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        """It has what its type says. Raises ShapeError."""
+        if getattr(self, self.type) is None:
+            raise ShapeError(f"missing field `{self.type}`")
+
+
 ToolChoice = Annotated[
-    str | NamedTool,
+    str | ToolChoiceObject | list[str | NamedTool],
     Meta(
         title="ToolChoice",
         description="`none`: no tool is called. `auto`: the model chooses between a message and one or more calls. "
-        "`required`: it calls at least one. Any other string, or an object, names the function that it must call.\n"
+        "`required`: it calls at least one. Any other string, or an object, names the function that it must call; a "
+        "list, those of which it must call one. `allowed_tools` takes OpenAI's objects of that type.\n"
         "<https://platform.openai.com/docs/guides/function-calling/configuring-function-calling-behavior-using-the-"
         "tool_choice-parameter>",
         examples=["auto"],
@@ -170,6 +194,9 @@ class ChatRequest(Struct, kw_only=True):
         ),
     ] = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[
+        bool | None, doc("Whether one message may call several tools, or one several times", example=True)
+    ] = None
     tool_prompt: Annotated[
         str | None,
         doc(
@@ -184,6 +211,8 @@ class ChatRequest(Struct, kw_only=True):
     repetition_penalty: RepetitionPenalty = None
     top_k: TopK = None
     typical_p: TypicalP = None
+    min_tokens: MinTokens = None
+    ignore_eos: IgnoreEos = None
     add_generation_prompt: Annotated[
         bool | None, doc("Whether the prompt ends with what begins the assistant's turn")
     ] = None
@@ -215,8 +244,12 @@ class ChatRequest(Struct, kw_only=True):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def chat(self, tools: list[Tool] | None) -> bytes:
-        """What the tokenizer makes the prompt of, as JSON (its keys: tokenizer/chat.py)."""
-        names = ("tool_prompt", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return msgspec.json.encode({"messages": self.messages, **({"tools": tools} if tools else {}), **given})
+    def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
+        """What the tokenizer makes the prompt of, as JSON (its keys: tokenizer/chat.py), with the tools that may be
+        called."""
+        names = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
+        chat: dict[str, Any] = {"messages": self.messages}
+        if tools:
+            chat |= {"tools": tools, "tool_choice": "required" if must_call else "auto"}
+            names += ["tool_prompt", "parallel_tool_calls"]
+        return msgspec.json.encode(chat | {name: given for name in names if (given := getattr(self, name)) is not None})

@@ -7,8 +7,10 @@ from msgspec import Meta, Struct
 from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.openai import (
     FrequencyPenalty,
+    IgnoreEos,
     LogitBias,
     MaxTokens,
+    MinTokens,
     Model,
     N,
     PresencePenalty,
@@ -60,6 +62,8 @@ class CompletionRequest(Struct, kw_only=True):
     # Not TGI's, but what clients of other servers send
     top_k: TopK = None
     typical_p: TypicalP = None
+    min_tokens: MinTokens = None
+    ignore_eos: IgnoreEos = None
     response_format: GrammarType | None = None
 
     def __post_init__(self) -> None:

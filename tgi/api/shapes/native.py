@@ -125,6 +125,15 @@ class GenerateParameters(Struct, kw_only=True):
     ] = None
     grammar: Annotated[GrammarType | None, doc("What the generated text must match.")] = None
     adapter_id: Annotated[str | None, doc("Lora adapter id")] = None
+    # Not TGI's: transformers and other servers have them
+    min_new_tokens: Annotated[
+        UInt32 | None,
+        doc("Minimum number of tokens to generate: before that no token ends the text, and no stop string.", example=5),
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, doc("Go on where the model would end the text, until `max_new_tokens`.", example=False)
+    ] = None
+    ignore_eos_token: Annotated[bool | None, doc("TGI's inner name of `ignore_eos`.")] = None
 
     def __post_init__(self) -> None:
         """Floats are rounded to float32 as on TGI's side, so that bounds and draws see the same number."""
@@ -138,6 +147,11 @@ class GenerateParameters(Struct, kw_only=True):
     def stops(self) -> list[str]:
         """The stop strings as a list."""
         return stop_strings(self.stop)
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Under either name."""
+        return bool(self.ignore_eos or self.ignore_eos_token)
 
 
 class GenerateRequest(Struct):

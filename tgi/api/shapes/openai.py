@@ -133,6 +133,21 @@ TypicalP = Annotated[
     ),
 ]
 
+MinTokens = Annotated[
+    UInt32 | None,
+    doc(
+        "The minimum number of tokens to generate: before that no token ends the text, and no stop string.",
+        example=5,
+    ),
+]
+
+IgnoreEos = Annotated[
+    bool | None,
+    doc(
+        "Go on where the model would end the text, until `max_tokens`.",
+    ),
+]
+
 N = Annotated[
     UInt32 | None,
     doc(

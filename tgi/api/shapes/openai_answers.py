@@ -9,6 +9,7 @@ _ID = "Unique, and the same in all chunks of an answer"
 _Created = Annotated[int, doc("Seconds since 1970", example=1706270835, format="int64", minimum=0)]
 _Model = Annotated[str, doc(example="mistralai/Mistral-7B-Instruct-v0.2")]
 _Fingerprint = Annotated[str, doc(example="3.3.6-dev0-native")]
+_Reasoning = Annotated[str, doc("What the model has thought before it answered")]
 _ChatReason = Literal["stop", "length", "tool_calls"]
 _CompletionReason = Literal["stop", "length"]
 
@@ -66,6 +67,7 @@ class TextMessage(Answer):
     role: Annotated[str, doc(example="assistant")]
     content: Annotated[str, doc(example="My name is David and I")]
     tool_call_id: str | None = None
+    reasoning_content: _Reasoning | None = None
 
 
 class ToolCallMessage(Answer):
@@ -73,18 +75,19 @@ class ToolCallMessage(Answer):
 
     role: Annotated[str, doc(example="assistant")]
     tool_calls: list[ToolCall]
-    content: None = None
+    content: Annotated[str | None, doc("What it says beside")] = None
+    reasoning_content: _Reasoning | None = None
 
 
 class Function(Answer, kw_only=True):
-    """A piece of a call; the name comes with the first one."""
+    """The name of what is called, and what there is of its arguments, as JSON text."""
 
     name: str | None = None
     arguments: str
 
 
 class DeltaToolCall(Answer):
-    """A piece of a call."""
+    """The beginning of a call."""
 
     index: UInt32
     id: str
@@ -93,7 +96,7 @@ class DeltaToolCall(Answer):
 
 
 class ToolCallDelta(Answer):
-    """A piece of a turn that calls tools."""
+    """The first piece of a turn that begins with a call."""
 
     role: Annotated[str, doc(example="assistant")]
     tool_calls: list[DeltaToolCall]
@@ -106,18 +109,56 @@ class TextDelta(Answer):
 
 
 class ToolCallsDelta(Answer):
-    """A further piece of a turn that calls tools."""
+    """A call begins in a turn whose role is known."""
 
     tool_calls: list[DeltaToolCall]
 
 
+class FunctionArguments(Answer):
+    """What comes of the arguments, as JSON text."""
+
+    arguments: str
+
+
+class DeltaArguments(Answer):
+    """A further piece of a call; `index` says of which."""
+
+    index: UInt32
+    function: FunctionArguments
+
+
+class ArgumentsDelta(Answer):
+    """A further piece of a turn that calls tools."""
+
+    tool_calls: list[DeltaArguments]
+
+
+class ReasoningDelta(Answer, kw_only=True):
+    """A piece of what the model thinks before it answers; the first piece of a turn has the role."""
+
+    role: Annotated[str | None, doc(example="assistant")] = None
+    reasoning_content: _Reasoning
+
+
 class EmptyDelta(Answer):
-    """Nothing more: the chunk tells why the turn is over."""
+    """Nothing to show: a turn begins, a token brings nothing, or the chunk tells why the turn is over."""
+
+    role: Annotated[str | None, doc(example="assistant")] = None
 
 
 OutputMessage = Annotated[Any, any_of("OutputMessage", TextMessage, ToolCallMessage)]
 ChatCompletionDelta = Annotated[
-    Any, any_of("ChatCompletionDelta", TextMessage, ToolCallDelta, TextDelta, ToolCallsDelta, EmptyDelta)
+    Any,
+    any_of(
+        "ChatCompletionDelta",
+        TextMessage,
+        ToolCallDelta,
+        TextDelta,
+        ReasoningDelta,
+        ToolCallsDelta,
+        ArgumentsDelta,
+        EmptyDelta,
+    ),
 ]
 
 

@@ -31,6 +31,7 @@ REFINED: dict[str, dict[str, Any]] = {
     "ToolCall": {
         "allOf": [{"properties": {"function": {"anyOf": [{"required": ["arguments"]}, {"required": ["parameters"]}]}}}],
     },
+    "ToolChoiceObject": {"anyOf": [{"required": ["function"]}, {"required": ["type", "allowed_tools"]}]},
     "GrammarType": {
         "anyOf": [
             _object(["type", "value"], type=_type("json"), value=_JSON_SCHEMA),

@@ -3,7 +3,6 @@
 import torch
 
 from tgi.worker.attention.cpu import CpuAttention
-from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Attention, KVShape
 
@@ -11,6 +10,8 @@ from tgi.worker.batch import Attention, KVShape
 def build_attention(kv: KVShape, pages: int, device: torch.device) -> Attention:
     """The backend of a model and device, with memory for `pages` pages, numbered from 0."""
     if device.type == "cuda":
+        from tgi.worker.attention.cuda import CudaAttention  # imports torch's compiler, which takes over a second
+
         return CudaAttention(kv, pages, device)
     if kv.kernels is not None:
         return NativeAttention(kv, pages, kv.kernels)
@@ -20,6 +21,8 @@ def build_attention(kv: KVShape, pages: int, device: torch.device) -> Attention:
 def page_size(kv: KVShape, device: torch.device) -> int:
     """Tokens per page."""
     if device.type == "cuda":
+        from tgi.worker.attention.cuda import CudaAttention
+
         return CudaAttention.page_size
     return CpuAttention.page_size if kv.kernels is None else NativeAttention.page_size
 

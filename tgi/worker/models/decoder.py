@@ -1,5 +1,6 @@
 """One decoder for many families of models: what differs between them is data in DecoderConfig."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import Rotary
 from tgi.worker.linear import Linear, choose_rows
+from tgi.worker.lora.deltas import Deltas, LayerDeltas
+from tgi.worker.lora.reading import read_adapter
+from tgi.worker.lora.weights import LoraWeights, number_format, shapes
 from tgi.worker.models.config import DecoderConfig
 from tgi.worker.native.kernels import Kernels
 
@@ -69,6 +73,9 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
         self._rows = choose_rows([*linears, weights.head])
+        # For adapters: the first matrix of each MLP, without the activation. Made when the first adapter comes.
+        self._bare: list[Linear | None] = []
+        self._adapter_dtype = number_format(dtype, device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
@@ -83,20 +90,42 @@ class Decoder:
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         plan = attention.plan(batch)
+        deltas = self._deltas(batch, len(tokens)) if batch.adapted else None
         for number, layer in enumerate(self._weights.layers):
+            lora = None if deltas is None else deltas.of(number, self._bare[number])
             normed = _normed(layer.attention_before, hidden)
-            mixed = self._mix(number, layer, normed, angles, count, attention, plan)
-            hidden = self._join(layer.output, mixed, layer.attention_after, hidden)
+            mixed = self._mix(number, layer, normed, angles, count, attention, plan, lora)
+            hidden = self._join(layer.output, mixed, layer.attention_after, hidden, lora, "output")
             if not config.parallel:
                 normed = _normed(layer.mlp_before, hidden)
             if isinstance(layer.mlp, Mlp):
-                hidden = self._join(layer.mlp.down, layer.mlp.inner(normed), layer.mlp_after, hidden)
+                inner = layer.mlp.inner(normed) if lora is None else lora.inner(layer.mlp, normed)
+                hidden = self._join(layer.mlp.down, inner, layer.mlp_after, hidden, lora, "down")
             else:
                 hidden = self._add(layer.mlp(normed, count), layer.mlp_after, hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
         return self._logits(hidden, batch.draw_at)
+
+    def adapter(self, directory: Path) -> LoraWeights:
+        """See Model."""
+        found = read_adapter(directory, self._config, self._adapter_dtype, self.device)
+        self.prepare()
+        return found
+
+    def prepare(self) -> None:
+        """Makes ready for the first adapter."""
+        if not self._bare:
+            firsts = [_first(layer.mlp) for layer in self._weights.layers]
+            bare = [None if first is None else first.bare() for first in firsts]
+            choose_rows([linear for linear in bare if linear is not None])
+            self._bare = bare
+
+    def _deltas(self, batch: Batch, rows: int) -> Deltas:
+        return Deltas(
+            batch.adapted, batch.tokens.shape[0], rows, shapes(self._config), self._adapter_dtype, self.device
+        )
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
@@ -106,9 +135,14 @@ class Decoder:
             logits = logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _join(self, linear: Linear, x: Tensor, after: Norm | None, hidden: Tensor) -> Tensor:
-        """hidden + residual_scale * after(linear(x))."""
-        return linear(x, hidden) if linear.then == "add" else self._add(linear(x), after, hidden)
+    def _join(
+        self, linear: Linear, x: Tensor, after: Norm | None, hidden: Tensor, lora: LayerDeltas | None, place: str
+    ) -> Tensor:
+        """hidden + residual_scale * after(linear(x)), the linear layer with what adapters add."""
+        found = linear(x, hidden) if linear.then == "add" else linear(x)
+        if lora is not None:
+            lora.add(place, x, found)
+        return found if linear.then == "add" else self._add(found, after, hidden)
 
     def _add(self, found: Tensor, after: Norm | None, hidden: Tensor) -> Tensor:
         """hidden + residual_scale * after(found)."""
@@ -126,13 +160,17 @@ class Decoder:
         count: int,
         attention: Attention,
         plan: Any,
+        lora: LayerDeltas | None,
     ) -> Tensor:
         """What the layer's attention finds for each row of `normed` [rows, hidden]: [rows, heads * head_dim].
 
         The first `count` rows are tokens, the others padding.
         """
         heads, kv_heads, head_dim = self.kv.heads, self.kv.kv_heads, self.kv.head_dim
-        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
+        found = layer.qkv(normed)
+        if lora is not None:
+            lora.add("attention", normed, found)
+        qkv = found.view(-1, heads + 2 * kv_heads, head_dim)
         query, key = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
         if layer.head_norm is not None:
             qkv[:, : heads + kv_heads] = layer.head_norm(qkv[:, : heads + kv_heads])
@@ -149,6 +187,11 @@ class Decoder:
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _first(mlp: Mlp | Experts) -> Linear | None:
+    """The layer of an MLP that has the activation. None for experts, which no adapter changes."""
+    return None if isinstance(mlp, Experts) else mlp.gate or mlp.up
 
 
 def _linears(layer: Layer) -> list[Linear]:

@@ -139,6 +139,13 @@ class Fallback:
                     reader.read(self._run(tokens, positions, block, step).float())
         return logits[: len(batch.draw_at)].float()
 
+    def adapter(self, directory: Path) -> Any:
+        """See Model. None fits: nobody knows what the projections of this model are called."""
+        raise UserError(
+            f"The adapter in {directory} cannot be served: LoRA adapters need a model that this server computes "
+            "itself, and this one runs through transformers. Merge the adapter into the model's weights instead."
+        )
+
     def _run(self, tokens: Tensor, positions: Tensor, draw_at: Tensor, step: Step) -> Tensor:
         """Logits [D, vocab] at `draw_at`."""
         keep = {"logits_to_keep": draw_at} if self._keeps else {}

@@ -1,0 +1,148 @@
+#!/usr/bin/env python
+"""Measures what LoRA adapters cost: a decode step of 16 rows that share them, against one without any.
+
+    OMP_NUM_THREADS=1 .venv/bin/python scripts/bench_lora.py [--adapters 1,2,4,12+4] [--ranks 8,16,64] [--rounds 40]
+
+The model has the shape of SmolLM2-135M (bfloat16, random weights); every adapter changes all seven projections of every
+layer. The rows of a step take turns with the adapters; "12+4" means that 12 rows have four adapters and four rows none.
+All kinds of steps are run in turn, so that what disturbs the machine disturbs them alike. Printed are the median CPU
+times of the thread, which other work disturbs less than the clock (so run it with one), and the median of the ratios to
+the plain step of the same round.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tgi.kernel.messages import Adapter, Limits, Sampling, Slot, Step, encode
+from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.worker.attention import build_attention
+from tgi.worker.engine import TorchEngine
+from tgi.worker.lora.shelf import Fetched
+from tgi.worker.lora.weights import PROJECTIONS, LoraWeights, Pair, shapes
+from tgi.worker.models.config import DecoderConfig
+from tgi.worker.models.decoder import Decoder
+from tgi.worker.models.reading import decoder_config
+from tgi.worker.models.weights import WeightReader
+from tgi.worker.threads import choose_threads
+
+ROWS = 16
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+CPU = torch.device("cpu")
+
+
+class RandomCheckpoint:
+    """Stands for the files of a model."""
+
+    def __contains__(self, name: str) -> bool:
+        return name != "lm_head.weight"
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Numbers that keep the scale of what passes through."""
+        found = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) / shape[-1] ** 0.5
+        return found.to(torch.bfloat16)
+
+
+def make_adapter(config: DecoderConfig, rank: int) -> LoraWeights:
+    """An adapter of every projection."""
+    sizes = [shapes(config)[name] for name in PROJECTIONS]
+    return LoraWeights(
+        [
+            [Pair(torch.randn(size.inputs, rank) / 100, torch.randn(rank, size.outputs) / 100) for size in sizes]
+            for _ in config.layers
+        ]
+    )
+
+
+class Bench:
+    """An engine with 16 slots for each kind of step."""
+
+    def __init__(self, kinds: list[tuple[str, int]], prompt: int, rounds: int) -> None:
+        config = decoder_config(CONFIG)
+        reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU)  # type: ignore[arg-type]
+        with torch.inference_mode():
+            model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU)
+        model.prepare()
+        self.prompt = prompt
+        self.each = -(-(prompt + rounds + 2) // 16)
+        slots = ROWS * (len(kinds) + 1)
+        pages = slots * self.each
+        limits = Limits(
+            16 * self.each, 16 * self.each - 1, 16 * pages, 4096, slots, pages, 16, 49152, "bfloat16", "cpu"
+        )
+        self.engine = TorchEngine(model, build_attention(model.kv, pages, CPU), limits)
+        for rank in sorted({rank for _, rank in kinds}):
+            for number in range(4):
+                named = Adapter(f"{rank}-{number}", "", f"{rank}-{number}".encode())
+                self.engine.adapters.put(Fetched(named, make_adapter(config, rank)))
+        self.number = 0
+        self.known = [0] * (len(kinds) + 1)
+        self._begin(0, [Sampling(0)] * ROWS)
+        for at, (spread, rank) in enumerate(kinds, 1):
+            adapted, _, _ = spread.partition("+")
+            count, rows = (4, int(adapted)) if "+" in spread else (int(adapted), ROWS)
+            names = [f"{rank}-{row % count}" if row < rows else "" for row in range(ROWS)]
+            self._begin(at, [Sampling(0, adapter=name, adapter_digest=name.encode()) for name in names])
+
+    def _begin(self, kind: int, samplings: list[Sampling]) -> None:
+        ids = pack(INT32, range(100, 100 + self.prompt))
+        own = range(kind * ROWS, (kind + 1) * ROWS)
+        new = [Slot(slot, ids, self.prompt, encode(how)) for slot, how in zip(own, samplings, strict=True)]
+        owners = pack(INT32, [slot for slot in own for _ in range(self.each)])
+        pages = pack(INT32, range(own.start * self.each, own.stop * self.each))
+        self._run(kind, self.prompt, new, owners, pages)
+
+    def _run(self, kind: int, count: int, new: list[Slot], owners: bytes = b"", pages: bytes = b"") -> float:
+        self.number += 1
+        rows = pack(INT32, range(kind * ROWS, (kind + 1) * ROWS))
+        starts, counts = (pack(INT32, [value] * ROWS) for value in (self.known[kind], count))
+        step = Step(self.number, 1, new, owners, pages, rows, starts, counts, pack(UINT8, [1] * ROWS))
+        began = time.thread_time()
+        result = self.engine.collect(self.engine.launch(step))
+        needed = time.thread_time() - began
+        assert not result.error
+        assert not result.faults
+        self.known[kind] += count
+        return needed
+
+    def decode(self, kind: int) -> float:
+        """CPU seconds for one token in each row of a kind of step; 0 is without adapters."""
+        return self._run(kind, 1, [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adapters", default="1,2,4,12+4")
+    parser.add_argument("--ranks", default="8,16,64")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--prompt", type=int, default=64)
+    options = parser.parse_args()
+    kinds = [(spread, int(rank)) for rank in options.ranks.split(",") for spread in options.adapters.split(",")]
+    threads = choose_threads()
+    bench = Bench(kinds, options.prompt, options.rounds)
+    measured = [[bench.decode(kind) for kind in range(len(kinds) + 1)] for _ in range(options.rounds)][1:]
+    plain = 1000 * statistics.median(row[0] for row in measured)
+    print(f"{ROWS} rows, {threads} threads; without adapters {plain:.1f} ms")
+    print("| rank | adapters | ms | ratio |\n|---|---|---|---|")
+    for at, (spread, rank) in enumerate(kinds, 1):
+        needed = 1000 * statistics.median(row[at] for row in measured)
+        ratio = statistics.median(row[at] / row[0] for row in measured)
+        print(f"| {rank} | {spread} | {needed:.1f} | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

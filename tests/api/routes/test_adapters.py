@@ -1,0 +1,203 @@
+"""Adapters on all routes: who is asked for, how they are listed, and how they come and go."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import READY, Front, standard, two_tokens
+from tests.api.test_lifecycle import Stream
+from tgi.kernel.messages import Adapt, Adapted, Adapter, Generate
+
+POEMS, CODE = Adapter("poems", "/lora/poems", b"\1" * 16), Adapter("org/code", "/lora/code", b"\2" * 16)
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def serve_adapters(serve: Any) -> Any:
+    """serve(...) with two adapters loaded."""
+
+    def start(*answer: Any, **settings: Any) -> Front:
+        front: Front = serve(*answer, up=False, **settings)
+        front.tokenizers[0].start(READY._replace(adapters=[POEMS, CODE]))
+        front.until_ready()
+        return front
+
+    return start
+
+
+def asked(front: Front) -> tuple[str, bytes]:
+    """The adapter of the latest generation."""
+    sampling = front.tokenizers[0].next(Generate).sampling
+    return sampling.adapter, sampling.adapter_digest
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"inputs": "x", "parameters": {"adapter_id": "poems"}}),
+        ("/generate_stream", {"inputs": "x", "parameters": {"adapter_id": "poems"}}),
+        ("/", {"inputs": "x", "parameters": {"adapter_id": "poems"}, "stream": True}),
+        ("/invocations", {"inputs": "x", "parameters": {"adapter_id": "poems"}}),
+        ("/invocations", CHAT | {"model": "poems"}),
+        ("/vertex", {"instances": [{"inputs": "x", "parameters": {"adapter_id": "poems"}}]}),
+        ("/vertex", {"instances": [CHAT | {"model": "poems"}]}),
+        ("/v1/chat/completions", CHAT | {"model": "poems"}),
+        ("/v1/completions", {"prompt": "x", "model": "poems", "stream": True}),
+        (
+            "/v2/models/m/versions/1/infer",
+            {
+                "id": "1",
+                "inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": [120]}],
+                "outputs": [{"name": "b"}],
+                "parameters": {"adapter_id": "poems"},
+            },
+        ),
+    ],
+)
+def test_every_generation_route_takes_one(serve_adapters: Any, path: str, body: dict[str, Any]) -> None:
+    front = serve_adapters(kserve=True)
+    assert front.post(path, json.dumps(body)).status == 200
+    assert asked(front) == ("poems", POEMS.digest)
+
+
+@pytest.mark.parametrize("name", ["Poems", "poems ", "", "m", "{ask}"])
+def test_a_name_that_is_none_is_refused_on_native_routes_and_the_model_on_openais(
+    serve_adapters: Any, name: str
+) -> None:
+    front = serve_adapters()
+    for path in ("/generate", "/generate_stream"):
+        reply = front.post(path, json.dumps({"inputs": "x", "parameters": {"adapter_id": name}}))
+        text = f"Input validation error: `adapter_id` {name} not found"
+        assert (reply.status, json.loads(reply.body)) == (422, {"error": text, "error_type": "validation"})
+    assert front.post("/v1/completions", json.dumps({"prompt": "x", "model": name})).status == 200
+    assert asked(front) == ("", b"")
+
+
+def test_answers_name_the_adapter(serve_adapters: Any) -> None:
+    front = serve_adapters()
+    for name, echoed in (("poems", "poems"), ("org/code", "org/code"), ("tgi", "m"), (None, "m")):
+        chat = front.post("/v1/chat/completions", json.dumps(CHAT | {"model": name}))
+        completion = front.post("/v1/completions", json.dumps({"prompt": "x", "model": name}))
+        assert [json.loads(reply.body)["model"] for reply in (chat, completion)] == [echoed, echoed]
+
+
+def test_they_are_listed_behind_the_model(serve_adapters: Any) -> None:
+    front = serve_adapters()
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "m"} for name in ("m", "poems", "org/code")]
+    assert json.loads(front.get("/v1/models").body) == {"object": "list", "data": models}
+    for model in models:
+        assert json.loads(front.get(f"/v1/models/{model['id']}").body) == model
+    front.tokenizers[0].send(READY._replace(limits=None))  # says nothing of them
+    front.tokenizers[0].send(READY._replace(adapters=[CODE]))
+    while len(front.router.adapters) == 2:
+        assert front.get("/v1/models/org/code").status == 200
+    assert front.get("/v1/models/poems").status == 404
+
+
+def test_a_stream_goes_on_with_the_adapter_that_began_it(serve_adapters: Any) -> None:
+    front = serve_adapters(lambda message: None)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front, body='{"inputs":"x","parameters":{"adapter_id":"poems"}}')
+    first = tokenizer.next(Generate)
+    tokenizer.send(two_tokens(first)[0])
+    stream.until(b'"index":1')
+    tokenizer.stop()
+    tokenizer.start(READY._replace(adapters=[POEMS._replace(digest=b"\3" * 16)]))
+    again = tokenizer.next(Generate)
+    assert again.sampling == first.sampling
+    tokenizer.send(*two_tokens(again)[1:])
+    assert stream.rest().status == 200
+
+
+# Loading and unloading
+
+
+def load(name: Any = "new", path: Any = "/lora/new") -> str:
+    return json.dumps({"lora_name": name, "lora_path": path})
+
+
+def test_they_come_and_go(serve_adapters: Any) -> None:
+    new = Adapter("new", "/lora/new", b"\4" * 16)
+
+    def answer(message: Any) -> list[Any]:
+        if not isinstance(message, Adapt):
+            return standard(message)
+        return [READY._replace(adapters=[POEMS, new] if message.path else [POEMS]), Adapted(message.rid)]
+
+    front = serve_adapters(answer, allow_adapter_updates=True)
+    reply = front.post(LOAD, load())
+    assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
+    assert reply.body == b'{"id":"new","object":"model","created":0,"owned_by":"m"}'
+    assert front.tokenizers[0].next(Adapt)[1:] == ("new", "/lora/new")
+    assert front.post("/generate", '{"inputs":"x","parameters":{"adapter_id":"new"}}').status == 200
+    assert asked(front) == ("new", new.digest)
+    reply = front.post(UNLOAD, '{"lora_name":"new"}')
+    assert (reply.status, reply.body) == (200, b'{"id":"new","object":"model","deleted":true}')
+    assert front.tokenizers[0].next(Adapt)[1:] == ("new", "")
+    assert front.post("/generate", '{"inputs":"x","parameters":{"adapter_id":"new"}}').status == 422
+    again = front.post(UNLOAD, '{"lora_name":"new"}')
+    assert (again.status, json.loads(again.body)["error_type"]) == (404, "not_found")
+    assert front.router.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (load(""), "`lora_name` must have 1 to 256 printable characters"),
+        (load("x" * 257), "`lora_name` must have 1 to 256 printable characters"),
+        (load("a\nb"), "`lora_name` must have 1 to 256 printable characters"),
+        (load("tgi"), "`lora_name` tgi is what the base model is called"),
+        (load("m"), "`lora_name` m is what the base model is called"),
+        (load(path="lora/new"), "`lora_path` must be the absolute path of a directory on the server's host. "),
+        (load(path="owner/name"), "Adapters of the Hub are loaded at start, with --lora-adapters"),
+        (load(path="/a\0b"), "`lora_path` must be the absolute path"),
+        (load(path=""), "`lora_path` must be the absolute path"),
+    ],
+)
+def test_names_and_paths_that_cannot_be(serve_adapters: Any, body: str, text: str) -> None:
+    front = serve_adapters(allow_adapter_updates=True)
+    reply = front.post(LOAD, body)
+    assert (reply.status, json.loads(reply.body)["error_type"]) == (422, "validation")
+    assert text in json.loads(reply.body)["error"]
+
+
+def test_the_workers_reason_is_told(serve_adapters: Any) -> None:
+    front = serve_adapters(lambda message: [Adapted(message.rid, "its rank is 0")], allow_adapter_updates=True)
+    for path, body in ((LOAD, load()), (UNLOAD, '{"lora_name":"poems"}')):
+        reply = front.post(path, body)
+        assert reply.status == 422
+        assert json.loads(reply.body) == {"error": "Adapter error: its rank is 0", "error_type": "adapter_error"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"),
+    [({}, 403), ({"allow_adapter_updates": True, "api_key": ("k",)}, 401), ({"allow_adapter_updates": True}, 503)],
+)
+def test_nothing_changes_without_leave_key_or_model(serve: Any, settings: dict[str, Any], status: int) -> None:
+    front = serve(up=status != 503, **settings)
+    for path in (LOAD, UNLOAD):
+        reply = front.post(path, load("poems"))
+        assert reply.status == status
+        if status == 403:
+            assert json.loads(reply.body)["error_type"] == "forbidden"
+            assert "--allow-adapter-updates" in json.loads(reply.body)["error"]
+    if status == 401:
+        assert front.post(LOAD, load(), authorization="Bearer k").status == 200
+
+
+def test_a_tokenizer_that_dies_is_not_the_end_of_it_but_many_are(serve_adapters: Any) -> None:
+    front = serve_adapters(lambda message: None, allow_adapter_updates=True)
+    tokenizer = front.tokenizers[0]
+    for deaths in (1, 3):
+        stream = Stream(front, LOAD, load())
+        for _ in range(deaths):
+            assert tokenizer.next(Adapt)[1:] == ("new", "/lora/new")
+            tokenizer.stop()
+            tokenizer.start()
+        if deaths == 1:
+            tokenizer.send(Adapted(tokenizer.next(Adapt).rid))
+        reply = stream.rest()
+        assert reply.status == (200 if deaths == 1 else 500)
+    assert json.loads(reply.body)["error"] == "Adapter error: the tokenizer died 3 times while it had this request"

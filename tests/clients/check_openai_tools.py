@@ -1,0 +1,162 @@
+"""Calls of tools through OpenAI's SDK: whole, streamed, and by its helpers, which parse what they join."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+
+from tests.clients.served import ASKED, TOOLS, URL, check_call
+
+ASK: dict[str, Any] = {"model": "tgi", "messages": ASKED, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+MUST = ASK | {"tool_choice": "required", "parallel_tool_calls": False}
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def whole(client: OpenAI) -> ChatCompletion:
+    """The answer to MUST; the same whenever it is asked for."""
+    return client.chat.completions.create(**MUST)
+
+
+def called(message: ChatCompletionMessage) -> tuple[str, str]:
+    """The one call of a message."""
+    [call] = message.tool_calls or []
+    assert call.id.startswith("call_")
+    assert call.type == "function"
+    check_call(call.function.name, call.function.arguments)
+    return call.function.name, call.function.arguments
+
+
+def check(answer: ChatCompletion) -> tuple[str, str]:
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    return called(choice.message)
+
+
+def joined(chunks: list[ChatCompletionChunk]) -> tuple[str, str]:
+    """The one call of a stream: its name and id come once."""
+    pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert {piece.index for piece in pieces} == {0}
+    assert pieces[0].id.startswith("call_")
+    assert (
+        [piece.id for piece in pieces[1:]]
+        == [piece.function.name for piece in pieces[1:]]
+        == [None] * (len(pieces) - 1)
+    )
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
+    return pieces[0].function.name, "".join(piece.function.arguments for piece in pieces)
+
+
+def test_a_call_whole_and_streamed(client: OpenAI, whole: ChatCompletion) -> None:
+    chunks = list(client.chat.completions.create(stream=True, **MUST))
+    assert joined(chunks) == check(whole)
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize("choice", [NAMED, "get_time", ALLOWED, [NAMED]], ids=["object", "string", "allowed", "list"])
+def test_a_named_tool_is_called(client: OpenAI, choice: Any) -> None:
+    answer = client.chat.completions.create(**MUST | {"tool_choice": choice})
+    assert check(answer)[0] == "get_time"
+
+
+def test_the_model_may_choose(client: OpenAI) -> None:
+    """Text or a call: the stream says the same."""
+    answer = client.chat.completions.create(**ASK | {"max_tokens": 30}).choices[0]
+    chunks = list(client.chat.completions.create(stream=True, **ASK | {"max_tokens": 30}))
+    if answer.finish_reason == "tool_calls":
+        assert joined(chunks) == called(answer.message)
+    else:
+        assert answer.message.tool_calls is None
+        assert answer.message.content == "".join(chunk.choices[0].delta.content or "" for chunk in chunks) != ""
+        assert chunks[-1].choices[0].finish_reason == answer.finish_reason
+
+
+def test_no_tool_is_called(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**ASK | {"tool_choice": "none", "max_tokens": 5}).choices[0]
+    assert answer.message.tool_calls is None
+    assert answer.message.content
+
+
+def test_the_stream_helper(client: OpenAI, whole: ChatCompletion) -> None:
+    kinds = []
+    with client.chat.completions.stream(**MUST) as stream:
+        for event in stream:
+            kinds.append(event.type)
+            if event.type == "tool_calls.function.arguments.done":
+                done = event
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert "content.delta" not in kinds
+    call = final.choices[0].message.tool_calls[0]
+    assert (done.name, done.arguments) == check(final) == check(whole)
+    assert call.function.parsed_arguments == done.parsed_arguments == json.loads(done.arguments)
+
+
+def test_the_parse_helper(client: OpenAI) -> None:
+    call = client.chat.completions.parse(**MUST).choices[0].message.tool_calls[0]
+    assert call.function.parsed_arguments == json.loads(call.function.arguments)
+
+
+def test_choices_and_logprobs(client: OpenAI) -> None:
+    """Each choice has its own call; each token's logprobs come once."""
+    asked = MUST | {"temperature": 1.5, "seed": 3, "n": 2, "logprobs": True}
+    answer = client.chat.completions.create(**asked)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion()
+    for whole, other in zip(answer.choices, streamed.choices, strict=True):
+        assert called(whole.message) == called(other.message)
+        assert [token.token for token in whole.logprobs.content] == [token.token for token in other.logprobs.content]
+    ids = [choice.message.tool_calls[0].id for choice in answer.choices + streamed.choices]
+    assert len(set(ids)) == 4
+
+
+def test_the_result_goes_back(client: OpenAI, whole: ChatCompletion) -> None:
+    """The message of the first answer and the tool's result make the second prompt; then the model speaks."""
+    message = whole.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 degrees, sunny"}
+    turns = [*ASKED, message, result, {"role": "user", "content": "Say it in a sentence."}]
+    answer = client.chat.completions.create(**ASK | {"messages": turns, "tool_choice": "none", "max_tokens": 9})
+    assert answer.choices[0].message.content
+    again = client.chat.completions.create(**MUST | {"messages": turns})
+    assert again.choices[0].message.tool_calls[0].id != message.tool_calls[0].id
+
+
+def test_async(whole: ChatCompletion) -> None:
+    async def use() -> Any:
+        async with AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            answer = await client.chat.completions.create(**MUST)
+            chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **MUST)]
+            async with client.chat.completions.stream(**MUST) as stream:
+                return answer, chunks, await stream.get_final_completion()
+
+    answer, chunks, final = asyncio.run(use())
+    assert check(whole) == check(answer) == joined(chunks) == check(final)
+
+
+def test_a_call_that_is_cut_off(client: OpenAI, whole: ChatCompletion) -> None:
+    cut = MUST | {"max_tokens": whole.usage.completion_tokens - 4}
+    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+        client.chat.completions.create(**cut)
+    assert "Failed to parse generated text" in str(refusal.value.body)
+    chunks = list(client.chat.completions.create(stream=True, **cut))
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_refusals(client: OpenAI) -> None:
+    for wrong in ({"tool_choice": "fly"}, {"tools": [*TOOLS, TOOLS[0]]}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.UnprocessableEntityError) as refusal:
+            client.chat.completions.create(**ASK | wrong)
+        assert "Tool error" in str(refusal.value.body)

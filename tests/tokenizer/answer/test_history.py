@@ -1,0 +1,62 @@
+"""A conversation with calls and their results renders with each family's template, as its model wrote it."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tests.tokenizer.answer.families import FAMILIES, SUN, TOOLS
+from tgi.tokenizer.chat import Chats
+from tgi.tokenizer.template import ChatTemplates, TemplateError
+
+ID = "call_0123456789abcdef"
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "How is Ulm?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Ask.",
+        "tool_calls": [{"id": ID, "type": "function", "function": {"name": SUN[0], "arguments": SUN[1]}}],
+    },
+    {"role": "tool", "tool_call_id": ID, "name": SUN[0], "content": '{"sky": "blue"}'},
+]
+
+
+def render(key: str, *turns: dict[str, Any]) -> str:
+    chats = Chats(ChatTemplates({"default": FAMILIES[key].template}, {}))
+    return chats.text(json.dumps({"messages": turns, "tools": TOOLS}).encode())
+
+
+@pytest.mark.parametrize("key", ["hermes", "thinking", "llama", "mistral-args"])
+def test_calls_stand_as_the_model_writes_them(key: str) -> None:
+    text = render(key, *TURNS)
+    assert FAMILIES[key].write(SUN) in text
+    assert '{"sky": "blue"}' in text.partition(SUN[1])[2]
+    assert ("<think>\nAsk.\n</think>" in text) == (key == "thinking")
+
+
+def test_ids_of_nine_characters_where_they_must_be() -> None:
+    text = render("mistral", *TURNS)
+    (call,) = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("[TOOL_RESULTS]")[0])
+    result = json.loads(text.partition("[TOOL_RESULTS] ")[2].partition("[/TOOL_RESULTS]")[0])
+    assert call["arguments"] == json.loads(SUN[1])
+    assert call["id"] == result["call_id"] != ID
+    assert len(call["id"]) == 9
+    short = json.loads(json.dumps(TURNS).replace(ID, "abcDEF123"))
+    assert '"call_id": "abcDEF123"' in render("mistral", *short)
+
+
+def test_a_template_may_refuse_several_calls() -> None:
+    twice = {**TURNS[1], "tool_calls": TURNS[1]["tool_calls"] * 2}
+    with pytest.raises(TemplateError, match="one call at once"):
+        render("llama", TURNS[0], twice)
+
+
+@pytest.mark.parametrize("calls", ["none", 3, [None], [{"id": 5}]])
+def test_calls_of_any_shape_do_no_harm(calls: Any) -> None:
+    odd = {"role": "assistant", "content": "Hm", "tool_calls": calls, "tool_call_id": 3}
+    for key in FAMILIES:
+        chats = Chats(ChatTemplates({"default": "length != 9{{ messages | length }}" + FAMILIES[key].template}, {}))
+        with suppress(TemplateError):  # a template may well refuse them
+            assert chats.text(json.dumps({"messages": [TURNS[0], odd]}).encode())

@@ -1,0 +1,63 @@
+"""Adapters in an engine: rows that mix them, that outlive their names, and that come without theirs."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models import model as make
+from tests.worker.driving import drive, make_engine
+from tests.worker.loras import make_adapter
+from tests.worker.test_scripted import slot, step
+from tgi.kernel.messages import Sampling, encode
+from tgi.kernel.pack import floats, ints
+from tgi.worker.engine import TorchEngine
+from tgi.worker.load import build_model
+from tgi.worker.lora.shelf import stock
+
+PROMPTS = [[7, 9, 30, 41, 5], [8] * 20, [7, 9, 30, 41, 5], [100, 3]]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    directory = make("llama", dtype="bfloat16")
+    made = make_engine(build_model(directory, "auto", "cpu", lambda stage, percent: None))
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, rank in (("a", 4), ("b", 9)):
+        stock(made.adapters, ((name, str(make_adapter(folder / name, directory, rank, seed=rank))),))
+    return made
+
+
+def asking(engine: TorchEngine, name: str, **values: float) -> Sampling:
+    (digest,) = (one.digest for one in engine.adapters.listed if one.name == name)
+    return Sampling(3, adapter=name, adapter_digest=digest, **values)  # type: ignore[arg-type]
+
+
+def test_requests_of_all_kinds_at_once_are_those_alone(engine: TorchEngine) -> None:
+    samplings = [asking(engine, "a"), asking(engine, "b", temperature=0.8), Sampling(3), asking(engine, "b")]
+    alone = [drive(engine, [one], 6, [how])[0] for one, how in zip(PROMPTS, samplings, strict=True)]
+    assert drive(engine, PROMPTS, 6, samplings) == alone
+    assert drive(engine, PROMPTS, 6, samplings, chunk=3, stagger=2) == alone
+    assert alone[0].ids != alone[2].ids
+
+
+def test_running_rows_keep_what_is_replaced_and_unloaded(engine: TorchEngine, tmp_path: Path) -> None:
+    how = asking(engine, "a")
+    ids, logprobs, _ = drive(engine, PROMPTS[:1], 4, [how])[0]
+    engine.reset()
+    first = step(1, [(0, 0, 5, 1)], [slot(0, PROMPTS[0], encode(how))], [(0, 0)])
+    found = [engine.collect(engine.launch(first))]
+    other = make_adapter(tmp_path / "other", make("llama", dtype="bfloat16"), seed=77)
+    assert engine.adapters.put(engine.adapters.fetch("a", other))
+    found.append(engine.collect(engine.launch(step(2, [(0, 5, 1, 1)]))))
+    engine.adapters.drop("a")
+    rows = [(0, 6, 1, 1), (1, 0, 5, 0)]
+    found.append(engine.collect(engine.launch(step(3, rows, [slot(1, PROMPTS[0], encode(how))], [(1, 1)]))))
+    assert [token for result in found for token in ints(result.ids)] == ids[:3]
+    assert [value for result in found for value in floats(result.logprobs)] == logprobs[:3]
+    # Once nobody holds it, it is gone: whoever comes for it then is at fault, and nobody else.
+    engine.reset()
+    news = [slot(0, PROMPTS[0], encode(how)), slot(1, PROMPTS[0])]
+    result = engine.collect(engine.launch(step(4, [(0, 0, 5, 1), (1, 0, 5, 1)], news, [(0, 0), (1, 1)])))
+    assert result.faults == ["the adapter a is not loaded any more", ""]
+    assert len(ints(result.ids)) == 2
+    assert result.error == ""

@@ -1,0 +1,108 @@
+"""A step on its way: its columns while it is planned, and what it must be answered with once it is sent."""
+
+from array import array
+from typing import NamedTuple
+
+from tgi.kernel.messages import Result, Slot, Step
+from tgi.kernel.pack import INT32
+from tgi.scheduler.prompts import Telling, told_fit
+from tgi.scheduler.request import Request
+from tgi.scheduler.tokens import tops_fit
+
+
+class Flight(NamedTuple):
+    """A step that was sent and not yet answered."""
+
+    step: Step
+    drawing: list[Request]  # the rows that draw, in their order
+    prefilling: list[Request]  # rows of chunks that do not finish their prompt
+    telling: list[Telling]  # the rows that tell logprobs of their prompts, in their order
+    decode_rows: int
+    prefill_tokens: int
+    admitted: int  # requests that came from the queue
+    joined: bool  # they joined others that ran already
+    sent: float
+    drafts: list[int]  # of each decode row, which are the first that draw; empty if none has any
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have a row."""
+        return self.drawing + self.prefilling
+
+    @property
+    def method(self) -> str:
+        """TGI's word for what it computes."""
+        return "prefill" if self.prefill_tokens else "decode"
+
+    def fault(self, result: Result, vocab_size: int) -> str:
+        """In what a result does not answer this step; "" if it does."""
+        number, rows = self.step.number, len(self.drawing)
+        if result.number != number:
+            return f"the result of step {result.number} came where that of step {number} was due"
+        if result.counts != b"\1" * rows and not self._fits(result.counts):
+            return f"the result of step {number} does not have a token for each of {rows} rows and at most its drafts"
+        drawn = sum(result.counts)
+        if len(result.ids) != 4 * drawn or len(result.logprobs) != 4 * drawn:
+            return f"the result of step {number} does not have an id and a logprob for each of {drawn} tokens"
+        if len(result.faults) not in (0, rows):
+            return f"the result of step {number} names {len(result.faults)} faults for {rows} rows"
+        if not tops_fit(result, drawn):
+            return f"the columns of likeliest tokens in the result of step {number} do not fit its {drawn} tokens"
+        if not told_fit(result, self.telling, vocab_size):
+            return f"the result of step {number} does not have the logprobs of the prompts' tokens that it computed"
+        return ""
+
+    def _fits(self, counts: bytes) -> bool:
+        """Whether each drawing row can have got so many tokens."""
+        most = [1 + drafts for drafts in self.drafts] + [1] * (len(self.drawing) - len(self.drafts))
+        return len(counts) == len(most) and all(1 <= count <= one for count, one in zip(counts, most, strict=True))
+
+
+class Outline:
+    """The columns of a step that is being planned."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.page_slots = array(INT32)
+        self.page_ids = array(INT32)
+        self.rows = array(INT32)
+        self.starts = array(INT32)
+        self.counts = array(INT32)
+        self.draws = bytearray()
+        self.drafts: list[int] = []  # as in Flight
+        self.guesses: list[bytes] = []  # of each row in `drafts`: the ids, int32
+        self.drawing: list[Request] = []
+        self.prefilling: list[Request] = []
+        self.telling: list[Telling] = []
+        self.filling: list[Request] = []  # of whose pages this step completes some
+
+    def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
+        """The outline as a step to send."""
+        step = Step(
+            number,
+            epoch,
+            self.slots,
+            self.page_slots.tobytes(),
+            self.page_ids.tobytes(),
+            self.rows.tobytes(),
+            self.starts.tobytes(),
+            self.counts.tobytes(),
+            bytes(self.draws),
+        )
+        if self.drafts:
+            others = len(self.rows) - len(self.drafts)
+            column = array(INT32, self.drafts).tobytes() + bytes(4 * others)
+            step = step._replace(drafts=column, draft_ids=b"".join(self.guesses))
+        tokens = sum(self.counts[decode_rows:])
+        return Flight(
+            step,
+            self.drawing,
+            self.prefilling,
+            self.telling,
+            decode_rows,
+            tokens,
+            len(self.slots),
+            joined and bool(self.slots),
+            now,
+            self.drafts,
+        )

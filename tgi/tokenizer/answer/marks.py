@@ -1,0 +1,40 @@
+"""Pieces of formats that are special tokens of a vocabulary: in grammars they are ids, in answers no text."""
+
+import re
+
+from tgi.tokenizer.answer.formats import FORMATS, TAGS, Slot
+from tgi.tokenizer.vocabulary import Vocabulary
+
+# A special token stands in an answer that is divided as one lone surrogate: no decoded text holds one.
+_FIRST = 0xD800
+MARK = re.compile("[\ud800-\udfff]")
+
+
+class Marks:
+    """Which pieces of formats this vocabulary writes as special tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        known = {piece for tags in TAGS for piece in tags}
+        pieces = (piece for format in FORMATS for piece in (format.marker, *format.call))
+        known |= {piece for piece in pieces if not isinstance(piece, Slot)}
+        found = ((piece, vocabulary.tokenizer.token_to_id(piece)) for piece in sorted(known))
+        self._ids = {piece: id for piece, id in found if id is not None and vocabulary.is_special(id)}
+        self._characters = {piece: chr(_FIRST + at) for at, piece in enumerate(self._ids)}
+        self._by_id = {id: self._characters[piece] for piece, id in self._ids.items()}
+        self._special = vocabulary.special
+        others = (id for id in range(len(vocabulary.special)) if vocabulary.special[id])
+        self.others = [id for id in others if id not in self._by_id and id not in vocabulary.eos_ids]
+
+    def id(self, piece: str) -> int | None:
+        """The special token that this piece is; None if it is text."""
+        return self._ids.get(piece)
+
+    def written(self, piece: str) -> str:
+        """How a piece stands in an answer that is to be divided."""
+        return self._characters.get(piece, piece)
+
+    def character(self, id: int, text: str) -> str:
+        """What stands in such an answer for a token with this text; "" for a special one that means nothing here."""
+        if id >= len(self._special) or not self._special[id]:
+            return text
+        return self._by_id.get(id, "")
