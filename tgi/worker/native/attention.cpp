@@ -45,7 +45,8 @@ struct PlaceJob final : Job {
             const bf16 *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
             bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
             for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
-            for (int64_t d = 0; d < dim; d++) into[2 * d] = value[d];
+            // An overflow in one request must not reach the next owner of its pages, who multiplies it with zero.
+            for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d] & 0x7f80) == 0x7f80 ? 0 : value[d];
         }
     }
 

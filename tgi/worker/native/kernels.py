@@ -4,7 +4,9 @@ A call computes on the calling thread and its helpers, and returns when it is do
 """
 
 import ctypes
+import weakref
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ SPINS = 1000
 
 THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "add", "mul"))}  # of linear.h
 
+# Behind the team, which is the first argument of all.
 _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
     "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 4),
@@ -57,14 +60,18 @@ class Kernels:
             library = ctypes.CDLL(str(path))
         except OSError as error:
             raise Unavailable(f"{path} cannot be loaded: {error}") from error
+        library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_void_p
+        library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
+        team = library.tgi_start(threads, SPINS)
+        if team is None:
+            raise Unavailable("the system does not let this process use AMX")
+        weakref.finalize(self, library.tgi_stop, team)
+        functions = []
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_int
-        if not library.tgi_start(threads, SPINS):
-            raise Unavailable("the system does not let this process use AMX")
-        self._pack, self._linear, self._norm = library.tgi_pack, library.tgi_linear, library.tgi_norm
-        self._turn, self._attend = library.tgi_turn, library.tgi_attend
+            function.argtypes, function.restype = (c_void_p, *arguments), None
+            functions.append(partial(function, team))
+        self._pack, self._linear, self._norm, self._turn, self._attend = functions
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
