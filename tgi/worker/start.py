@@ -44,8 +44,6 @@ class Models(NamedTuple):
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
-    if device == "cpu":
-        choose_threads()
     models = _load(settings, device, progress)
     progress("sizing the KV cache", 96)
     limits = memory.choose_limits(settings, _need(models), _room(settings, models), _held(settings.run_dir))
@@ -72,6 +70,8 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     kernels = None
     if not settings.disable_custom_kernels:
         kernels = find_kernels([read_recipe(directory, settings.dtype) for directory in directories], device)
+    if kernels is None and device == "cpu":
+        choose_threads()
 
     def build(directory: Path, told: Progress) -> Model:
         return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels)

@@ -21,7 +21,7 @@ class Norm(NamedTuple):
     bias: Tensor | None
     epsilon: float
     centred: bool
-    kernels: Kernels | None = None  # for x [rows, size] that is dense
+    kernels: Kernels | None = None  # for x [rows, size]
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1:]

@@ -9,24 +9,26 @@ from tgi.worker.load import Recipe
 from tgi.worker.models.config import DecoderConfig
 from tgi.worker.native.build import Unavailable, library
 from tgi.worker.native.kernels import DEPTH, WIDEST_HEAD, Kernels
-from tgi.worker.threads import usable_cores
+from tgi.worker.threads import named_threads, usable_cores
 
 log = logging.getLogger(__name__)
 
 
 def find_kernels(recipes: Sequence[Recipe], device: str) -> Kernels | None:
     """Our kernels, if they can compute all of these models here (models that share pages have to share their layout).
-    What is chosen is logged."""
+    What is chosen is logged. With them torch has little left to do, and does it on one thread: others that spin beside
+    those of the kernels would cost more than they bring."""
     if device != "cpu":
         return None
     try:
         for recipe in recipes:
             _need_fit(recipe)
-        threads = usable_cores()
+        threads = named_threads() or usable_cores()
         found = Kernels(library(), threads)
     except Unavailable as reason:
         log.info("computing with torch's kernels: %s", reason)
         return None
+    torch.set_num_threads(1)
     log.info("computing with our own kernels, on %d threads", threads)
     return found
 

@@ -1,4 +1,5 @@
-"""The compiled kernels as functions of tensors. All are bfloat16, dense and on CPU unless said otherwise.
+"""The compiled kernels as functions of tensors. All are bfloat16 and on CPU unless said otherwise, and, but for `x`,
+dense.
 
 A call computes on the calling thread and its helpers, and returns when it is done. Only one thread may call.
 """
@@ -96,6 +97,7 @@ class Kernels:
         `bias` [outputs] and `plus` [rows, outputs] are float32, `then` is one of THEN, `other` what it adds or
         multiplies with.
         """
+        x = x.contiguous()
         rows, inputs = x.shape
         y = torch.empty(rows, outputs, dtype=torch.float32 if wide else torch.bfloat16)
         self._linear(
@@ -106,6 +108,7 @@ class Kernels:
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
         """The norm of x [rows, size] over its rows. `weight` and `bias` [size] are float32."""
+        x = x.contiguous()
         y = torch.empty_like(x)
         rows, size = x.shape
         self._norm(x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), rows, size, centred, epsilon)
