@@ -68,6 +68,7 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
 
     directories = [path for path in (settings.model_dir, settings.draft_model_dir) if path is not None]
     kernels = None
+    progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
         kernels = find_kernels([read_recipe(directory, settings.dtype) for directory in directories], device)
     if kernels is None and device == "cpu":
