@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.live.server import Server
-from tests.live.test_models import PROMPTS, Answer, ask_all, chat, streams
+from tests.live.test_models import LLAMA, Answer, ask, chat, streams
 from tests.models import model
 
+CASE = LLAMA._replace(tokens=40)
 COPY = "The old bridge at the end of the street was built by two brothers. Every stone came from the quarry."
 COPIES = [chat(f"Repeat this text {n} times: {COPY}") for n in (2, 3)] + [chat("Write a poem about a bridge.")]
+
+
+def ask_all(server: Server) -> list[Answer]:
+    """Eight prompts, four at a time; every second one has a seed."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda number: ask(server, CASE, number, number % 2 == 1), range(8)))
 
 
 def accepted(server: Server) -> tuple[float, float]:
@@ -24,17 +31,16 @@ def test_greedy_seeded_and_replayed_answers_are_those_without(tmp_path: Path) ->
     arguments = ("--model-id", directory, "--dtype", "float32", "--validation-workers", "1")
     with Server(tmp_path / "plain", *arguments) as server:
         server.start().ready()
-        want = [ask_all(server, range(8), 40, 4, seeded) for seeded in (False, True)]
-        shown = streams(server, PROMPTS)
+        want, shown = ask_all(server), streams(server)
         assert accepted(server) == (0, 0)
     for name, more in {"lookup": ["--speculate", "4"], "model": ["--draft-model-id", directory]}.items():
         with Server(tmp_path / name, *arguments) as server:
             server.start("up", *more).ready()
-            assert [ask_all(server, range(8), 40, 4, seeded) for seeded in (False, True)] == want
+            assert ask_all(server) == want
             drafted, drawn = accepted(server)
             assert 0 < drawn <= drafted
             assert server.metric("tgi_request_skipped_tokens_sum") == drawn
-            assert streams(server, PROMPTS, act=lambda: server.kill("worker-0")) == shown
+            assert streams(server, act=lambda: server.kill("worker-0")) == shown
 
 
 def test_the_demo_model_copies_in_fewer_steps(demo_model: Path, tmp_path: Path) -> None:
