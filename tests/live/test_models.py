@@ -16,10 +16,12 @@ PROMPTS = [
     "The capital of France is" + " and the river runs through the city" * (n % 5) + f" number {n}" * (n * n // 20 + 1)
     for n in range(0, 20, 2)
 ]
-# For the large model: three pages and a few tokens each. All have begun before the first one needs another page.
+# For the large model: three pages and a few tokens each (two pages of our own kernels). All have begun before the first
+# one needs another page.
 EVEN = [f"This is story number {n}:" + " and the river runs through the city" * 6 for n in range(4)]
 SEEDED = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "typical_p": 0.95}
 SEEDED |= {"repetition_penalty": 1.1, "frequency_penalty": 0.5}
+TRIES = 5  # rows that arrive far apart are not preempted, but wait for each other
 NEAR = 1e-5  # where the two best logits lie closer than this, either is right
 
 
@@ -37,8 +39,8 @@ class Case(NamedTuple):
 # Every kind in the numbers that show whether it is right; in bfloat16 the real one. tests/worker has all pairs.
 LLAMA = Case("llama", "float32", room=480, prompts=PROMPTS, few=3, tokens=24)
 TINY = [LLAMA._replace(kind=kind) for kind in ("llama", "qwen2", "qwen3", "gpt2")]
-DEMO = Case("demo", "bfloat16", room=272, prompts=EVEN, few=2, tokens=20)
-DEMO_32 = DEMO._replace(dtype="float32")
+DEMO = Case("demo", "bfloat16", room=272, prompts=EVEN, few=2, tokens=40)
+DEMO_32 = DEMO._replace(dtype="float32", tokens=20)
 
 
 def served(*cases: Case) -> pytest.MarkDecorator:
@@ -89,8 +91,11 @@ def test_same_answer_under_any_load(case: Case, server: Server) -> None:
     preempted = server.metric("tgi_preemptions")
     assert together(case.few) == alone[: case.few]
     assert server.metric("tgi_preemptions") == preempted
-    assert together(count) == alone
-    assert server.metric("tgi_preemptions") > preempted
+    for _ in range(TRIES):
+        assert together(count) == alone
+        if server.metric("tgi_preemptions") > preempted:
+            return
+    pytest.fail("no row was preempted, so that was not tried")
 
 
 @served(*TINY, DEMO_32)

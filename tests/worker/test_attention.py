@@ -36,13 +36,13 @@ Chunk = tuple[Sequence, int, int]
 
 def run(attention: Attention, *chunks: Chunk, layer: int = 0, scale: float = 0.3) -> list[Tensor]:
     """One step with positions start .. stop - 1 of each sequence. Returns their results, [stop - start, heads, dim]."""
-    batch = make_batch([Row([0] * (stop - start), start, sequence.pages) for sequence, start, stop in chunks])
-    query, key, value = (
-        torch.cat([getattr(sequence, name)[start:stop] for sequence, start, stop in chunks])
-        for name in ("query", "key", "value")
+    rows = [Row([0] * (stop - start), start, sequence.pages) for sequence, start, stop in chunks]
+    batch = make_batch(rows, attention.page_size)
+    qkv = torch.cat(
+        [torch.cat([s.query[start:stop], s.key[start:stop], s.value[start:stop]], 1) for s, start, stop in chunks]
     )
-    found = attention.write_and_attend(attention.plan(batch), layer, query, key, value, scale)
-    return list(found.split([stop - start for _, start, stop in chunks]))
+    found = attention.write_and_attend(attention.plan(batch), layer, qkv, scale)
+    return list(found.view(len(qkv), -1, qkv.shape[2]).split([stop - start for _, start, stop in chunks]))
 
 
 def expected(sequence: Sequence, scale: float = 0.3, window: int | None = None, cap: float | None = None) -> Tensor:
@@ -199,7 +199,7 @@ def test_shapes_hold_a_group_and_end_with_a_whole_block(dtype: torch.dtype, grou
 
 def test_pages_take_what_is_said() -> None:
     kv = KVShape(3, 4, 2, 16, torch.bfloat16)
-    assert page_size(CPU) == PAGE
+    assert page_size(kv, CPU) == PAGE
     assert page_bytes(kv, CPU) == 3 * 2 * 2 * 16 * 2 * PAGE
     assert isinstance(build_attention(kv, 2, CPU), CpuAttention)
 

@@ -33,7 +33,7 @@ class ToyAttention:
     def plan(self, batch: Batch) -> Any:
         return None
 
-    def write_and_attend(self, plan: Any, layer: int, query: Any, key: Any, value: Any, scale: float) -> Any:
+    def write_and_attend(self, plan: Any, layer: int, qkv: Any, scale: float) -> Any:
         raise NotImplementedError
 
 

@@ -200,10 +200,9 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
     query, key = torch.randn(2, 1, 1, 16)
 
     def score(at: int, seen: int) -> float:
-        turned = [
-            rotary.rotate(x, *rotary.angles(torch.tensor([position]), position + 1, 1))
-            for x, position in ((query, at), (key, seen))
-        ]
+        turned = [query.clone(), key.clone()]
+        for x, position in zip(turned, (at, seen), strict=True):
+            rotary.rotate(x, 1, rotary.angles(torch.tensor([position]), position + 1, 1))
         torch.testing.assert_close(turned[0].norm(), query.norm())
         return float((turned[0] * turned[1]).sum())
 

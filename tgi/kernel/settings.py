@@ -124,7 +124,9 @@ class Settings:
         ignored=KERNEL,
     )
     use_flash_attention: bool = setting(True, "Attention kernels.", boolean, ignored=KERNEL)
-    disable_custom_kernels: bool = setting(False, "Do without custom CUDA kernels.", boolean, ignored="there are none")
+    disable_custom_kernels: bool = setting(
+        False, "Compute with torch's own operations alone; on CUDA nothing else is used anyway.", boolean
+    )
 
     # Limits
     max_concurrent_requests: int = setting(128, "Requests at once; more get a 429.", count)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tgi.worker.native.kernels import Kernels
+
 if TYPE_CHECKING:
     from tgi.worker.lora.deltas import Span
 
@@ -43,6 +45,7 @@ class KVShape(NamedTuple):
     # Of each layer: a query sees the last so many positions, its own included; None: all. Empty: None for all layers.
     windows: tuple[int | None, ...] = ()
     softcap: float | None = None  # c: a score s counts as c * tanh(s / c)
+    kernels: Kernels | None = None  # what computes on CPU; None: torch
 
     def window(self, layer: int) -> int | None:
         """The window of a layer."""
@@ -60,11 +63,10 @@ class Attention(Protocol):
     def plan(self, batch: Batch) -> Any:
         """Whatever can be derived once for all layers of a step (tiles, gathers, masks)."""
 
-    def write_and_attend(
-        self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        """Stores key and value [T, kv_heads, head_dim] of this step, then attends causally with query
-        [T, heads, head_dim] over each row's whole context. Returns [T, heads, head_dim] in the query's dtype."""
+    def write_and_attend(self, plan: Any, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """Stores the keys and values of this step, then attends causally with its queries over each row's whole
+        context. `qkv` [T, heads + 2 * kv_heads, head_dim] has each token's queries, keys and values. Returns
+        [T, heads, head_dim] in their dtype."""
 
 
 class Reader(Protocol):

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.native.kernels import THEN, Kernels
+
 log = logging.getLogger(__name__)
 
 # Calls of this many rows are what all others are compared with; every longer call is made of such tiles, or larger.
@@ -77,14 +79,22 @@ class Linear:
     The weight given may be freed afterwards: on CPU this object keeps its own reordered copy.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, then: str = "none", kernels: Kernels | None = None
+    ) -> None:
         self.outputs, self.inputs = weight.shape
         self.then = then
         self.dtype = weight.dtype
         self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
         self._bias = bias
         self._call: Callable[..., Tensor]
-        if weight.device.type == "cpu" and reorders(weight.dtype):
+        self._kernels = kernels
+        if kernels is not None:
+            self.rows = ANY_ROWS
+            self._weight = kernels.pack(weight)
+            self._bias = None if bias is None else bias.to(torch.float32)
+            self._call = self._native
+        elif weight.device.type == "cpu" and reorders(weight.dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._call = self._reordered_binary if then in _BINARY else self._reordered
         else:
@@ -108,8 +118,15 @@ class Linear:
         """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
         other = copy.copy(self)
         other.then, other.rows = "none", ONE_TILE if self.rows.sizes else ANY_ROWS
-        other._call = other._plain if self._call == self._plain else other._reordered
+        if self._kernels is not None:
+            other._call = other._native
+        else:
+            other._call = other._plain if self._call == self._plain else other._reordered
         return other
+
+    def _native(self, x: Tensor, other: Tensor | None) -> Tensor:
+        assert self._kernels is not None
+        return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other)
 
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]

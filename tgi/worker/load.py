@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader, embedding
+from tgi.worker.native.kernels import Kernels
 
 log = logging.getLogger(__name__)
 
@@ -23,27 +24,49 @@ Progress = Callable[[str, int], None]  # stage, percent
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_model(card_path: Path, dtype: str, device: str, progress: Progress, trust_code: bool = False) -> Model:
-    """The model in directory `card_path`, ready to compute on `device` ("cpu", "cuda").
+class Recipe(NamedTuple):
+    """What the config.json of a model says of how it is computed."""
 
-    `dtype` is "auto" (the one that config.json names), "float32", "bfloat16" or "float16".
-    `trust_code` lets Python code in the directory run. Raises UserError for whatever is wrong with the directory.
-    """
-    config = read_config(card_path)
+    decoder: DecoderConfig | None  # None: through transformers
+    dtype: torch.dtype
+
+
+def read_recipe(directory: Path, dtype: str) -> Recipe:
+    """Of the model in a directory. `dtype` is "auto" (the one that config.json names), "float32", "bfloat16" or
+    "float16". Raises UserError where there is none that can be computed."""
+    config = read_config(directory)
     number = resolve_dtype(config, dtype)
-    place = torch.device(device)
     if "quantization_config" in config:
-        raise UserError(f"The weights in {card_path} are quantized, which is not supported. Use the original weights.")
+        raise UserError(f"The weights in {directory} are quantized, which is not supported. Use the original weights.")
     if config["model_type"] in FAMILIES:
         try:
-            return _build_decoder(card_path, decoder_config(config), number, place, progress)
+            return Recipe(decoder_config(config), number)
         except Unsupported as reason:
-            log.info("%s in %s/config.json: this model runs through transformers", reason, card_path)
+            log.info("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
-            raise UserError(f"{card_path}/config.json has no {error}, which {config['model_type']} needs.") from error
+            raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
+    return Recipe(None, number)
+
+
+def build_model(
+    directory: Path,
+    dtype: str,
+    device: str,
+    progress: Progress,
+    trust_code: bool = False,
+    kernels: Kernels | None = None,
+) -> Model:
+    """The model in a directory, ready to compute on `device` ("cpu", "cuda"). `dtype` as for read_recipe.
+
+    `trust_code` lets Python code in the directory run. `kernels`, if given, fit this model (native/choose.py). Raises
+    UserError for whatever is wrong with the directory.
+    """
+    recipe, place = read_recipe(directory, dtype), torch.device(device)
+    if recipe.decoder is not None:
+        return _build_decoder(directory, recipe.decoder, recipe.dtype, place, progress, kernels)
     from tgi.worker.models.fallback import build_fallback  # imports transformers, which takes seconds
 
-    return build_fallback(card_path, number, place, progress, trust_code)
+    return build_fallback(directory, recipe.dtype, place, progress, trust_code)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -70,15 +93,20 @@ def resolve_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
 
 
 def _build_decoder(
-    directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+    directory: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    kernels: Kernels | None,
 ) -> Decoder:
     progress("loading weights", 0)
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
-        reader = WeightReader(checkpoint, config, dtype, device)
+        reader = WeightReader(checkpoint, config, dtype, device, kernels)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
     if device.type == "cpu":
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
             weights = weights._replace(embedding=embedding(checkpoint, config))
     progress("measuring kernels", 95)
-    return Decoder(config, weights, dtype, device)
+    return Decoder(config, weights, dtype, device, kernels)

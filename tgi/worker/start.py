@@ -21,8 +21,9 @@ from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model
 from tgi.worker.drafting import Draft, need_same_tokens
 from tgi.worker.engine import TorchEngine
-from tgi.worker.load import build_model
+from tgi.worker.load import build_model, read_recipe
 from tgi.worker.lora.shelf import stock
+from tgi.worker.native.choose import find_kernels
 from tgi.worker.threads import choose_threads
 from tgi.worker.warm import WARM_PROMPT, warm_up
 from tgi.worker.watermark import Watermark
@@ -43,8 +44,6 @@ class Models(NamedTuple):
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
-    if device == "cpu":
-        choose_threads()
     models = _load(settings, device, progress)
     progress("sizing the KV cache", 96)
     limits = memory.choose_limits(settings, _need(models), _room(settings, models), _held(settings.run_dir))
@@ -67,8 +66,16 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     if settings.draft_model_dir is not None:
         need_same_tokens(settings.model_dir, settings.draft_model_dir)
 
+    directories = [path for path in (settings.model_dir, settings.draft_model_dir) if path is not None]
+    kernels = None
+    progress("choosing kernels", 0)
+    if not settings.disable_custom_kernels:
+        kernels = find_kernels([read_recipe(directory, settings.dtype) for directory in directories], device)
+    if kernels is None and device == "cpu":
+        choose_threads()
+
     def build(directory: Path, told: Progress) -> Model:
-        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code)
+        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:
@@ -115,7 +122,7 @@ def _need(models: Models) -> memory.Need:
     served = models.served
     return memory.Need(
         context=min(model.context for model in loaded),
-        page_size=page_size(served.device),
+        page_size=page_size(served.kv, served.device),
         page_bytes=sum(page_bytes(model.kv, model.device) for model in loaded),
         vocab_size=served.vocab_size,
         dtype=str(served.kv.dtype).removeprefix("torch."),

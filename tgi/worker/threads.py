@@ -42,15 +42,21 @@ def usable_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
+def named_threads() -> int | None:
+    """What OMP_NUM_THREADS says, if it is a number."""
+    named = os.environ.get(THREADS, "")
+    return int(named) if named.isdigit() and int(named) > 0 else None
+
+
 def choose_threads() -> int:
     """Sets torch's threads to OMP_NUM_THREADS if that is set, else to what is quickest in a short trial."""
     import torch  # here, so that `wait_shortly` can be called before
 
-    named = os.environ.get(THREADS, "")
-    if named.isdigit() and int(named) > 0:
-        torch.set_num_threads(int(named))
-        log.info("computing with %s threads, as %s says", named, THREADS)
-        return int(named)
+    named = named_threads()
+    if named is not None:
+        torch.set_num_threads(named)
+        log.info("computing with %d threads, as %s says", named, THREADS)
+        return named
     cores = usable_cores()
     numbers = sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
     measure = _trial()

@@ -62,16 +62,14 @@ class CpuAttention:
         """See Attention. Layers of one window share their part of the plan."""
         return self._planner.plan(batch)
 
-    def write_and_attend(
-        self, plan: Plan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        """See Attention. [T, heads, head_dim] in and out."""
+    def write_and_attend(self, plan: Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """See Attention."""
         kv = self._kv
         cache = self._cache[layer]
-        pairs = torch.cat([key, value], dim=1)
+        query, pairs = qkv[:, : kv.heads], qkv[:, kv.heads :]
         if kv.dtype is torch.float16:  # an overflow in one request must not reach the next owner of its pages
-            pairs.nan_to_num_()
-        cache.view(-1, kv.head_dim).index_copy_(0, plan.writes, pairs.view(-1, kv.head_dim))
+            pairs = pairs.nan_to_num()
+        cache.view(-1, kv.head_dim).index_copy_(0, plan.writes, pairs.reshape(-1, kv.head_dim))
         # One more row takes what tiles are filled up with.
         result = torch.empty(plan.tokens + 1, kv.heads, kv.head_dim, dtype=kv.dtype)
         for gather in plan.gathers[kv.window(layer)]:
@@ -99,9 +97,9 @@ class CpuAttention:
         query = query[part.queries] if isinstance(part.queries, slice) else query.index_select(0, part.queries)
         count = query.shape[0] // part.tiles
         if count == 1:
-            tiles = query.view(part.tiles, kv.kv_heads, group, kv.head_dim)
+            tiles = query.reshape(part.tiles, kv.kv_heads, group, kv.head_dim)
         else:
-            tiles = query.view(part.tiles, count, kv.kv_heads, group, kv.head_dim).transpose(1, 2)
+            tiles = query.reshape(part.tiles, count, kv.kv_heads, group, kv.head_dim).transpose(1, 2)
             tiles = tiles.reshape(part.tiles, kv.kv_heads, count * group, kv.head_dim)
         tiles = F.pad(tiles, (0, 0, 0, part.rows - count * group))
         keys, values = found[:, :, :, part.first : part.first + part.keys].expand(2, part.tiles, -1, -1, -1)

@@ -73,10 +73,9 @@ class CudaAttention:
             context_lengths=batch.context_lengths,
         )
 
-    def write_and_attend(
-        self, plan: Plan, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        """See Attention. [T, heads, head_dim] in and out."""
+    def write_and_attend(self, plan: Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """See Attention."""
+        query, key, value = qkv.split([self._kv.heads, self._kv.kv_heads, self._kv.kv_heads], dim=1)
         keys, values = self._keys[layer], self._values[layer]
         keys.flatten(0, 1).index_copy_(0, plan.writes, key)
         values.flatten(0, 1).index_copy_(0, plan.writes, value)

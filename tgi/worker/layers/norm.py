@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import float32 as wide
 
+from tgi.worker.native.kernels import Kernels
+
 
 class Norm(NamedTuple):
     """y = weight * (x - m) / sqrt(mean((x - m)^2) + epsilon) + bias, in x's dtype.
@@ -19,10 +21,13 @@ class Norm(NamedTuple):
     bias: Tensor | None
     epsilon: float
     centred: bool
+    kernels: Kernels | None = None  # for x [rows, size]
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1:]
         flat = self.weight.ndim == 1
+        if self.kernels is not None and flat:
+            return self.kernels.norm(x, self.weight, self.bias, self.epsilon, self.centred)
         weight, bias = (self.weight, self.bias) if flat else (None, None)
         if self.centred:
             y = F.layer_norm(x.to(wide), size, weight, bias, self.epsilon)

@@ -8,6 +8,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from tgi.worker.native.kernels import Kernels
+
 TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Positions are added to the table in blocks of this many.
 BLOCK = 2048
@@ -101,21 +103,24 @@ class Rotary:
     some elements otherwise than others.
     """
 
-    def __init__(self, rope: Rope, device: torch.device) -> None:
+    def __init__(self, rope: Rope, device: torch.device, kernels: Kernels | None = None) -> None:
         self.neighbours = rope.neighbours
+        self._kernels = kernels
         self._inverse = frequencies(rope.dim, rope.parameters)
         self._magnitude = magnitude(rope.parameters)
         self._device = device
         self._table = torch.empty(0, 2, rope.dim, device=device)
 
     def angles(self, positions: Tensor, longest: int, heads: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T], all less than `longest`, repeated for each head: float32 [T, heads, dim].
-
-        Repeated in memory, since every layer multiplies with them and long runs of numbers are quick.
+        """cos and sin of positions [T], all less than `longest`, as `rotate` takes them: float32 [T, dim] for our
+        kernels, else repeated for each head, [T, heads, dim], since every layer multiplies with them and long runs of
+        numbers are quick.
         """
         if longest > self._table.shape[0]:
             self._extend(-(-longest // BLOCK) * BLOCK)
         cos, sin = self._table.index_select(0, positions).unbind(1)
+        if self._kernels is not None:
+            return cos.contiguous(), sin.contiguous()
         return cos[:, None].repeat(1, heads, 1), sin[:, None].repeat(1, heads, 1)
 
     def _extend(self, size: int) -> None:
@@ -126,14 +131,19 @@ class Rotary:
         rows = rows.repeat_interleave(2, dim=2) if self.neighbours else rows.repeat(1, 1, 2)
         self._table = torch.cat([self._table, rows.to(self._device)])
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turns the first numbers of each head of x [T, heads, head_dim]. Computed in float32, x's dtype back.
+    def rotate(self, qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor]) -> None:
+        """Turns, in place, the first numbers of the first `heads` heads of qkv [T, H, head_dim]. Computed in float32.
 
-        Products and sums stay separate operations: a fused multiply-add is used for some elements and not for others,
-        depending on how many there are.
+        Products and sums of torch's stay separate operations: a fused multiply-add is used for some elements and not
+        for others, depending on how many there are.
         """
+        cos, sin = angles
+        if self._kernels is not None:
+            self._kernels.turn(qkv, heads, cos, sin, self.neighbours)
+            return
         dim = cos.shape[-1]
-        wide = x[..., :dim].to(torch.float32)
+        x = qkv[:, :heads, :dim]
+        wide = x.to(torch.float32)
         turned = wide * cos
         across = wide * sin
         if self.neighbours:
@@ -142,5 +152,4 @@ class Rotary:
             first, second = slice(0, dim // 2), slice(dim // 2, dim)
         turned[..., first] -= across[..., second]
         turned[..., second] += across[..., first]
-        turned = turned.to(x.dtype)
-        return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], dim=-1)
+        x.copy_(turned)

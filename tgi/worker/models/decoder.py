@@ -16,6 +16,7 @@ from tgi.worker.lora.deltas import Deltas, LayerDeltas
 from tgi.worker.lora.reading import read_adapter
 from tgi.worker.lora.weights import LoraWeights, number_format, shapes
 from tgi.worker.models.config import DecoderConfig
+from tgi.worker.native.kernels import Kernels
 
 Angles = tuple[Tensor, Tensor]
 
@@ -51,16 +52,23 @@ class Weights(NamedTuple):
 class Decoder:
     """A Model."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.vocab_size = config.vocab_size
         self.context = config.context
         windows = tuple(layer.window for layer in config.layers)
         shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
-        self.kv = KVShape(*shape, windows, config.attention_cap)
+        self.kv = KVShape(*shape, windows, config.attention_cap, kernels)
         self.device = device
         self._config = config
         self._weights = weights
-        self._rotaries = [Rotary(rope, device) for rope in config.ropes]
+        self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]
         # As transformers does it: rounded to the number format of the weights.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
@@ -75,7 +83,7 @@ class Decoder:
         config = self._config
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
-        tokens, positions = F.pad(batch.tokens, pad), F.pad(batch.positions, pad)
+        tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
         longest, heads = max(batch.context_lengths), self.kv.heads + self.kv.kv_heads
         angles = [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
         hidden = self._weights.embedding.index_select(0, tokens).to(self.kv.dtype)
@@ -163,19 +171,18 @@ class Decoder:
         if lora is not None:
             lora.add("attention", normed, found)
         qkv = found.view(-1, heads + 2 * kv_heads, head_dim)
-        query_key = qkv[:, : heads + kv_heads]
+        query, key = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
         if layer.head_norm is not None:
-            query_key = layer.head_norm(query_key)
+            qkv[:, : heads + kv_heads] = layer.head_norm(qkv[:, : heads + kv_heads])
         elif layer.query_norm is not None and layer.key_norm is not None:
-            query = layer.query_norm(query_key[:, :heads].flatten(1))
-            key = layer.key_norm(query_key[:, heads:].flatten(1))
-            query_key = torch.cat([query, key], dim=1).view(query_key.shape)
+            query.copy_(layer.query_norm(query.flatten(1)).view(query.shape))
+            key.copy_(layer.key_norm(key.flatten(1)).view(key.shape))
         rope = self._config.layers[number].rope
         if rope is not None:
-            query_key = self._rotaries[rope].rotate(query_key, *angles[rope])
-        query, key, value = query_key[:count, :heads], query_key[:count, heads:], qkv[:count, heads + kv_heads :]
-        found = attention.write_and_attend(plan, number, query, key, value, self._config.attention_scale)
-        return F.pad(found.reshape(count, heads * head_dim), (0, 0, 0, normed.shape[0] - count))
+            self._rotaries[rope].rotate(qkv, heads + kv_heads, angles[rope])
+        found = attention.write_and_attend(plan, number, qkv[:count], self._config.attention_scale)
+        found = found.reshape(count, heads * head_dim)
+        return found if count == len(normed) else F.pad(found, (0, 0, 0, len(normed) - count))
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:

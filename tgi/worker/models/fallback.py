@@ -188,20 +188,18 @@ class _Probe:
     def plan(self, batch: Batch) -> None:
         """Never asked."""
 
-    def write_and_attend(
-        self, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
+    def write_and_attend(self, plan: Any, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """Zeros."""
+        return torch.zeros_like(qkv[:, : self.seen[layer][0]])
+
+    def check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
+        """Looks at the arguments of a layer's attention function, once."""
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise UserError(
                 f"{self.name} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers per head, "
                 "which the paged cache does not hold."
             )
-        self.seen[layer] = (query.shape[1], key.shape[1], query.shape[2])
-        return torch.zeros_like(query)
-
-    def check(self, layer: int, arguments: dict[str, Any]) -> None:
-        """Looks at the arguments of a layer's attention function, once."""
+        self.seen[layer] = (query.shape[1], key.shape[1], query.shape[3])
         for unknown in UNKNOWN:
             if arguments.get(unknown) is not None:
                 raise UserError(f"{self.name} uses {unknown} in its attention, which the paged cache does not compute.")
@@ -225,10 +223,10 @@ def _attend(
     """transformers' attention interface: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out."""
     attention, plan, tokens = paged_step
     if isinstance(attention, _Probe):
-        attention.check(module.layer_idx, arguments)
+        attention.check(module.layer_idx, query, key, value, arguments)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = [states[0, :, :tokens].transpose(0, 1).contiguous() for states in (query, key, value)]
-    found = attention.write_and_attend(plan, module.layer_idx, rows[0], rows[1], rows[2], scale)
+    qkv = torch.cat([states[0, :, :tokens] for states in (query, key, value)]).transpose(0, 1).contiguous()
+    found = attention.write_and_attend(plan, module.layer_idx, qkv, scale)
     return F.pad(found, (0, 0, 0, 0, 0, query.shape[2] - tokens))[None], None
 
 

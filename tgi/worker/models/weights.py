@@ -11,6 +11,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.linear import Linear
 from tgi.worker.models.config import DecoderConfig
 from tgi.worker.models.decoder import Layer, Weights
+from tgi.worker.native.kernels import Kernels
 
 Part = tuple[str, int]  # what the checkpoint calls a matrix, and its outputs
 EMBEDDING = "model.embed_tokens"
@@ -24,11 +25,19 @@ def embedding(checkpoint: Checkpoint, config: DecoderConfig) -> Tensor:
 class WeightReader:
     """Reads the weights that a config asks for. Raises UserError naming what is missing or of another shape."""
 
-    def __init__(self, checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels
 
     def weights(self, progress: Callable[[int], None]) -> Weights:
         """All weights. `progress` is told percents."""
@@ -95,7 +104,7 @@ class WeightReader:
         if not config.gated:
             return None, self._linear(config.mlp_bias, config.hidden, up, then=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
-        return Linear(*first, config.activation), Linear(*second, "mul")
+        return Linear(*first, config.activation, self._kernels), Linear(*second, "mul", self._kernels)
 
     def _experts(self, prefix: str) -> Experts:
         config, names, experts = self._config, self._config.names, self._config.experts
@@ -122,7 +131,7 @@ class WeightReader:
         bias = None
         if config.norm_bias:
             bias = self._checkpoint.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
-        return Norm(self._scales(name, size), bias, config.norm_epsilon, config.norm_centred)
+        return Norm(self._scales(name, size), bias, config.norm_epsilon, config.norm_centred, self._kernels)
 
     def _head_norm(self, query: str, key: str) -> Norm:
         """Scales of each head, [heads + kv_heads, head_dim]."""
@@ -137,7 +146,7 @@ class WeightReader:
         """One linear layer from the matrices of `parts`, one above the other."""
         weights, biases = zip(*self._matrices(bias, inputs, *parts), strict=True)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return Linear(weight, torch.cat(biases) if bias else None, then)
+        return Linear(weight, torch.cat(biases) if bias else None, then, self._kernels)
 
     def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Tensor, Tensor | None]]:
         """Weight and bias of each part. Parts of one name lie in one tensor, one above the other."""

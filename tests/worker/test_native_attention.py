@@ -1,0 +1,88 @@
+"""Attention by our own kernels: right, and the same bits in any chunk, batch and number of threads."""
+
+import math
+
+import pytest
+import torch
+
+from tests.worker.test_attention import CPU, Sequence, expected, run, split
+from tests.worker.test_native import VARIANTS
+from tgi.worker.attention import build_attention, page_bytes, page_size
+from tgi.worker.attention.native import NativeAttention
+from tgi.worker.batch import KVShape
+from tgi.worker.native.build import library
+from tgi.worker.native.kernels import PAGE, Kernels
+
+CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def shape(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    variant: str = "best",
+    window: int | None = None,
+    cap: float | None = None,
+    threads: int = 1,
+) -> KVShape:
+    kernels = Kernels(library(*VARIANTS[variant]), threads)
+    return KVShape(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap, kernels)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "cap"),
+    [
+        (4, 4, 32, None, None),
+        (9, 3, 64, 40, None),
+        (8, 2, 128, 64, 0.5),
+        (40, 1, 32, 700, None),
+        (4, 2, 256, 513, 30.0),
+    ],
+)
+def test_a_token_is_right_and_the_same_in_any_chunk_and_batch(
+    variant: str, heads: int, kv_heads: int, head_dim: int, window: int | None, cap: float | None
+) -> None:
+    kv = shape(heads, kv_heads, head_dim, variant, window, cap, threads=2)
+    long, short, other = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
+    for layer, sees in enumerate(kv.windows):
+        attention = build_attention(kv, 300, CPU)
+        assert isinstance(attention, NativeAttention)
+        whole = [run(attention, (one, 0, len(one.query)), layer=layer)[0] for one in (long, short, other)]
+        for one, found in zip((long, short, other), whole, strict=True):
+            torch.testing.assert_close(found.double(), expected(one, window=sees, cap=cap), **CLOSE)
+        again = build_attention(kv, 300, CPU)
+        for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1090), (1090, 1099)):
+            assert torch.equal(run(again, (long, start, stop), layer=layer)[0], whole[0][start:stop])
+        run(again, (short, 0, 33), (other, 0, 380), layer=layer)
+        decode, chunk, few = run(again, (long, 1099, 1100), (short, 33, 150), (other, 380, 400), layer=layer)
+        assert torch.equal(decode, whole[0][1099:])
+        assert torch.equal(chunk, whole[1][33:])
+        assert torch.equal(few, whole[2][380:])
+        one, two = run(again, (long, 600, 601), (short, 149, 150), layer=layer)
+        assert torch.equal(one, whole[0][600:601])
+        assert torch.equal(two, whole[1][149:])
+
+
+def test_threads_change_nothing() -> None:
+    sequence = Sequence(600, shape(6, 1, 64), 0)
+    one, four = (build_attention(shape(6, 1, 64, threads=threads), 200, CPU) for threads in (1, 4))
+    assert torch.equal(split(four, sequence, [599, 1]), split(one, sequence, [600]))
+
+
+def test_an_overflow_stays_with_its_request() -> None:
+    kv = shape(4, 2, 32)
+    attention = build_attention(kv, 100, CPU)
+    broken = Sequence(96, kv, 0)
+    broken.key.fill_(math.inf)
+    broken.value.fill_(math.nan)
+    run(attention, (broken, 0, 96))
+    sequence = Sequence(35, kv, 0)
+    (found,) = run(attention, (sequence, 0, 35))
+    torch.testing.assert_close(found.double(), expected(sequence), **CLOSE)
+
+
+def test_pages_take_what_is_said() -> None:
+    kv = shape(4, 2, 64)
+    assert page_size(kv, CPU) == PAGE
+    assert page_bytes(kv, CPU) == 2 * 2 * 2 * 64 * 2 * PAGE

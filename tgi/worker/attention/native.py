@@ -1,0 +1,46 @@
+"""Attention on CPU by our own kernels, which read the pages in place. See native/attention.cpp."""
+
+import mmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.worker.batch import Batch, KVShape
+from tgi.worker.native.kernels import PAGE, Kernels, Rows
+
+
+class Plan(NamedTuple):
+    """One step's rows for the kernel, and the tensors that hold its columns."""
+
+    rows: Rows
+    kept: tuple[Tensor, ...]
+
+
+class NativeAttention:
+    """The backend. The cache of a layer is [pages, kv_heads, 2 * PAGE * head_dim], as the kernel writes it."""
+
+    page_size = PAGE
+
+    def __init__(self, kv: KVShape, pages: int, kernels: Kernels) -> None:
+        self._kv = kv
+        self._kernels = kernels
+        self._shape = (pages, kv.kv_heads, 2 * PAGE * kv.head_dim)
+        self._cache = [self._memory() for _ in range(kv.layers)]
+
+    def _memory(self) -> Tensor:
+        """One layer's cache: zeros that take memory once written to."""
+        pages, heads, size = self._shape
+        zeros = mmap.mmap(-1, pages * heads * size * self._kv.dtype.itemsize)
+        return torch.frombuffer(zeros, dtype=self._kv.dtype).view(self._shape)
+
+    def plan(self, batch: Batch) -> Plan:
+        """See Attention."""
+        columns = (batch.cache_at, batch.cu_query.long(), batch.context.long(), batch.page_table.contiguous())
+        places, bounds, contexts, pages = (column.data_ptr() for column in columns)
+        return Plan(Rows(places, bounds, contexts, pages, *batch.page_table.shape), columns)
+
+    def write_and_attend(self, plan: Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """See Attention; the result is [T, heads * head_dim]."""
+        kv = self._kv
+        return self._kernels.attend(self._cache[layer], qkv, plan.rows, scale, kv.window(layer), kv.softcap)

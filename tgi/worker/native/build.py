@@ -1,0 +1,81 @@
+"""Compiles the kernels with the compiler that is there, once for each source and processor."""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
+# What the kernels cannot do without; AMX is used where it is there, too.
+NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16"))
+CPUINFO = Path("/proc/cpuinfo")
+LONGEST_BUILD = 120.0  # seconds
+
+
+class Unavailable(Exception):
+    """The kernels cannot be had here; the text says why."""
+
+
+def library(*further: str) -> Path:
+    """The compiled kernels; `further` flags are for the compiler. Raises Unavailable."""
+    flags = processor()
+    if missing := NEEDED - flags:
+        raise Unavailable(f"this processor has no {', '.join(sorted(missing))}")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise Unavailable("there is no C++ compiler")
+    sources = sorted(Path(__file__).parent.glob("*.cpp"))
+    digest = hashlib.blake2b(digest_size=10)
+    for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
+        digest.update(path.read_bytes())
+    digest.update(" ".join([compiler, *FLAGS, *further, *sorted(flags)]).encode())
+    path = _cache() / f"kernels-{digest.hexdigest()}.so"
+    if not path.exists():
+        _compile([compiler, *FLAGS, *further, *map(str, sources)], path)
+    return path
+
+
+def processor() -> frozenset[str]:
+    """What this processor can do, as Linux names it; nothing elsewhere."""
+    if platform.machine() != "x86_64" or not CPUINFO.exists():
+        return frozenset()
+    for line in CPUINFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _cache() -> Path:
+    """The directory of compiled kernels: nobody else may write there, since what lies in it is run."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = base / "tgi"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be made: {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise Unavailable(f"others may write to {path}, so what lies there is not run")
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    log.info("compiling kernels for this processor")
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(handle)
+    try:
+        done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, timeout=LONGEST_BUILD)
+        if done.returncode:
+            raise Unavailable(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['without a word'])[0]}")
+        os.replace(unfinished, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]} cannot be run: {error}") from error
+    finally:
+        Path(unfinished).unlink(missing_ok=True)

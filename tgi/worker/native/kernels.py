@@ -1,0 +1,138 @@
+"""The compiled kernels as functions of tensors. All are bfloat16 and on CPU unless said otherwise, and, but for `x`,
+dense.
+
+A call computes on the calling thread and its helpers, and returns when it is done. Only one thread may call.
+"""
+
+import ctypes
+import weakref
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.worker.native.build import Unavailable
+
+WIDTH = 64  # outputs are filled up to whole blocks of this many
+DEPTH = 32  # inputs must be a multiple of this
+PAGE = 32  # positions of a page
+WIDEST_HEAD = 256
+# So often a helper looks for the next job before it sleeps: some 50 microseconds.
+SPINS = 1000
+
+THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "add", "mul"))}  # of linear.h
+
+# Behind the team, which is the first argument of all.
+_SIGNATURES = {
+    "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
+    "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 4),
+    "tgi_norm": (*[c_void_p] * 4, c_int64, c_int64, c_int64, c_float),
+    "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
+    "tgi_attend": (
+        *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
+        *(c_void_p, c_void_p, c_int64, c_float, c_float),
+    ),
+}
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Rows(NamedTuple):
+    """The rows of a step, by the addresses of their columns."""
+
+    places: int  # int64 [T] where each token's key and value go: page * PAGE + offset
+    bounds: int  # int64 [R + 1] row r has tokens bounds[r] to bounds[r + 1],
+    contexts: int  # int64 [R] sees so many positions,
+    pages: int  # int32 [R, width] in these pages
+    rows: int
+    width: int
+
+
+class Kernels:
+    """A loaded library. Raises Unavailable if it cannot be used."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Unavailable(f"{path} cannot be loaded: {error}") from error
+        library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_void_p
+        library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
+        team = library.tgi_start(threads, SPINS)
+        if team is None:
+            raise Unavailable("the system does not let this process use AMX")
+        weakref.finalize(self, library.tgi_stop, team)
+        functions = []
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = (c_void_p, *arguments), None
+            functions.append(partial(function, team))
+        self._pack, self._linear, self._norm, self._turn, self._attend = functions
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
+        outputs, inputs = weight.shape
+        packed = torch.empty(-(-outputs // WIDTH) * WIDTH, inputs, dtype=torch.bfloat16)
+        self._pack(weight.contiguous().data_ptr(), outputs, inputs, packed.data_ptr())
+        return packed
+
+    def linear(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        outputs: int,
+        bias: Tensor | None = None,
+        then: int = 0,
+        other: Tensor | None = None,
+        plus: Tensor | None = None,
+        wide: bool = False,
+    ) -> Tensor:
+        """then(x @ weight.T + bias + plus), [rows, outputs]; in float32 if `wide`.
+
+        `bias` [outputs] and `plus` [rows, outputs] are float32, `then` is one of THEN, `other` what it adds or
+        multiplies with.
+        """
+        x = x.contiguous()
+        rows, inputs = x.shape
+        y = torch.empty(rows, outputs, dtype=torch.float32 if wide else torch.bfloat16)
+        self._linear(
+            x.data_ptr(), packed.data_ptr(), _at(bias), _at(plus), _at(other), None if wide else y.data_ptr(),
+            y.data_ptr() if wide else None, rows, inputs, outputs, then,
+        )  # fmt: skip
+        return y
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
+        """The norm of x [rows, size] over its rows. `weight` and `bias` [size] are float32."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        rows, size = x.shape
+        self._norm(x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), rows, size, centred, epsilon)
+        return y
+
+    def turn(self, x: Tensor, heads: int, cos: Tensor, sin: Tensor, neighbours: bool) -> None:
+        """Turns the first `heads` heads of x [T, H, head_dim] in place, by cos and sin, float32 [T, turned]."""
+        tokens, all_heads, head_dim = x.shape
+        self._turn(
+            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, all_heads * head_dim, heads, head_dim, cos.shape[1],
+            neighbours,
+        )  # fmt: skip
+
+    def attend(
+        self, cache: Tensor, qkv: Tensor, rows: Rows, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache` [pages, kv_heads, 2 * PAGE *
+        head_dim], and returns what its queries find there, [T, heads * head_dim]."""
+        tokens, all_heads, head_dim = qkv.shape
+        kv_heads = cache.shape[1]
+        heads = all_heads - 2 * kv_heads
+        y = torch.empty(tokens, heads * head_dim, dtype=torch.bfloat16)
+        self._attend(
+            cache.data_ptr(), heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(), window or 0, scale,
+            softcap or 0.0,
+        )  # fmt: skip
+        return y

@@ -1,0 +1,32 @@
+// See linear.cpp.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+namespace tgi {
+
+using bf16 = uint16_t;
+
+enum class Then : int64_t { none, silu, gelu, gelu_tanh, add, mul };
+
+// One product. Matrices are row-major and dense; bfloat16 but for `bias` [outputs], `plus` [rows, outputs] and `wide`.
+// Either `y` or `wide` [rows, outputs] takes the result. `plus` and `bias` may be null.
+struct LinearCall {
+    const bf16* x;       // [rows, inputs]
+    const bf16* weight;  // as `pack` leaves it
+    const float* bias;
+    const float* plus;
+    const bf16* other;  // [rows, outputs], for add and mul
+    bf16* y;
+    float* wide;
+    int64_t rows, inputs, outputs;
+    Then then;
+};
+
+void linear(Team& team, const LinearCall& call);
+
+// `packed` has room for outputs, rounded up to a multiple of 64, times inputs.
+void pack(Team& team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed);
+
+}  // namespace tgi

@@ -1,0 +1,58 @@
+// Norms of rows, in float32; see norm.h.
+#include "norm.h"
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace tgi {
+namespace {
+
+constexpr int64_t SHARE = 8;  // rows of a chunk
+
+inline __m512 some(const bf16* at, __mmask16 there) {
+    const __m256i half = _mm256_maskz_loadu_epi16(there, at);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+struct NormJob final : Job {
+    explicit NormJob(const NormCall& call) : call(call) {}
+
+    void run(int64_t chunk) const override {
+        const int64_t last = (chunk + 1) * SHARE < call.rows ? (chunk + 1) * SHARE : call.rows;
+        for (int64_t row = chunk * SHARE; row < last; row++) one(call.x + row * call.size, call.y + row * call.size);
+    }
+
+    void one(const bf16* x, bf16* y) const {
+        const float mean = call.centred ? total(x, 0.f, false) / call.size : 0.f;
+        const __m512 middle = _mm512_set1_ps(mean);
+        const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(total(x, mean, true) / call.size + call.epsilon));
+        for (int64_t at = 0; at < call.size; at += 16) {
+            const __mmask16 there = at + 16 <= call.size ? 0xffff : (1u << (call.size - at)) - 1;
+            __m512 z = _mm512_mul_ps(_mm512_sub_ps(some(x + at, there), middle), scale);
+            z = _mm512_mul_ps(z, _mm512_maskz_loadu_ps(there, call.weight + at));
+            if (call.bias) z = _mm512_add_ps(z, _mm512_maskz_loadu_ps(there, call.bias + at));
+            _mm256_mask_storeu_epi16(y + at, there, (__m256i)_mm512_cvtneps_pbh(z));
+        }
+    }
+
+    // The sum of x - mean, or of its squares.
+    float total(const bf16* x, float mean, bool squares) const {
+        const __m512 middle = _mm512_set1_ps(mean);
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t at = 0; at < call.size; at += 16) {
+            const __mmask16 there = at + 16 <= call.size ? 0xffff : (1u << (call.size - at)) - 1;
+            const __m512 z = _mm512_maskz_sub_ps(there, some(x + at, there), middle);
+            sum = squares ? _mm512_fmadd_ps(z, z, sum) : _mm512_add_ps(sum, z);
+        }
+        return _mm512_reduce_add_ps(sum);
+    }
+
+    const NormCall call;
+};
+
+}  // namespace
+
+void norm(Team& team, const NormCall& call) { team.run(NormJob(call), (call.rows + SHARE - 1) / SHARE); }
+
+}  // namespace tgi

@@ -1,0 +1,115 @@
+// The product that all others are made of: a few rows of numbers times a block of 32 columns, in float32.
+//
+// c[r][n] = sum over k of a[r][k] * b[k][n], for up to 32 rows and 32 columns. `a` is dense in k. `b` holds the pairs
+// b[2 j][n], b[2 j + 1][n] side by side, as [depth / 2][…][2], which is what AMX tiles and AVX-512 dot products of pairs
+// both take. Each c is summed over k in the same order whatever the number of rows.
+#pragma once
+#include <cstring>
+
+#include "vectors.h"
+
+namespace tgi {
+
+constexpr int64_t COLUMNS = 32;
+constexpr int64_t MOST_ROWS = 32;
+
+#if defined(__AMX_BF16__)
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Makes the tiles fit products of so many rows, until it is called again. Tiles 0 to 3 are sums, 4 and 5 rows of a, 6 and
+// 7 columns of b; rows behind the 16th go through 2, 3 and 5.
+inline void prepare(int64_t rows) {
+    TileConfig config;
+    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
+    const uint8_t tiles[8] = {first, first, second, second, first, second, 16, 16};
+    for (int tile = 0; tile < 8; tile++) config.rows[tile] = tiles[tile], config.bytes[tile] = 64;
+    asm volatile("ldtilecfg %0" : : "m"(config));
+}
+
+// After `prepare(rows)`. `a_step`: numbers from one row of a to the next; `b_step`: pairs from one pair of rows of b to
+// the next; depth is a multiple of 32. `add`: to what is in c [rows][c_step].
+template <bool add = false>
+inline void product(const bf16* a, int64_t a_step, int64_t rows, const bf16* b, int64_t b_step, int64_t depth, float* c,
+                    int64_t c_step) {
+    const int64_t a_bytes = a_step * sizeof(bf16), b_bytes = b_step * 2 * sizeof(bf16), c_bytes = c_step * sizeof(float);
+    const bool two = rows > 16;
+    if (add) {
+        _tile_loadd(0, c, c_bytes);
+        _tile_loadd(1, c + 16, c_bytes);
+        if (two) {
+            _tile_loadd(2, c + 16 * c_step, c_bytes);
+            _tile_loadd(3, c + 16 * c_step + 16, c_bytes);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < depth; k += 32, a += 32, b += 32 * b_step) {
+        _tile_loadd(4, a, a_bytes);
+        _tile_loadd(6, b, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 32, b_bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_loadd(5, a + 16 * a_step, a_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + 16, c_bytes);
+    if (two) {
+        _tile_stored(2, c + 16 * c_step, c_bytes);
+        _tile_stored(3, c + 16 * c_step + 16, c_bytes);
+    }
+}
+
+#else
+
+inline void prepare(int64_t) {}
+
+template <bool add, int M>
+inline void strip(const bf16* a, int64_t a_step, const bf16* b, int64_t b_step, int64_t depth, float* c, int64_t c_step) {
+    __m512 sums[M][2];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < 2; n++)
+            sums[m][n] = add ? _mm512_loadu_ps(c + m * c_step + 16 * n) : _mm512_setzero_ps();
+    for (int64_t k = 0; k < depth; k += 2, b += 2 * b_step) {
+        const __m512bh first = (__m512bh)_mm512_loadu_si512(b), second = (__m512bh)_mm512_loadu_si512(b + 32);
+        for (int m = 0; m < M; m++) {
+            int32_t pair;
+            memcpy(&pair, a + m * a_step + k, 4);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, first);
+            sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, second);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < 2; n++) _mm512_storeu_ps(c + m * c_step + 16 * n, sums[m][n]);
+}
+
+template <bool add = false>
+inline void product(const bf16* a, int64_t a_step, int64_t rows, const bf16* b, int64_t b_step, int64_t depth, float* c,
+                    int64_t c_step) {
+    for (; rows >= 8; rows -= 8, a += 8 * a_step, c += 8 * c_step) strip<add, 8>(a, a_step, b, b_step, depth, c, c_step);
+    switch (rows) {
+        case 7: return strip<add, 7>(a, a_step, b, b_step, depth, c, c_step);
+        case 6: return strip<add, 6>(a, a_step, b, b_step, depth, c, c_step);
+        case 5: return strip<add, 5>(a, a_step, b, b_step, depth, c, c_step);
+        case 4: return strip<add, 4>(a, a_step, b, b_step, depth, c, c_step);
+        case 3: return strip<add, 3>(a, a_step, b, b_step, depth, c, c_step);
+        case 2: return strip<add, 2>(a, a_step, b, b_step, depth, c, c_step);
+        case 1: return strip<add, 1>(a, a_step, b, b_step, depth, c, c_step);
+    }
+}
+
+#endif
+
+}  // namespace tgi

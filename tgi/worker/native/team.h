@@ -1,0 +1,48 @@
+// Threads that compute the chunks of a job together, and never wait for one that has not begun.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace tgi {
+
+// A job is chunks 0 .. chunks - 1, computed in any order by any thread.
+class Job {
+  public:
+    virtual void run(int64_t chunk) const = 0;
+
+  protected:
+    ~Job() = default;
+};
+
+// Whoever asks for a job works on it too. A chunk belongs to the thread that claims it, so a helper that has lost its
+// core, or still sleeps, delays nobody: the others take its share. Helpers look for the next job for a while, since
+// those of one step follow each other within microseconds, and then sleep. One job at a time, asked for by one thread.
+class Team {
+  public:
+    Team(int threads, int spins);
+    ~Team();
+    Team(const Team&) = delete;
+    void run(const Job& job, int64_t chunks);
+
+  private:
+    void help();
+    void work();
+    bool await(uint32_t& seen);
+
+    const int spins_;
+    const Job* job_ = nullptr;        // stays as long as a chunk of it is claimed and not done
+    std::atomic<int64_t> left_{0};    // chunks that nobody has claimed
+    std::atomic<int64_t> undone_{0};  // chunks that are not computed
+    std::atomic<uint32_t> jobs_{0};
+    std::atomic<bool> stop_{false};
+    std::atomic<bool> asleep_{false};  // some helper is, and has not been called since
+    std::mutex mutex_;
+    std::condition_variable call_;
+    std::vector<std::thread> helpers_;
+};
+
+}  // namespace tgi

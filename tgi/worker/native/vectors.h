@@ -1,0 +1,57 @@
+// Sixteen float32 numbers at a time, and bfloat16 in memory.
+#pragma once
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+
+namespace tgi {
+
+using bf16 = uint16_t;
+
+inline __m512 load(const bf16* at) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
+}
+
+// Rounded to the nearest, to even among two.
+inline void store(bf16* at, __m512 x) { _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+// e^x, off by at most two units in the last place; 0 below -87.3 and infinity above 88.7.
+inline __m512 exp(__m512 x) {
+    const __m512 clamped = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(89.f)), _mm512_set1_ps(-104.f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), clamped);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
+    __m512 p = _mm512_set1_ps(1.f / 720);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f / 120));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f / 24));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f / 6));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
+    return _mm512_scalef_ps(p, n);
+}
+
+inline __m512 sigmoid(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.f);
+    return _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
+
+// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written with 1 + tanh(u) = 2 sigmoid(2 u).
+inline __m512 gelu_tanh(__m512 x) {
+    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
+    return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(inner, _mm512_set1_ps(1.59576912f))));
+}
+
+// 0.5 x (1 + erf(x / sqrt(2))).
+inline __m512 gelu(__m512 x) {
+    alignas(64) float each[16];
+    _mm512_store_ps(each, x);
+    for (float& one : each) one = 0.5f * one * (1.f + std::erf(one * 0.70710678f));
+    return _mm512_load_ps(each);
+}
+
+}  // namespace tgi
