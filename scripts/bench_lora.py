@@ -20,14 +20,16 @@ from torch import Tensor
 
 from tgi.kernel.messages import Adapter, Limits, Sampling, Slot, Step, encode
 from tgi.kernel.pack import INT32, UINT8, pack
-from tgi.worker.attention import build_attention
+from tgi.worker.attention import build_attention, page_size
 from tgi.worker.engine import TorchEngine
+from tgi.worker.load import Recipe
 from tgi.worker.lora.shelf import Fetched
 from tgi.worker.lora.weights import PROJECTIONS, LoraWeights, Pair, shapes
 from tgi.worker.models.config import DecoderConfig
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader
+from tgi.worker.native.choose import find_kernels
 from tgi.worker.threads import choose_threads
 
 ROWS = 16
@@ -71,19 +73,22 @@ def make_adapter(config: DecoderConfig, rank: int) -> LoraWeights:
 class Bench:
     """An engine with 16 slots for each kind of step."""
 
-    def __init__(self, kinds: list[tuple[str, int]], prompt: int, rounds: int) -> None:
+    def __init__(self, kinds: list[tuple[str, int]], prompt: int, rounds: int, plain: bool) -> None:
         config = decoder_config(CONFIG)
-        reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU)  # type: ignore[arg-type]
+        kernels = None if plain else find_kernels([Recipe(config, torch.bfloat16)], "cpu")
+        if kernels is None:
+            choose_threads()
+        reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU, kernels)  # type: ignore[arg-type]
         with torch.inference_mode():
-            model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU)
+            model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU, kernels)
         model.prepare()
         self.prompt = prompt
-        self.each = -(-(prompt + rounds + 2) // 16)
+        size = page_size(model.kv, CPU)
+        self.each = -(-(prompt + rounds + 2) // size)
         slots = ROWS * (len(kinds) + 1)
         pages = slots * self.each
-        limits = Limits(
-            16 * self.each, 16 * self.each - 1, 16 * pages, 4096, slots, pages, 16, 49152, "bfloat16", "cpu"
-        )
+        total = size * self.each
+        limits = Limits(total, total - 1, size * pages, 4096, slots, pages, size, 49152, "bfloat16", "cpu")
         self.engine = TorchEngine(model, build_attention(model.kv, pages, CPU), limits)
         for rank in sorted({rank for _, rank in kinds}):
             for number in range(4):
@@ -130,13 +135,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,16,64")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--plain", action="store_true", help="torch's kernels alone")
     options = parser.parse_args()
     kinds = [(spread, int(rank)) for rank in options.ranks.split(",") for spread in options.adapters.split(",")]
-    threads = choose_threads()
-    bench = Bench(kinds, options.prompt, options.rounds)
+    bench = Bench(kinds, options.prompt, options.rounds, options.plain)
     measured = [[bench.decode(kind) for kind in range(len(kinds) + 1)] for _ in range(options.rounds)][1:]
     plain = 1000 * statistics.median(row[0] for row in measured)
-    print(f"{ROWS} rows, {threads} threads; without adapters {plain:.1f} ms")
+    print(f"{ROWS} rows; without adapters {plain:.1f} ms")
     print("| rank | adapters | ms | ratio |\n|---|---|---|---|")
     for at, (spread, rank) in enumerate(kinds, 1):
         needed = 1000 * statistics.median(row[at] for row in measured)
