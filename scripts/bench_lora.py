@@ -81,7 +81,6 @@ class Bench:
         reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU, kernels)  # type: ignore[arg-type]
         with torch.inference_mode():
             model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU, kernels)
-        model.prepare()
         self.prompt = prompt
         size = page_size(model.kv, CPU)
         self.each = -(-(prompt + rounds + 2) // size)
@@ -93,7 +92,7 @@ class Bench:
         for rank in sorted({rank for _, rank in kinds}):
             for number in range(4):
                 named = Adapter(f"{rank}-{number}", "", f"{rank}-{number}".encode())
-                self.engine.adapters.put(Fetched(named, make_adapter(config, rank)))
+                self.engine.adapters.put(Fetched(named, model.fitted(make_adapter(config, rank))))
         self.number = 0
         self.known = [0] * (len(kinds) + 1)
         self._begin(0, [Sampling(0)] * ROWS)

@@ -40,7 +40,7 @@ def run(model: Model, rows: list[tuple[Any, list[int]]], sizes: list[int] | None
         chosen = [
             (adapter, Row(ids[start:stop], start, range(8 * at, 8 * at + 8))) for at, (adapter, ids) in enumerate(rows)
         ]
-        batch = make_batch([row for _, row in chosen])
+        batch = make_batch([row for _, row in chosen], attention.page_size)
         bounds = pairwise(batch.cu_query.tolist())
         spans = [Span(adapter, *ends) for (adapter, _), ends in zip(chosen, bounds, strict=True) if adapter is not None]
         found = model.forward(batch._replace(adapted=spans), attention)

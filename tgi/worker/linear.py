@@ -93,7 +93,6 @@ class Linear:
             self.rows = ANY_ROWS
             self._weight = kernels.pack(weight)
             self._bias = None if bias is None else bias.to(torch.float32)
-            self._call = self._native
         elif weight.device.type == "cpu" and reorders(weight.dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
             self._call = self._reordered_binary if then in _BINARY else self._reordered
@@ -101,7 +100,11 @@ class Linear:
             self._weight = weight
             self._call = self._plain
 
-    def __call__(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
+        """`plus`, float32 [rows, outputs], is added before `then`; only our own kernels take it."""
+        if self._kernels is not None:
+            return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other, plus)
+        assert plus is None
         rows = x.shape[0]
         padded = self.rows.padded(rows)
         if padded != rows:
@@ -118,15 +121,8 @@ class Linear:
         """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
         other = copy.copy(self)
         other.then, other.rows = "none", ONE_TILE if self.rows.sizes else ANY_ROWS
-        if self._kernels is not None:
-            other._call = other._native
-        else:
-            other._call = other._plain if self._call == self._plain else other._reordered
+        other._call = other._plain if self._call == self._plain else other._reordered
         return other
-
-    def _native(self, x: Tensor, other: Tensor | None) -> Tensor:
-        assert self._kernels is not None
-        return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other)
 
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]

@@ -11,7 +11,7 @@ projections of MLPs get the first of these without the activation, which is appl
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ ELEMENTS = (1 << 15) - LANES
 class Span(NamedTuple):
     """These tokens of a step have an adapter."""
 
-    adapter: LoraWeights
+    adapter: Any  # as Model.adapter made it
     first: int
     stop: int
 
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 class Tile(NamedTuple):
     """Some tokens of one adapter."""
 
-    adapter: LoraWeights
+    adapter: Any  # as Model.adapter made it
     x: Tensor  # [rows, inputs]
     parts: list[tuple[int, Tensor]]  # which of PROJECTIONS, and where its results go [rows, outputs]
 
@@ -70,20 +70,31 @@ class Place(NamedTuple):
 
 
 class Deltas:
-    """The adapters of one step with `count` tokens, padded to `rows`. They compute in `dtype`."""
+    """The adapters of one step with `count` tokens, padded to `rows`. They compute in `dtype`.
+
+    `bare` is, for each layer, the first matrix of its MLP without the activation; None for experts.
+    """
 
     def __init__(
-        self, spans: Sequence[Span], count: int, rows: int, shapes: Shapes, dtype: torch.dtype, device: torch.device
+        self,
+        spans: Sequence[Span],
+        count: int,
+        rows: int,
+        shapes: Shapes,
+        bare: Sequence[Linear | None],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        self._bare = bare
         self._places: dict[str, Place] = {}
         for name in PLACES:
             changing = [span for span in spans if name in span.adapter.places]
             if changing:
                 self._places[name] = _place(name, changing, count, rows, shapes, dtype, device)
 
-    def of(self, layer: int, bare: Linear | None) -> "LayerDeltas":
-        """Those of one layer. `bare` is the first matrix of its MLP without the activation, None for experts."""
-        return LayerDeltas(self._places, layer, bare)
+    def of(self, layer: int) -> "LayerDeltas":
+        """Those of one layer."""
+        return LayerDeltas(self._places, layer, self._bare[layer])
 
 
 class LayerDeltas(NamedTuple):
@@ -93,12 +104,14 @@ class LayerDeltas(NamedTuple):
     layer: int
     bare: Linear | None
 
-    def add(self, place: str, x: Tensor, y: Tensor) -> None:
-        """Adds to y [rows, outputs] what the adapters make of its input x [rows, inputs]."""
+    def through(self, place: str, linear: Linear, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """linear(x, other) with adapters, where `linear` ends in no activation."""
+        y = linear(x, other)
         here = self.places.get(place)
         if here is not None:
             here.compute(self.layer, x)
             y.add_(here.deltas[0].index_select(0, here.back))
+        return y
 
     def inner(self, mlp: Mlp, x: Tensor) -> Tensor:
         """Mlp.inner with adapters."""

@@ -13,6 +13,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import Rotary
 from tgi.worker.linear import Linear, choose_rows
 from tgi.worker.lora.deltas import Deltas, LayerDeltas
+from tgi.worker.lora.packed import PackedDeltas, PackedLayerDeltas, PackedWeights
 from tgi.worker.lora.reading import read_adapter
 from tgi.worker.lora.weights import LoraWeights, number_format, shapes
 from tgi.worker.models.config import DecoderConfig
@@ -92,7 +93,7 @@ class Decoder:
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.adapted else None
         for number, layer in enumerate(self._weights.layers):
-            lora = None if deltas is None else deltas.of(number, self._bare[number])
+            lora = None if deltas is None else deltas.of(number)
             normed = _normed(layer.attention_before, hidden)
             mixed = self._mix(number, layer, normed, angles, count, attention, plan, lora)
             hidden = self._join(layer.output, mixed, layer.attention_after, hidden, lora, "output")
@@ -108,24 +109,27 @@ class Decoder:
                 reader.read(self._logits(hidden, block))
         return self._logits(hidden, batch.draw_at)
 
-    def adapter(self, directory: Path) -> LoraWeights:
+    def adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""
-        found = read_adapter(directory, self._config, self._adapter_dtype, self.device)
-        self.prepare()
-        return found
+        return self.fitted(read_adapter(directory, self._config, self._adapter_dtype, self.device))
 
-    def prepare(self) -> None:
-        """Makes ready for the first adapter."""
+    def fitted(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
+        """An adapter as this model computes with it."""
+        if self.kv.kernels is not None:
+            return PackedWeights(weights, shapes(self._config))
         if not self._bare:
             firsts = [_first(layer.mlp) for layer in self._weights.layers]
             bare = [None if first is None else first.bare() for first in firsts]
             choose_rows([linear for linear in bare if linear is not None])
             self._bare = bare
+        return weights
 
-    def _deltas(self, batch: Batch, rows: int) -> Deltas:
-        return Deltas(
-            batch.adapted, batch.tokens.shape[0], rows, shapes(self._config), self._adapter_dtype, self.device
-        )
+    def _deltas(self, batch: Batch, rows: int) -> Deltas | PackedDeltas:
+        sizes, kernels = shapes(self._config), self.kv.kernels
+        if kernels is not None:
+            return PackedDeltas(batch.adapted, rows, sizes, kernels)
+        count = batch.tokens.shape[0]
+        return Deltas(batch.adapted, count, rows, sizes, self._bare, self._adapter_dtype, self.device)
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
@@ -136,13 +140,18 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _join(
-        self, linear: Linear, x: Tensor, after: Norm | None, hidden: Tensor, lora: LayerDeltas | None, place: str
+        self,
+        linear: Linear,
+        x: Tensor,
+        after: Norm | None,
+        hidden: Tensor,
+        lora: LayerDeltas | PackedLayerDeltas | None,
+        place: str,
     ) -> Tensor:
         """hidden + residual_scale * after(linear(x)), the linear layer with what adapters add."""
-        found = linear(x, hidden) if linear.then == "add" else linear(x)
-        if lora is not None:
-            lora.add(place, x, found)
-        return found if linear.then == "add" else self._add(found, after, hidden)
+        residual = hidden if linear.then == "add" else None
+        found = linear(x, residual) if lora is None else lora.through(place, linear, x, residual)
+        return self._add(found, after, hidden) if residual is None else found
 
     def _add(self, found: Tensor, after: Norm | None, hidden: Tensor) -> Tensor:
         """hidden + residual_scale * after(found)."""
@@ -160,16 +169,14 @@ class Decoder:
         count: int,
         attention: Attention,
         plan: Any,
-        lora: LayerDeltas | None,
+        lora: LayerDeltas | PackedLayerDeltas | None,
     ) -> Tensor:
         """What the layer's attention finds for each row of `normed` [rows, hidden]: [rows, heads * head_dim].
 
         The first `count` rows are tokens, the others padding.
         """
         heads, kv_heads, head_dim = self.kv.heads, self.kv.kv_heads, self.kv.head_dim
-        found = layer.qkv(normed)
-        if lora is not None:
-            lora.add("attention", normed, found)
+        found = layer.qkv(normed) if lora is None else lora.through("attention", layer.qkv, normed)
         qkv = found.view(-1, heads + 2 * kv_heads, head_dim)
         query, key = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
         if layer.head_norm is not None:

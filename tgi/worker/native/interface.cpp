@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "lora.h"
 #include "norm.h"
 #include "team.h"
 #include "turn.h"
@@ -28,8 +29,8 @@ void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, b
 }
 
 void tgi_linear(Team* team, const bf16* x, const bf16* weight, const float* bias, const float* plus, const bf16* other,
-                bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t then) {
-    linear(*team, {x, weight, bias, plus, other, y, wide, rows, inputs, outputs, Then(then)});
+                bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step, int64_t then) {
+    linear(*team, {x, weight, bias, plus, other, y, wide, rows, inputs, outputs, plus_step, Then(then)});
 }
 
 void tgi_turn(Team* team, bf16* x, const float* cos, const float* sin, int64_t tokens, int64_t stride, int64_t heads,
@@ -42,6 +43,12 @@ void tgi_attend(Team* team, bf16* cache, int64_t heads, int64_t kv_heads, int64_
                 const bf16* qkv, bf16* y, int64_t window, float scale, float softcap) {
     attend(*team, {cache, heads, kv_heads, head_dim}, {places, bounds, contexts, pages, rows, width},
            {qkv, y, window, scale, softcap});
+}
+
+void tgi_lora(Team* team, const bf16* x, float* plus, const int64_t* tokens, const int64_t* tiles, const int64_t* owners,
+              const Pair* const* adapters, const int64_t* bounds, int64_t inputs, int64_t width, int64_t count,
+              int64_t parts) {
+    lora(*team, {x, plus, tokens, tiles, owners, adapters, bounds, inputs, width, count, parts});
 }
 
 void tgi_norm(Team* team, const bf16* x, const float* weight, const float* bias, bf16* y, int64_t rows, int64_t size,

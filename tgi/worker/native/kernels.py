@@ -20,6 +20,7 @@ WIDTH = 64  # outputs are filled up to whole blocks of this many
 DEPTH = 32  # inputs must be a multiple of this
 PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
+MOST_ROWS = 32  # of a product
 # So often a helper looks for the next job before it sleeps: some 50 microseconds.
 SPINS = 1000
 
@@ -28,9 +29,10 @@ THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gel
 # Behind the team, which is the first argument of all.
 _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
-    "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 4),
+    "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 5),
     "tgi_norm": (*[c_void_p] * 4, c_int64, c_int64, c_int64, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
+    "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attend": (
         *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
         *(c_void_p, c_void_p, c_int64, c_float, c_float),
@@ -53,6 +55,14 @@ class Rows(NamedTuple):
     width: int
 
 
+class Tiles(NamedTuple):
+    """The tokens of a step that have an adapter, in groups of up to MOST_ROWS, all int64."""
+
+    tokens: Tensor  # [S] sorted by adapter
+    bounds: Tensor  # [tiles + 1] tile t has tokens[bounds[t]] to tokens[bounds[t + 1] - 1]
+    owners: Tensor  # [tiles] whose these are
+
+
 class Kernels:
     """A loaded library. Raises Unavailable if it cannot be used."""
 
@@ -72,7 +82,7 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
-        self._pack, self._linear, self._norm, self._turn, self._attend = functions
+        self._pack, self._linear, self._norm, self._turn, self._lora, self._attend = functions
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -94,15 +104,15 @@ class Kernels:
     ) -> Tensor:
         """then(x @ weight.T + bias + plus), [rows, outputs]; in float32 if `wide`.
 
-        `bias` [outputs] and `plus` [rows, outputs] are float32, `then` is one of THEN, `other` what it adds or
-        multiplies with.
+        `bias` [outputs] and `plus` [rows, outputs], some columns of a dense matrix, are float32, `then` is one of
+        THEN, `other` what it adds or multiplies with.
         """
         x = x.contiguous()
         rows, inputs = x.shape
         y = torch.empty(rows, outputs, dtype=torch.float32 if wide else torch.bfloat16)
         self._linear(
             x.data_ptr(), packed.data_ptr(), _at(bias), _at(plus), _at(other), None if wide else y.data_ptr(),
-            y.data_ptr() if wide else None, rows, inputs, outputs, then,
+            y.data_ptr() if wide else None, rows, inputs, outputs, 0 if plus is None else plus.stride(0), then,
         )  # fmt: skip
         return y
 
@@ -120,6 +130,15 @@ class Kernels:
         self._turn(
             x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, all_heads * head_dim, heads, head_dim, cos.shape[1],
             neighbours,
+        )  # fmt: skip
+
+    def lora(self, x: Tensor, plus: Tensor, tiles: Tiles, adapters: int, bounds: Tensor) -> None:
+        """Writes what adapters add to the projections of x [T, inputs] to the rows of plus (float32 [T, width]) that
+        have one. The results of projection p go from column bounds[p] on (int64 [parts + 1]). `adapters` is where the
+        addresses of the adapters' pairs stand (native/lora.h), in the order of Tiles.owners."""
+        self._lora(
+            x.data_ptr(), plus.data_ptr(), *(column.data_ptr() for column in tiles), adapters, bounds.data_ptr(),
+            x.shape[1], plus.shape[1], len(tiles.owners), len(bounds) - 1,
         )  # fmt: skip
 
     def attend(

@@ -23,7 +23,7 @@ inline void finish(const LinearCall& call, int64_t row, int64_t at, __m512 y) {
     if (left <= 0) return;
     const __mmask16 there = left >= 16 ? 0xffff : (1u << left) - 1;
     if (call.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, call.bias + at));
-    if (call.plus) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, call.plus + row * call.outputs + at));
+    if (call.plus) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, call.plus + row * call.plus_step + at));
     if (then == Then::silu) y = silu(y);
     if (then == Then::gelu) y = gelu(y);
     if (then == Then::gelu_tanh) y = gelu_tanh(y);

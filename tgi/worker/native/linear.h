@@ -10,17 +10,17 @@ using bf16 = uint16_t;
 
 enum class Then : int64_t { none, silu, gelu, gelu_tanh, add, mul };
 
-// One product. Matrices are row-major and dense; bfloat16 but for `bias` [outputs], `plus` [rows, outputs] and `wide`.
+// One product. Matrices are row-major and, but for `plus` [rows, outputs], dense; bfloat16 but for `plus`, `bias` [outputs] and `wide`.
 // Either `y` or `wide` [rows, outputs] takes the result. `plus` and `bias` may be null.
 struct LinearCall {
     const bf16* x;       // [rows, inputs]
     const bf16* weight;  // as `pack` leaves it
     const float* bias;
-    const float* plus;
+    const float* plus;  // from one row to the next `plus_step` numbers
     const bf16* other;  // [rows, outputs], for add and mul
     bf16* y;
     float* wide;
-    int64_t rows, inputs, outputs;
+    int64_t rows, inputs, outputs, plus_step;
     Then then;
 };
 
