@@ -55,6 +55,11 @@ class AnswerGrammars:
     def _made(self, chat: Chat, described: bytes) -> str:
         tools = [_tool(name, schema) for name, schema in chat.tools]
         answer = chat.answer or Answer()
+        for tool in tools:
+            if any(not format.can_tell(tool.name) for format in answer.formats):
+                raise GrammarError(
+                    f"`tools` is not valid: {tool.name!a} cannot be the name of a tool in this model's form of calls"
+                )
         if sum(_properties(schema) for _, schema in chat.tools) > MOST_PROPERTIES:
             raise GrammarError(
                 f"`tools` is not valid: their `properties` have more than {MOST_PROPERTIES} names in all"
