@@ -36,6 +36,13 @@ def test_calls_stand_as_the_model_writes_them(key: str) -> None:
     assert ("<think>\nAsk.\n</think>" in text) == (key == "thinking")
 
 
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_a_message_with_calls_is_over(content: str | None) -> None:
+    """It is not continued behind its text, which would leave its calls out."""
+    text = render("hermes", TURNS[0], {**TURNS[1], "content": content})
+    assert text.endswith(FAMILIES["hermes"].write(SUN) + "<|assistant|>")
+
+
 def test_ids_of_nine_characters_where_they_must_be() -> None:
     text = render("mistral", *TURNS)
     (call,) = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("[TOOL_RESULTS]")[0])

@@ -68,7 +68,8 @@ class Writer:
     # Reasoning and text
 
     def _reasoned(self, answer: Answer, body: str, may_end: bool) -> str:
-        """The body behind the reasoning that the answer begins with or may begin with."""
+        """The body behind the reasoning that the answer begins with or may begin with. With `may_end` the answer may be
+        nothing but reasoning; without it no white space can go on for ever before it begins."""
         if answer.tags is None:
             return body
         body = self._rule(body)
@@ -77,7 +78,8 @@ class Writer:
             thought = f"({thought} | {self._anything()})"
         if answer.inside:
             return thought
-        return f"WHITE {self._piece(answer.tags.open)} {thought} | {body}"
+        lead = "WHITE" if may_end else "LEAD"
+        return f"{lead} {self._piece(answer.tags.open)} {thought} | {body}"
 
     def _anything(self) -> str:
         return f"(ANY {self._others})* ANY" if self._others else "ANY"
