@@ -97,10 +97,10 @@ def test_a_grammar_holds_behind_the_reasoning(
 
 def test_white_space_cannot_go_on_before_what_must_come(vocabulary: Vocabulary) -> None:
     house = house_of(vocabulary, THINKING)
-    for asked in ({"tool_choice": "required"}, {"tool_choice": "auto"}):
-        found = held(begin(house, 1, chat(**asked)), vocabulary)
+    for choice in ("required", "auto"):
+        found = held(begin(house, 1, chat(tool_choice=choice)), vocabulary)
         taken = [found.try_consume_tokens(ids_of("\n", vocabulary)) for _ in range(3)]
-        assert taken == [1, 1, asked["tool_choice"] == "auto"]
+        assert taken == [1, 1, choice == "auto"]
         assert found.try_consume_tokens(ids_of("<think>", vocabulary)) == len(ids_of("<think>", vocabulary))
 
 
