@@ -67,6 +67,7 @@ def test_a_tool_without_a_name() -> None:
         ({"properties": {"a": {}}, "additionalProperties": False}, ["{}", '{"a": "}"}'], ['{"b": 1}']),
         ({"properties": {"a": {}}}, ["{}", '{"a": 1}'], ['{"b": 1}']),
         ({"properties": {"a": {}}, "additionalProperties": True}, ['{"b": 1}'], []),
+        ({"properties": {"a": {}}, "additionalProperties": "true"}, ['{"b": 1}'], []),
         ({"properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}'], ["{}"]),
         ({"minProperties": 1}, ['{"a": 1}'], ["{}"]),
     ],

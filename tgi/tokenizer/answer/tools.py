@@ -90,6 +90,8 @@ def _tool(name: str, given: Any) -> Tool:
     """A tool with this schema of its arguments, which are an object whatever the schema leaves open."""
     if not name or name != name.encode(errors="ignore").decode():
         raise GrammarError(f"`tools` is not valid: {name!a} cannot be the name of a tool")
+    if isinstance(given, dict) and given.get("additionalProperties") == "true":
+        given = {**given, "additionalProperties": True}  # as TGI wants it said
     try:
         schema = checked({} if given is None or given is True else given)
     except GrammarError as error:
