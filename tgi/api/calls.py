@@ -4,7 +4,7 @@ import asyncio
 import time
 from array import array
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from tgi.kernel.messages import Adapt, Adapted, End, Generate, Part, PromptTokens, Reason, Texts, Tokenize, Tokenized
 from tgi.kernel.pack import floats, ints, uints
@@ -223,21 +223,15 @@ class Generation(Call):
         return fresh.part(slice(most))
 
 
-class Encoding(Call):
-    """A request for the ids of a text, or of a chat."""
+Result = TypeVar("Result", Tokenized, Adapted)
 
-    def __init__(self, bell: Bell, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> None:
+
+class Question(Call, Generic[Result]):
+    """A request that one message answers."""
+
+    def __init__(self, bell: Bell) -> None:
         super().__init__(bell)
-        self.inputs = inputs
-        self.add_special_tokens = add_special_tokens
-        self.chat = chat
-        self.result: Tokenized | None = None
-
-    def order(self, rid: int) -> Tokenize:
-        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat)
-
-    def fail(self, message: str) -> None:
-        self.finish(Tokenized(0, b"", b"", b"", b"", error=message))
+        self.result: Result | None = None
 
     @property
     def ended(self) -> bool:
@@ -247,20 +241,35 @@ class Encoding(Call):
     def failed(self) -> bool:
         return self.result is not None and bool(self.result.error)
 
-    def finish(self, result: Tokenized) -> None:
+    def finish(self, result: Result) -> None:
         """Takes the answer."""
         self.result = result
         self.bell.ring()
 
 
-class Adaptation(Call):
+class Encoding(Question[Tokenized]):
+    """A request for the ids of a text, or of a chat."""
+
+    def __init__(self, bell: Bell, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> None:
+        super().__init__(bell)
+        self.inputs = inputs
+        self.add_special_tokens = add_special_tokens
+        self.chat = chat
+
+    def order(self, rid: int) -> Tokenize:
+        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat)
+
+    def fail(self, message: str) -> None:
+        self.finish(Tokenized(0, b"", b"", b"", b"", error=message))
+
+
+class Adaptation(Question[Adapted]):
     """A request to load the adapter in directory `path` under a name, or to unload it if `path` is empty."""
 
     def __init__(self, bell: Bell, name: str, path: str) -> None:
         super().__init__(bell)
         self.name = name
         self.path = path
-        self.result: Adapted | None = None
         self.lost = False  # nobody has answered: the error in `result` is the server's, not the client's
 
     def order(self, rid: int) -> Adapt:
@@ -269,16 +278,3 @@ class Adaptation(Call):
     def fail(self, message: str) -> None:
         self.lost = True
         self.finish(Adapted(0, message))
-
-    @property
-    def ended(self) -> bool:
-        return self.result is not None
-
-    @property
-    def failed(self) -> bool:
-        return self.result is not None and bool(self.result.error)
-
-    def finish(self, result: Adapted) -> None:
-        """Takes the answer."""
-        self.result = result
-        self.bell.ring()

@@ -20,7 +20,8 @@ def named_adapters(text: str | None) -> list[Named]:
     for item in text.split(",") if text is not None else ():
         matched = _ITEM.fullmatch(item)
         if matched is None or not all(part is None or part.strip() for part in matched.groups()):
-            raise ValueError(f"Invalid LoRA adapter format: {item.strip()}")
+            forms = "ID, ID@REVISION, NAME=PATH or NAME=PATH@REVISION, with commas between them"
+            raise ValueError(f"Invalid LoRA adapter format: {item.strip()}. Give {forms}")
         name, path, revision = (part and part.strip() for part in matched.group("name", "path", "revision"))
         if name == "tgi":
             raise ValueError("No LoRA adapter can be called tgi: as a model's name that means the base model")

@@ -107,11 +107,13 @@ def _objects(chat: Object, key: str) -> list[Object]:
 def _ending(chat: Object, messages: list[Object]) -> tuple[bool, bool]:
     """Whether the prompt of the next message is added, and whether the last message is continued.
 
-    If the client says neither, a last message of the assistant is continued: it is the beginning of the answer.
+    If the client says neither, a last message of the assistant is continued: it is the beginning of the answer. One
+    with calls is not, since calls are the end of an answer.
     """
     proceed, continued = chat.get("add_generation_prompt"), chat.get("continue_final_message")
     if proceed is None and continued is None:
-        continued = bool(messages) and messages[-1].get("role") == "assistant" and has_text(messages[-1])
+        final = messages[-1] if messages else {}
+        continued = final.get("role") == "assistant" and has_text(final) and not final.get("tool_calls")
     if proceed is None:
         proceed = not continued
     return bool(proceed), bool(continued)

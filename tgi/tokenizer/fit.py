@@ -14,9 +14,23 @@ SHORT_IDS = "length != 9"
 Object = dict[str, Any]
 
 
+class Arguments(Object):
+    """The arguments of a call. A template that takes them for the text that OpenAI's clients send gets JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
 def fitted(messages: list[Object], traits: Traits, source: str) -> list[Object]:
     """Messages for the template with these traits and this text. Raises TemplateError."""
     fit = [_message(message) for message in messages]
+    _name_results(fit)
     for message in fit:
         content = message.get("content") if traits.calls else _with_calls(message)
         message["content"] = _content(content, traits.parts, traits.strings)
@@ -28,6 +42,8 @@ def fitted(messages: list[Object], traits: Traits, source: str) -> list[Object]:
 def _message(message: Object) -> Object:
     """OpenAI's clients send the arguments of a call as JSON text; templates are written for the object itself."""
     calls = message.get("tool_calls")
+    if not calls:  # many templates ask only whether the field is there
+        return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         return dict(message)
     return {**message, "tool_calls": [_call(call) if isinstance(call, dict) else call for call in calls]}
@@ -38,7 +54,7 @@ def _call(call: Object) -> Object:
     if not isinstance(function, dict):
         return call
     function = _named(function, "arguments", "parameters")
-    if isinstance(function.get("arguments"), str):
+    if "arguments" in function:
         function["arguments"] = _arguments(function["arguments"])
     return {**call, "function": function}
 
@@ -59,6 +75,20 @@ def _with_calls(message: Object) -> Any:
     return f"{content}\n{said}" if content else said
 
 
+def _name_results(messages: list[Object]) -> None:
+    """Gives results of calls the names of what was called: OpenAI's clients send ids alone, some templates want
+    both."""
+    called: dict[str, Any] = {}
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, dict) and isinstance(call.get("id"), str) and isinstance(call.get("function"), dict):
+                called[call["id"]] = call["function"].get("name")
+        id = message.get("tool_call_id")
+        if isinstance(id, str) and called.get(id) is not None and message.get("name") is None:
+            message["name"] = called[id]
+
+
 def _shorten_ids(messages: list[Object]) -> None:
     """Gives every id of a call nine characters, the same ones wherever the id stands."""
     for message in messages:
@@ -74,13 +104,15 @@ def _short(id: str) -> str:
     return id if len(id) == 9 and id.isalnum() else hashlib.sha256(id.encode(errors="replace")).hexdigest()[:9]
 
 
-def _arguments(text: str) -> Any:
-    """The object that a text of JSON stands for; the text if it is none."""
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+def _arguments(given: Any) -> Any:
+    """The object that a text of JSON stands for; what was given if it is none."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            return given
+    return Arguments(value) if isinstance(value, dict) else given
 
 
 def fitted_tool(tool: Object) -> Object:

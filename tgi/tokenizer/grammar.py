@@ -109,7 +109,7 @@ class GrammarReader:
         if fault := self._fault(grammar):
             # The library's words begin with the place in a text that the client does not know.
             fault = fault.partition(" (in regex): ")[2] or fault
-            raise GrammarError(f"grammar is not valid: {_named(fault.partition(_FROM_LARK)[0], _REGEX_NAMES)}")
+            raise GrammarError(f"grammar is not valid: {_named(fault, _REGEX_NAMES)}")
         return grammar
 
     def fault(self, grammar: str) -> str:
@@ -155,11 +155,13 @@ def checked(schema: Any) -> dict[str, Any]:
 
 
 _REGEX_NAMES = [(re.compile("NoExtension"), NOTHING)]
-_FROM_LARK = "\n   1 | start: "
+# Where in a grammar that was written here, and the lines around that place.
+_PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d+ \| .*", re.DOTALL)
 
 
 def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
     """The library's words, with the keyword that they are about."""
+    fault = _PLACE.sub("", fault)
     for pattern, words in names:
         if found := pattern.search(fault):
             return words.format(*found.groups(), all=fault)

@@ -114,6 +114,18 @@ def test_while_it_is_text_nothing_is_kept_from_the_model(family: Family, vocabul
     assert found.consume_tokens(ids_of("🙂 é", vocabulary))
 
 
+@pytest.mark.parametrize("key", ["llama", "named", "tgi"])
+@pytest.mark.parametrize("space", ["", " ", "\n", "\n\n", "  \r\n\t "])
+def test_a_call_without_a_marker_may_stand_behind_white_space(key: str, space: str) -> None:
+    family, vocabulary = FAMILIES[key], byte_level()
+    house = house_of(vocabulary, family.template)
+    answer = family.write(NOW)
+    for written in (space + answer, space + answer.replace("{", "{\n  ", 1)):
+        add = begin(house, 0, chat(tool_choice="auto"))
+        assert accepts(add, written, vocabulary)
+        assert said(play(house, add, ids_of(written, vocabulary))).parts == parts_of("", NOW)
+
+
 # Without properties of any name: a random answer would not come to their end.
 CLOSED = {"type": "object", "properties": {"zone": {"const": 0}}, "additionalProperties": False}
 SCHEMAS = {"weather": {**WEATHER, "additionalProperties": False}, "time": CLOSED}

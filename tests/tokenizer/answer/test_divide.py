@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tokenizer.answer.families import FAMILIES, MARKERS, NOW, SUN, VOCABULARIES, chat
-from tests.tokenizer.answer.talk import begin, house_of, merged, play, said
+from tests.tokenizer.answer.talk import accepts, begin, house_of, merged, play, said
 from tests.tokenizer.house import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.messages import Reason, Stop
@@ -118,3 +118,23 @@ def test_what_does_not_fit_the_format_is_text() -> None:
     assert parts(hermes, [FAMILIES["hermes"].write(NOW) + "\nThat was it."])[-1] == ("text", "That was it.")
     assert parts(Answer(FALLBACK), ['{"name": "Bob"}'])[:1] == [("call", "Bob")]
     assert parts(Answer(FALLBACK), ['{"names": []}']) == [("text", '{"names": []}')]
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_what_follows_calls_and_is_cut_is_no_text(key: str) -> None:
+    family = FAMILIES[key]
+    one, two = family.write(SUN), family.write(SUN, NOW)
+    whole = parts(ANSWERS[key], [one])
+    for size in range(len(one), len(two)):
+        found = parts(ANSWERS[key], [two[:size]])
+        assert found[: len(whole)] == whole or family.after
+        assert {kind for kind, _ in found} == {"call", "arguments"}, two[:size]
+
+
+@pytest.mark.parametrize("key", ["llama", "named", "tgi"])
+def test_behind_a_special_token_an_answer_does_not_begin_with_a_call(key: str) -> None:
+    """Neither for the grammar, which leaves text open there, nor for its parts."""
+    house, answer = house_of(byte_level(), FAMILIES[key].template), "<|user|>" + FAMILIES[key].write(("none", "[]"))
+    add = begin(house, 1, chat())
+    assert accepts(add, answer, byte_level())
+    assert said(play(house, add, ids_of(answer))).parts == [("text", answer.removeprefix("<|user|>"))]

@@ -36,6 +36,40 @@ def test_calls_stand_as_the_model_writes_them(key: str) -> None:
     assert ("<think>\nAsk.\n</think>" in text) == (key == "thinking")
 
 
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_a_message_with_calls_is_over(content: str | None) -> None:
+    """It is not continued behind its text, which would leave its calls out."""
+    text = render("hermes", TURNS[0], {**TURNS[1], "content": content})
+    assert text.endswith(FAMILIES["hermes"].write(SUN) + "<|assistant|>")
+
+
+def rendered(template: str, *turns: dict[str, Any]) -> str:
+    return Chats(ChatTemplates({"default": template}, {})).text(json.dumps({"messages": turns}).encode())
+
+
+@pytest.mark.parametrize(
+    "written", ["'' + c.function.arguments + ''", "c.function.arguments", "c.function.arguments | tojson"]
+)
+@pytest.mark.parametrize("arguments", [SUN[1], json.loads(SUN[1])], ids=["text", "object"])
+def test_arguments_are_json_however_a_template_takes_them(written: str, arguments: Any) -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ " + written + " }}{% endfor %}{% endfor %}"
+    call = {"id": ID, "type": "function", "function": {"name": SUN[0], "arguments": arguments}}
+    assert rendered(template, TURNS[0], {**TURNS[1], "tool_calls": [call]}) == SUN[1]
+
+
+def test_results_have_the_names_of_what_was_called() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.name if m.name is defined }};{% endfor %}"
+    result = {"role": "tool", "tool_call_id": ID, "content": "blue"}
+    assert rendered(template, *TURNS[:2], result) == "user:;assistant:;tool:weather;"
+    assert rendered(template, *TURNS[:2], {**result, "name": "other"}) == "user:;assistant:;tool:other;"
+    assert rendered(template, result, {**result, "tool_call_id": "unknown"}) == "tool:;tool:;"
+
+
+def test_a_message_with_an_empty_list_of_calls_has_none() -> None:
+    template = "{% for m in messages %}{{ 'calls' if 'tool_calls' in m else m.content }}{% endfor %}"
+    assert rendered(template, {"role": "assistant", "content": "Hi", "tool_calls": []}, TURNS[0]) == "HiHow is Ulm?"
+
+
 def test_ids_of_nine_characters_where_they_must_be() -> None:
     text = render("mistral", *TURNS)
     (call,) = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("[TOOL_RESULTS]")[0])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.answer.families import FAMILIES, PLAIN, SUN, THINKING, VOCABULARIES, chat
-from tests.tokenizer.answer.talk import accepts, begin, divided, grammar, house_of, play, refusal, said
+from tests.tokenizer.answer.talk import accepts, begin, divided, grammar, held, house_of, play, refusal, said
 from tests.tokenizer.house import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.messages import Prompted
@@ -93,6 +93,15 @@ def test_a_grammar_holds_behind_the_reasoning(
     assert not accepts(add, thought, vocabulary)
     parts = [("reasoning", 'Hm  {"a": '), ("text", '{"a": 12}')]
     assert said(play(house, add, ids_of(answer, vocabulary))).parts == parts
+
+
+def test_white_space_cannot_go_on_before_what_must_come(vocabulary: Vocabulary) -> None:
+    house = house_of(vocabulary, THINKING)
+    for choice in ("required", "auto"):
+        found = held(begin(house, 1, chat(tool_choice=choice)), vocabulary)
+        taken = [found.try_consume_tokens(ids_of("\n", vocabulary)) for _ in range(3)]
+        assert taken == [1, 1, choice == "auto"]
+        assert found.try_consume_tokens(ids_of("<think>", vocabulary)) == len(ids_of("<think>", vocabulary))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

@@ -28,13 +28,15 @@ def tool(parameters: Any, name: str = "f") -> dict[str, Any]:
         ({"properties": {"a": {"type": "word"}}}, "tool `f`: grammar is not valid: `type` must be"),
         ({"type": "string"}, "tool `f`: grammar is not valid: `parameters` must describe an object"),
         ("object", "tool `f`: grammar is not valid: a schema is an object"),
-        ({"properties": {"a": False}, "required": ["a"]}, "tool `f`: cannot compile regex from schema:"),
+        ({"properties": {"a": False}, "required": ["a"]}, "tool `f`: cannot compile regex from schema: Unsatisfiable"),
     ],
 )
 def test_parameters_that_cannot_be_enforced(parameters: Any, words: str) -> None:
     house = house_of(byte_level(), FAMILIES["named"].template)
     for _ in range(2):  # refusals are kept
-        assert refusal(house, chat([tool({}, "g"), tool(parameters)])).startswith(words)
+        told = refusal(house, chat([tool({}, "g"), tool(parameters)]))
+        assert told.startswith(words)
+        assert "%json" not in told  # nothing of the grammar around the schema
 
 
 def test_too_many_and_too_large() -> None:
@@ -65,6 +67,7 @@ def test_a_tool_without_a_name() -> None:
         ({"properties": {"a": {}}, "additionalProperties": False}, ["{}", '{"a": "}"}'], ['{"b": 1}']),
         ({"properties": {"a": {}}}, ["{}", '{"a": 1}'], ['{"b": 1}']),
         ({"properties": {"a": {}}, "additionalProperties": True}, ['{"b": 1}'], []),
+        ({"properties": {"a": {}}, "additionalProperties": "true"}, ['{"b": 1}'], []),
         ({"properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}'], ["{}"]),
         ({"minProperties": 1}, ['{"a": 1}'], ["{}"]),
     ],
@@ -118,6 +121,13 @@ def test_the_template_for_tools_says_how() -> None:
 def test_names_that_cannot_be_written(name: str) -> None:
     house = house_of(byte_level(), "<tool_call>{{ tools | length }}")
     assert "cannot be the name of a tool" in refusal(house, chat([tool({}, name)]))
+
+
+@pytest.mark.parametrize("name", [" f", "f\n", "f[ARGS]g"])
+def test_names_that_end_too_soon(name: str) -> None:
+    asked = chat([tool({}, name)])
+    assert "cannot be the name of a tool" in refusal(house_of(byte_level(), FAMILIES["mistral-args"].template), asked)
+    assert grammar(begin(house_of(byte_level(), FAMILIES["mistral"].template), 1, asked))
 
 
 def test_descriptions_are_no_grammar() -> None:

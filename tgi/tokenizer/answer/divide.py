@@ -123,6 +123,8 @@ class Divider:
                 yield from self._piece(piece, format.call[at + 1 : at + 2])
             following = self._written((again or format.call)[0])
             if not (yield from self._begins((following,))):
+                if self._over and begins(self._rest, (following,)) is None:
+                    self._rest = ""  # another call, that was cut
                 break
             for piece in again:
                 yield from self._expect(piece)

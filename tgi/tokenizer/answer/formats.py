@@ -36,6 +36,12 @@ class Format(NamedTuple):
     after: tuple[str, ...] = ()
     several: bool = True  # more than one call, if the client does not say
 
+    def can_tell(self, name: str) -> bool:
+        """Whether this name of a tool can be read again from a call: where it is no string, something ends it."""
+        if Slot.WORD not in self.call:
+            return True
+        return name == name.strip(WHITE) and self.call[self.call.index(Slot.WORD) + 1] not in name
+
 
 def _call(arguments: str) -> tuple[str, ...]:
     return "{", '"name"', ":", Slot.NAME, ",", f'"{arguments}"', ":", Slot.ARGUMENTS, "}"

@@ -2,11 +2,14 @@
 
 While the answer is text any characters and any special tokens go; only bytes that can never become a character do not.
 From the marker of a call on, or from the first key of one without a marker, nothing but a call can follow.
+
+The lexer takes the longest terminal and never goes back. So whatever may turn out to be something else than text is one
+terminal up to where that is known, with the white space before it.
 """
 
 import json
 from collections.abc import Container, Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise, repeat
 from typing import NamedTuple
 
 from tgi.tokenizer.answer.formats import Answer, Format, Slot, beginning
@@ -39,20 +42,25 @@ class Writer:
         written."""
         self._marks = marks
         self._only_text = only_text
-        self._rules: list[str] = []
+        self._rules: dict[str, str] = {}  # names by what stands behind them, as of terminals
         self._terminals: dict[str, str] = {}
         self._others = f"<[{_ranges(marks.others)}]>" if marks.others else ""
 
     def calls(self, answer: Answer, tools: Sequence[Tool], several: bool | None, required: bool) -> str:
         """The grammar of an answer that may call these tools, or must."""
         arguments = [self._rule(f"%json {tool.schema}") for tool in tools]
-        started = []  # each format's calls: how they begin, and what follows
+        started = []  # each format's calls, from behind their marker
+        bare = []  # those without a marker, where they may be text yet
         for format in answer.formats:
-            held = self._calls(format, tools, arguments, format.several if several is None else several)
-            if held:
-                started.append((format, held))
+            one = self._one(format, tools, arguments)
+            if not one:
+                continue
+            rest = self._rest(format, one, format.several if several is None else several)
+            started.append((format, self._rule(f"{self._sequence(format.before)} {one} {rest}")))
+            if format.bare:
+                bare.append(f"{self._one(format, tools, arguments, len(beginning(format)))} {rest}")
         begun = [self._begun(format, held) for format, held in started]
-        body = f"LEAD ({_either(begun)})" if required else self._text(answer, started)
+        body = f"LEAD ({_either(begun)})" if required else self._text(answer, started, bare)
         return self._grammar(self._reasoned(answer, body, not required))
 
     def reasoned(self, answer: Answer, grammar: str) -> str:
@@ -62,13 +70,14 @@ class Writer:
         return json.dumps({"grammars": [{"lark_grammar": top}, {**body, "name": "body"}]})
 
     def _grammar(self, start: str) -> str:
-        terminals = (f"{name}: {body}\n" for body, name in self._terminals.items())
-        return f"{_TERMINALS}start: {start}\n" + "".join(terminals) + "\n".join(self._rules) + "\n"
+        named = (f"{name}{body}\n" for body, name in [*self._terminals.items(), *self._rules.items()])
+        return f"{_TERMINALS}start: {start}\n{''.join(named)}"
 
     # Reasoning and text
 
     def _reasoned(self, answer: Answer, body: str, may_end: bool) -> str:
-        """The body behind the reasoning that the answer begins with or may begin with."""
+        """The body behind the reasoning that the answer begins with or may begin with. With `may_end` the answer may be
+        nothing but reasoning; without it no white space can go on for ever before it begins."""
         if answer.tags is None:
             return body
         body = self._rule(body)
@@ -77,7 +86,10 @@ class Writer:
             thought = f"({thought} | {self._anything()})"
         if answer.inside:
             return thought
-        return f"WHITE {self._piece(answer.tags.open)} {thought} | {body}"
+        begin = f"{'WHITE' if may_end else 'LEAD'} {self._piece(answer.tags.open)}"
+        if not self._special(answer.tags.open):
+            begin = self._terminal(begin)
+        return f"{begin} {thought} | {body}"
 
     def _anything(self) -> str:
         return f"(ANY {self._others})* ANY" if self._others else "ANY"
@@ -87,8 +99,8 @@ class Writer:
         begin = f"(ANY {self._others})* " if self._others else ""
         return begin + self._marked("ANY", marker)
 
-    def _text(self, answer: Answer, started: list[tuple[Format, str]]) -> str:
-        """Text, which may turn into calls."""
+    def _text(self, answer: Answer, started: list[tuple[Format, str]], bare: list[str]) -> str:
+        """Text, which may turn into calls, or `bare` calls."""
         known = [[answer.tags.open]] if answer.tags is not None and not self._special(answer.tags.open) else []
         known += [list(beginning(format)) for format, _ in started if format.bare]
         first = "ANY"
@@ -100,7 +112,7 @@ class Writer:
         def ends(text: str) -> list[str]:
             return [text, *(f"{self._marked(text, marker)} {held}" for marker, held in marked)]
 
-        options = ends(first) + [f"WHITE {held}" for format, held in started if format.bare]
+        options = ends(first) + bare
         if self._others:
             options.append(f"{first} {self._others} (ANY {self._others})* ({_either(ends('ANY'))})")
         return f"({_either(options)})"
@@ -120,23 +132,25 @@ class Writer:
         marker = f"{self._piece(format.marker)} GAP"
         return f"({marker})? {held}" if format.bare else f"{marker} {held}"
 
-    def _calls(self, format: Format, tools: Sequence[Tool], arguments: list[str], several: bool) -> str:
-        """The rule of calls of this format, from behind their marker; "" if none of the tools fits it."""
+    def _one(self, format: Format, tools: Sequence[Tool], arguments: list[str], loose: int = 0) -> str:
+        """The rule of one call of this format, with any white space before so many of its pieces; "" if none of the
+        tools fits it."""
         calls = [
-            self._call(format, tool, schema)
+            self._call(format, tool, schema, loose)
             for tool, schema in zip(tools, arguments, strict=True)
             if tool.fields or Slot.FIELDS not in format.call
         ]
-        if not calls:
-            return ""
-        one = self._rule(_either(calls))
-        rest = ""
+        return self._rule(_either(calls)) if calls else ""
+
+    def _rest(self, format: Format, one: str, several: bool) -> str:
+        """What may follow a first call, and what ends them all."""
+        again = ""
         if several:
             pieces = [*format.between, *([format.marker] if format.each else [])]
-            rest = f"({self._sequence([*pieces, one], {one})})*"
-        return self._rule(f"{self._sequence(format.before)} {one} {rest} {self._sequence(format.after)}")
+            again = f"({self._sequence([*pieces, one], {one})})*"
+        return f"{again} {self._sequence(format.after)}"
 
-    def _call(self, format: Format, tool: Tool, arguments: str) -> str:
+    def _call(self, format: Format, tool: Tool, arguments: str, loose: int) -> str:
         quoted = json.dumps(tool.name, ensure_ascii=False)
         filled: dict[str, str] = {Slot.NAME: quoted, Slot.WORD: tool.name, Slot.ARGUMENTS: arguments}
         if Slot.FIELDS in format.call:
@@ -144,20 +158,22 @@ class Writer:
             end = format.call.index("{", 1)
             fields = self._rule(f"%json {tool.fields}")
             pieces = [*format.call[:end], fields, *format.call[format.call.index(Slot.FIELDS) + 1 :]]
-            return self._sequence(pieces, {fields})
+            return self._sequence(pieces, {fields}, loose)
         pieces = [filled.get(piece, piece) for piece in format.call]
-        return self._sequence(pieces, {arguments})
+        return self._sequence(pieces, {arguments}, loose)
 
-    def _sequence(self, pieces: Iterable[str], rules: Container[str] = ()) -> str:
-        """Pieces with gaps between them: what is text is one terminal as far as it goes. `rules` stand as they are."""
+    def _sequence(self, pieces: Iterable[str], rules: Container[str] = (), loose: int = 0) -> str:
+        """Pieces with gaps between them: what is text is one terminal as far as it goes. `rules` stand as they are.
+        Before the first `loose` pieces there may be any white space."""
+        gaps = chain(repeat("WHITE", loose), repeat("GAP"))
         written: list[str] = []
         runs = [(text, list(run)) for text, run in groupby(pieces, lambda piece: self._is_text(piece, rules))]
         for at, (text, run) in enumerate(runs, 1):
             if text:
-                spaced = [f"GAP {json.dumps(piece, ensure_ascii=False)}" for piece in run]
+                spaced = [f"{next(gaps)} {json.dumps(piece, ensure_ascii=False)}" for piece in run]
                 written.append(self._terminal(" ".join(spaced) + (" GAP" if at < len(runs) else "")))
             else:
-                written += (piece if piece in rules else f"GAP {self._piece(piece)}" for piece in run)
+                written += (piece if piece in rules else f"{next(gaps)} {self._piece(piece)}" for piece in run)
         return " ".join(filter(None, written))
 
     def _is_text(self, piece: str, rules: Container[str]) -> bool:
@@ -175,12 +191,10 @@ class Writer:
         return "" if self._only_text else f"<[{id}]>"
 
     def _terminal(self, body: str) -> str:
-        return self._terminals.setdefault(body, f"T{len(self._terminals)}")
+        return self._terminals.setdefault(f": {body}", f"T{len(self._terminals)}")
 
     def _rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
+        return self._rules.setdefault(f"{options}: {body}", f"r{len(self._rules)}")
 
 
 def _either(options: Sequence[str]) -> str:

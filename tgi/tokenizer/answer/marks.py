@@ -5,8 +5,11 @@ import re
 from tgi.tokenizer.answer.formats import FORMATS, TAGS, Slot
 from tgi.tokenizer.vocabulary import Vocabulary
 
-# A special token stands in an answer that is divided as one lone surrogate: no decoded text holds one.
+# A special token stands in an answer that is divided as one lone surrogate: no decoded text holds one. The last of them
+# is for those that are no piece of any format: they are not shown, but an answer that begins with one does not begin
+# with a call.
 _FIRST = 0xD800
+_OTHER = "\udfff"
 MARK = re.compile("[\ud800-\udfff]")
 
 
@@ -34,7 +37,7 @@ class Marks:
         return self._characters.get(piece, piece)
 
     def character(self, id: int, text: str) -> str:
-        """What stands in such an answer for a token with this text; "" for a special one that means nothing here."""
+        """What stands in such an answer for a token with this text."""
         if id >= len(self._special) or not self._special[id]:
             return text
-        return self._by_id.get(id, "")
+        return self._by_id.get(id, _OTHER)

@@ -55,6 +55,11 @@ class AnswerGrammars:
     def _made(self, chat: Chat, described: bytes) -> str:
         tools = [_tool(name, schema) for name, schema in chat.tools]
         answer = chat.answer or Answer()
+        for tool in tools:
+            if any(not format.can_tell(tool.name) for format in answer.formats):
+                raise GrammarError(
+                    f"`tools` is not valid: {tool.name!a} cannot be the name of a tool in this model's form of calls"
+                )
         if sum(_properties(schema) for _, schema in chat.tools) > MOST_PROPERTIES:
             raise GrammarError(
                 f"`tools` is not valid: their `properties` have more than {MOST_PROPERTIES} names in all"
@@ -85,6 +90,8 @@ def _tool(name: str, given: Any) -> Tool:
     """A tool with this schema of its arguments, which are an object whatever the schema leaves open."""
     if not name or name != name.encode(errors="ignore").decode():
         raise GrammarError(f"`tools` is not valid: {name!a} cannot be the name of a tool")
+    if isinstance(given, dict) and given.get("additionalProperties") == "true":
+        given = {**given, "additionalProperties": True}  # as TGI wants it said
     try:
         schema = checked({} if given is None or given is True else given)
     except GrammarError as error:
