@@ -65,7 +65,7 @@ def test_a_request_without_its_adapter_is_at_fault_alone(tmp_path: Path) -> None
     slots = [slot(0, PROMPT), slot(1, PROMPT, asking), slot(2, PROMPT, lost)]
     pages = [(at, 2 * at + page) for at in range(3) for page in range(2)]
     result = worker.run_step(step(1, [(0, 0, 4, 0), (1, 0, 5, 0), (2, 0, 6, 1)], slots, pages))
-    assert result.faults == ["the adapter two is not loaded any more"]
+    assert result.faults == ["", "", "the adapter two is not loaded any more"]
     result = worker.run_step(step(2, [(0, 4, 2, 1), (1, 5, 1, 1)]))
     assert (len(result.ids), result.faults) == (8, [])
     plain, adapted = good(result)
