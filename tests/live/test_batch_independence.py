@@ -1,4 +1,4 @@
-"""200 random requests over HTTP, one after the other and all at once: the same answers, to the last digit."""
+"""200 random requests over HTTP, one after the other and all at once, with drafts: the same answers, to the digit."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +9,27 @@ import pytest
 
 from tests.live.server import Server
 from tests.models import model
+from tests.worker.loras import make_adapter
 
 COUNT = 200
 AT_ONCE = 64
+ADAPTER = "mine"
 TEXT = "The river runs through the city and nobody knows the answer, but everyone asks: what is it? 1984 Straße"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--model-id", str(model("llama")), "--dtype", "float32", "--max-batch-total-tokens", "2048")
-    with Server(tmp_path_factory.mktemp("independence") / "run", *flags, "--validation-workers", "1") as server:
+    base, directory = model("llama"), tmp_path_factory.mktemp("independence")
+    flags = ("--model-id", str(base), "--dtype", "float32", "--max-batch-total-tokens", "2048")
+    more = (
+        "--draft-model-id",
+        str(base),
+        "--speculate",
+        "1",
+        "--lora-adapters",
+        f"{ADAPTER}={make_adapter(directory / ADAPTER, base)}",
+    )
+    with Server(directory / "run", *flags, *more, "--validation-workers", "1") as server:
         yield server.start().ready()
 
 
@@ -47,11 +58,17 @@ def random_request(draw: Random) -> tuple[str, dict[str, Any]]:
     )
     if draw.random() < 0.5:
         native = (
-            fields | grammar | some(draw, watermark=(True,), truncate=(3, 9), top_n_tokens=(1, 4), do_sample=(True,))
+            fields
+            | grammar
+            | some(
+                draw, watermark=(True,), truncate=(3, 9), top_n_tokens=(1, 4), do_sample=(True,), adapter_id=(ADAPTER,)
+            )
         )
         native |= {"decoder_input_details": draw.random() < 0.3, "details": True, "min_new_tokens": least}
         return "/generate", {"inputs": text, "parameters": native | {"max_new_tokens": length}}
-    body = fields | some(draw, n=(2, 3), presence_penalty=(-1.0, 1.0), logit_bias=({"70": -100, "80": 3},))
+    body = fields | some(
+        draw, model=(ADAPTER,), n=(2, 3), presence_penalty=(-1.0, 1.0), logit_bias=({"70": -100, "80": 3},)
+    )
     body |= {"max_tokens": length, "min_tokens": least}
     if grammar:
         body["response_format"] = grammar["grammar"]
@@ -76,6 +93,7 @@ def test_alone_and_all_at_once(server: Server) -> None:
         together = list(threads.map(answer, requests))
     for request, there in zip(requests, together, strict=True):
         assert answer(request) == there, request
+    assert 0 < server.metric("tgi_accepted_tokens") < server.metric("tgi_drafted_tokens")
     # All fields took part.
     assert {path for path, _ in requests} == {"/generate", "/v1/completions", "/v1/chat/completions"}
     ends = {one["details"]["finish_reason"] for one in together if isinstance(one, dict)}

@@ -49,7 +49,7 @@ class Scheduler(RuleBasedStateMachine):
         self.deaths = 0
 
     @rule(
-        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=LIMIT - 1),
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=LIMIT - 1) | st.integers(5, 20).map(lambda n: n * [1]),
         first=st.sampled_from([1, 1, 1, 2, DEADLY, BROKEN]),
         new=st.integers(1, 12),
         place=st.integers(0, 1),
@@ -58,18 +58,31 @@ class Scheduler(RuleBasedStateMachine):
         top_n=st.sampled_from([0, 0, 1, 3]),
         choice=st.integers(0, 1),
         prompt_top_n=st.sampled_from([None, None, 0, 2]),
-        name=st.sampled_from([None, None, "a", "b"]),
+        name=st.sampled_from([None, "a", "a", "b"]),
     )
     def add(
         self, prompt: list[int], first: int, new: int, place: int, eos: bool, name: str | None, **asked: Any
     ) -> None:
         stop_ids = [2, *range(40, 50)] if eos else []
-        known = {adapter.name: adapter for adapter in self.house.adapters.loaded(place)}
+        known = {adapter.name: adapter for adapter in self.house.adapters.told(place)}
         self.house.add([first, *prompt[1:]], new, place=place, stop_ids=stop_ids, adapter=known.get(name), **asked)
 
     @rule(name=st.sampled_from(["a", "b"]), content=st.sampled_from([None, "one", "two"]), place=st.integers(0, 1))
     def adapt(self, name: str, content: str | None, place: int) -> None:
         self.house.adapters.ask(name, content, place)
+
+    @rule(length=st.integers(5, 9), place=st.integers(0, 1), steps=st.integers(0, 2))
+    def come_late(self, length: int, place: int, steps: int) -> None:
+        """An adapter is gone for a moment, in which a request comes that knows of it."""
+        known = {adapter.name: adapter for adapter in self.house.adapters.told(place)}
+        self.house.adapters.ask("a", None)
+        for _ in range(steps):
+            self.house.step()
+        if "a" in known:
+            self.house.add(length * [1], place=place, adapter=known["a"])
+        for _ in range(steps):
+            self.house.step()
+        self.house.adapters.ask("a", "one")
 
     @rule()
     def work(self) -> None:

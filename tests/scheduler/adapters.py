@@ -74,8 +74,12 @@ class Changes:
 
     def loaded(self, place: int = 0) -> list[Adapter]:
         """As this tokenizer knows them."""
-        told = [status.adapters for status in self._house.tokenizers[place].statuses if status.limits is not None]
-        return told[-1] if told else []
+        statuses = [status for status in self._house.tokenizers[place].statuses if status.limits is not None]
+        return statuses[-1].adapters if statuses else []
+
+    def told(self, place: int = 0) -> list[Adapter]:
+        """All that this tokenizer ever knew. Some may be gone: a request may come late."""
+        return [adapter for status in self._house.tokenizers[place].statuses for adapter in status.adapters]
 
     # --- what the worker does -------------------------------------------------------------------------------------
 

@@ -117,6 +117,76 @@ def test_a_request_whose_adapter_is_gone_says_so(house: House) -> None:
     ok(other, SCRIPT)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nobody_finds_what_was_computed_for_lack_of_an_adapter(house: House, cancelled: bool) -> None:
+    """Even where the same content comes back before anybody has noticed."""
+    (first,) = house.adapters.loaded()
+    house.adapters.ask("first", None)
+    house.adapters.work()
+    late = house.add(PROMPT, adapter=first)
+    house.plan()
+    if cancelled:
+        house.cancel(late)
+    house.adapters.ask("first", "one")
+    house.run()
+    assert late.end is not None
+    assert late.end.reason == (Reason.CANCELLED if cancelled else Reason.FAILED)
+    for cached in (0, 8):
+        asked = house.add(PROMPT, adapter=first)
+        house.run()
+        ok(asked, SCRIPT)
+        assert asked.end is not None
+        assert asked.end.cached_tokens == cached
+
+
+def test_what_was_computed_before_an_unload_is_found_after_a_load(house: House) -> None:
+    (first,) = house.adapters.loaded()
+    house.add(PROMPT, adapter=first)
+    house.run()
+    house.adapters.ask("first", None)
+    house.adapters.ask("again", "one")
+    house.run()
+    asked = house.add(PROMPT, adapter=house.adapters.loaded()[0])
+    house.run()
+    ok(asked, SCRIPT)
+    assert asked.end is not None
+    assert asked.end.cached_tokens == 8
+
+
+def test_a_change_waits_for_the_steps_under_way_and_they_for_it(house: House) -> None:
+    """A request that was planned while an adapter was there finds it at the worker."""
+    (first,) = house.adapters.loaded()
+    asked = house.add(PROMPT, 20, adapter=first)
+    house.plan()
+    house.adapters.ask("first", None)
+    assert not house.adapters.orders
+    assert house.plan() == 0
+    while house.steps:
+        house.compute()
+        house.deliver()
+    assert [order.name for order in house.adapters.orders] == ["first"]
+    assert house.plan() > 0
+    house.run()
+    ok(asked, SCRIPT)
+
+
+def test_a_request_without_its_adapter_ends_in_its_first_step_and_tells_nothing() -> None:
+    house = House(SCRIPT._replace(max_batch_prefill_tokens=4))
+    house.adapters.start_with("first", "one")
+    house.worker_up()
+    (first,) = house.adapters.loaded()
+    house.adapters.ask("first", None)
+    house.adapters.work()
+    late = house.add(PROMPT, adapter=first, prompt_top_n=1)
+    house.plan()
+    house.compute()
+    house.deliver()
+    assert late.end is not None
+    assert late.end.reason == Reason.FAILED
+    assert not late.told
+    house.run()
+
+
 def test_an_adapter_that_cannot_be_had_again_is_gone_for_all(house: House, caplog: pytest.LogCaptureFixture) -> None:
     house.adapters.ask("second", "two")
     house.adapters.work()

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.scheduler.house import House, ok
-from tests.scheduler.tokenizers import GREEDY, Asked
-from tgi.kernel.messages import Add, Slot
-from tgi.kernel.pack import INT32, ints, pack
+from tests.scheduler.tokenizers import Asked
+from tgi.kernel.messages import Slot
+from tgi.kernel.pack import ints
 from tgi.scheduler.core import Config
 from tgi.worker.scripted import Script
 
@@ -71,17 +71,6 @@ def test_the_last_id_is_always_computed(house: House) -> None:
     house.run()
     assert cached(again) == 4
     ok(again, SCRIPT)
-
-
-def test_salts_separate(house: House) -> None:
-    house.add(PROMPT)
-    house.run()
-    for rid, salt in ((101, b"tenant"), (102, b"tenant")):
-        salted = Asked(PROMPT, 4, [], GREEDY, [])
-        house.tokenizers[0].requests[rid] = salted
-        house.handle(Add(rid, pack(INT32, PROMPT), 4, salted.sampling, salt=salt), house.tokenizers[0].peer)
-        house.run()
-        assert cached(salted) == (0 if rid == 101 else 8)
 
 
 def test_the_longest_unused_pages_give_way_first(house: House) -> None:

@@ -56,6 +56,20 @@ def test_adapters_are_loaded_replaced_and_unloaded(running: Running, tmp_path: P
     assert error == f"{tmp_path}/nowhere has no adapter_config.json, so it is no LoRA adapter."
 
 
+def test_files_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    """Or a digest would stand for what it is not of."""
+    path = adapter(tmp_path / "one")
+
+    def read(directory: Path) -> Unread:
+        adapter(directory, 2)
+        return Unread(directory)
+
+    shelf = Shelf(read)
+    with pytest.raises(UserError, match="has changed while it was read"):
+        shelf.fetch("one", path)
+    shelf.put(shelf.fetch("one", path))  # now it is complete
+
+
 def test_a_request_without_its_adapter_is_at_fault_alone(tmp_path: Path) -> None:
     worker = ScriptedWorker(SCRIPT)
     stock(worker.adapters, (("one", str(adapter(tmp_path / "one"))),))
@@ -65,7 +79,7 @@ def test_a_request_without_its_adapter_is_at_fault_alone(tmp_path: Path) -> None
     slots = [slot(0, PROMPT), slot(1, PROMPT, asking), slot(2, PROMPT, lost)]
     pages = [(at, 2 * at + page) for at in range(3) for page in range(2)]
     result = worker.run_step(step(1, [(0, 0, 4, 0), (1, 0, 5, 0), (2, 0, 6, 1)], slots, pages))
-    assert result.faults == ["the adapter two is not loaded any more"]
+    assert result.faults == ["", "", "the adapter two is not loaded any more"]
     result = worker.run_step(step(2, [(0, 4, 2, 1), (1, 5, 1, 1)]))
     assert (len(result.ids), result.faults) == (8, [])
     plain, adapted = good(result)
@@ -104,6 +118,11 @@ def test_there_is_a_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     stock(shelf, (("one", str(path)), ("one", str(path))))
     with pytest.raises(UserError, match="Unload one first"):
         shelf.fetch("two", path)
+    shelf.drop("one")
+    fetched = [shelf.fetch(name, path) for name in ("two", "three")]
+    assert shelf.put(fetched[0])
+    with pytest.raises(UserError, match="Unload one first"):  # there was room when it was read
+        shelf.put(fetched[1])
 
 
 def test_a_lack_of_memory_is_told(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""200 requests with parameters of all kinds, alone and all at once through the real scheduler: equal to the bit."""
+"""200 requests of all kinds through the real scheduler, alone, and all at once with drafts: equal to the bit."""
 
+from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from llguidance import LLMatcher
@@ -10,15 +11,17 @@ from tests.models import model
 from tests.scheduler.house import House
 from tests.scheduler.tokenizers import Asked
 from tests.tops import Tops
+from tests.worker.loras import make_adapter
 from tgi.hub.card import read_card
 from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
-from tgi.kernel.messages import Reason, Result, Sampling, Step, Tokens
+from tgi.kernel.messages import Adapter, Reason, Result, Sampling, Step, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, floats, pack, uints
 from tgi.scheduler.core import Config
 from tgi.worker.attention import build_attention
 from tgi.worker.engine import TorchEngine
 from tgi.worker.load import build_model
+from tgi.worker.lora.shelf import stock
 from tgi.worker.scripted import Script
 
 COUNT = 200
@@ -49,6 +52,7 @@ class Engine:
 
     def __init__(self, engine: TorchEngine) -> None:
         self.limits = SCRIPT.limits()
+        self.adapters = engine.adapters
         self._engine = engine
         self._epoch = 0
 
@@ -61,7 +65,7 @@ class Engine:
         return result
 
 
-def random_request(draw: Random) -> Request:
+def random_request(draw: Random, adapters: list[Adapter]) -> Request:
     def rarely(*values: object, off: object) -> object:
         return draw.choice(values) if draw.random() < 0.3 else off
 
@@ -70,6 +74,7 @@ def random_request(draw: Random) -> Request:
     # A prefix that others have too, and something of its own.
     prompt = [7, 8, 9, 10] * draw.randrange(9) + [draw.randrange(6, 512) for _ in range(draw.randrange(1, 30))]
     least = draw.choice([0, 0, 3, 8])
+    adapter = draw.choice([Adapter("", "", b""), *adapters])
     fields = {
         "seed": draw.getrandbits(64),
         "do_sample": draw.random() < 0.5,
@@ -89,12 +94,14 @@ def random_request(draw: Random) -> Request:
         "watermark": rarely(True, off=False),
         "min_new_tokens": least,
         "end_ids": pack(INT32, [EOS]) if least and ends else b"",
+        "adapter": adapter.name,
+        "adapter_digest": adapter.digest,
     }
     return Request(prompt, draw.randrange(1, 20), ends, Sampling(**fields))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def engine() -> TorchEngine:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     directory = model("llama")
     card = read_card(directory)
     loaded = build_model(directory, "float32", "cpu", lambda stage, percent: None)
@@ -104,11 +111,15 @@ def engine() -> TorchEngine:
     def table() -> object:
         return token_table(read_tokenizer(card), card.eos_token_ids, loaded.vocab_size)
 
-    return TorchEngine(loaded, build_attention(loaded.kv, limits.pages, loaded.device), limits, table)  # type: ignore[arg-type]
+    made = TorchEngine(loaded, build_attention(loaded.kv, limits.pages, loaded.device), limits, table)  # type: ignore[arg-type]
+    store = tmp_path_factory.mktemp("adapters")
+    stock(made.adapters, tuple((name, str(make_adapter(store / name, directory, seed=ord(name)))) for name in "ab"))
+    return made
 
 
-def house_of(engine: TorchEngine, caching: bool = True) -> House:
-    house = House(SCRIPT, Config(prefix_caching=caching))
+def house_of(engine: TorchEngine, **config: Any) -> House:
+    house = House(SCRIPT, Config(**config))
+    house.adapters.stock = {adapter.name: Path(adapter.path) for adapter in engine.adapters.listed}
     house.worker_up()
     house.engine = Engine(engine)  # type: ignore[assignment]
     return house
@@ -138,27 +149,28 @@ def outcomes(house: House, everybody: list[Asked]) -> list[Outcome]:
 
 
 def test_alone_and_all_at_once(engine: TorchEngine) -> None:
-    """Arriving at any time, in chunks, with prefix hits and preemptions; and without all that."""
+    """Arriving at any time, in chunks, with prefix hits, drafts and preemptions; and without all that."""
     draw = Random(20)
-    requests = [random_request(draw) for _ in range(COUNT)]
-    house = house_of(engine)
+    requests = [random_request(draw, engine.adapters.listed) for _ in range(COUNT)]
+    house = house_of(engine, drafts=4)
     everybody = []
     for request in requests:  # about so many as end come in
         everybody.append(add(house, request))
         while draw.random() < 0.2:
             house.step()
     house.run()
-    assert house.core.counters.preemptions > 5
+    counters = house.core.counters
+    assert counters.preemptions > 5
+    assert 5 < counters.accepted_tokens < counters.drafted_tokens - 5
     together = outcomes(house, everybody)
     for number, request in enumerate(requests):
-        house = house_of(engine, caching=False)
+        house = house_of(engine, prefix_caching=False)
         asked = add(house, request)
         house.run()
         assert outcomes(house, [asked]) == [together[number]], request
     assert {outcome.reason for outcome in together} == {Reason.LENGTH, Reason.EOS}
     for name, off in Sampling._field_defaults.items():
-        used = any(getattr(request.sampling, name) != off for request in requests)
-        assert used or name.startswith("adapter"), name
+        assert any(getattr(request.sampling, name) != off for request in requests), name
 
 
 def test_least_lengths_hold(engine: TorchEngine) -> None:

@@ -120,6 +120,46 @@ def collect(engine: TorchEngine, number: int, rows: list, new: list, pages: list
     return engine.collect(engine.launch(step(number, rows, new, pages)))
 
 
+CALLS = r"""%llguidance {}
+start: (ANY <[3]>)* ANY (<[4]> GAP "{" /[a-f]{2,4}/ "}" <[5]>)+
+ANY: /[a-z]{0,3}/
+GAP: /[ \n]?/
+"""
+
+
+def test_special_tokens_behind_drafts(engine: TorchEngine) -> None:
+    """As grammars of calls name them, by id: the masks are those without drafts, behind right and wrong ones."""
+    pushed = {"bias_ids": pack(INT32, [3, 4, 5, 66]), "biases": pack(FLOAT32, [4.0] * 3 + [2.0])}
+    for seed in range(3):
+        asked = Sampling(seed, do_sample=True, grammar=CALLS, **pushed)  # type: ignore[arg-type]
+        (truth,) = drive(engine, [PROMPT], 20, [asked])
+        assert set(truth.ids) & {3, 4, 5}
+        engine.reset()
+        pages = [(0, page) for page in range(-(-64 // engine.limits.page_size))]
+        drawn = ints(collect(engine, 1, [(0, 0, 4, 1)], [slot(0, PROMPT, encode(asked))], pages).ids)
+        number = 2
+        while len(drawn) < 16:
+            drafts = truth.ids[len(drawn) : len(drawn) + 4]
+            drafts[number % 4] = (drafts[number % 4] + number % 2) % 512  # every other time one is wrong
+            at = len(PROMPT) + len(drawn) - 1
+            result = engine.collect(engine.launch(step(number, [(0, at, 1, 1)], drafts=[4], draft_ids=drafts)))
+            assert not any(result.faults)
+            assert result.counts == bytes([5 if number % 2 == 0 else 1 + number % 4])
+            drawn += ints(result.ids)
+            number += 1
+        assert drawn == truth.ids[: len(drawn)]
+
+
+def test_faults_are_told_of_rows_that_do_not_draw_too(engine: TorchEngine) -> None:
+    lost, broken = Sampling(1, adapter="x", adapter_digest=b"x"), Sampling(1, grammar="no grammar at all")
+    engine.reset()
+    new = [slot(at, PROMPT, encode(one)) for at, one in enumerate((lost, Sampling(1), broken))]
+    rows = [(0, 0, 3, 0), (1, 0, 4, 1), (2, 0, 4, 1)]
+    faults = collect(engine, 1, rows, new, [(at, at) for at in range(3)]).faults
+    assert faults[:2] == ["the adapter x is not loaded any more", ""]
+    assert "grammar" in faults[2]
+
+
 def test_a_grammar_that_fails_takes_only_its_row_away(engine: TorchEngine) -> None:
     broken = Sampling(1, grammar="no grammar at all")
     good = sampling(PATTERNS[0], 7)

@@ -1,6 +1,7 @@
 """What is no adapter for this model is refused in words that name it."""
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.models import model as make
 from tests.worker.loras import CONFIG, WEIGHTS, make_adapter
 from tgi.kernel.errors import UserError
 from tgi.worker.load import build_model, read_config
+from tgi.worker.lora.files import digest_of
 from tgi.worker.lora.reading import read_adapter
 from tgi.worker.lora.weights import LoraWeights
 from tgi.worker.models.reading import decoder_config
@@ -48,6 +50,7 @@ def adapter(tmp_path: Path) -> Path:
         ({"r": 5}, "has shape .4, 64., but the model and rank 5"),
         ({"lora_alpha": None}, "lora_alpha None"),
         ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"layers_to_transform": [[1]]}, "layers_to_transform"),
         ({"rank_pattern": {"(a+)+": 1}}, "for ever"),
         ({"target_modules": ".*a.*b.*c.*d.*e"}, "for ever"),
         ({"target_modules": "("}, "which is none"),
@@ -106,6 +109,29 @@ def test_files_that_are_not_there(adapter: Path) -> None:
     (adapter / CONFIG).unlink()
     with pytest.raises(UserError, match="no LoRA adapter"):
         read(adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "first", "said"),
+    [
+        (CONFIG, 1 << 33, b"", "8589934592 bytes"),
+        (WEIGHTS, 1 << 35, b"", "does not begin"),  # such a one would take a minute to read
+        (WEIGHTS, 1 << 35, (5 << 20).to_bytes(8, "little"), "header of 5242880 bytes"),
+        (WEIGHTS, 8, (2).to_bytes(8, "little"), "does not begin"),
+    ],
+)
+def test_files_too_large_to_be_an_adapter_s_are_not_read(
+    adapter: Path, name: str, size: int, first: bytes, said: str
+) -> None:
+    (adapter / name).write_bytes(first)
+    os.truncate(adapter / name, size)
+    with pytest.raises(UserError, match=said):
+        digest_of(adapter)
+
+
+def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        digest_of(tmp_path / ("x" * 5000))
 
 
 def test_an_adapter_of_another_model_and_experts(tmp_path: Path) -> None:

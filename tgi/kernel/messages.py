@@ -322,7 +322,8 @@ class Add(NamedTuple):
     worker or scheduler that died, or before a preemption): they come back as prefill and count as generated.
 
     `sampling` is an encoded Sampling, handed on to the slot as it is. `stop_ids` (int32) end the request when drawn.
-    `max_new_tokens` counts the resumed ids too. `salt` separates prefix caches (adapter, tenant, image).
+    `max_new_tokens` counts the resumed ids too. `salt`, if not empty, is the digest of the adapter that computes its
+    pages: nobody else finds them.
 
     With `prompt_from` the logprobs of the prompt's tokens are wanted too (PromptLogprobs), from this position on.
     """
@@ -433,7 +434,7 @@ class Result(NamedTuple):
     prompt_logprobs: bytes = b""  # float32: of the prompts' tokens that this step tells, row by row
     prompt_top_ids: bytes = b""  # int32: beside each of them, min(Slot.prompt_top_n, vocabulary)
     prompt_top_logprobs: bytes = b""  # float32, same length
-    faults: list[str] = []  # empty, or one per drawing row: why it could not draw (its id means nothing), or ""
+    faults: list[str] = []  # empty, or one per row of the step: why it cannot go on (what it drew means nothing), or ""
 
 
 # The tag of a message is its place in this list: append only.

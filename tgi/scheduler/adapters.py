@@ -20,6 +20,7 @@ class Adapters:
         self._asked: dict[int, tuple[Peer, Adapt]] = {}  # by our numbers: who asked for what
         self._lacking: dict[int, Adapt] = {}
         self._numbers = count(1)
+        self._ordered: dict[int, str] = {}  # what the worker has been sent and not answered: the names
         self._known = False  # whether `loaded` was ever told
         self._open = False  # whether this worker has told what it has
 
@@ -32,7 +33,7 @@ class Adapters:
         """A tokenizer wants a change. Returns what the worker is to be sent now."""
         number = next(self._numbers)
         self._asked[number] = (tokenizer, adapt)
-        return [adapt._replace(rid=number)] if self._open else []
+        return self._order({number: adapt}) if self._open else []
 
     def told(self, loaded: list[Adapter]) -> list[Adapt]:
         """A worker that is ready says what it has. Returns what it is to be sent now."""
@@ -44,10 +45,20 @@ class Adapters:
             orders = self._lacking | {number: adapt for number, (_, adapt) in self._asked.items()}
         self._there, self._known = loaded, True
         self._take()
+        return self._order(orders)
+
+    def _order(self, orders: dict[int, Adapt]) -> list[Adapt]:
+        self._ordered |= {number: adapt.name for number, adapt in orders.items()}
         return [adapt._replace(rid=number) for number, adapt in orders.items()]
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the worker is sure to have the adapter of this content: it says so, and is not to change it."""
+        changing = self._ordered.values()
+        return any(adapter.digest == digest and adapter.name not in changing for adapter in self._there)
 
     def answered(self, answer: Adapted) -> tuple[Peer, Adapted] | None:
         """The worker's answer: who is to hear of it, and as what."""
+        self._ordered.pop(answer.rid, None)
         if (change := self._lacking.pop(answer.rid, None)) is not None:
             if answer.error:
                 log.error("The restarted worker has not got adapter %s again: %s", change.name, answer.error)
@@ -67,6 +78,7 @@ class Adapters:
         """What it has not answered is asked again of the next one."""
         self._open = False
         self._lacking = {}
+        self._ordered = {}
 
     def tokenizer_gone(self, tokenizer: Peer) -> None:
         """Its requests are answered to nobody."""

@@ -85,6 +85,7 @@ class Core:
         self._report = Report()
         self._worker_said = WAITING  # the worker's own status
         self._adapters = Adapters()
+        self._orders: list[Adapt] = []  # to be sent to the worker once no step is under way
         self._forecast = Forecast()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -153,6 +154,8 @@ class Core:
     def _next_flight(self, now: float) -> Flight | None:
         planner = self._planner
         if planner is None or not self._report.below.ready or len(self._flight) >= DEPTH or self._leftover:
+            return None
+        if self._orders:
             return None
         suspects = self._suspects
         if suspects.trial is None and (head := self._queue.head()) is not None and head.suspected:
@@ -295,17 +298,19 @@ class Core:
         if self._speculation is not None:
             self._speculation.learn(flight, result, now)
         number = flight.step.number
+        if result.faults:
+            for request, fault in zip(flight.in_order, result.faults, strict=True):
+                if fault and number >= request.since:
+                    self._end(request, Reason.FAILED, now, fault)
         for request, piece in pieces(flight.telling, result, planner.limits.vocab_size):
             if number >= request.since:
                 request.prompt_from += len(piece.logprobs) // 4
                 self._outbox.put(request.client.peer, piece)
-        for request, fault in zip(flight.drawing, result.faults, strict=False):
-            if fault and number >= request.since:
-                self._end(request, Reason.FAILED, now, fault)
         if flight.drafts:
             columns, ended = runs, runs_each(flight, result, planner, self.counters)
         else:
             columns, ended = tokens, one_each(flight, result, planner)
+        self._send_orders()
         for client in self._clients.values():
             if client.rows:
                 self._outbox.put(client.peer, partial(columns, *client.take_rows()))
@@ -337,9 +342,18 @@ class Core:
         self._tell(now)
 
     def _order(self, changes: list[Adapt]) -> None:
-        for change in changes:
-            assert self.worker is not None
-            self._outbox.put(self.worker, change)
+        self._orders += changes
+        self._send_orders()
+
+    def _send_orders(self) -> None:
+        """Changes are asked for when no step is under way, and none is sent before they are asked for: so the worker
+        has what it was known to have when a step was planned, as long as that takes."""
+        if self._flight or not self._orders:
+            return
+        assert self.worker is not None
+        for order in self._orders:
+            self._outbox.put(self.worker, order)
+        self._orders.clear()
 
     def _adapted(self, answer: Adapted, now: float) -> None:
         if (told := self._adapters.answered(answer)) is not None:
@@ -350,7 +364,13 @@ class Core:
         """The first worker's limits hold for the deployment's life."""
         self.limits = limits
         self._planner = Planner(
-            limits, self.config.prefix_caching, self._pace, self._queue, self.counters, self._speculation
+            limits,
+            self.config.prefix_caching,
+            self._pace,
+            self._queue,
+            self.counters,
+            self._adapters,
+            self._speculation,
         )
         for request in self._queue.waiting():
             if fault := misfit(limits, request.prompt_tokens, request.limit - request.prompt_tokens):
@@ -359,6 +379,7 @@ class Core:
     def _worker_gone(self, now: float) -> None:
         self.worker = None
         self._leftover.clear()
+        self._orders.clear()
         self._adapters.worker_gone()
         self._report.below = self._worker_said = WAITING
         self.counters.worker_losses += 1
@@ -374,6 +395,7 @@ class Core:
         if (guilty := self._suspects.blame(under_way, strikes)) is not None:
             self._end(guilty, Reason.FAILED, now, message)
         self._flight.clear()
+        self._send_orders()
         self.epoch += 1
         self._number = 0
         if self._planner is not None:

@@ -30,6 +30,12 @@ class Flight(NamedTuple):
         return self.drawing + self.prefilling
 
     @property
+    def in_order(self) -> list[Request]:
+        """The same in the order of the step's rows."""
+        drawing, prefilling = iter(self.drawing), iter(self.prefilling)
+        return [next(drawing if draws else prefilling) for draws in self.step.draws]
+
+    @property
     def method(self) -> str:
         """TGI's word for what it computes."""
         return "prefill" if self.prefill_tokens else "decode"
@@ -44,8 +50,8 @@ class Flight(NamedTuple):
         drawn = sum(result.counts)
         if len(result.ids) != 4 * drawn or len(result.logprobs) != 4 * drawn:
             return f"the result of step {number} does not have an id and a logprob for each of {drawn} tokens"
-        if len(result.faults) not in (0, rows):
-            return f"the result of step {number} names {len(result.faults)} faults for {rows} rows"
+        if len(result.faults) not in (0, len(self.step.draws)):
+            return f"the result of step {number} names {len(result.faults)} faults for {len(self.step.draws)} rows"
         if not tops_fit(result, drawn):
             return f"the columns of likeliest tokens in the result of step {number} do not fit its {drawn} tokens"
         if not told_fit(result, self.telling, vocab_size):

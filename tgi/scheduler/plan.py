@@ -4,6 +4,7 @@ from array import array
 
 from tgi.kernel.messages import Limits, Slot
 from tgi.kernel.pack import INT32
+from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
 from tgi.scheduler.flight import Flight, Outline
@@ -40,6 +41,7 @@ class Planner:
         pace: Pace,
         queue: Queue,
         counters: Counters,
+        adapters: Adapters,
         speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
@@ -53,6 +55,7 @@ class Planner:
         self._caching = caching
         self._pace = pace
         self._counters = counters
+        self._adapters = adapters
         self._speculation = speculation
         self._spare = int(limits.pages * SPARE_PAGES)
         self._free = int(limits.pages * FREE_PAGES)
@@ -166,7 +169,7 @@ class Planner:
         start, known = request.planned, len(request.ids)
         count = min(budget, known - start)
         request.planned = end = start + count
-        if self._caching:
+        if request.shares:
             outline.filling.append(request)
         if request.tells and (told := telling(request, start, end)):
             outline.telling.append(told)
@@ -198,7 +201,9 @@ class Planner:
         column, full = request.ids.tobytes(), (len(request.ids) - 1) // self._page_size
         # A position that tells a logprob is computed, too.
         most = min(full, (request.prompt_from - 1) // self._page_size) if request.tells else full
-        found, prefix = self.pool.find(request.salt, column, most)
+        # Without its adapter the worker would fill them with something else.
+        request.shares = self._caching and (not request.salt or self._adapters.has(request.salt))
+        found, prefix = self.pool.find(request.salt, column, most if request.shares else 0)
         missing = full + 1 - len(found)
         if self._lacks(missing + spare):
             available = self.pool.available
@@ -231,7 +236,7 @@ class Planner:
         request.since = number
         request.room = len(pages) * size
         request.planned = planned = request.published * size
-        if self._caching:
+        if request.shares:
             request.publish_at = (len(request.ids) // size + 1) * size
         if request.first_planned is None:
             request.first_planned = now

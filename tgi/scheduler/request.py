@@ -44,6 +44,7 @@ class Request:
         "room",
         "salt",
         "sampling",
+        "shares",
         "since",
         "slot",
         "state",
@@ -86,6 +87,7 @@ class Request:
         self.room = 0  # tokens that its pages hold
         self.planned = 0  # positions below this are computed by the steps sent so far
         self.since = NEVER  # the first step of its stay in the slot
+        self.shares = False  # whether others may find its pages, and it theirs
         self.published = 0  # so many of its pages were found, or can be
         self.prefix = b""  # what the ids in these are called
         self.publish_at = NEVER  # when it has more ids than this, another page is full and computed

@@ -40,6 +40,10 @@ class Adapting:
             fetched.add_done_callback(lambda _: self._wake())
         self._waiting.append((peer, wanted, fetched))
 
+    def forget(self) -> None:
+        """Nobody waits for an answer any more, and whoever still wants a change asks again."""
+        self._waiting.clear()
+
     def answers(self) -> Iterator[Answer]:
         """Does what is ready to be done, in the order of asking. Between two steps."""
         while self._waiting and ((fetched := self._waiting[0][2]) is None or fetched.done()):

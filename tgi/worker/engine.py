@@ -34,7 +34,7 @@ class Pending(NamedTuple):
     drawn: Drawn  # on the host
     told: Told | None  # of prompts, on the host
     masks: Masks | None
-    lost: list[str]  # of adapters, as Result.faults
+    faults: list[str]  # as in Result
     drafted: Drafted | None  # on the host
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
@@ -132,7 +132,7 @@ class TorchEngine:
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
-            faults=_both(pending.lost, masks.faults if masks else []),
+            faults=pending.faults,
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -157,8 +157,19 @@ class TorchEngine:
         if masks is not None:
             self._grammars.drawn(slots, masks, drawn.ids, end, drafted)
         forward_us = int((time.monotonic() - began) * 1e6)
-        lost = [self._slots.faults.get(slot, "") for slot in slots.tolist()] if self._slots.faults else []
-        return Pending(step.number, step.epoch, drawn, told, masks, lost, drafted, forward_us, begin, end)
+        faults = self._faults(step, rows, masks)
+        return Pending(step.number, step.epoch, drawn, told, masks, faults, drafted, forward_us, begin, end)
+
+    def _faults(self, step: Step, rows: Rows, masks: Masks | None) -> list[str]:
+        """Result.faults: for lack of an adapter, or of text that a grammar allows."""
+        lost, stuck = self._slots.faults, masks is not None and any(masks.faults)
+        if not lost and not stuck:
+            return []
+        faults = [lost.get(slot, "") for slot in rows.slots.tolist()]
+        if masks is not None and stuck:
+            for row, fault in zip(np.flatnonzero(np.frombuffer(step.draws, np.uint8)), masks.faults, strict=True):
+                faults[row] = faults[row] or fault
+        return faults
 
     def _drafted(self, step: Step, rows: Rows) -> Drafted | None:
         """Writes the rows' drafts behind what is known, if they have any. On CUDA they come to the host too, and the
@@ -207,13 +218,6 @@ class TorchEngine:
 
 def _no_tokens() -> LLTokenizer:
     raise RuntimeError("this engine was given no tokens")
-
-
-def _both(lost: list[str], faults: list[str]) -> list[str]:
-    """Why each drawing row cannot draw: for lack of its adapter, or of text that its grammar allows."""
-    if not lost or not faults:
-        return lost or faults
-    return [mine or other for mine, other in zip(lost, faults, strict=True)]
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ class Loop:
             if isinstance(message, Hello):
                 log.info("%s is up", peer)
                 self._forget(engine)
+                adapting.forget()
                 self._scheduler = peer
                 self._epoch = 0
                 self._link.send(peer, self._status)
@@ -110,6 +111,7 @@ class Loop:
                 log.info("%s is gone", peer)
                 if peer == self._scheduler:
                     self._forget(engine)
+                    adapting.forget()
                     self._scheduler = None
             elif isinstance(message, Step):
                 self._steps.append(message)

@@ -49,11 +49,13 @@ def occupant_of(new: Slot, limits: Limits, adapters: Shelf) -> Occupant:
         all(0 <= token < limits.vocab_size for token in biased),
         f"slot {new.slot}: a biased id is not in the vocabulary",
     )
-    # Pages that an adapter computed are no other's.
-    found = Occupant(ids, noise_of(sampling), sampling.top_n, new, chain=int.from_bytes(sampling.adapter_digest))
+    found = Occupant(ids, noise_of(sampling), sampling.top_n, new)
     if sampling.adapter:
         found.adapter = adapters.find(sampling.adapter_digest)
-        found.fault = "" if found.adapter else missing(sampling.adapter)
+        if found.adapter is None:
+            found.fault = missing(sampling.adapter)  # its pages are the bare model's
+        else:
+            found.chain = int.from_bytes(sampling.adapter_digest)  # pages that an adapter computed are no other's
     return found
 
 

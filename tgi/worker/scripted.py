@@ -101,7 +101,7 @@ class ScriptedWorker:
             if draw:
                 said.append(self._draw(slot, row_drafts))
         result = result_of(step.number, step.epoch, said, told)
-        faults = [self._slots[slot].fault for slot, draw in zip(rows, step.draws, strict=True) if draw]
+        faults = [self._slots[slot].fault for slot in rows]
         return result._replace(faults=faults) if any(faults) else result
 
     def _drafts(self, step: Step, rows: int) -> list[list[int | None]]:

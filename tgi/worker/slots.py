@@ -74,7 +74,7 @@ class Slots:
         self.prompt_from = np.zeros(count, np.int64)  # Slot's fields
         self.prompt_top_n = np.zeros(count, np.int64)
         self.adapters: dict[int, Any] = {}  # of the slots that have one
-        self.faults: dict[int, str] = {}  # why slots cannot draw
+        self.faults: dict[int, str] = {}  # why slots cannot go on
         self._grammars = grammars
         self._shelf = shelf
 

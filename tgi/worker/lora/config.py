@@ -47,8 +47,7 @@ class LoraConfig:
         self._stable = bool(values.get("use_rslora"))
         self._targets = self._names(values, "target_modules")
         self._excluded = self._names(values, "exclude_modules")
-        layers = values.get("layers_to_transform")
-        self._layers = {layers} if isinstance(layers, int) else set(layers) if isinstance(layers, list) else None
+        self._layers = self._numbers(values, "layers_to_transform")
 
     def rank(self, module: str) -> int:
         """r of this module."""
@@ -73,6 +72,15 @@ class LoraConfig:
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
             raise UserError(f"{self.path} says {key} {found!r}. A number above 0 is expected.")
         return found
+
+    def _numbers(self, values: dict[str, Any], key: str) -> set[int] | None:
+        found = values.get(key)
+        if found is None:
+            return None
+        numbers = found if isinstance(found, list) else [found]
+        if not all(isinstance(number, int) for number in numbers):
+            raise UserError(f"{self.path} says {key} {found!r}. A number, or a list of numbers, is expected.")
+        return set(numbers)
 
     def _patterns(self, values: dict[str, Any], key: str) -> dict[re.Pattern[str], float]:
         found = values.get(key) or {}

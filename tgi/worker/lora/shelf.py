@@ -37,8 +37,7 @@ class Shelf:
 
     def fetch(self, name: str, path: Path) -> Fetched:
         """Reads an adapter. Changes nothing, so another thread may call it. Raises UserError."""
-        if name not in self._named and len(self._named) >= MOST:
-            raise UserError(f"{MOST} adapters are loaded, which is the most there can be. Unload one first.")
+        self._need_room(name)
         digest = digest_of(path)
         content = self._contents.get(digest)
         if content is None:
@@ -48,14 +47,23 @@ class Shelf:
                 if isinstance(error, MemoryError) or "memory" in str(error):
                     raise UserError(f"There is not enough memory for the adapter in {path}. Unload another.") from error
                 raise
+            if digest_of(path) != digest:
+                raise UserError(
+                    f"The adapter in {path} has changed while it was read. Load it again when it is complete."
+                )
         return Fetched(Adapter(name, str(path), digest), content)
 
+    def _need_room(self, name: str) -> None:
+        if name not in self._named and len(self._named) >= MOST:
+            raise UserError(f"{MOST} adapters are loaded, which is the most there can be. Unload one first.")
+
     def put(self, fetched: Fetched) -> bool:
-        """Lists what was fetched, between two steps. False if it was there already."""
+        """Lists what was fetched, between two steps. False if it was there already. Raises UserError."""
         adapter, content = fetched
         known = self._named.get(adapter.name)
         if known is not None and known[0].digest == adapter.digest:
             return False
+        self._need_room(adapter.name)  # others may have come since it was fetched
         content = self._contents.setdefault(adapter.digest, content)
         self._named[adapter.name] = adapter, content
         return True
