@@ -117,6 +117,12 @@ class Linear:
             y = torch.cat([self._call(x[a:b], None if other is None else other[a:b]) for a, b in tiles])
         return y if padded == rows else y[:rows]
 
+    def wide(self, x: Tensor) -> Tensor:
+        """The same in float32. Our own kernels do not round in between."""
+        if self._kernels is not None:
+            return self._kernels.linear(x, self._weight, self.outputs, self._bias, wide=True)
+        return self(x).to(torch.float32)
+
     def bare(self) -> "Linear":
         """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
         other = copy.copy(self)

@@ -134,7 +134,7 @@ class Decoder:
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
         scale, cap = self._config.logit_scale, self._config.logit_cap
-        logits = self._weights.head(self._weights.norm(hidden.index_select(0, at))).to(torch.float32)
+        logits = self._weights.head.wide(self._weights.norm(hidden.index_select(0, at)))
         if scale != 1.0:
             logits = logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
