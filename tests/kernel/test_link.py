@@ -1,5 +1,6 @@
 """Links over real sockets: lives are noticed in any start order, and nothing crosses from one life to the next."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -192,6 +193,19 @@ def test_garbage_is_dropped_and_the_link_lives_on(address: str, links: Any) -> N
     at_low, _ = until([low, up], lambda heard: all(heard))
     assert [message for _, message in at_low] == [up.me]
     raw.close(0)
+
+
+def test_a_forgotten_link_leaves_the_others_alone(address: str, links: Any, tmp_path: Path) -> None:
+    """Not even one whose socket is still known to somebody, while nobody hears of its breaks any more."""
+    low = Link.bind(f"ipc://{tmp_path}/forgotten", hello("scheduler"))
+    up = links(Link.connect(f"ipc://{tmp_path}/forgotten", hello("worker")))
+    until([low, up], all)
+    socket = low.socket
+    del low
+    gc.collect()
+    up.close()
+    until([links(Link.bind(address, hello("scheduler"))), links(Link.connect(address, hello("worker")))], all)
+    assert socket.closed
 
 
 def test_bad_addresses_are_refused_in_words(tmp_path: Path) -> None:

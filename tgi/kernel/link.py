@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import socket as sockets
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -67,6 +68,8 @@ class Link:
         self._binds = socket.type == zmq.ROUTER
         # pyzmq's own name for it is that of a descriptor, which may have been a closed socket's a moment ago.
         self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://{uuid4()}")
+        self._release = weakref.finalize(self, _release, socket, self.monitor)
+        self._release.atexit = False
 
     @classmethod
     def bind(cls, address: str, me: Hello) -> "Link":
@@ -143,9 +146,7 @@ class Link:
     def close(self) -> None:
         """Sends what is queued and closes; what the peer has not read within the linger time is lost."""
         self.flush()
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close()
+        self._release()
 
     def _hear_of_breaks(self) -> bool:
         """Empties the monitor. Whether there was anything in it."""
@@ -219,6 +220,14 @@ class Link:
         del self._who[self._routes.pop(peer)]
         self._outbox.pop(peer, None)
         self._events.append((peer, Gone()))
+
+
+def _release(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+    """In this order, also for a link that is only forgotten: libzmq's own thread, which serves all sockets of the
+    process, waits for ever to tell a monitor of a break that is gone before its socket."""
+    socket.disable_monitor()
+    monitor.close(0)
+    socket.close()
 
 
 def _socket(kind: int, address: str) -> "zmq.Socket[bytes]":
