@@ -93,7 +93,6 @@ def test_alone_and_all_at_once(server: Server) -> None:
         together = list(threads.map(answer, requests))
     for request, there in zip(requests, together, strict=True):
         assert answer(request) == there, request
-    assert 0 < server.metric("tgi_accepted_tokens") <= server.metric("tgi_drafted_tokens")
     # All fields took part.
     assert {path for path, _ in requests} == {"/generate", "/v1/completions", "/v1/chat/completions"}
     ends = {one["details"]["finish_reason"] for one in together if isinstance(one, dict)}
