@@ -1,0 +1,70 @@
+"""A weight in few bits, and what it stands for."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [outputs, inputs] in 8 or 4 bits and groups of inputs with a scale of their own. With g = i // group,
+
+        weight[o, i] = scales[o, g] * codes[o, i] + shifts[o, g].
+
+    8 bits: codes are int8 [outputs, inputs]. 4 bits: codes are uint8 [outputs, inputs // 2], of which byte j has input
+    2 j in its lower half and 2 j + 1 in its upper one; they count from 0 to 15 with shifts and, without, stand for -8 to
+    7. Every column has a row for each output, so weights are split and joined by outputs as they are.
+    """
+
+    codes: Tensor
+    scales: Tensor  # float16 [outputs, inputs // group]
+    shifts: Tensor | None  # the same; None: all zero
+
+    @property
+    def bits(self) -> int:
+        """8 or 4."""
+        return 8 if self.codes.dtype is torch.int8 else 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Inputs of a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(column.nbytes for column in self if column is not None)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight [outputs, inputs], computed in float32 and rounded once."""
+        outputs, inputs = self.shape
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), -1).view(outputs, inputs).to(torch.int8)
+            if self.shifts is None:
+                codes = codes - 8
+        grouped = codes.view(outputs, -1, self.group).float() * self.scales.float()[:, :, None]
+        if self.shifts is not None:
+            grouped = grouped + self.shifts.float()[:, :, None]
+        return grouped.view(outputs, inputs).to(dtype)
+
+    def split(self, outputs: Sequence[int]) -> list["QuantizedWeight"]:
+        """Weights of so many outputs each, views."""
+        columns = [[None] * len(outputs) if column is None else column.split(list(outputs)) for column in self]
+        return [QuantizedWeight(*parts) for parts in zip(*columns, strict=True)]
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same there."""
+        return QuantizedWeight(*(None if column is None else column.to(device) for column in self))
+
+
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of the same form, one above the other."""
+    columns = zip(*parts, strict=True)
+    return QuantizedWeight(*(None if column[0] is None else torch.cat(column) for column in columns))
