@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from tgi.scheduler.request import NO_SLOT, Request
+from tgi.scheduler.lane import Lane
+from tgi.scheduler.request import NO_SLOT, Client, Request
 
 
 class Batch:
@@ -11,7 +12,7 @@ class Batch:
 
     def __init__(self, slots: int) -> None:
         self.prefilling: dict[Request, None] = {}  # in the order of admission
-        self.decoding: dict[Request, None] = {}
+        self.lanes: dict[Client, Lane] = {}  # the decoding ones; none is empty
         self._slots: list[Request | None] = [None] * slots
         self._free = list(range(slots - 1, -1, -1))
 
@@ -20,6 +21,11 @@ class Batch:
 
     def __iter__(self) -> Iterator[Request]:
         return (request for request in self._slots if request is not None)
+
+    @property
+    def decoding(self) -> list[Request]:
+        """In the order of a step's rows."""
+        return [request for lane in self.lanes.values() for request in lane.requests]
 
     @property
     def busy(self) -> bool:
@@ -37,12 +43,30 @@ class Batch:
         self._slots[request.slot] = request
         self.prefilling[request] = None
 
+    def decode(self, request: Request) -> None:
+        """The whole of its prompt is planned, and it has more than one token to draw."""
+        lane = self.lanes.get(request.client)
+        if lane is None:
+            lane = self.lanes[request.client] = Lane()
+        lane.enter(request)
+
+    def due(self) -> list[Request]:
+        """The decoding ones whose next row needs a page, or draws the last token."""
+        return [request for lane in self.lanes.values() for request in lane.due()]
+
+    def leave_lane(self, request: Request) -> None:
+        """It decodes no more, if it did."""
+        if (lane := request.lane) is not None:
+            lane.leave(request)
+            if not lane.requests:
+                del self.lanes[request.client]
+
     def leave(self, request: Request) -> None:
         """Takes the slot back."""
         self._slots[request.slot] = None
         self._free.append(request.slot)
         self.prefilling.pop(request, None)
-        self.decoding.pop(request, None)
+        self.leave_lane(request)
         request.slot = NO_SLOT
 
     def youngest(self, besides: Request) -> Request | None:

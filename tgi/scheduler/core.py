@@ -309,10 +309,10 @@ class Core:
         if flight.drafts:
             columns, ended = runs, runs_each(flight, result, planner, self.counters)
         else:
-            columns, ended = tokens, one_each(flight, result, planner)
+            columns, ended = tokens, one_each(flight, result)
         self._send_orders()
         for client in self._clients.values():
-            if client.rows:
+            if client.rows or client.columns.rids:
                 self._outbox.put(client.peer, partial(columns, *client.take_rows()))
         for request, reason in ended:
             self._end(request, reason, now)

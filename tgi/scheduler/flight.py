@@ -5,9 +5,21 @@ from typing import NamedTuple
 
 from tgi.kernel.messages import Result, Slot, Step
 from tgi.kernel.pack import INT32
+from tgi.scheduler.lane import Lane
 from tgi.scheduler.prompts import Telling, told_fit
-from tgi.scheduler.request import Request
+from tgi.scheduler.request import Client, Request
 from tgi.scheduler.tokens import tops_fit
+
+
+class Section(NamedTuple):
+    """Rows of a step that are a whole lane, as it was when the step was planned."""
+
+    client: Client
+    begin: int  # the first of them among the drawing rows
+    end: int
+    rids: bytes  # uint32
+    ids: "list[array[int]]"  # of each request
+    stops: list[frozenset[int]]
 
 
 class Flight(NamedTuple):
@@ -15,6 +27,8 @@ class Flight(NamedTuple):
 
     step: Step
     drawing: list[Request]  # the rows that draw, in their order
+    sections: list[Section]  # the first of these
+    last: list[Request]  # those of them that draw their last token, because there may be no more
     prefilling: list[Request]  # rows of chunks that do not finish their prompt
     telling: list[Telling]  # the rows that tell logprobs of their prompts, in their order
     decode_rows: int
@@ -78,9 +92,28 @@ class Outline:
         self.drafts: list[int] = []  # as in Flight
         self.guesses: list[bytes] = []  # of each row in `drafts`: the ids, int32
         self.drawing: list[Request] = []
+        self.sections: list[Section] = []
+        self.last: list[Request] = []
         self.prefilling: list[Request] = []
         self.telling: list[Telling] = []
         self.filling: list[Request] = []  # of whose pages this step completes some
+
+    def decode(self, request: Request) -> None:
+        """A row for one request in a lane."""
+        self.drawing.append(request)
+        self.rows.append(request.slot)
+        self.starts.append(request.planned)
+        request.planned += 1
+
+    def decode_lane(self, client: Client, lane: Lane) -> None:
+        """A row for each request in a lane."""
+        begin = len(self.drawing)
+        self.drawing += lane.requests
+        self.rows += lane.slots
+        self.starts.fromlist(lane.starts)
+        end = len(self.drawing)
+        self.sections.append(Section(client, begin, end, lane.rids.tobytes(), lane.ids.copy(), lane.stops.copy()))
+        lane.advance()
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
         """The outline as a step to send."""
@@ -103,6 +136,8 @@ class Outline:
         return Flight(
             step,
             self.drawing,
+            self.sections,
+            self.last,
             self.prefilling,
             self.telling,
             decode_rows,

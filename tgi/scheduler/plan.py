@@ -83,27 +83,40 @@ class Planner:
 
     def _decode(self, outline: Outline, alone: Request | None) -> None:
         """One row for each request whose prompt is computed. Those that find no page wait."""
-        decoding = self.batch.decoding
-        rows = list(decoding) if alone is None else [alone] * (alone in decoding)
-        needy = [request for request in rows if request.planned == request.room]
+        due = self.batch.due() if alone is None else [alone] * (alone.lane is not None)
+        short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
+        if alone is None and not short:
+            for client, lane in self.batch.lanes.items():
+                outline.decode_lane(client, lane)
+        else:
+            for request in due if alone is not None else self.batch.decoding:
+                if request.planned < request.room:
+                    outline.decode(request)
+        rows = len(outline.drawing)
+        outline.counts.extend(ONE * rows)
+        outline.draws += b"\1" * rows
+        for request in due:
+            if request.planned > request.last_start:
+                self.batch.leave_lane(request)
+                outline.last.append(request)
+
+    def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> bool:
+        """Gives a page to each of these, in which its next row goes on. Returns whether some have got none."""
         if not self._lacks(len(needy)):
             for request, page in zip(needy, self.pool.take(len(needy)), strict=True):
                 self._append_page(outline, request, page)
-        else:
-            for request in sorted(needy, key=_order):
-                if request.slot != NO_SLOT and self._make_room(request, anyone=request is alone):
-                    self._append_page(outline, request, *self.pool.take(1))
-            rows = [request for request in rows if request.planned < request.room]
-        starts = [request.planned for request in rows]
-        outline.rows.extend([request.slot for request in rows])
-        outline.starts.extend(starts)
-        outline.counts.extend(ONE * len(rows))
-        outline.draws += b"\1" * len(rows)
-        outline.drawing += rows
-        for request, start in zip(rows, starts, strict=True):
-            request.planned = start + 1
-            if start == request.last_start:
-                del decoding[request]  # all its tokens are planned
+                self.filled(request)
+            return False
+        short = False
+        for request in sorted(needy, key=_order):
+            if request.slot == NO_SLOT:
+                continue  # it has just given way itself
+            if self._make_room(request, anyone=request is alone):
+                self._append_page(outline, request, *self.pool.take(1))
+                self.filled(request)
+            else:
+                short = True
+        return short
 
     def _speculate(self, outline: Outline, speculation: Speculation) -> None:
         """Adds drafts to the decode rows, as far as pages are there that nobody else wants. Prompts that wait are left
@@ -135,6 +148,8 @@ class Planner:
     def _append_page(self, outline: Outline, request: Request, page: int) -> None:
         request.pages.append(page)
         request.room += self._page_size
+        if request.lane is not None:
+            request.lane.has_room(request)
         outline.page_slots.append(request.slot)
         outline.page_ids.append(page)
 
@@ -186,7 +201,9 @@ class Planner:
         outline.drawing.append(request)
         del self.batch.prefilling[request]
         if end <= request.last_start:
-            self.batch.decoding[request] = None
+            self.batch.decode(request)
+        else:
+            outline.last.append(request)
         return count
 
     def _admit(self, outline: Outline, request: Request, number: int, now: float) -> bool:
@@ -236,8 +253,6 @@ class Planner:
         request.since = number
         request.room = len(pages) * size
         request.planned = planned = request.published * size
-        if request.shares:
-            request.publish_at = (len(request.ids) // size + 1) * size
         if request.first_planned is None:
             request.first_planned = now
             request.cached_tokens = min(planned, request.prompt_tokens)
@@ -258,10 +273,10 @@ class Planner:
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    def page_generated(self, request: Request) -> None:
-        """The request has just drawn the first id behind a full page, so that page is computed: others may find it."""
-        request.publish_at += self._page_size
-        self._filled.append(request)
+    def filled(self, request: Request) -> None:
+        """Its rows have come to the end of a page: others may find it."""
+        if request.shares:
+            self._filled.append(request)
 
     def end(self, request: Request) -> None:
         """Takes the slot from a request that has one, and its pages when it is settled."""
@@ -274,6 +289,8 @@ class Planner:
         for request in self._filled:
             self._publish(request)
         for request in self._ended:
+            if request.shares:
+                self._publish(request)
             self.pool.release(request.pages)
         self._filled.clear()
         self._ended.clear()
@@ -285,7 +302,9 @@ class Planner:
     def _publish(self, request: Request) -> None:
         """Makes the pages known that are full of what the steps sent so far compute, and of no id yet to be drawn."""
         first, size = request.published, self._page_size
-        last = min(request.planned, request.publish_at - size) // size
+        last = min(request.planned, len(request.ids)) // size
+        if last <= first:
+            return
         column = request.ids[first * size : last * size].tobytes()
         request.prefix = self.pool.publish(request.prefix, request.pages[first:last], column)
         request.published = last
@@ -294,6 +313,8 @@ class Planner:
         """Back to the queue, with all ids it has: those that were generated come back as prefill. Steps under way may
         still write to its pages: they run before any step that is planned from now on."""
         self.settle()
+        if request.shares:
+            self._publish(request)  # what it finds again when it comes back
         self.batch.leave(request)
         self.pool.release(request.pages)
         request.leave_slot()

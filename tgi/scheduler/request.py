@@ -7,9 +7,10 @@ from tgi.kernel.link import Peer
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, Reason
 from tgi.kernel.pack import INT32, ints
 from tgi.kernel.states import TRANSITIONS, State, transition
+from tgi.scheduler.lane import Lane
 from tgi.scheduler.lookup import Lookup
 from tgi.scheduler.model import Model
-from tgi.scheduler.tokens import Row, Top
+from tgi.scheduler.tokens import NOTHING, Columns, Row, Top
 
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
@@ -23,21 +24,22 @@ class Request:
     and values are written) by a row that covers p; the row that computes the last known position draws the next."""
 
     __slots__ = (
+        "_planned",
         "cached_tokens",
         "client",
         "first_planned",
         "guesser",
         "ids",
+        "lane",
         "last_start",
         "limit",
         "order",
         "pages",
-        "planned",
+        "place",
         "prefix",
         "prompt_from",
         "prompt_tokens",
         "prompt_top_n",
-        "publish_at",
         "published",
         "received",
         "rid",
@@ -78,6 +80,8 @@ class Request:
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.guesser: Lookup | Model | None = None  # whom its drafts come from; None: it has none
         self.wanted = 0  # pages that were missing when it was last refused admission
+        self.lane: Lane | None = None  # while it decodes
+        self.place = 0  # in the lane
         self.leave_slot()
 
     def leave_slot(self) -> None:
@@ -85,16 +89,27 @@ class Request:
         self.slot = NO_SLOT
         self.pages: list[int] = []
         self.room = 0  # tokens that its pages hold
-        self.planned = 0  # positions below this are computed by the steps sent so far
+        self._planned = 0
         self.since = NEVER  # the first step of its stay in the slot
         self.shares = False  # whether others may find its pages, and it theirs
         self.published = 0  # so many of its pages were found, or can be
         self.prefix = b""  # what the ids in these are called
-        self.publish_at = NEVER  # when it has more ids than this, another page is full and computed
 
     def become(self, event: str) -> None:
         """Moves to the state that the table of transitions gives. Raises ValueError if it gives none."""
         self.state = TRANSITIONS.get((self.state, event)) or transition(self.state, event)
+
+    @property
+    def planned(self) -> int:
+        """Positions below this are computed by the steps sent so far."""
+        return self._planned if self.lane is None else self.lane.starts[self.place]
+
+    @planned.setter
+    def planned(self, position: int) -> None:
+        if self.lane is None:
+            self._planned = position
+        else:
+            self.lane.starts[self.place] = position
 
     @property
     def generated(self) -> int:
@@ -124,14 +139,15 @@ class Client:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.requests: dict[int, Request] = {}
-        self.rows: list[Row] = []
-        self.tops: list[Top] = []  # one for each row, or none at all
+        self.columns: Columns = NOTHING
+        self.rows: list[Row] = []  # behind those in the columns
+        self.tops: list[Top] = []  # one for each row, or none at all; where there are some, no columns
 
-    def take_rows(self) -> tuple[list[Row], list[Top]]:
+    def take_rows(self) -> tuple[Columns, list[Row], list[Top]]:
         """The rows and what goes with them; then there are none."""
-        rows, self.rows = self.rows, []
-        tops, self.tops = self.tops, []
-        return rows, tops
+        rows = self.columns, self.rows, self.tops
+        self.columns, self.rows, self.tops = NOTHING, [], []
+        return rows
 
 
 @lru_cache(maxsize=64)

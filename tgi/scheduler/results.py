@@ -1,40 +1,64 @@
 """What an answered step has drawn goes to the requests and their tokenizers' rows."""
 
+from array import array
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import compress, repeat
+from operator import contains
 
 from tgi.kernel.messages import Reason, Result
-from tgi.kernel.pack import floats, ints
+from tgi.kernel.pack import UINT32, floats, ints
 from tgi.scheduler.counters import Counters
-from tgi.scheduler.flight import Flight
+from tgi.scheduler.flight import Flight, Section
 from tgi.scheduler.model import Model
 from tgi.scheduler.plan import Planner
 from tgi.scheduler.request import Request
-from tgi.scheduler.tokens import Top, tops
+from tgi.scheduler.tokens import Columns, Top, tops
 
 Ended = list[tuple[Request, Reason]]
 
 
-def one_each(flight: Flight, result: Result, planner: Planner) -> Ended:
+def one_each(flight: Flight, result: Result) -> Ended:
     """Every row has drawn one token. Returns whom that completes."""
     number = flight.step.number
+    drawn = ints(result.ids)
+    rest = 0
+    stopped: list[Request] = []
     if result.top_counts:
         for request, top in zip(flight.drawing, tops(result), strict=True):
             if number >= request.since:
                 request.client.tops.append(top)
-    ended: Ended = []
-    for request, token, logprob in zip(flight.drawing, ints(result.ids), floats(result.logprobs), strict=True):
+    else:
+        for section in flight.sections:
+            stopped += _section(section, flight, result, drawn)
+            rest = section.end
+    logprobs = floats(result.logprobs[4 * rest :])
+    for request, token, logprob in zip(flight.drawing[rest:], drawn[rest:], logprobs, strict=True):
         if number < request.since:
             continue  # it has left its slot since this step was planned
-        ids = request.ids
-        ids.append(token)
+        request.ids.append(token)
         request.client.rows.append((request.rid, token, logprob))
-        known = len(ids)
-        if known > request.publish_at:
-            planner.page_generated(request)
-        if (known == request.limit or token in request.stop_ids) and (reason := request.finished()):
-            ended.append((request, reason))
-    return ended
+        if token in request.stop_ids:
+            stopped.append(request)
+    ended = dict.fromkeys([*stopped, *(request for request in flight.last if number >= request.since)])
+    return [(request, reason) for request in ended if (reason := request.finished())]
+
+
+def _section(section: Section, flight: Flight, result: Result, drawn: list[int]) -> Iterable[Request]:
+    """Takes the rows of a lane all at once. Returns those that have drawn an end token."""
+    rows = slice(section.begin, section.end)
+    column = slice(4 * section.begin, 4 * section.end)
+    requests, tokens, ids, stops = flight.drawing[rows], drawn[rows], section.ids, section.stops
+    columns = Columns(section.rids, result.ids[column], result.logprobs[column])
+    number = flight.step.number
+    there = [number >= request.since for request in requests]
+    if not all(there):  # the others have left their slots since this step was planned
+        requests, tokens = [*compress(requests, there)], [*compress(tokens, there)]
+        ids, stops = [*compress(ids, there)], [*compress(stops, there)]
+        columns = Columns(*(array(UINT32, compress(memoryview(one).cast(UINT32), there)).tobytes() for one in columns))
+    for known, token in zip(ids, tokens, strict=True):
+        known.append(token)
+    section.client.columns = columns
+    return compress(requests, map(contains, stops, tokens))
 
 
 def runs_each(flight: Flight, result: Result, planner: Planner, counters: Counters) -> Ended:
@@ -56,12 +80,11 @@ def runs_each(flight: Flight, result: Result, planner: Planner, counters: Counte
             request.client.rows.append((request.rid, token, logprob))
             if top is not None:
                 request.client.tops.append(top)
-            if len(request.ids) > request.publish_at:
-                planner.page_generated(request)
             if reason := request.finished():
                 ended.append((request, reason))
                 break
         request.planned = len(request.ids) - 1  # what was computed for wrong drafts does not count
+        planner.filled(request)
     return ended
 
 

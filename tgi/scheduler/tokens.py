@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from tgi.kernel.messages import Result, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack, uints
@@ -11,10 +12,27 @@ Row = tuple[int, int, float]  # rid, id, logprob
 Top = tuple[int, bytes, bytes]  # beside one token: how many likeliest tokens, and its stretches of their two columns
 
 
-def tokens(rows: list[Row], tops: list[Top]) -> Tokens:
-    """Rows as columns, with those of the likeliest tokens if any row has some. `tops` is empty or has one per row."""
-    rids, ids, logprobs = zip(*rows, strict=True)
-    plain = Tokens(pack(UINT32, rids), b"\1\0\0\0" * len(rids), pack(INT32, ids), pack(FLOAT32, logprobs))
+class Columns(NamedTuple):
+    """Rows of one token each, as they are sent."""
+
+    rids: bytes  # uint32
+    ids: bytes  # int32
+    logprobs: bytes  # float32
+
+
+NOTHING = Columns(b"", b"", b"")
+
+
+def tokens(columns: Columns, rows: list[Row], tops: list[Top]) -> Tokens:
+    """Rows behind columns as columns, with those of the likeliest tokens if any row has some. `tops` is empty or has
+    one per row."""
+    rids, ids, logprobs = columns
+    if rows:
+        more_rids, more_ids, more_logprobs = zip(*rows, strict=True)
+        rids += pack(UINT32, more_rids)
+        ids += pack(INT32, more_ids)
+        logprobs += pack(FLOAT32, more_logprobs)
+    plain = Tokens(rids, b"\1\0\0\0" * (len(rids) // 4), ids, logprobs)
     counts = [count for count, _, _ in tops]
     if not any(counts):
         return plain
@@ -25,11 +43,11 @@ def tokens(rows: list[Row], tops: list[Top]) -> Tokens:
     )
 
 
-def runs(rows: list[Row], tops: list[Top]) -> Tokens:
+def runs(columns: Columns, rows: list[Row], tops: list[Top]) -> Tokens:
     """The same where neighbours may be of one request: those are its run."""
     counts = [(rid, len(list(run))) for rid, run in groupby(rows, itemgetter(0))]
     rids, lengths = zip(*counts, strict=True)
-    return tokens(rows, tops)._replace(rids=pack(UINT32, rids), counts=pack(UINT32, lengths))
+    return tokens(columns, rows, tops)._replace(rids=pack(UINT32, rids), counts=pack(UINT32, lengths))
 
 
 def tops(result: Result) -> Iterator[Top]:
