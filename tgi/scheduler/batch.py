@@ -43,30 +43,32 @@ class Batch:
         self._slots[request.slot] = request
         self.prefilling[request] = None
 
-    def decode(self, request: Request) -> None:
-        """The whole of its prompt is planned, and it has more than one token to draw."""
+    def decode(self, request: Request, start: int) -> None:
+        """The whole of its prompt is planned, and it has more than one token to draw; its next row starts there."""
         lane = self.lanes.get(request.client)
         if lane is None:
             lane = self.lanes[request.client] = Lane()
-        lane.enter(request)
+        lane.enter(request, start)
 
     def due(self) -> list[Request]:
         """The decoding ones whose next row needs a page, or draws the last token."""
         return [request for lane in self.lanes.values() for request in lane.due()]
 
     def leave_lane(self, request: Request) -> None:
-        """It decodes no more, if it did."""
-        if (lane := request.lane) is not None:
-            lane.leave(request)
-            if not lane.requests:
-                del self.lanes[request.client]
+        """It decodes no more."""
+        lane = self.lanes[request.client]
+        lane.leave(request)
+        if not lane.requests:
+            del self.lanes[request.client]
 
     def leave(self, request: Request) -> None:
         """Takes the slot back."""
         self._slots[request.slot] = None
         self._free.append(request.slot)
-        self.prefilling.pop(request, None)
-        self.leave_lane(request)
+        if request.lane is not None:
+            self.leave_lane(request)
+        else:
+            self.prefilling.pop(request, None)
         request.slot = NO_SLOT
 
     def youngest(self, besides: Request) -> Request | None:

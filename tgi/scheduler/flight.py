@@ -18,8 +18,6 @@ class Section(NamedTuple):
     begin: int  # the first of them among the drawing rows
     end: int
     rids: bytes  # uint32
-    ids: "list[array[int]]"  # of each request
-    stops: list[frozenset[int]]
 
 
 class Flight(NamedTuple):
@@ -100,10 +98,12 @@ class Outline:
 
     def decode(self, request: Request) -> None:
         """A row for one request in a lane."""
+        assert (lane := request.lane) is not None
+        start = lane.starts[request.place]
         self.drawing.append(request)
         self.rows.append(request.slot)
-        self.starts.append(request.planned)
-        request.planned += 1
+        self.starts.append(start)
+        lane.move(request, start + 1)
 
     def decode_lane(self, client: Client, lane: Lane) -> None:
         """A row for each request in a lane."""
@@ -111,8 +111,7 @@ class Outline:
         self.drawing += lane.requests
         self.rows += lane.slots
         self.starts.fromlist(lane.starts)
-        end = len(self.drawing)
-        self.sections.append(Section(client, begin, end, lane.rids.tobytes(), lane.ids.copy(), lane.stops.copy()))
+        self.sections.append(Section(client, begin, len(self.drawing), lane.rids.tobytes()))
         lane.advance()
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:

@@ -12,49 +12,57 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """Item k of each column is of request k. What all of them need in every step is done by column, in C; Python looks
-    at a request only when its turn has come."""
+    """Item k of each column is of request k. All have a row in nearly every step, and what that takes is done by
+    column, in C; Python looks at a request only when its turn has come."""
 
-    __slots__ = ("ids", "requests", "rids", "slots", "starts", "stops", "turns")
+    __slots__ = ("requests", "rids", "slots", "starts", "turns")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.ids: list[array[int]] = []  # the request's own, which grow as tokens are drawn
-        self.stops: list[frozenset[int]] = []
         self.rids = array(UINT32)
         self.slots = array(INT32)
         self.starts: list[int] = []  # the position that the next row computes
-        self.turns: list[int] = []  # the position that lies in no page yet, or whose row draws the last token
+        self.turns: list[int] = []  # the start of the row that needs a page, or draws the last token
 
-    def enter(self, request: "Request") -> None:
-        """Its prompt is planned, and it has more to draw than the token behind that."""
-        self.starts.append(request.planned)
-        self.turns.append(min(request.room, request.last_start))
-        request.lane, request.place = self, len(self.requests)
+    def enter(self, request: "Request", start: int) -> None:
+        """Its next row starts there."""
+        request.lane = self
+        request.place = len(self.requests)
         self.requests.append(request)
-        self.ids.append(request.ids)
-        self.stops.append(request.stop_ids)
         self.rids.append(request.rid)
         self.slots.append(request.slot)
+        self.starts.append(start)
+        room, last = request.room, request.last_start
+        self.turns.append(room if room < last else last)
 
     def leave(self, request: "Request") -> None:
         """The last one takes its place."""
-        place, planned = request.place, request.planned
-        self.requests[-1].place = place
-        for column in (self.requests, self.ids, self.stops, self.rids, self.slots, self.starts, self.turns):
-            column[place] = column[-1]  # type: ignore[index]
-            column.pop()  # type: ignore[attr-defined]
+        place = request.place
+        request.planned = self.starts[place]
         request.lane = None
-        request.planned = planned
+        last = self.requests.pop()
+        rid, slot, start, turn = self.rids.pop(), self.slots.pop(), self.starts.pop(), self.turns.pop()
+        if last is not request:
+            last.place = place
+            self.requests[place] = last
+            self.rids[place], self.slots[place], self.starts[place], self.turns[place] = rid, slot, start, turn
 
     def due(self) -> list["Request"]:
-        """Those whose next row needs a page, or draws the last token."""
-        return list(compress(self.requests, map(eq, self.starts, self.turns)))
+        """Those whose turn it is: the next row needs a page, or draws the last token. `planned` of these is true."""
+        due = list(compress(self.requests, map(eq, self.starts, self.turns)))
+        for request in due:
+            request.planned = self.starts[request.place]
+        return due
 
     def advance(self) -> None:
         """All have a row in the step that is planned."""
         self.starts = [start + 1 for start in self.starts]
 
+    def move(self, request: "Request", start: int) -> None:
+        """Its next row starts there after all."""
+        request.planned = self.starts[request.place] = start
+
     def has_room(self, request: "Request") -> None:
         """It has got another page."""
-        self.turns[request.place] = min(request.room, request.last_start)
+        room, last = request.room, request.last_start
+        self.turns[request.place] = room if room < last else last

@@ -83,31 +83,35 @@ class Planner:
 
     def _decode(self, outline: Outline, alone: Request | None) -> None:
         """One row for each request whose prompt is computed. Those that find no page wait."""
-        due = self.batch.due() if alone is None else [alone] * (alone.lane is not None)
+        due = self.batch.due() if alone is None else [one for one in self.batch.due() if one is alone]
         short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
+        last = [
+            request
+            for request in due
+            if request.planned == request.last_start and request.lane is not None and request not in short
+        ]
         if alone is None and not short:
             for client, lane in self.batch.lanes.items():
                 outline.decode_lane(client, lane)
         else:
-            for request in due if alone is not None else self.batch.decoding:
-                if request.planned < request.room:
+            for request in self.batch.decoding:
+                if request not in short and alone in (None, request):
                     outline.decode(request)
         rows = len(outline.drawing)
         outline.counts.extend(ONE * rows)
         outline.draws += b"\1" * rows
-        for request in due:
-            if request.planned > request.last_start:
-                self.batch.leave_lane(request)
-                outline.last.append(request)
+        outline.last += last
+        for request in last:
+            self.batch.leave_lane(request)
 
-    def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> bool:
-        """Gives a page to each of these, in which its next row goes on. Returns whether some have got none."""
+    def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> list[Request]:
+        """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
         if not self._lacks(len(needy)):
             for request, page in zip(needy, self.pool.take(len(needy)), strict=True):
                 self._append_page(outline, request, page)
                 self.filled(request)
-            return False
-        short = False
+            return []
+        short = []
         for request in sorted(needy, key=_order):
             if request.slot == NO_SLOT:
                 continue  # it has just given way itself
@@ -115,7 +119,7 @@ class Planner:
                 self._append_page(outline, request, *self.pool.take(1))
                 self.filled(request)
             else:
-                short = True
+                short.append(request)
         return short
 
     def _speculate(self, outline: Outline, speculation: Speculation) -> None:
@@ -124,12 +128,12 @@ class Planner:
         rows = outline.drawing
         most = self.limits.max_batch_prefill_tokens - len(rows)
         shares = speculation.share(rows, most // 2 if self.batch.prefilling or self.queue else most)
-        for request, share in zip(rows, shares, strict=False):
-            missing = -(-(request.planned + share - request.room) // self._page_size)
+        for request, start, share in zip(rows, outline.starts, shares, strict=False):
+            missing = -(-(start + 1 + share - request.room) // self._page_size)
             if missing > 0 and not self._lacks(missing + self._spare):
                 for page in self.pool.take(missing):
                     self._append_page(outline, request, page)
-            count = min(share, request.room - request.planned)
+            count = min(share, request.room - start - 1)
             outline.drafts.append(count)
             if isinstance(request.guesser, Lookup):
                 outline.guesses.append(request.guesser.guess(count).tobytes())
@@ -201,7 +205,7 @@ class Planner:
         outline.drawing.append(request)
         del self.batch.prefilling[request]
         if end <= request.last_start:
-            self.batch.decode(request)
+            self.batch.decode(request, end)
         else:
             outline.last.append(request)
         return count
@@ -313,9 +317,9 @@ class Planner:
         """Back to the queue, with all ids it has: those that were generated come back as prefill. Steps under way may
         still write to its pages: they run before any step that is planned from now on."""
         self.settle()
+        self.batch.leave(request)
         if request.shares:
             self._publish(request)  # what it finds again when it comes back
-        self.batch.leave(request)
         self.pool.release(request.pages)
         request.leave_slot()
         request.become(event)

@@ -24,7 +24,6 @@ class Request:
     and values are written) by a row that covers p; the row that computes the last known position draws the next."""
 
     __slots__ = (
-        "_planned",
         "cached_tokens",
         "client",
         "first_planned",
@@ -36,6 +35,7 @@ class Request:
         "order",
         "pages",
         "place",
+        "planned",
         "prefix",
         "prompt_from",
         "prompt_tokens",
@@ -89,7 +89,8 @@ class Request:
         self.slot = NO_SLOT
         self.pages: list[int] = []
         self.room = 0  # tokens that its pages hold
-        self._planned = 0
+        # Positions below this are computed by the steps sent so far; while it is in a lane, that knows better.
+        self.planned = 0
         self.since = NEVER  # the first step of its stay in the slot
         self.shares = False  # whether others may find its pages, and it theirs
         self.published = 0  # so many of its pages were found, or can be
@@ -98,18 +99,6 @@ class Request:
     def become(self, event: str) -> None:
         """Moves to the state that the table of transitions gives. Raises ValueError if it gives none."""
         self.state = TRANSITIONS.get((self.state, event)) or transition(self.state, event)
-
-    @property
-    def planned(self) -> int:
-        """Positions below this are computed by the steps sent so far."""
-        return self._planned if self.lane is None else self.lane.starts[self.place]
-
-    @planned.setter
-    def planned(self, position: int) -> None:
-        if self.lane is None:
-            self._planned = position
-        else:
-            self.lane.starts[self.place] = position
 
     @property
     def generated(self) -> int:

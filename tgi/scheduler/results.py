@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Iterable
 from itertools import compress, repeat
-from operator import contains
 
 from tgi.kernel.messages import Reason, Result
 from tgi.kernel.pack import UINT32, floats, ints
@@ -43,22 +42,23 @@ def one_each(flight: Flight, result: Result) -> Ended:
     return [(request, reason) for request in ended if (reason := request.finished())]
 
 
-def _section(section: Section, flight: Flight, result: Result, drawn: list[int]) -> Iterable[Request]:
+def _section(section: Section, flight: Flight, result: Result, drawn: list[int]) -> list[Request]:
     """Takes the rows of a lane all at once. Returns those that have drawn an end token."""
-    rows = slice(section.begin, section.end)
+    requests, tokens = flight.drawing[section.begin : section.end], drawn[section.begin : section.end]
     column = slice(4 * section.begin, 4 * section.end)
-    requests, tokens, ids, stops = flight.drawing[rows], drawn[rows], section.ids, section.stops
     columns = Columns(section.rids, result.ids[column], result.logprobs[column])
     number = flight.step.number
     there = [number >= request.since for request in requests]
     if not all(there):  # the others have left their slots since this step was planned
         requests, tokens = [*compress(requests, there)], [*compress(tokens, there)]
-        ids, stops = [*compress(ids, there)], [*compress(stops, there)]
         columns = Columns(*(array(UINT32, compress(memoryview(one).cast(UINT32), there)).tobytes() for one in columns))
-    for known, token in zip(ids, tokens, strict=True):
-        known.append(token)
     section.client.columns = columns
-    return compress(requests, map(contains, stops, tokens))
+    stopped = []
+    for request, token in zip(requests, tokens, strict=True):
+        request.ids.append(token)
+        if token in request.stop_ids:
+            stopped.append(request)
+    return stopped
 
 
 def runs_each(flight: Flight, result: Result, planner: Planner, counters: Counters) -> Ended:
@@ -83,7 +83,9 @@ def runs_each(flight: Flight, result: Result, planner: Planner, counters: Counte
             if reason := request.finished():
                 ended.append((request, reason))
                 break
-        request.planned = len(request.ids) - 1  # what was computed for wrong drafts does not count
+        # What was computed for wrong drafts does not count.
+        if request.lane is not None:
+            request.lane.move(request, len(request.ids) - 1)
         planner.filled(request)
     return ended
 
