@@ -210,7 +210,7 @@ class Core:
     @property
     def pages_used(self) -> int:
         """Pages that running requests hold, and those that ended since the last `settle`."""
-        return self._planner.pool.used if self._planner else 0
+        return self._planner.holdings.pool.used if self._planner else 0
 
     @property
     def adapters(self) -> int:

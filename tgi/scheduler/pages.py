@@ -32,7 +32,7 @@ class PagePool:
 
     def __init__(self, pages: int, page_size: int) -> None:
         self._page_bytes = page_size * ID_BYTES
-        self._holders = [0] * pages
+        self._holders = [1] * pages  # a free page counts as held by whoever will take it
         self._free = list(range(pages - 1, -1, -1))
         # Of an idle page, the one that went idle before and after it. The ring begins and ends at the entry behind the
         # last page.
@@ -63,9 +63,6 @@ class PagePool:
         del self._free[rest:]
         if missing := count - len(taken):
             taken += self._evict(missing)
-        holders = self._holders
-        for page in taken:
-            holders[page] = 1
         return taken
 
     def keep_free(self, count: int) -> None:
@@ -75,7 +72,7 @@ class PagePool:
 
     def _evict(self, count: int) -> list[int]:
         """Forgets the prefixes of the pages that are idle longest."""
-        after, by_key, key_of, name_of = self._after, self._by_key, self._key_of, self._name_of
+        after, by_key, key_of, name_of, holders = self._after, self._by_key, self._key_of, self._name_of, self._holders
         end = len(name_of)
         evicted = []
         page = after[end]
@@ -84,6 +81,7 @@ class PagePool:
             del by_key[key_of[page]]
             key_of[page] = b""
             name_of[page] = NO_NAME
+            holders[page] = 1
             page = after[page]
         after[end] = page
         self._before[page] = end
@@ -116,15 +114,16 @@ class PagePool:
         with them."""
         size, by_key, key_of, name_of = self._page_bytes, self._by_key, self._key_of, self._name_of
         at = 0
+        names = self._names
         for page in pages:
             key = prefix + column[at : at + size]
             at += size
-            known = by_key.setdefault(key, page)
-            prefix = name_of[known]
+            prefix = name_of[by_key.setdefault(key, page)]
             if not prefix:
-                self._names += 1
-                name_of[page] = prefix = self._names.to_bytes(NAME_BYTES)
+                names += 1
+                name_of[page] = prefix = names.to_bytes(NAME_BYTES)
                 key_of[page] = key
+        self._names = names
         return prefix
 
     def release(self, pages: list[int]) -> None:
@@ -132,19 +131,21 @@ class PagePool:
         holders, name_of, before, after, free = self._holders, self._name_of, self._before, self._after, self._free
         end = len(name_of)
         newest = before[end]
+        idle = self._idle
         for page in reversed(pages):
-            left = holders[page] = holders[page] - 1
-            if left:
-                continue
-            if name_of[page]:
+            if (left := holders[page] - 1) > 0:
+                holders[page] = left
+            elif name_of[page]:
+                holders[page] = 0
                 after[newest] = page
                 before[page] = newest
                 newest = page
-                self._idle += 1
+                idle += 1
             else:
                 free.append(page)
         after[newest] = end
         before[end] = newest
+        self._idle = idle
 
     def _ring(self) -> list[int]:
         """The idle pages, the longest unused first."""
@@ -156,12 +157,14 @@ class PagePool:
     def check(self, tables: Iterable[list[int]] = ()) -> None:
         """Raises AssertionError unless `tables` are all that is held, and every page is in exactly one place."""
         holders = [0] * len(self._holders)
+        free, idle = set(self._free), set(self._ring())
         for table in tables:
             assert len(set(table)) == len(table), f"a page twice in the table {table}"
             for page in table:
                 holders[page] += 1
-        assert holders == self._holders, "pages are held by nobody, or not held by somebody"
-        free, idle = set(self._free), set(self._ring())
+        counted = [0 if page in free else count for page, count in enumerate(self._holders)]
+        assert holders == counted, "pages are held by nobody, or not held by somebody"
+        assert all(self._holders[page] == 1 for page in free), "a free page is not ready to be taken"
         assert len(free) == len(self._free), "a page is free twice"
         assert len(idle) == self._idle, "idle pages are miscounted"
         assert not free & idle, "a page is free and idle"

@@ -51,7 +51,7 @@ def _section(section: Section, flight: Flight, result: Result, drawn: list[int])
     there = [number >= request.since for request in requests]
     if not all(there):  # the others have left their slots since this step was planned
         requests, tokens = [*compress(requests, there)], [*compress(tokens, there)]
-        columns = Columns(*(array(UINT32, compress(memoryview(one).cast(UINT32), there)).tobytes() for one in columns))
+        columns = Columns(*(array(UINT32, compress(memoryview(one).cast("I"), there)).tobytes() for one in columns))
     section.client.columns = columns
     stopped = []
     for request, token in zip(requests, tokens, strict=True):
@@ -86,7 +86,7 @@ def runs_each(flight: Flight, result: Result, planner: Planner, counters: Counte
         # What was computed for wrong drafts does not count.
         if request.lane is not None:
             request.lane.move(request, len(request.ids) - 1)
-        planner.filled(request)
+        planner.holdings.filled([request])
     return ended
 
 

@@ -1,0 +1,101 @@
+"""The pages that requests hold: found and taken on admission, made known when they are full, given back at the end.
+
+The worker is kept busy first, the books are kept after: that pages can be found, and that those of ended requests are
+free, is noted by `settle`, between two plans. So whatever is found was computed by steps that were sent before.
+"""
+
+from tgi.kernel.messages import Limits
+from tgi.scheduler.pages import PagePool
+from tgi.scheduler.request import NEVER, Request
+
+# Share of the pages that are evicted ahead, so that a step need not wait for it.
+FREE_PAGES = 0.02
+
+
+class Holdings:
+    """Owns the pool."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._size = limits.page_size
+        self._free = int(limits.pages * FREE_PAGES)
+        self._filled: list[Request] = []  # with pages that may be found and cannot be yet
+        self._ended: list[Request] = []  # whose pages are still held
+        self.pool = PagePool(limits.pages, limits.page_size)
+        self.settled = True  # since the last plan
+
+    def lacks(self, pages: int) -> bool:
+        """Whether fewer are available, though everything is settled."""
+        if pages <= self.pool.available:
+            return False
+        self.settle()
+        return pages > self.pool.available
+
+    def admit(self, request: Request, column: bytes, most: int, spare: int) -> bool:
+        """Gives pages to a request that has none, for all its ids, which are `column`: at most so many that are found,
+        and new ones as long as that leaves some to spare. False: too few are available."""
+        pool = self.pool
+        found, prefix = pool.find(request.salt, column, most)
+        missing = (len(request.ids) - 1) // self._size + 1 - len(found)
+        if self.lacks(missing + spare):
+            available = pool.available
+            pool.release(found)
+            request.wanted = missing + spare + pool.available - available
+            return False
+        request.pages = found + pool.take(missing)
+        request.room = len(request.pages) * self._size
+        request.planned = len(found) * self._size
+        request.published = len(found)
+        request.prefix = prefix
+        return True
+
+    def filled(self, requests: list[Request]) -> None:
+        """The steps that are planned compute a page of each of these to its end: others may find it."""
+        self._filled += requests
+
+    def ended(self, request: Request) -> None:
+        """It needs its pages no more."""
+        request.since = NEVER
+        self._ended.append(request)
+
+    def give_up(self, request: Request) -> None:
+        """It is to be computed again. What is computed already, it may find then. Steps under way may still write to
+        its pages: they run before any step that is planned from now on."""
+        self._give_back(request)
+        request.leave_slot()
+
+    def settle(self) -> None:
+        """Keeps the books of what the steps sent and the results taken have brought about."""
+        for request in self._filled:
+            if request.shares:
+                self._publish(request)
+        for request in self._ended:
+            self._give_back(request)
+        self._filled.clear()
+        self._ended.clear()
+        self.pool.keep_free(self._free)
+        self.settled = True
+
+    def _give_back(self, request: Request) -> None:
+        if request.shares:
+            self._publish(request)
+        self.pool.release(request.pages)
+
+    def _publish(self, request: Request) -> None:
+        """Makes the pages known that are full of what the steps sent so far compute, and of no id yet to be drawn."""
+        first, last, size = request.published, request.planned, self._size
+        if (known := len(request.ids)) < last:
+            last = known
+        if (last := last // size) > first:
+            column = request.ids[first * size : last * size].tobytes()
+            request.prefix = self.pool.publish(request.prefix, request.pages[first:last], column)
+            request.published = last
+
+    def forget(self) -> None:
+        """The worker's tensors are gone: no page holds anything."""
+        self.settle()
+        self.pool = PagePool(self._limits.pages, self._size)
+
+    def check(self, batch: list[Request]) -> None:
+        """Raises AssertionError if pages and requests contradict each other. For tests."""
+        self.pool.check(request.pages for request in (*batch, *self._ended))
