@@ -138,7 +138,7 @@ class Scheduler(RuleBasedStateMachine):
     @precondition(lambda self: self.house.worker)
     @rule(data=st.data())
     def late_result(self, data: st.DataObject) -> None:
-        late = [result for result in self.old if result.epoch < self.house.core.epoch]
+        late = [result for result in self.old if result.epoch < self.house.core.under_way.epoch]
         if late:
             self.house.handle(data.draw(st.sampled_from(late)), self.house.worker)
 

@@ -183,7 +183,7 @@ class House:
             count += 1
         if self.settles:
             self.settle()
-        under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.epoch]
+        under_way = [one for one in (*self.steps, *self.results) if one.epoch == self.core.under_way.epoch]
         assert len(under_way) <= 2
         assert not any(isinstance(one, Step) and one.drafts for one in under_way) or len(under_way) == 1
         return count

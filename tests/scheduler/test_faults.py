@@ -36,4 +36,4 @@ def test_as_many_as_rows_or_none() -> None:
     house.deliver()
     house.run()
     ok(asked, SCRIPT)  # the step was begun again
-    assert house.core.epoch == 2
+    assert house.core.under_way.epoch == 2

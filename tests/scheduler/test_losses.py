@@ -179,7 +179,7 @@ def test_nobody_is_blamed_for_a_death_by_the_step_behind_a_failed_one() -> None:
     one.run()
     for asked in one.asked:
         ok(asked, SCRIPT)
-    assert behind.epoch < one.core.epoch
+    assert behind.epoch < one.core.under_way.epoch
 
 
 def test_a_result_of_the_wrong_shape_counts_as_a_failed_step() -> None:
@@ -212,7 +212,7 @@ def test_a_worker_with_smaller_limits_is_refused(caplog: pytest.LogCaptureFixtur
 def test_of_a_worker_with_larger_limits_only_the_old_ones_are_used() -> None:
     one = house()
     one.worker_up(SCRIPT._replace(pages=128, slots=100))
-    assert one.core.limits == SCRIPT.limits()
+    assert one.core.below.limits == SCRIPT.limits()
     one.run()
     assert max(page for step in one.sent for page in ints(step.page_ids)) < 64
 

@@ -12,6 +12,9 @@ log = logging.getLogger(__name__)
 class Adapters:
     """A worker that takes another's place loads what the settings name, and is made to load and unload what differs
     from what its predecessor had; until that is done it `lacks` something. Then it is asked what is not answered yet.
+
+    Changes are sent when no step is under way, and no step is sent before them: so the worker has what it was known to
+    have when a step was planned, as long as that takes.
     """
 
     def __init__(self) -> None:
@@ -21,6 +24,7 @@ class Adapters:
         self._lacking: dict[int, Adapt] = {}
         self._numbers = count(1)
         self._ordered: dict[int, str] = {}  # what the worker has been sent and not answered: the names
+        self._orders: list[Adapt] = []  # to be sent once no step is under way
         self._known = False  # whether `loaded` was ever told
         self._open = False  # whether this worker has told what it has
 
@@ -29,14 +33,25 @@ class Adapters:
         """Whether the worker is still to become what the one before it was."""
         return bool(self._lacking)
 
-    def ask(self, tokenizer: Peer, adapt: Adapt) -> list[Adapt]:
-        """A tokenizer wants a change. Returns what the worker is to be sent now."""
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to `take` before another step is sent."""
+        return bool(self._orders)
+
+    def take(self) -> list[Adapt]:
+        """What the worker is to be sent now that no step is under way."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def ask(self, tokenizer: Peer, adapt: Adapt) -> None:
+        """A tokenizer wants a change."""
         number = next(self._numbers)
         self._asked[number] = (tokenizer, adapt)
-        return self._order({number: adapt}) if self._open else []
+        if self._open:
+            self._order({number: adapt})
 
-    def told(self, loaded: list[Adapter]) -> list[Adapt]:
-        """A worker that is ready says what it has. Returns what it is to be sent now."""
+    def told(self, loaded: list[Adapter]) -> None:
+        """A worker that is ready says what it has."""
         orders: dict[int, Adapt] = {}
         if not self._open:
             self._open = True
@@ -44,12 +59,12 @@ class Adapters:
                 self._lacking = {next(self._numbers): change for change in _changes(loaded, self.loaded)}
             orders = self._lacking | {number: adapt for number, (_, adapt) in self._asked.items()}
         self._there, self._known = loaded, True
-        self._take()
-        return self._order(orders)
+        self._show()
+        self._order(orders)
 
-    def _order(self, orders: dict[int, Adapt]) -> list[Adapt]:
+    def _order(self, orders: dict[int, Adapt]) -> None:
         self._ordered |= {number: adapt.name for number, adapt in orders.items()}
-        return [adapt._replace(rid=number) for number, adapt in orders.items()]
+        self._orders += [adapt._replace(rid=number) for number, adapt in orders.items()]
 
     def has(self, digest: bytes) -> bool:
         """Whether the worker is sure to have the adapter of this content: it says so, and is not to change it."""
@@ -62,7 +77,7 @@ class Adapters:
         if (change := self._lacking.pop(answer.rid, None)) is not None:
             if answer.error:
                 log.error("The restarted worker has not got adapter %s again: %s", change.name, answer.error)
-            self._take()
+            self._show()
             return None
         if (asked := self._asked.pop(answer.rid, None)) is None:
             log.debug("nobody waits for this answer: the tokenizer that asked is gone")
@@ -70,7 +85,7 @@ class Adapters:
         tokenizer, adapt = asked
         return tokenizer, answer._replace(rid=adapt.rid)
 
-    def _take(self) -> None:
+    def _show(self) -> None:
         if not self._lacking:
             self.loaded = self._there
 
@@ -79,6 +94,7 @@ class Adapters:
         self._open = False
         self._lacking = {}
         self._ordered = {}
+        self._orders = []
 
     def tokenizer_gone(self, tokenizer: Peer) -> None:
         """Its requests are answered to nobody."""

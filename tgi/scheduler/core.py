@@ -1,7 +1,6 @@
 """The scheduler without sockets and clocks: messages go in with the time, steps and messages come out."""
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ from tgi.kernel.messages import (
     Stop,
 )
 from tgi.kernel.states import State
-from tgi.scheduler.adapters import Adapters
+from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone
-from tgi.scheduler.deployment import misfit, shortfall
+from tgi.scheduler.deployment import misfit, refusal
 from tgi.scheduler.flight import Flight
 from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
@@ -36,14 +35,12 @@ from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
 from tgi.scheduler.results import one_each, runs_each
 from tgi.scheduler.speculation import Speculation
-from tgi.scheduler.status import ADAPTING, REFUSED, WAITING, Load, Report
+from tgi.scheduler.status import Load, Report, status_of
 from tgi.scheduler.suspects import Suspects
 from tgi.scheduler.tokens import runs, tokens
+from tgi.scheduler.underway import UnderWay
 
 log = logging.getLogger(__name__)
-
-# Steps that may be under way at once; one with drafts is alone.
-DEPTH = 2
 
 
 class Config(NamedTuple):
@@ -59,7 +56,7 @@ class Config(NamedTuple):
 class Core:
     """Knows all requests of all tokenizers and one worker.
 
-    Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `worker` until it
+    Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `below.worker` until it
     returns None, and what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The same calls
     always give the same outputs.
     """
@@ -67,9 +64,8 @@ class Core:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.counters = Counters()
-        self.worker: Peer | None = None
-        self.limits: Limits | None = None
-        self.epoch = 1
+        self.below = Below()
+        self.under_way = UnderWay(config.stall_limit)
         self._planner: Planner | None = None
         self._queue = Queue()
         self._pace = Pace(config.step_target * 1e6)
@@ -77,15 +73,8 @@ class Core:
         self._outbox = Outbox()
         self._clients: dict[Peer, Client] = {}
         self._arrivals = 0
-        self._number = 0
-        self._flight: deque[Flight] = deque()
-        self._leftover: set[tuple[int, int]] = set()  # (epoch, number) of steps behind a failed one, to be answered yet
-        self._moved = 0.0  # when a step was last answered, or sent into silence
         self._suspects = Suspects()
         self._report = Report()
-        self._worker_said = WAITING  # the worker's own status
-        self._adapters = Adapters()
-        self._orders: list[Adapt] = []  # to be sent to the worker once no step is under way
         self._forecast = Forecast()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -111,22 +100,20 @@ class Core:
             if (request := client.requests.get(message.rid)) is not None:
                 self._end(request, Reason.STOP if isinstance(message, Stop) else Reason.CANCELLED, now)
         elif isinstance(message, Adapt):
-            self._order(self._adapters.ask(source, message))
+            self.below.adapters.ask(source, message)
+            self._send_orders()
         elif isinstance(message, Gone):
             for request in list(client.requests.values()):
                 self._end(request, Reason.CANCELLED, now)
-            self._adapters.tokenizer_gone(source)
+            self.below.adapters.tokenizer_gone(source)
             del self._clients[source]
         else:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
     def _from_worker(self, message: Any, source: Peer, now: float) -> None:
         if isinstance(message, Hello):
-            if self.worker is not None:
-                log.error("%s is ignored: %s is the worker of this scheduler", source, self.worker)
-                return
-            self.worker = source
-        elif source != self.worker:
+            self.below.came(source)
+        elif source != self.below.worker:
             return
         elif isinstance(message, Result):
             self._result(message, now)
@@ -152,25 +139,20 @@ class Core:
         return flight.step if flight is not None else None
 
     def _next_flight(self, now: float) -> Flight | None:
-        planner = self._planner
-        if planner is None or not self._report.below.ready or len(self._flight) >= DEPTH or self._leftover:
+        planner, under_way, suspects = self._planner, self.under_way, self._suspects
+        if planner is None or not self.ready or not under_way.open or self.below.adapters.waits:
             return None
-        if self._orders:
-            return None
-        suspects = self._suspects
         if suspects.trial is None and (head := self._queue.head()) is not None and head.suspected:
-            if self._flight:
+            if under_way:
                 return None  # first let the others land
             suspects.trial = head
-        if self._flight and self._speculation is not None and self._speculation.waits(self._flight[-1], planner.batch):
+        latest, speculation = under_way.latest, self._speculation
+        if latest is not None and speculation is not None and speculation.waits(latest, planner.batch):
             return None
-        flight = planner.plan(self._number + 1, self.epoch, suspects.trial, bool(self._flight), now)
+        flight = planner.plan(under_way.next, under_way.epoch, suspects.trial, latest is not None, now)
         if flight is None:
             return None
-        if not self._flight:
-            self._moved = now
-        self._number += 1
-        self._flight.append(flight)
+        under_way.sent(flight, now)
         self.counters.steps[flight.method] += 1
         if flight.admitted:
             self.counters.begun += flight.admitted
@@ -190,12 +172,8 @@ class Core:
 
     def deadline(self, now: float) -> float:
         """When `tick` has something to do even if no message comes."""
-        times = [now + 3600.0]
-        if (self._flight or self._leftover) and not self._stalled(now):
-            times.append(self._moved + self.config.stall_limit)
-        if (due := self._report.due(self._load())) is not None:
-            times.append(due)
-        return max(now, min(times))
+        times = [now + 3600.0, self.under_way.overdue(now), self._report.due(self._load())]
+        return max(now, min(time for time in times if time is not None))
 
     @property
     def queued(self) -> int:
@@ -215,12 +193,12 @@ class Core:
     @property
     def adapters(self) -> int:
         """How many adapters a request may choose among."""
-        return len(self._adapters.loaded)
+        return len(self.below.adapters.loaded)
 
     @property
     def ready(self) -> bool:
         """Whether a request would be computed now."""
-        return self._report.below.ready
+        return self.below.status.ready
 
     def check(self) -> None:
         """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
@@ -250,15 +228,14 @@ class Core:
             self._speculation.begin(request)
         client.requests[add.rid] = request
         self._queue.push(request)
-        resumed = request.generated
-        self.counters.resumed_tokens += resumed
-        if not request.prompt_tokens:
-            self._end(request, Reason.INVALID, now, "`inputs` cannot be empty")
-        elif add.max_new_tokens < 1:
-            self._end(request, Reason.INVALID, now, "`max_new_tokens` must be strictly positive")
-        elif resumed and (reason := request.finished()):
+        if add.resume:
+            self.counters.resumed_tokens += request.generated
+        limits = self.below.limits
+        if fault := refusal(request):
+            self._end(request, Reason.INVALID, now, fault)
+        elif add.resume and (reason := request.finished()):
             self._end(request, reason, now)  # whoever resumes it missed only its End
-        elif self.limits is not None and (fault := misfit(self.limits, request.prompt_tokens, add.max_new_tokens)):
+        elif limits is not None and (fault := misfit(limits, request)):
             self._end(request, Reason.INVALID, now, fault)
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
@@ -271,29 +248,23 @@ class Core:
         self.counters.ended += 1
         self._suspects.forget(request)
         del request.client.requests[request.rid]
-        self._outbox.put(request.client.peer, partial(_end_of, request, reason, message, now))
+        self._outbox.put(request.client.peer, partial(request.end, reason, message, now))
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     def _result(self, result: Result, now: float) -> None:
-        if result.epoch != self.epoch or not self._flight:
-            self._leftover.discard((result.epoch, result.number))
-            return  # of a life that is over
+        if (answered := self.under_way.answered(result, now)) is None:
+            return
+        flight, seconds = answered
         planner = self._planner
         assert planner is not None
-        flight = self._flight[0]
         fault = result.error or flight.fault(result, planner.limits.vocab_size)
-        self.counters.done.append(
-            StepDone(flight.method, bool(fault), now - max(self._moved, flight.sent), result.forward_us / 1e6)
-        )
-        self._moved = now
+        self.counters.done.append(StepDone(flight.method, bool(fault), seconds, result.forward_us / 1e6))
         if fault:
-            # Whatever else is under way builds on what this step did not compute. It is waited for, so that nobody
-            # is blamed for what it may do to the worker.
-            self._leftover = {(self.epoch, other.step.number) for other in self._flight if other is not flight}
-            self._begin_again([flight], SUSPECT, f"Server error: {fault}", now)
+            guilty = self._blame([flight], SUSPECT)
+            self.under_way.failed()
+            self._begin_again(guilty, f"Server error: {fault}", now)
             return
-        self._flight.popleft()
         self._pace.learn(flight.decode_rows, flight.prefill_tokens, result.forward_us)
         if self._speculation is not None:
             self._speculation.learn(flight, result, now)
@@ -321,90 +292,62 @@ class Core:
     # --- the worker ---------------------------------------------------------------------------------------------------
 
     def _worker_status(self, status: Status, now: float) -> None:
-        if status.ready and status.limits is not None and not self._report.below.ready:
-            if self.limits is None:
-                self._adopt(status.limits, now)
-            elif fault := shortfall(self.limits, status.limits):
-                log.error(
-                    "The restarted worker does not meet this deployment's limits: %s. Free the memory that it lacks, "
-                    "or restart the whole server with smaller limits.",
-                    fault,
-                )
-                status = REFUSED
-        self._worker_said = status
-        if status.ready:
-            self._order(self._adapters.told(status.adapters))
-        self._show_worker(now)
-
-    def _show_worker(self, now: float) -> None:
-        """It gets steps, and tokenizers hear of it, once it has what the worker before it had."""
-        self._report.below = ADAPTING if self._adapters.lacks else self._worker_said
+        self.below.hears(status)
+        if self._planner is None and (limits := self.below.limits) is not None:
+            self._adopt(limits, now)
+        self._send_orders()
         self._tell(now)
 
-    def _order(self, changes: list[Adapt]) -> None:
-        self._orders += changes
-        self._send_orders()
-
     def _send_orders(self) -> None:
-        """Changes are asked for when no step is under way, and none is sent before they are asked for: so the worker
-        has what it was known to have when a step was planned, as long as that takes."""
-        if self._flight or not self._orders:
-            return
-        assert self.worker is not None
-        for order in self._orders:
-            self._outbox.put(self.worker, order)
-        self._orders.clear()
+        adapters, worker = self.below.adapters, self.below.worker
+        if adapters.waits and not self.under_way and worker is not None:
+            for order in adapters.take():
+                self._outbox.put(worker, order)
 
     def _adapted(self, answer: Adapted, now: float) -> None:
-        if (told := self._adapters.answered(answer)) is not None:
+        if (told := self.below.adapters.answered(answer)) is not None:
             self._outbox.put(*told)
-        self._show_worker(now)
+        self._tell(now)
 
     def _adopt(self, limits: Limits, now: float) -> None:
         """The first worker's limits hold for the deployment's life."""
-        self.limits = limits
         self._planner = Planner(
             limits,
             self.config.prefix_caching,
             self._pace,
             self._queue,
             self.counters,
-            self._adapters,
+            self.below.adapters,
             self._speculation,
         )
         for request in self._queue.waiting():
-            if fault := misfit(limits, request.prompt_tokens, request.limit - request.prompt_tokens):
+            if fault := misfit(limits, request):
                 self._end(request, Reason.INVALID, now, fault)
 
     def _worker_gone(self, now: float) -> None:
-        self.worker = None
-        self._leftover.clear()
-        self._orders.clear()
-        self._adapters.worker_gone()
-        self._report.below = self._worker_said = WAITING
+        self.below.gone()
         self.counters.worker_losses += 1
-        self._begin_again(self._flight, 1, "Server error: the worker died while it computed this request alone", now)
+        guilty = self._blame(self.under_way.flights, 1)
+        self.under_way.worker_gone()
+        self._begin_again(guilty, "Server error: the worker died while it computed this request alone", now)
         self._tell(now)
 
-    def _begin_again(self, blamed: "deque[Flight] | list[Flight]", strikes: int, message: str, now: float) -> None:
-        """What the worker held is void: all running requests go back to the queue. Those with rows in the blamed
-        steps get strikes; one that was computed alone ends with `message`."""
-        under_way = {
-            request: None for flight in blamed for request in flight.requests if flight.step.number >= request.since
+    def _blame(self, flights: list[Flight], strikes: int) -> Request | None:
+        """Those with rows in these steps get strikes. Returns the one that was computed alone, if it is among them."""
+        requests = {
+            request: None for flight in flights for request in flight.requests if flight.step.number >= request.since
         }
-        if (guilty := self._suspects.blame(under_way, strikes)) is not None:
+        return self._suspects.blame(requests, strikes)
+
+    def _begin_again(self, guilty: Request | None, message: str, now: float) -> None:
+        """What the worker held is void: all running requests go back to the queue, but for a guilty one."""
+        if guilty is not None:
             self._end(guilty, Reason.FAILED, now, message)
-        self._flight.clear()
         self._send_orders()
-        self.epoch += 1
-        self._number = 0
         if self._planner is not None:
             self._planner.forget_worker()
 
     # --- status -------------------------------------------------------------------------------------------------------
-
-    def _stalled(self, now: float) -> bool:
-        return bool(self._flight or self._leftover) and now >= self._moved + self.config.stall_limit
 
     def _load(self) -> Load:
         queued, running, forecast = self.queued, self.running, self._forecast
@@ -412,7 +355,8 @@ class Core:
         return Load(queued, running, int(wait * 1000), int(forecast.end * 1000))
 
     def _status(self, load: Load, now: float) -> Status:
-        return self._report.status(self._stalled(now), self.limits, load, self._adapters.loaded)
+        below = self.below
+        return status_of(below.status, self.under_way.stalled(now), below.limits, load, below.adapters.loaded)
 
     def _tell(self, now: float) -> None:
         """Tells every tokenizer how things are, if that has changed."""
@@ -421,18 +365,3 @@ class Core:
         if self._report.is_news(status, load, now):
             for peer in self._clients:
                 self._outbox.put(peer, status)
-
-
-def _end_of(request: Request, reason: Reason, message: str, now: float) -> End:
-    """The End of a request that ended at `now`."""
-    begun = now if request.first_planned is None else request.first_planned
-    return End(
-        request.rid,
-        reason,
-        message,
-        prompt_tokens=request.prompt_tokens,
-        generated_tokens=request.generated,
-        cached_tokens=request.cached_tokens,
-        queue_us=int((begun - request.received) * 1e6),
-        inference_us=int((now - begun) * 1e6),
-    )

@@ -98,7 +98,8 @@ class Outline:
 
     def decode(self, request: Request) -> None:
         """A row for one request in a lane."""
-        assert (lane := request.lane) is not None
+        lane = request.lane
+        assert lane is not None
         start = lane.starts[request.place]
         self.drawing.append(request)
         self.rows.append(request.slot)

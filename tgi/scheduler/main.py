@@ -66,8 +66,8 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None
             else:
                 core.handle(message, peer, now)
     core.tick(now)
-    while core.worker is not None and (step := meter.plan(core, now)) is not None:
-        back.send(core.worker, step)
+    while core.below.worker is not None and (step := meter.plan(core, now)) is not None:
+        back.send(core.below.worker, step)
     back.flush()
     for peer, message in core.outgoing():
         if spans is not None:

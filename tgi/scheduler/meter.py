@@ -49,12 +49,12 @@ class Meter:
         self._set("tgi_queue_size", core.queued)
         self._set("tgi_batch_current_size", core.running)
         self._set("tgi_adapters_loaded", core.adapters)
-        if core.limits is not None:
-            used, size = core.pages_used, core.limits.page_size
+        if core.below.limits is not None:
+            used, size = core.pages_used, core.below.limits.page_size
             self._set("tgi_batch_current_max_tokens", used * size)
             self._set("tgi_pages_used", used)
-            self._set("tgi_pages_free", core.limits.pages - used)
-            self._set("tgi_batch_max_total_tokens", core.limits.pages * size)
+            self._set("tgi_pages_free", core.below.limits.pages - used)
+            self._set("tgi_batch_max_total_tokens", core.below.limits.pages * size)
 
     def _steps(self, core: Core) -> None:
         counters = core.counters

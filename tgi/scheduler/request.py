@@ -4,7 +4,7 @@ from array import array
 from functools import lru_cache
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, Reason
+from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, End, Reason
 from tgi.kernel.pack import INT32, ints
 from tgi.kernel.states import TRANSITIONS, State, transition
 from tgi.scheduler.lane import Lane
@@ -120,6 +120,20 @@ class Request:
         if len(self.ids) >= self.limit:
             return Reason.LENGTH
         return Reason.EOS if self.generated and self.ids[-1] in self.stop_ids else None
+
+    def end(self, reason: Reason, message: str, now: float) -> End:
+        """What its client is told when it has ended at `now`."""
+        begun = now if self.first_planned is None else self.first_planned
+        return End(
+            self.rid,
+            reason,
+            message,
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated,
+            cached_tokens=self.cached_tokens,
+            queue_us=int((begun - self.received) * 1e6),
+            inference_us=int((now - begun) * 1e6),
+        )
 
 
 class Client:

@@ -30,20 +30,19 @@ def _moved(new: int, old: int) -> bool:
     return abs(new - old) > MOVED * max(new, old)
 
 
+def status_of(below: Status, stalled: bool, limits: Limits | None, load: Load, adapters: list[Adapter]) -> Status:
+    """How things are. `stalled`: work is under way and no step finishes."""
+    stage = "the worker finishes no step" if stalled else below.stage
+    return Status(below.ready, below.healthy and not stalled, stage, below.percent, limits, *load, adapters)
+
+
 class Report:
-    """Keeps the worker's status and what was last told."""
+    """Keeps what was last told."""
 
     def __init__(self) -> None:
-        self.below = WAITING
         self._told = WAITING
         self._told_load = Load(0, 0, 0, 0)
         self._told_at = 0.0
-
-    def status(self, stalled: bool, limits: Limits | None, load: Load, adapters: list[Adapter]) -> Status:
-        """How things are. `stalled`: work is under way and no step finishes."""
-        below = self.below
-        stage = "the worker finishes no step" if stalled else below.stage
-        return Status(below.ready, below.healthy and not stalled, stage, below.percent, limits, *load, adapters)
 
     def is_news(self, status: Status, load: Load, now: float) -> bool:
         """Whether to tell everybody now; if so, it counts as told."""
