@@ -25,6 +25,7 @@ from tgi.kernel.link import Peer
 from tgi.kernel.messages import PROTOCOL, Add, Hello, Limits, Result, Sampling, Status, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.scheduler.core import Config, Core
+from tgi.scheduler.main import GARBAGE
 
 WORKER = Peer("worker", 0, b"worker")
 TOKENIZERS = [Peer("tokenizer", place, b"tokenizer") for place in range(2)]
@@ -112,6 +113,7 @@ def main() -> None:
     print(f"{arguments.changing:.0%} of the rows change in each step, prompts of {arguments.prompt} tokens\n")
     print(f"{'':>6} {'pass, wall µs':>18} {'pass, cpu µs':>18} {'after it, wall µs':>18}")
     print(f"{'rows':>6}" + f" {'median':>10} {'p99':>7}" * 3)
+    gc.set_threshold(GARBAGE)
     for rows in map(int, arguments.rows.split(",")):
         bench = Bench(rows, arguments.changing, arguments.prompt, rows)
         bench.run(200)

@@ -1,4 +1,4 @@
-"""The floor below: the worker, the limits that its deployment has, and what it is still to become before it gets steps."""
+"""The floor below: the worker, its deployment's limits, and what it is still to become before it gets steps."""
 
 import logging
 

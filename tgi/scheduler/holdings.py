@@ -37,7 +37,7 @@ class Holdings:
         pool = self.pool
         found, prefix = pool.find(request.salt, column, most)
         missing = (len(request.ids) - 1) // self._size + 1 - len(found)
-        if self.lacks(missing + spare):
+        if missing + spare > pool.available and self.lacks(missing + spare):
             available = pool.available
             pool.release(found)
             request.wanted = missing + spare + pool.available - available

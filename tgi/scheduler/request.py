@@ -55,6 +55,14 @@ class Request:
         "wanted",
     )
 
+    # What it is given with its pages; without a slot these mean nothing.
+    room: int  # tokens that its pages hold
+    planned: int  # positions below this are computed by the steps sent so far; in a lane, that knows better
+    shares: bool  # whether others may find its pages, and it theirs
+    published: int  # so many of its pages were found, or can be
+    prefix: bytes  # what the ids in these are called
+    place: int  # in its lane
+
     def __init__(self, client: "Client", add: Add, order: int, received: float) -> None:
         """Raises ValueError or ProtocolError if a column of `add` is none, or a field has no meaning."""
         self.client = client
@@ -63,15 +71,15 @@ class Request:
         self.received = received
         self.first_planned: float | None = None
         self.ids = array(INT32, add.prompt)
-        self.prompt_tokens = len(self.ids)
+        self.prompt_tokens = tokens = len(self.ids)
         if add.prompt_from < 0 or not 0 <= add.prompt_top_n <= MOST_PROMPT_TOPS:
             raise ValueError(f"prompt_from is {add.prompt_from} and prompt_top_n {add.prompt_top_n}")
         # From this position on the logprobs of the prompt's tokens are still to be told.
-        self.prompt_from = min(add.prompt_from, self.prompt_tokens) or self.prompt_tokens
+        self.prompt_from = min(add.prompt_from or tokens, tokens)
         self.prompt_top_n = add.prompt_top_n
         self.ids.frombytes(add.resume)
-        self.limit = self.prompt_tokens + add.max_new_tokens  # so many ids end it
-        self.last_start = self.limit - 2  # the position that the last decode row computes
+        self.limit = limit = tokens + add.max_new_tokens  # so many ids end it
+        self.last_start = limit - 2  # the position that the last decode row computes
         self.sampling = add.sampling
         self.stop_ids = _id_set(add.stop_ids)
         self.salt = add.salt
@@ -81,20 +89,13 @@ class Request:
         self.guesser: Lookup | Model | None = None  # whom its drafts come from; None: it has none
         self.wanted = 0  # pages that were missing when it was last refused admission
         self.lane: Lane | None = None  # while it decodes
-        self.place = 0  # in the lane
         self.leave_slot()
 
     def leave_slot(self) -> None:
         """It holds nothing at the worker; results of steps under way no longer concern it."""
         self.slot = NO_SLOT
         self.pages: list[int] = []
-        self.room = 0  # tokens that its pages hold
-        # Positions below this are computed by the steps sent so far; while it is in a lane, that knows better.
-        self.planned = 0
         self.since = NEVER  # the first step of its stay in the slot
-        self.shares = False  # whether others may find its pages, and it theirs
-        self.published = 0  # so many of its pages were found, or can be
-        self.prefix = b""  # what the ids in these are called
 
     def become(self, event: str) -> None:
         """Moves to the state that the table of transitions gives. Raises ValueError if it gives none."""
