@@ -1,6 +1,7 @@
 """Measures the scheduler's pass for one step: handle the result, plan the next step, encode it for the worker.
 
     python scripts/bench_scheduler.py [--rows 64,256,1024] [--changing 0.1] [--prompt 128]
+    python scripts/bench_scheduler.py --prefix 200000
 
 Every step computes about `--rows` rows. In each pass a share of them, `--changing`, draws its last token and ends, and
 as many new requests arrive, each with a prompt of its own, and are admitted: 10 % of 256 rows are 26 requests that end
@@ -11,6 +12,10 @@ and encoding the messages to two tokenizers, and `settle`.
 
 Printed are median and 99th percentile of the wall clock, and of the CPU time of the thread, which other work on the
 machine disturbs less.
+
+With `--prefix` the prefix cache is measured instead, for a prompt of so many tokens in pages of 16 and 32: the time to
+find it when all of it is known, to make it known and to give it back; and of the first of these what only the keys
+take, that is to cut and hash them.
 """
 
 import argparse
@@ -20,12 +25,14 @@ import platform
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import PROTOCOL, Add, Hello, Limits, Result, Sampling, Status, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.scheduler.core import Config, Core
 from tgi.scheduler.main import GARBAGE
+from tgi.scheduler.pages import PagePool
 
 WORKER = Peer("worker", 0, b"worker")
 TOKENIZERS = [Peer("tokenizer", place, b"tokenizer") for place in range(2)]
@@ -107,13 +114,19 @@ def main() -> None:
     parser.add_argument("--rows", default="64,256,1024", help="rows that run at once, comma separated")
     parser.add_argument("--changing", type=float, default=0.1, help="share of the rows that end and begin in each step")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each request")
+    parser.add_argument("--prefix", type=int, default=0, help="measure the prefix cache with this many tokens")
     parser.add_argument("--passes", type=int, default=1500)
     arguments = parser.parse_args()
+    gc.set_threshold(GARBAGE)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    if arguments.prefix:
+        print(f"{'':>9} {'find, µs':>9} {'of that keys':>12} {'publish, µs':>12} {'release, µs':>12}")
+        for page_size in (16, 32):
+            prefix(arguments.prefix, page_size)
+        return
     print(f"{arguments.changing:.0%} of the rows change in each step, prompts of {arguments.prompt} tokens\n")
     print(f"{'':>6} {'pass, wall µs':>18} {'pass, cpu µs':>18} {'after it, wall µs':>18}")
     print(f"{'rows':>6}" + f" {'median':>10} {'p99':>7}" * 3)
-    gc.set_threshold(GARBAGE)
     for rows in map(int, arguments.rows.split(",")):
         bench = Bench(rows, arguments.changing, arguments.prompt, rows)
         bench.run(200)
@@ -122,6 +135,36 @@ def main() -> None:
         times = bench.run(arguments.passes)
         figures = [f"{_percentile(of, 0.5):>10.0f} {_percentile(of, 0.99):>7.0f}" for of in zip(*times, strict=True)]
         print(f"{rows:>6} {' '.join(figures)}")
+
+
+def prefix(tokens: int, page_size: int) -> None:
+    """Prints a line of the table of `--prefix`."""
+    pages = tokens // page_size
+    pool = PagePool(pages, page_size)
+    column = pack(INT32, [random.randrange(40000) for _ in range(tokens)])
+    name = pool.find(b"", b"", 0)[1]
+    held = pool.take(pages)
+    published = _seconds(lambda: pool.publish(name, held, column))
+    released = _seconds(lambda: pool.release(held))
+    times = []
+    for _ in range(50):
+        keys = _seconds(lambda: _keys(column, 4 * page_size))
+        times.append((_seconds(lambda: pool.find(b"", column, pages)), keys))
+        pool.release(held)
+    found, hashed = (1e6 * min(column) for column in zip(*times, strict=True))
+    print(f"{page_size:>9} {found:>9.0f} {hashed:>12.0f} {1e6 * published:>12.0f} {1e6 * released:>12.0f}")
+
+
+def _keys(column: bytes, size: int) -> None:
+    name = bytes(8)
+    for at in range(0, len(column), size):
+        hash(name + column[at : at + size])
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def _percentile(seconds: tuple[float, ...], share: float) -> float:

@@ -93,20 +93,26 @@ class PagePool:
         that prefix is called: the name of its last page, or the salt."""
         found: list[int] = []
         prefix = SALT + salt
-        size, holders, before, after = self._page_bytes, self._holders, self._before, self._after
+        size, get, name_of = self._page_bytes, self._by_key.get, self._name_of
         for at in range(0, most * size, size):
-            page = self._by_key.get(prefix + column[at : at + size])
+            page = get(prefix + column[at : at + size])
             if page is None:
                 break
-            if not holders[page]:
+            found.append(page)
+            prefix = name_of[page]
+        self._hold(found)
+        return found, prefix
+
+    def _hold(self, pages: list[int]) -> None:
+        """Each is held once more."""
+        holders, before, after = self._holders, self._before, self._after
+        for page in pages:
+            if not (count := holders[page]):
                 older, newer = before[page], after[page]
                 after[older] = newer
                 before[newer] = older
                 self._idle -= 1
-            holders[page] += 1
-            found.append(page)
-            prefix = self._name_of[page]
-        return found, prefix
+            holders[page] = count + 1
 
     def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
         """Held pages without names are full of the ids in `column`, which follow `prefix`. Where another page is known
