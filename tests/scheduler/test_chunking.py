@@ -121,6 +121,33 @@ def test_a_chunk_is_never_under_a_page() -> None:
     assert pace.prefill_tokens(16, 4096) == 16
 
 
+def test_enough_is_what_makes_a_step_s_own_cost_small() -> None:
+    pace = Pace(200_000)
+    pace.learn(8, 0, 5_000)
+    assert pace.enough_tokens(4096) == 4096  # what a token costs is not known
+    pace.learn(8, 100, 25_000)
+    assert pace.enough_tokens(4096) == 16 * 5_000 // 200
+    assert pace.enough_tokens(100) == 100
+
+
+def test_prompts_that_come_together_finish_one_after_the_other() -> None:
+    """As far as a step stays worth it: here 32 tokens, which two of these prompts have."""
+    script = SCRIPT._replace(max_batch_prefill_tokens=64, slots=8, pages=128)
+    one = House(script)
+    one.position_us = 1000
+    one.worker_up()
+    warm = one.add(list(range(20)), 3)
+    one.run()
+    sent = len(one.sent)
+    everybody = [one.add([n, *range(19)], 4) for n in range(5)]
+    long = one.add(list(range(50, 100)), 2)
+    one.run()
+    for asked in (warm, *everybody, long):
+        ok(asked, script)
+    prompts = [[count for _, _, count, _ in rows(step) if count > 1] for step in one.sent[sent:]]
+    assert [counts for counts in prompts if counts] == [[20, 20], [20, 20], [20, 40], [10]]
+
+
 def test_the_estimate_follows_the_machine() -> None:
     pace = Pace(100_000)
     pace.learn(0, 1000, 1_000_000)  # a first step that was slow for other reasons

@@ -1,7 +1,10 @@
-"""How many prompt tokens fit into a step while others wait for their next token: learned from the steps so far."""
+"""How many prompt tokens go into a step, learned from the steps so far: no more than fit while others wait for their
+next token, and not many more than it takes to be worth a step."""
 
 # Weight of the newest step in the running averages.
 NEWEST = 0.2
+# A step whose prompt tokens take so many times what a step takes anyhow is worth it: a larger one saves little more.
+WORTH = 16
 
 
 class Pace:
@@ -27,6 +30,12 @@ class Pace:
         if not self._token_us:
             return at_most
         return min(at_most, max(at_least, int((self._target_us - self._decode_us) / self._token_us)))
+
+    def enough_tokens(self, at_most: int) -> int:
+        """With so many prompt tokens a step is worth what it costs anyhow; `at_most` as long as that is not known."""
+        if not self._token_us or not self._decode_us:
+            return at_most
+        return min(at_most, int(WORTH * self._decode_us / self._token_us))
 
 
 def _average(old: float, new: float) -> float:

@@ -93,26 +93,30 @@ class PagePool:
         that prefix is called: the name of its last page, or the salt."""
         found: list[int] = []
         prefix = SALT + salt
-        size, get, name_of = self._page_bytes, self._by_key.get, self._name_of
+        size, get, name_of, append = self._page_bytes, self._by_key.get, self._name_of, found.append
         for at in range(0, most * size, size):
             page = get(prefix + column[at : at + size])
             if page is None:
                 break
-            found.append(page)
+            append(page)
             prefix = name_of[page]
-        self._hold(found)
+        if found:
+            self._hold(found)
         return found, prefix
 
     def _hold(self, pages: list[int]) -> None:
         """Each is held once more."""
-        holders, before, after = self._holders, self._before, self._after
+        holders, before, after, idle = self._holders, self._before, self._after, self._idle
         for page in pages:
-            if not (count := holders[page]):
+            if count := holders[page]:
+                holders[page] = count + 1
+            else:
+                holders[page] = 1
                 older, newer = before[page], after[page]
                 after[older] = newer
                 before[newer] = older
-                self._idle -= 1
-            holders[page] = count + 1
+                idle -= 1
+        self._idle = idle
 
     def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
         """Held pages without names are full of the ids in `column`, which follow `prefix`. Where another page is known

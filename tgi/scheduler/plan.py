@@ -155,7 +155,12 @@ class Planner:
     # --- prefill ------------------------------------------------------------------------------------------------------
 
     def _prefill(self, outline: Outline, number: int, alone: Request | None, now: float) -> None:
-        """Chunks of the prompts under way, then of new ones, as many tokens as the step may compute."""
+        """Chunks of the prompts under way, then of new ones, in the order of arrival.
+
+        The first gets all that the step may compute. Another joins only while the step has not enough to be worth it:
+        from there on a prompt takes as long wherever it is computed, so those that come together better finish one
+        after the other than all with the last.
+        """
         budget = self.limits.max_batch_prefill_tokens - len(outline.drawing) - sum(outline.drafts)
         if outline.drawing:
             budget = self._pace.prefill_tokens(min(self.limits.page_size, budget), budget)
@@ -165,11 +170,12 @@ class Planner:
             if alone in self.batch.prefilling:
                 self._chunk(outline, alone, budget)
             return
+        full = max(0, budget - self._pace.enough_tokens(budget))
         for request in list(self.batch.prefilling):
-            if budget <= 0:
+            if budget <= full:
                 return
             budget -= self._chunk(outline, request, budget)
-        while budget > 0 and not self.batch.full and (head := self.queue.head()) is not None:
+        while budget > full and not self.batch.full and (head := self.queue.head()) is not None:
             if not self._admit(outline, head, number, now):
                 return
             budget -= self._chunk(outline, head, budget)
