@@ -176,16 +176,14 @@ class Router:
         self._pump(tokenizer)
 
     def _pump(self, tokenizer: Tokenizer) -> None:
-        """Sends what is queued and handles what has come; comes back in the next turn of the loop while more comes."""
+        """Sends what is queued and handles what has come; comes back in the next turn of the loop if there is more."""
         link = tokenizer.link
         if link.socket.closed:
             return
         link.flush()
-        came = False
         for peer, message in link.receive():
-            came = True
             self._handle(tokenizer, peer, message)
-        if (came or link.pending) and self._loop is not None:
+        if link.pending and self._loop is not None:
             self._loop.call_soon(self._pump, tokenizer)
 
     def _handle(self, tokenizer: Tokenizer, peer: Peer, message: object) -> None:
