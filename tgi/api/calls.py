@@ -36,14 +36,13 @@ class Columns(NamedTuple):
     tops: list[list[Top]]
     parts: list[list[Part]]  # what each token lets be shown of a divided answer
 
-    @classmethod
-    def empty(cls) -> "Columns":
-        """No tokens yet."""
-        return cls(array("i"), array("f"), bytearray(), [], array("I"), [], [])
-
     def part(self, of: slice) -> "Columns":
         """Some of the tokens."""
         return Columns._make(column[of] for column in self)
+
+
+# No tokens. Whoever has it makes columns of its own for the first that come.
+NOTHING = Columns(array("i"), array("f"), bytearray(), [], array("I"), [], [])
 
 
 def parts_of(message: Texts) -> list[list[Part]]:
@@ -92,23 +91,27 @@ class PromptColumns(NamedTuple):
 
 
 class Bell:
-    """Wakes the one task that waits for what comes. It looks first, and waits if there is nothing."""
+    """Wakes the one task that waits for what comes."""
 
     def __init__(self) -> None:
+        self._rings = False  # nobody has heard it yet
         self._waiter: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
         """Lets the owner look again."""
+        self._rings = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def rung(self) -> None:
-        """Waits for the next ring()."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        """Waits for a ring(), unless there was one since the last time."""
+        if not self._rings:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._rings = False
 
 
 class Call:
@@ -152,7 +155,7 @@ class Generation(Call):
         self._hides = request.hide_stop
         self._lists = request.sampling.top_n > 0
         self.resume = array("i")
-        self.fresh = Columns.empty()  # not yet taken by the owner
+        self.fresh = NOTHING  # what has not been taken by the owner
         self.prompt = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
         self.characters: int | None = None  # of a chat's prompt, once it is known
@@ -195,17 +198,22 @@ class Generation(Call):
         """Takes the tokens of one step. `held`, `tops` and `parts` are empty if the step has none at all."""
         self.losses = 0
         self.resume.frombytes(ids)
+        held = held or bytes(len(ids)) if self._hides else b""  # both columns have four bytes per token
+        tops = tops or [[] for _ in texts] if self._lists else []
+        parts = parts or [[] for _ in texts] if self.divided else []
         fresh = self.fresh
-        fresh.ids.frombytes(ids)
-        fresh.logprobs.frombytes(logprobs)
-        fresh.special.extend(special)
-        fresh.texts.extend(texts)
-        if self._hides:
-            fresh.held.frombytes(held or bytes(len(ids)))  # both columns have four bytes per token
-        if self._lists:
-            fresh.tops.extend(tops or [[] for _ in texts])
-        if self.divided:
-            fresh.parts.extend(parts or [[] for _ in texts])
+        if not fresh.texts:  # a stream takes each token before the next one comes
+            self.fresh = Columns(
+                array("i", ids), array("f", logprobs), bytearray(special), texts, array("I", held), tops, parts
+            )
+        else:
+            fresh.ids.frombytes(ids)
+            fresh.logprobs.frombytes(logprobs)
+            fresh.special.extend(special)
+            fresh.texts.extend(texts)
+            fresh.held.frombytes(held)
+            fresh.tops.extend(tops)
+            fresh.parts.extend(parts)
         if self.stream:
             self.bell.ring()
 
@@ -216,7 +224,7 @@ class Generation(Call):
 
     def take(self, most: int | None = None) -> Columns:
         """The tokens that have come since the last call, or the first `most` of them."""
-        fresh, self.fresh = self.fresh, Columns.empty()
+        fresh, self.fresh = self.fresh, NOTHING
         if most is None or len(fresh.texts) <= most:
             return fresh
         self.fresh = fresh.part(slice(most, None))
