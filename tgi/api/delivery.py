@@ -25,7 +25,8 @@ class Delivery:
         now = time.perf_counter()
         tops = tops_of(message) if message.top_counts else []
         parts = parts_of(message) if message.parts else []
-        ids, logprobs, special, texts, held = message.ids, message.logprobs, message.special, message.texts, message.held
+        ids, logprobs, held = message.ids, message.logprobs, message.held
+        special, texts = message.special, message.texts
         gaps, skipped = self._gaps, self._skipped
         stop = 0
         for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
