@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.api.calls import NOTHING, Bell, Columns, Generation
+from tgi.api.calls import Bell, Generation
+from tgi.api.columns import NOTHING, Columns
 from tgi.api.parts import Reply, unreadable
 from tgi.kernel.messages import End, Generate, Kind, Part, Reason, Sampling
 

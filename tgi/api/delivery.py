@@ -3,7 +3,8 @@
 import time
 from collections.abc import Mapping
 
-from tgi.api.calls import Call, Generation, parts_of, tops_of
+from tgi.api.calls import Call, Generation
+from tgi.api.columns import Arrivals
 from tgi.kernel import metrics
 from tgi.kernel.messages import Texts
 from tgi.kernel.pack import uints
@@ -23,10 +24,7 @@ class Delivery:
     def texts(self, calls: Mapping[int, Call], message: Texts) -> None:
         """Gives each request what it got. `calls` are those of the tokenizer that the message is from, by rid."""
         now = time.perf_counter()
-        tops = tops_of(message) if message.top_counts else []
-        parts = parts_of(message) if message.parts else []
-        ids, logprobs, held = message.ids, message.logprobs, message.held
-        special, texts = message.special, message.texts
+        came = Arrivals.of(message)
         gaps, skipped = self._gaps, self._skipped
         stop = 0
         for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
@@ -43,11 +41,7 @@ class Delivery:
             if count > 1:
                 gaps += [0.0] * (count - 1)  # drafted tokens come with the one before
             skipped.append(count - 1)
-            words = slice(4 * start, 4 * stop)
-            call.receive(
-                ids[words], logprobs[words], special[start:stop], texts[start:stop],
-                held[words], tops[start:stop], parts[start:stop],
-            )  # fmt: skip
+            call.receive(came, start, stop)
         if len(skipped) > MOST_KEPT:
             self.measured()
 

@@ -6,8 +6,9 @@ from itertools import chain, zip_longest
 from typing import Protocol
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Columns, Generation
+from tgi.api.calls import Generation
 from tgi.api.client import Client
+from tgi.api.columns import Columns
 from tgi.api.errors import ApiError, ClientGone
 from tgi.kernel.messages import End
 
