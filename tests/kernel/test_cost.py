@@ -93,4 +93,4 @@ def test_a_row_more_in_a_message(message: Callable[[int], tuple[object, ...]]) -
 
 def test_a_link_that_is_silent(pair: Pair) -> None:
     found = cost(lambda: [*pair.down.receive()])
-    assert found.within(calls=4, instructions=56), found
+    assert found.within(calls=4, instructions=60), found
