@@ -13,7 +13,7 @@ of each thread's share, so its result would depend on the number of rows and thr
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,11 +99,12 @@ class Linear:
         self.dtype = dtype
         self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
         self._bias = bias
+        self._weight: Any  # as whatever computes takes it
         self._call: Callable[..., Tensor]
         self._kernels = kernels
         if kernels is not None:
             self.rows = ANY_ROWS
-            self._weight = kernels.pack(plain(weight, dtype))
+            self._weight = kernels.pack(weight) if isinstance(weight, Tensor) else kernels.pack_quantized(weight)
             self._bias = None if bias is None else bias.to(torch.float32)
         elif weight.device.type == "cpu" and reorders(dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))
