@@ -29,7 +29,7 @@ class Arena:
 
 
 def _region(size: int) -> mmap.mmap:
-    region = mmap.mmap(-1, size)
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return region
