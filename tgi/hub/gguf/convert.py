@@ -1,13 +1,16 @@
-"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR`.
+"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR plain`, or
+`packed` for weights in their own bits.
 
 It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
-["progress", stage, percent] and, if the file is at fault, ["refused", sentence]. It ends when its standard input does.
+["progress", stage, percent], ["types", {block type: tensors}] and, if the file is at fault, ["refused", sentence]. It
+ends when its standard input does.
 """
 
 import json
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ from tgi.kernel.errors import UserError
 Progress = Callable[[str, int], None]
 
 
-def convert(file: Path, directory: Path, progress: Progress) -> None:
-    """Fills `directory`, which exists and is empty. Raises UserError if the file is at fault."""
+def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = False) -> dict[str, int]:
+    """Fills `directory`, which exists and is empty. `packed` as for weights.write; config.json then says so. Returns
+    the file's block types and how many tensors have them. Raises UserError if the file is at fault."""
     progress("reading", 0)
     source = reader.read(file)
     plan = architecture.plan(source)
@@ -28,14 +32,22 @@ def convert(file: Path, directory: Path, progress: Progress) -> None:
     described = tokenizer.description(source)
     progress("importing weights", 0)
     weights.write(
-        source, plan.tensors, directory / "model.safetensors", lambda percent: progress("importing weights", percent)
+        source,
+        plan.tensors,
+        directory / "model.safetensors",
+        lambda percent: progress("importing weights", percent),
+        packed=packed,
     )
     progress("importing tokenizer", 0)
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", generation)
+    types = Counter(source.tensors[name].type.name for name in {tensor.source for tensor in plan.tensors})
+    if packed and any(weights.form(source, tensor) for tensor in plan.tensors):
+        plan.config["quantization_config"] = {"quant_method": "gguf", "types": types}
     _write_json(directory / "config.json", plan.config)
     progress("importing tokenizer", 100)
+    return types
 
 
 def _write_tokenizer(source: reader.GGUF, described: dict[str, Any], path: Path) -> None:
@@ -66,7 +78,14 @@ def _end_with_parent() -> None:
 def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]), lambda stage, percent: _say("progress", stage, percent))
+        file, directory, form = sys.argv[1:]
+        types = convert(
+            Path(file),
+            Path(directory),
+            lambda stage, percent: _say("progress", stage, percent),
+            packed=form == "packed",
+        )
+        _say("types", types)
     except UserError as error:
         _say("refused", str(error))
     except OSError as error:  # a full disk, for one
