@@ -17,6 +17,7 @@ from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader, embedding
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.quantization.source import PackedSource
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +103,11 @@ def _build_decoder(
 ) -> Decoder:
     progress("loading weights", 0)
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
-        reader = WeightReader(checkpoint, config, dtype, device, kernels)
+        reader = WeightReader(PackedSource(checkpoint), config, dtype, device, kernels)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
     if device.type == "cpu":
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
-            weights = weights._replace(embedding=embedding(checkpoint, config))
+            weights = weights._replace(embedding=embedding(PackedSource(checkpoint), config, dtype))
     progress("measuring kernels", 95)
     return Decoder(config, weights, dtype, device, kernels)

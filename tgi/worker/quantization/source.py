@@ -1,0 +1,51 @@
+"""Where a model's weights come from, whatever form they have there."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.quantization.weight import QuantizedWeight, Weight
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what checkpoints call the first layer and the last
+
+
+class Source(Protocol):
+    """The weights of a model by the names of its plain checkpoint. Raises UserError where one is missing or unfit."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name: "lm_head.weight" also where its weight is quantized."""
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A plain tensor, of a norm or a bias."""
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """The weight [outputs, inputs] of the layer of that name, which is "lm_head", not "lm_head.weight"."""
+
+
+class PackedSource:
+    """Reads quantized weights from the columns of QuantizedWeight, where a checkpoint has them: NAME.weight.codes,
+    NAME.weight.scales and, if there are any, NAME.weight.shifts. All else is plain."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint or f"{name}.codes" in self._checkpoint
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """See Source."""
+        return self._checkpoint.tensor(name, *shape)
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """See Source."""
+        stored = f"{name}.weight"
+        if f"{stored}.codes" not in self._checkpoint:
+            return self._checkpoint.tensor(stored, outputs, inputs)
+        codes = self._checkpoint.stored(f"{stored}.codes")
+        scales = self._checkpoint.stored(f"{stored}.scales")
+        shifts = f"{stored}.shifts"
+        found = QuantizedWeight(codes, scales, self._checkpoint.stored(shifts) if shifts in self._checkpoint else None)
+        if found.shape != (outputs, inputs):
+            raise self._checkpoint.other_shape(stored, found.shape, (outputs, inputs))
+        return found
