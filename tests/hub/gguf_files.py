@@ -103,7 +103,8 @@ def write_gguf(
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        block = GGMLQuantizationType[quantization if values.ndim > 1 else "F32"]
+        plain = values.ndim == 1 or name.endswith("norm.weight")
+        block = GGMLQuantizationType["F32" if plain else quantization]
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         writer.add_tensor(stored, quantize(values, block), raw_dtype=block)

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def import_gguf(file: Path, directory: Path, progress: Progress) -> None:
-    """Makes the model directory `directory` from a GGUF file: bf16 safetensors, configuration, tokenizer, as all programs
-    read them.
+    """Makes the model directory `directory` from a GGUF file: bf16 safetensors, configuration, tokenizer, which all
+    programs read.
 
     `directory` must not exist, or be empty. It appears whole, or not at all with a UserError.
     """
@@ -45,8 +45,8 @@ def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> No
                     if kind == "refused":
                         refused = words[0]
                     elif kind == "types":
-                        counts = sorted(words[0].items(), key=lambda item: -item[1])
-                        log.info("%s has tensors of types %s", file, ", ".join(f"{t} ({n})" for t, n in counts))
+                        counts = ", ".join(f"{name} ({count})" for name, count in words[0].items())
+                        log.info("%s has tensors of types %s", file, counts)
                     else:
                         progress(words[0], words[1])
             except BaseException:

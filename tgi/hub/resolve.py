@@ -108,6 +108,8 @@ def _imported(file: Path, cache: Path, progress: Progress) -> Path:
     # Hashing gigabytes at every start would take seconds: size, time of change and both ends tell files apart.
     identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
     name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default.IMPORTER}"
-    return cached(
-        cache / "models" / name, lambda temporary: convert.fill(file, temporary, progress, packed=True), progress
-    )
+
+    def build(temporary: Path) -> None:
+        convert.fill(file, temporary, progress, packed=True)
+
+    return cached(cache / "models" / name, build, progress)

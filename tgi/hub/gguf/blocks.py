@@ -1,9 +1,9 @@
 """Block types whose bits are kept: how their blocks divide into the columns of a quantized weight.
 
 A weight is then scale * code + shift, with a scale, and a shift or none, for each group of neighbouring inputs. Where
-a type stores its scales and shifts as float16, they are kept bit for bit. The K types and IQ4_XS store a whole number of
-4 to 8 bits for each group and one float16 for 256 weights: the product of both is rounded to float16 here, which changes
-it by 2^-11 of itself at most. Rounding a weight to bfloat16 changes that by up to 2^-9. Layouts: ggml's ggml-common.h.
+a type stores its scales and shifts as float16, they are kept bit for bit. The K types and IQ4_XS store a whole number
+for each group and one float16 for 256 weights: the product of both is rounded to float16 here, which changes it by
+2^-11 of itself at most. (Rounding a weight to bfloat16 changes that by up to 2^-9.) Layouts: ggml's ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,8 @@ def _cut(blocks: Array, *widths: int) -> list[Array]:
 
 def _half(stored: Array) -> Array:
     """Numbers stored as float16."""
-    return stored.view(np.float16)
+    found: Array = stored.view(np.float16)
+    return found
 
 
 def _bits(stored: Array, width: int, run: int) -> Array:
@@ -82,7 +83,8 @@ def _q4_1(blocks: Array) -> Columns:
 
 
 def _fives(fifth: Array, codes: Array) -> Array:
-    return _bits(codes, 4, 16) | np.unpackbits(fifth, axis=1, bitorder="little") << np.uint8(4)
+    found: Array = _bits(codes, 4, 16) | np.unpackbits(fifth, axis=1, bitorder="little") << np.uint8(4)
+    return found
 
 
 def _q5_0(blocks: Array) -> Columns:

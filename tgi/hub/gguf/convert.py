@@ -42,7 +42,8 @@ def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = F
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", generation)
-    types = Counter(source.tensors[name].type.name for name in {tensor.source for tensor in plan.tensors})
+    sources = dict.fromkeys(tensor.source for tensor in plan.tensors)
+    types = dict(Counter(source.tensors[name].type.name for name in sources).most_common())
     if packed and any(weights.form(source, tensor) for tensor in plan.tensors):
         plan.config["quantization_config"] = {"quant_method": "gguf", "types": types}
     _write_json(directory / "config.json", plan.config)
@@ -79,12 +80,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         file, directory, form = sys.argv[1:]
-        types = convert(
-            Path(file),
-            Path(directory),
-            lambda stage, percent: _say("progress", stage, percent),
-            packed=form == "packed",
-        )
+        packed = form == "packed"
+        types = convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
         _say("types", types)
     except UserError as error:
         _say("refused", str(error))

@@ -1,4 +1,4 @@
-"""Writes a GGUF file's tensors into one safetensors file, a piece of a tensor at a time, as bfloat16 or their bits."""
+"""Writes a GGUF file's tensors into one safetensors file, a piece at a time: in bfloat16 or in their own bits."""
 
 import json
 import math

@@ -8,6 +8,8 @@ from tgi.kernel.settings import MADE_AT_LOAD
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.source import PackedSource, QuantizingSource, Source
 
+GGUF = "gguf"  # how our own imports call themselves; PackedSource needs to know no more
+
 
 class Scheme(NamedTuple):
     """Of one model."""
@@ -28,7 +30,10 @@ class Scheme(NamedTuple):
 def read_scheme(directory: Path, config: dict[str, Any], quantize: str | None) -> Scheme:
     """Of the model in a directory with this config.json. `quantize` is None or one of settings.QUANTIZATIONS. Raises
     UserError for what is not served."""
-    if "quantization_config" in config:
+    stored = config.get("quantization_config")
+    if isinstance(stored, dict) and stored.get("quant_method") == GGUF:
+        stored = None
+    if stored is not None:
         raise UserError(f"The weights in {directory} are quantized, which is not supported. Use the original weights.")
     if quantize is not None and quantize not in MADE_AT_LOAD:
         raise UserError(
