@@ -70,7 +70,7 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """`metadata` overrides keys; a value of None leaves a key out. Norms and biases stay float32."""
+    """`metadata` overrides keys; a value of None leaves a key out. Norms, biases and routers stay float32."""
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
     arch = MODEL_ARCH_NAMES[architecture(kind)]
@@ -103,10 +103,10 @@ def write_gguf(
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        plain = values.ndim == 1 or name.endswith("norm.weight")
-        block = GGMLQuantizationType["F32" if plain else quantization]
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
+        plain = values.ndim == 1 or stored.endswith(("norm.weight", "ffn_gate_inp.weight"))
+        block = GGMLQuantizationType["F32" if plain else quantization]
         writer.add_tensor(stored, quantize(values, block), raw_dtype=block)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)

@@ -53,8 +53,8 @@ class Wanted:
 
     @property
     def matrix(self) -> bool:
-        """Whether this is the weight of a linear layer, the embedding or the head."""
-        return len(self.shape) == 2 and not self.name.endswith("norm.weight")
+        """Whether this is the weight of a linear layer, the embedding or the head; routers of experts stay plain."""
+        return len(self.shape) == 2 and not self.source.endswith(("norm.weight", "ffn_gate_inp.weight"))
 
 
 @dataclass(frozen=True, slots=True)

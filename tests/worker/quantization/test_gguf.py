@@ -1,0 +1,61 @@
+"""A model of a GGUF file computes the same to the bit, whether its weights keep their bits or are made bfloat16."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hub.gguf_files import write_gguf
+from tests.models import model as make
+from tests.worker.batches import Row, make_batch
+from tgi.hub.gguf.convert import convert
+from tgi.worker.attention import build_attention
+from tgi.worker.batch import Model
+from tgi.worker.load import build_model, read_recipe
+from tgi.worker.native.choose import find_kernels
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+@cache
+def imported(place: Path, kind: str, block: str, packed: bool) -> Path:
+    source = place / f"{kind}-{block}.gguf"
+    if not source.is_file():
+        write_gguf(make(kind, hidden=128, intermediate=192, tie=kind == "llama"), source, block)
+    directory = place / f"{kind}-{block}-{packed}"
+    directory.mkdir()
+    convert(source, directory, lambda stage, percent: None, packed=packed)
+    return directory
+
+
+def load(directory: Path, dtype: str, native: bool) -> Model:
+    kernels = find_kernels([read_recipe(directory, dtype)], "cpu") if native else None
+    return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
+
+
+def logits(model: Model) -> torch.Tensor:
+    """Behind each of some prompts, [prompts, vocab]."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in (90, 1, 17)]
+    attention = build_attention(model.kv, 100, model.device)
+    rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts)]
+    return model.forward(make_batch(rows, attention.page_size), attention)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "block"), [("llama", "Q8_0"), ("llama", "Q4_0"), ("llama", "Q4_1"), ("mixtral", "Q4_1")]
+)
+def test_logits_are_those_of_the_file_in_bfloat16(place: Path, kind: str, block: str, native: bool) -> None:
+    packed, plain = (logits(load(imported(place, kind, block, way), "bfloat16", native)) for way in (True, False))
+    assert torch.equal(packed, plain)
+
+
+def test_float32_computes_with_weights_that_are_not_rounded(place: Path) -> None:
+    exact, rounded = (logits(load(imported(place, "llama", "Q8_0", way), "float32", False)) for way in (True, False))
+    assert not torch.equal(exact, rounded)
+    assert (exact - rounded).norm() < 0.02 * rounded.norm()
