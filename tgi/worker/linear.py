@@ -90,7 +90,8 @@ class Linear:
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.outputs, self.inputs = weight.shape
+        outputs, inputs = weight.shape
+        self.outputs, self.inputs = int(outputs), int(inputs)
         self.then = then
         if dtype is None:
             assert isinstance(weight, Tensor)

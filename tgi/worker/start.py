@@ -15,7 +15,7 @@ from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Limits
-from tgi.kernel.settings import Settings
+from tgi.kernel.settings import MADE_AT_LOAD, Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model
@@ -66,16 +66,21 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     if settings.draft_model_dir is not None:
         need_same_tokens(settings.model_dir, settings.draft_model_dir)
 
-    directories = [path for path in (settings.model_dir, settings.draft_model_dir) if path is not None]
+    # What is made at load is made of both; what weights are already is said of the served model's alone.
+    quantize = {settings.model_dir: settings.quantize}
+    if settings.draft_model_dir is not None:
+        made = settings.quantize in MADE_AT_LOAD
+        quantize.setdefault(settings.draft_model_dir, settings.quantize if made else None)
     kernels = None
     progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
-        kernels = find_kernels([read_recipe(directory, settings.dtype) for directory in directories], device)
+        kernels = find_kernels([read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()], device)
     if kernels is None and device == "cpu":
         choose_threads()
 
     def build(directory: Path, told: Progress) -> Model:
-        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels)
+        asked = quantize[directory]
+        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels, asked)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:

@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.quantization.quantize import SMALLEST_GROUP, quantized
 from tgi.worker.quantization.weight import QuantizedWeight, Weight
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what checkpoints call the first layer and the last
@@ -49,3 +50,28 @@ class PackedSource:
         if found.shape != (outputs, inputs):
             raise self._checkpoint.other_shape(stored, found.shape, (outputs, inputs))
         return found
+
+
+class QuantizingSource:
+    """Quantizes what another source reads plain, when it is asked for: the plain weights are never all in memory.
+
+    The first layer and the last are made of 8 bits in any form: errors there are dear, and they are few.
+    """
+
+    def __init__(self, source: Source, form: str) -> None:
+        self._source = source
+        self._form = form
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """See Source."""
+        return self._source.tensor(name, *shape)
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """See Source."""
+        found = self._source.weight(name, outputs, inputs)
+        if isinstance(found, QuantizedWeight) or inputs % SMALLEST_GROUP:
+            return found
+        return quantized(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
