@@ -26,6 +26,7 @@ from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.load import build_model
 from tgi.worker.quantization.formats import FormatSource, find_format
+from tgi.worker.quantization.scheme import read_scheme
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, plain
 
 OUTPUTS, INPUTS = 48, 256
@@ -264,3 +265,31 @@ def test_bad_configs_beside_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text(content)
     with pytest.raises(UserError, match=r"quantize_config\.json"):
         find_format(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("form", "quantize", "words"),
+    [
+        (Gptq(), "awq", "another: the weights are GPTQ's, of 4 bits in groups of 32 inputs"),
+        (Fp8(), "marlin", "another: the weights are 8-bit floats"),
+        (Compressed(), "exl2", "exl2 are not read"),
+    ],
+)
+def test_a_flag_that_names_another_kind(form: Form, quantize: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        read_scheme(tmp_path, {"quantization_config": form.config()}, quantize)
+
+
+@pytest.mark.parametrize(
+    ("form", "quantize"),
+    [(Gptq(), "gptq"), (Gptq(), "marlin"), (Awq(), "awq"), (Fp8("fbgemm_fp8"), "fp8"), (Fp8(), None)],
+)
+def test_a_flag_that_names_the_kind(form: Form, quantize: str | None, tmp_path: Path) -> None:
+    assert read_scheme(tmp_path, {"quantization_config": form.config()}, quantize).stored is not None
+
+
+def test_what_is_left_plain_may_be_quantized_at_load(tmp_path: Path) -> None:
+    write_layer(Fp8(), some_weight(), tmp_path)
+    scheme = read_scheme(tmp_path, json.loads((tmp_path / "config.json").read_text()), "int8")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert isinstance(scheme.source(checkpoint).weight("some.layer", OUTPUTS, INPUTS), QuantizedWeight)

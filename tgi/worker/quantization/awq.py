@@ -23,7 +23,6 @@ class Awq:
     """Reads the weights of such a checkpoint."""
 
     stored_as = ("qweight",)
-    remarks: tuple[str, ...] = ()
 
     def __init__(self, declared: Declared) -> None:
         bits = declared.integer("bits", "w_bit")
@@ -32,11 +31,12 @@ class Awq:
         layout = declared.text("version", declared.text("checkpoint_format", "gemm"))
         if layout.lower() != "gemm":
             raise declared.unfit(f"version is {layout}, but AWQ in the gemm layout is read")
-        self._group = declared.integer("group_size", "q_group_size")
+        self._size = declared.integer("group_size", "q_group_size")
+        self.remarks = (f"the weights are AWQ's, of {bits} bits in groups of {self._size} inputs",)
 
     def read(self, columns: Columns) -> Levels:
         """The weight of a layer that has a qweight."""
-        groups, words = columns.groups(self._group), columns.outputs // 8
+        groups, words = columns.groups(self._size), columns.outputs // 8
         qweight = columns.read("qweight", WORDS, columns.inputs, words)
         qzeros = columns.read("qzeros", WORDS, groups, words)
         scales = columns.read("scales", FLOATS, groups, columns.outputs)

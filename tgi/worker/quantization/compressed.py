@@ -41,8 +41,8 @@ class LayerScheme(NamedTuple):
 
 
 class Compressed:
-    """Reads the weights of such a checkpoint. Which layers are quantized shows in their tensors, so that `ignore`, which
-    lists the others, need not be read."""
+    """Reads the weights of such a checkpoint. Which layers are quantized shows in their tensors: `ignore`, the list of
+    those that are not, is not needed."""
 
     stored_as = ("weight_packed", "weight")
 
@@ -128,7 +128,7 @@ def _scheme(declared: Declared) -> LayerScheme:
 
 
 def _remarks(declared: Declared, schemes: list[LayerScheme]) -> list[str]:
-    remarks = []
+    remarks = [f"the weights are in the format {declared.text('format', FORMATS[0])} of compressed-tensors"]
     if any(scheme.floating for scheme in schemes):
         remarks.append(fp8.REMARK)
     groups = declared.within("config_groups")

@@ -13,7 +13,7 @@ from tgi.worker.quantization.declared import Declared
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("weight_scale", "weight_scale_inv")
-REMARK = "weights in 8-bit floats are dequantized at load: they take the memory of plain ones"
+REMARK = "the weights are 8-bit floats, which are dequantized at load: they take the memory of plain ones"
 
 
 class Fp8:

@@ -24,7 +24,6 @@ class Gptq:
     """Reads the weights of such a checkpoint."""
 
     stored_as = ("qweight",)
-    remarks: tuple[str, ...] = ()
 
     def __init__(self, declared: Declared) -> None:
         kind = declared.text("checkpoint_format", "gptq")
@@ -33,7 +32,8 @@ class Gptq:
         if kind not in ("gptq", "gptq_v2"):
             raise declared.unfit(f"checkpoint_format is {kind}, but gptq and gptq_v2 are read")
         self._less = 1 if kind == "gptq" else 0
-        self._general = _form(declared)
+        self._general = bits, size = _form(declared)
+        self.remarks = (f"the weights are GPTQ's, of {bits} bits in groups of {size} inputs",)
         self._special = []
         dynamic = declared.within("dynamic")
         for pattern in dynamic.values:
