@@ -16,7 +16,7 @@ import zmq
 from tgi.kernel import rundir
 from tgi.kernel.link import Link
 from tgi.kernel.messages import PROTOCOL, Hello
-from tgi.kernel.settings import Settings
+from tgi.kernel.settings import MADE_AT_LOAD, Settings
 
 # An idle loop wakes this often to beat: the cost of 200 idle streams is this wake-up.
 BEAT_SECONDS = 2.0
@@ -82,7 +82,11 @@ class Process:
         return [self._wake.fileno()] + ([self._parent_fd] if self._parent_fd is not None else [])
 
     def hello(self, model: str = "") -> Hello:
-        """This process's first message on a link."""
+        """This process's first message on a link. `model` is the fingerprint of the directory that it serves; what the
+        weights are made at load makes it another model."""
+        made = MADE_AT_LOAD.get(self.settings.quantize or "")
+        if model and made is not None:
+            model = f"{model} in {made}"
         return Hello(PROTOCOL, self.role, self.place, self.boot, model)
 
     def address(self, name: str) -> str:

@@ -1,5 +1,6 @@
 """Turns a checkpoint into the decoder's weights, one layer at a time, so that they exist once."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,8 @@ from tgi.worker.native.kernels import Kernels
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.source import EMBEDDING, HEAD, Source
 from tgi.worker.quantization.weight import QuantizedWeight, Weight
+
+log = logging.getLogger(__name__)
 
 Part = tuple[str, int]  # what the checkpoint calls a matrix, and its outputs
 
@@ -40,6 +43,7 @@ class WeightReader:
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
+        self._bytes = self._numbers = self._quantized = 0
 
     def weights(self, progress: Callable[[int], None]) -> Weights:
         """All weights. `progress` is told percents."""
@@ -50,10 +54,11 @@ class WeightReader:
             progress(100 * len(layers) // len(config.layers))
         found = self._source.weight(EMBEDDING, config.vocab_size, config.hidden).to(self._device)
         if config.tied or f"{HEAD}.weight" not in self._source:
-            head = Linear(self._converted(found), None, "none", self._kernels, self._dtype)
+            head = self._made(self._converted(found), None, "none")
         else:
             head = self._linear(False, config.hidden, (HEAD, config.vocab_size))
         norm = self._norm("model.norm", config.hidden)
+        self._tell()
         return Weights(Embedding(found, self._dtype), layers, norm, head)
 
     def _layer(self, number: int) -> Layer:
@@ -106,10 +111,7 @@ class WeightReader:
         if not config.gated:
             return None, self._linear(config.mlp_bias, config.hidden, up, then=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
-        return (
-            Linear(*first, config.activation, self._kernels, self._dtype),
-            Linear(*second, "mul", self._kernels, self._dtype),
-        )
+        return self._made(*first, config.activation), self._made(*second, "mul")
 
     def _experts(self, prefix: str) -> Experts:
         names, experts = self._config.names, self._config.experts
@@ -130,7 +132,7 @@ class WeightReader:
     def _router(self, name: str, experts: int) -> Linear:
         """Always plain: it is small, and which expert computes a token hangs on small differences."""
         weight = self._source.tensor(f"{name}.weight", experts, self._config.hidden)
-        return Linear(weight.to(self._device, self._dtype), None, "none", self._kernels)
+        return self._made(weight.to(self._device, self._dtype), None, "none")
 
     def _scales(self, name: str, *shape: int) -> Tensor:
         found = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)
@@ -156,7 +158,22 @@ class WeightReader:
         """One linear layer from the matrices of `parts`, one above the other."""
         weights, biases = zip(*self._matrices(bias, inputs, *parts), strict=True)
         joined = torch.cat(biases) if bias else None
-        return Linear(matrix(weights, self._dtype), joined, then, self._kernels, self._dtype)
+        return self._made(matrix(weights, self._dtype), joined, then)
+
+    def _made(self, weight: Weight, bias: Tensor | None, then: str) -> Linear:
+        outputs, inputs = weight.shape
+        self._bytes += weight.nbytes
+        self._numbers += outputs * inputs
+        self._quantized += isinstance(weight, QuantizedWeight)
+        return Linear(weight, bias, then, self._kernels, self._dtype)
+
+    def _tell(self) -> None:
+        """Logs what came of weights in few bits, if there are any."""
+        if not self._quantized:
+            return
+        log.info("matrices take %.2f GB, %.1f bits a weight", self._bytes / 1e9, 8 * self._bytes / self._numbers)
+        if self._device.type == "cpu" and self._kernels is None:
+            log.warning("torch's kernels compute with what these stand for, so they take the memory of plain weights")
 
     def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Weight, Tensor | None]]:
         """Weight and bias of each part. Parts of one name lie in one tensor, one above the other."""

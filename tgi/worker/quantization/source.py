@@ -2,11 +2,13 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.quantize import SMALLEST_GROUP, quantized
-from tgi.worker.quantization.weight import QuantizedWeight, Weight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what checkpoints call the first layer and the last
 
@@ -43,13 +45,24 @@ class PackedSource:
         stored = f"{name}.weight"
         if f"{stored}.codes" not in self._checkpoint:
             return self._checkpoint.tensor(stored, outputs, inputs)
-        codes = self._checkpoint.stored(f"{stored}.codes")
-        scales = self._checkpoint.stored(f"{stored}.scales")
+        codes, scales = (self._checkpoint.stored(f"{stored}.{column}") for column in ("codes", "scales"))
         shifts = f"{stored}.shifts"
         found = QuantizedWeight(codes, scales, self._checkpoint.stored(shifts) if shifts in self._checkpoint else None)
+        _need_columns(stored, found)
         if found.shape != (outputs, inputs):
             raise self._checkpoint.other_shape(stored, found.shape, (outputs, inputs))
         return found
+
+
+def _need_columns(name: str, found: QuantizedWeight) -> None:
+    """Raises UserError unless the columns are those of a QuantizedWeight, and fit each other."""
+    codes, scales, shifts = found
+    fit = codes.dtype in (torch.int8, torch.uint8) and codes.dim() == scales.dim() == 2 and scales.numel() > 0
+    fit = fit and codes.shape[0] == scales.shape[0] and found.shape[1] % scales.shape[1] == 0 and found.group in GROUPS
+    for column in (scales, scales if shifts is None else shifts):
+        fit = fit and column.dtype is torch.float16 and column.shape == scales.shape
+    if not fit:
+        raise UserError(f"The quantized weight {name!r} has columns that do not fit each other. Fetch the model again.")
 
 
 class QuantizingSource:

@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
+
 
 class QuantizedWeight(NamedTuple):
     """A weight [outputs, inputs] in 8 or 4 bits and groups of inputs with a scale of their own. With g = i // group,
