@@ -135,9 +135,11 @@ def test_the_directory_and_the_log_say_which_types_the_file_has(
     for block in ("Q4_0", "F16"):
         source = write_gguf(original, tmp_path / f"{block}.gguf", block)
         directories[block] = model_directory(str(source), cache=tmp_path / "cache")
-        assert f"{source} has tensors of types {block} (9), F32 (3)" in caplog.messages
     said = json.loads((directories["Q4_0"] / "config.json").read_text())["quantization_config"]
-    assert said == {"quant_method": "gguf", "types": {"Q4_0": 9, "F32": 3}}
+    assert said == {"quant_method": "gguf", "kept": {"Q4_0": 9}, "made_bfloat16": {"F32": 3}}
+    assert [line for line in caplog.messages if "bits of" in line] == [
+        "weights keep the bits of the GGUF file where its tensors are Q4_0 (9); bfloat16 stands for F32 (3)"
+    ]
     assert "quantization_config" not in json.loads((directories["F16"] / "config.json").read_text())
     assert read_card(directories["Q4_0"]).dtype == "bfloat16"
 

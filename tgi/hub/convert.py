@@ -44,9 +44,6 @@ def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> No
                     kind, *words = json.loads(line)
                     if kind == "refused":
                         refused = words[0]
-                    elif kind == "types":
-                        counts = ", ".join(f"{name} ({count})" for name, count in words[0].items())
-                        log.info("%s has tensors of types %s", file, counts)
                     else:
                         progress(words[0], words[1])
             except BaseException:

@@ -2,8 +2,7 @@
 `packed` for weights in their own bits.
 
 It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
-["progress", stage, percent], ["types", {block type: tensors}] and, if the file is at fault, ["refused", sentence]. It
-ends when its standard input does.
+["progress", stage, percent] and, if the file is at fault, ["refused", sentence]. It ends when its standard input does.
 """
 
 import json
@@ -21,9 +20,9 @@ from tgi.kernel.errors import UserError
 Progress = Callable[[str, int], None]
 
 
-def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = False) -> dict[str, int]:
-    """Fills `directory`, which exists and is empty. `packed` as for weights.write; config.json then says so. Returns
-    the file's block types and how many tensors have them. Raises UserError if the file is at fault."""
+def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = False) -> None:
+    """Fills `directory`, which exists and is empty. `packed` as for weights.write; config.json then says which block
+    types have kept their bits, and which not. Raises UserError if the file is at fault."""
     progress("reading", 0)
     source = reader.read(file)
     plan = architecture.plan(source)
@@ -42,13 +41,27 @@ def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = F
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", generation)
-    sources = dict.fromkeys(tensor.source for tensor in plan.tensors)
-    types = dict(Counter(source.tensors[name].type.name for name in sources).most_common())
-    if packed and any(weights.form(source, tensor) for tensor in plan.tensors):
-        plan.config["quantization_config"] = {"quant_method": "gguf", "types": types}
+    if packed and (quantized := _quantization(source, plan)):
+        plan.config["quantization_config"] = quantized
     _write_json(directory / "config.json", plan.config)
     progress("importing tokenizer", 100)
-    return types
+
+
+def _quantization(source: reader.GGUF, plan: architecture.Plan) -> dict[str, Any]:
+    """The entry of config.json for weights in their own bits: block types and how many tensors have them. Empty if
+    there are none."""
+    kept: Counter[str] = Counter()
+    made_bfloat16: Counter[str] = Counter()
+    for tensor in {tensor.source: tensor for tensor in plan.tensors}.values():
+        counter = made_bfloat16 if weights.form(source, tensor) is None else kept
+        counter[source.tensors[tensor.source].type.name] += 1
+    if not kept:
+        return {}
+    return {
+        "quant_method": "gguf",
+        "kept": dict(kept.most_common()),
+        "made_bfloat16": dict(made_bfloat16.most_common()),
+    }
 
 
 def _write_tokenizer(source: reader.GGUF, described: dict[str, Any], path: Path) -> None:
@@ -81,8 +94,7 @@ def main() -> None:
     try:
         file, directory, form = sys.argv[1:]
         packed = form == "packed"
-        types = convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
-        _say("types", types)
+        convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
     except UserError as error:
         _say("refused", str(error))
     except OSError as error:  # a full disk, for one
