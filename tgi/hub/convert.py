@@ -31,7 +31,7 @@ def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> No
     paths = [str(Path(tgi.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute())]
-    command.append("packed" if packed else "plain")
+    command += ["packed"] if packed else []
     with tempfile.TemporaryFile("w+") as complaints:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, env=environment, text=True

@@ -1,5 +1,5 @@
-"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR plain`, or
-`packed` for weights in their own bits.
+"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR`, and
+`packed` behind it for weights in their own bits.
 
 It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
 ["progress", stage, percent] and, if the file is at fault, ["refused", sentence]. It ends when its standard input does.
@@ -92,8 +92,8 @@ def _end_with_parent() -> None:
 def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        file, directory, form = sys.argv[1:]
-        packed = form == "packed"
+        file, directory, *form = sys.argv[1:]
+        packed = form == ["packed"]
         convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
     except UserError as error:
         _say("refused", str(error))
