@@ -115,7 +115,7 @@ class Linear:
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
         """`plus`, float32 [rows, outputs], is added before `then`; only our own kernels take it."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other, plus)
+            return self._kernels.linear(x, self._weight, self._bias, THEN[self.then], other, plus)
         assert plus is None
         rows = x.shape[0]
         padded = self.rows.padded(rows)
@@ -132,7 +132,7 @@ class Linear:
     def wide(self, x: Tensor) -> Tensor:
         """The same in float32. Our own kernels do not round in between."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self.outputs, self._bias, wide=True)
+            return self._kernels.linear(x, self._weight, self._bias, wide=True)
         return self(x).to(torch.float32)
 
     def bare(self) -> "Linear":
