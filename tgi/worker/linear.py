@@ -103,7 +103,7 @@ class Linear:
         self._kernels = kernels
         if kernels is not None:
             self.rows = ANY_ROWS
-            self._weight = kernels.pack(plain(weight, dtype))
+            self._weight = kernels.pack(weight) if isinstance(weight, Tensor) else kernels.pack_quantized(weight)
             self._bias = None if bias is None else bias.to(torch.float32)
         elif weight.device.type == "cpu" and reorders(dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))

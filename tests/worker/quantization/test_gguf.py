@@ -1,5 +1,6 @@
 """A model of a GGUF file computes the same to the bit, whether its weights keep their bits or are made bfloat16."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import torch
 from tests.hub.gguf_files import write_gguf
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
+from tgi.hub.gguf import reader
 from tgi.hub.gguf.convert import convert
 from tgi.worker.attention import build_attention
 from tgi.worker.batch import Model
+from tgi.worker.linear import Linear
 from tgi.worker.load import build_model, read_recipe
+from tgi.worker.models.decoder import Decoder, _linears
 from tgi.worker.native.choose import find_kernels
 
 
@@ -58,6 +62,39 @@ def logits(model: Model) -> torch.Tensor:
 def test_logits_are_those_of_the_file_in_bfloat16(place: Path, kind: str, block: str, native: bool) -> None:
     packed, plain = (logits(load(imported(place, kind, block, way), "bfloat16", native)) for way in (True, False))
     assert torch.equal(packed, plain)
+
+
+@pytest.mark.parametrize("block", ["Q8_0", "Q4_0", "Q4_1"])
+def test_a_model_takes_hardly_more_memory_than_its_file(place: Path, block: str) -> None:
+    """On our own kernels: the packed weights, the head being one of them, and what stays mapped of the directory."""
+    source, directory = place / "large.gguf", place / f"large-{block}"
+    write_gguf(make("llama", hidden=256, intermediate=2048, tie=True), source, block)
+    stored = sum(len(tensor.data) for tensor in reader.read(source).tensors.values())
+    directory.mkdir()
+    convert(source, directory, lambda stage, percent: None, packed=True)
+    model = load(directory, "bfloat16", native=True)
+    assert isinstance(model, Decoder)
+    packed = sum(layer._weight.memory.nbytes for layer in all_linears(model))
+    assert 0.95 * stored < packed < 1.02 * stored
+    assert packed + mapped(directory) < 1.1 * stored
+
+
+def all_linears(model: Decoder) -> list[Linear]:
+    found = [model._weights.head]
+    for layer in model._weights.layers:
+        found += _linears(layer)
+    return found
+
+
+def mapped(directory: Path) -> int:
+    """Bytes of the directory's files that this process has in memory."""
+    found, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counted = str(directory) in line
+        elif counted and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
