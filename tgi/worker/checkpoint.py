@@ -24,7 +24,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
@@ -70,7 +70,7 @@ class Checkpoint:
         """The tensor of that name, whatever its shape and dtype."""
         if name not in self._where:
             raise UserError(
-                f"The weights in {self._directory} have no tensor {name!r}. The model's config.json asks for it; "
+                f"The weights in {self.directory} have no tensor {name!r}. The model's config.json asks for it; "
                 f"check that both are from the same model and that the download is complete."
             )
         path = self._where[name]
@@ -80,10 +80,14 @@ class Checkpoint:
             raise UserError(f"Tensor {name!r} cannot be read from {path}: {error}. {_AGAIN}") from error
         return found
 
+    def place(self, name: str) -> Path:
+        """The file of a tensor; the directory, if there is none of that name."""
+        return self._where.get(name, self.directory)
+
     def other_shape(self, name: str, shape: Sequence[int], asked: Sequence[int]) -> UserError:
         """What to raise where a tensor, or what several stand for together, has not the shape that is asked for."""
         return UserError(
-            f"Tensor {name!r} in {self._where.get(name, self._directory)} has shape {list(shape)}, but the model's "
+            f"Tensor {name!r} in {self.place(name)} has shape {list(shape)}, but the model's "
             f"config.json asks for {list(asked)}. Check that both are from the same model."
         )
 
@@ -98,7 +102,7 @@ class Checkpoint:
     def _read_index(self, path: Path) -> dict[str, Path]:
         try:
             places = json.loads(path.read_text())["weight_map"].items()
-            return {str(name): self._directory / _inside(file) for name, file in places}
+            return {str(name): self.directory / _inside(file) for name, file in places}
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{path} is not an index of safetensors files: {error!r}. {_AGAIN}") from error
 

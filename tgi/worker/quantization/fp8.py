@@ -1,0 +1,59 @@
+"""Checkpoints of 8-bit floats: those of quant_method "fp8" and "fbgemm_fp8".
+
+For the layer NAME, NAME.weight float8 [outputs, inputs] is to be multiplied by NAME.weight_scale, or by
+NAME.weight_scale_inv, which is the same whatever its name says. That is one number, one for each output, or one for
+each block of so many outputs and inputs. Scales of activations, for computing in 8 bits, are not used.
+"""
+
+import torch
+from torch import Tensor
+
+from tgi.worker.quantization.columns import FLOATS, Columns
+from tgi.worker.quantization.declared import Declared
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = ("weight_scale", "weight_scale_inv")
+REMARK = "the weights are 8-bit floats, which are dequantized at load: they take the memory of plain ones"
+
+
+class Fp8:
+    """Reads the weights of such a checkpoint."""
+
+    stored_as = ("weight",)
+    remarks = (REMARK,)
+
+    def __init__(self, declared: Declared) -> None:
+        self._block = block(declared, declared.values.get("weight_block_size"))
+
+    def read(self, columns: Columns) -> Tensor:
+        """The weight of a layer, float32 if it is in 8-bit floats, else as it is."""
+        return dequantized(columns, self._block) if columns.stored("weight").dtype in FLOAT8 else columns.plain()
+
+
+def block(declared: Declared, size: object) -> tuple[int, int] | None:
+    """Outputs and inputs of a block as a config has them, a list; None if it has none."""
+    match size:
+        case None:
+            return None
+        case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
+            return outputs, inputs
+    raise declared.unfit(f"blocks are {size!r}, but two sizes are expected")
+
+
+def dequantized(columns: Columns, block: tuple[int, int] | None) -> Tensor:
+    """The weight of a layer that is in 8-bit floats, float32."""
+    outputs, inputs = columns.outputs, columns.inputs
+    weight = columns.read("weight", FLOAT8, outputs, inputs)
+    name = next((name for name in SCALES if name in columns), SCALES[0])
+    scales = columns.stored(name)
+    dtypes = (*FLOATS, torch.float8_e8m0fnu)
+    if scales.numel() == 1:
+        factors = columns.read(name, dtypes, *scales.shape).float().view(1, 1)
+    elif block is None:
+        flat = scales.ndim == 1
+        factors = columns.read(name, dtypes, outputs, *(() if flat else (1,))).float().view(outputs, 1)
+    else:
+        rows, wide = block
+        factors = columns.read(name, dtypes, -(-outputs // rows), -(-inputs // wide)).float()
+        factors = factors.repeat_interleave(rows, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
+    return weight.float().mul_(factors)
