@@ -82,12 +82,8 @@ class Process:
         return [self._wake.fileno()] + ([self._parent_fd] if self._parent_fd is not None else [])
 
     def hello(self, model: str = "") -> Hello:
-        """This process's first message on a link. `model` is the fingerprint of the directory that it serves; what the
-        weights are made at load makes it another model."""
-        made = MADE_AT_LOAD.get(self.settings.quantize or "")
-        if model and made is not None:
-            model = f"{model} in {made}"
-        return Hello(PROTOCOL, self.role, self.place, self.boot, model)
+        """This process's first message on a link. `model` is the fingerprint of the directory that it serves."""
+        return Hello(PROTOCOL, self.role, self.place, self.boot, served(model, self.settings.quantize))
 
     def address(self, name: str) -> str:
         """Where a link of this deployment meets, e.g. "tok-0.front"."""
@@ -157,3 +153,9 @@ def _at_eof(fd: int) -> bool:
     poll = zmq.Poller()
     poll.register(fd, zmq.POLLIN)
     return bool(poll.poll(0)) and os.read(fd, 1) == b""
+
+
+def served(model: str, quantize: str | None) -> str:
+    """What HELLO says of a model with this fingerprint: what its weights are made at load makes it another one."""
+    made = MADE_AT_LOAD.get(quantize or "")
+    return f"{model} in {made}" if model and made is not None else model

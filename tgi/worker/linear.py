@@ -13,7 +13,7 @@ of each thread's share, so its result would depend on the number of rows and thr
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,11 +99,12 @@ class Linear:
         self.dtype = dtype
         self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
         self._bias = bias
+        self._weight: Any  # as whatever computes takes it
         self._call: Callable[..., Tensor]
         self._kernels = kernels
         if kernels is not None:
             self.rows = ANY_ROWS
-            self._weight = kernels.pack(plain(weight, dtype))
+            self._weight = kernels.pack(weight) if isinstance(weight, Tensor) else kernels.pack_quantized(weight)
             self._bias = None if bias is None else bias.to(torch.float32)
         elif weight.device.type == "cpu" and reorders(dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))
@@ -115,7 +116,7 @@ class Linear:
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
         """`plus`, float32 [rows, outputs], is added before `then`; only our own kernels take it."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other, plus)
+            return self._kernels.linear(x, self._weight, self._bias, THEN[self.then], other, plus)
         assert plus is None
         rows = x.shape[0]
         padded = self.rows.padded(rows)
@@ -132,7 +133,7 @@ class Linear:
     def wide(self, x: Tensor) -> Tensor:
         """The same in float32. Our own kernels do not round in between."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self.outputs, self._bias, wide=True)
+            return self._kernels.linear(x, self._weight, self._bias, wide=True)
         return self(x).to(torch.float32)
 
     def bare(self) -> "Linear":

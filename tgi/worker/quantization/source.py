@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.quantization.quantize import SMALLEST_GROUP, quantized
+from tgi.worker.quantization.quantize import GROUP, quantized
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what checkpoints call the first layer and the last
@@ -85,6 +85,6 @@ class QuantizingSource:
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
         """See Source."""
         found = self._source.weight(name, outputs, inputs)
-        if isinstance(found, QuantizedWeight) or inputs % SMALLEST_GROUP:
+        if isinstance(found, QuantizedWeight) or inputs % GROUP:
             return found
         return quantized(found, "int8" if name in (EMBEDDING, HEAD) else self._form)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
+PIECE = 1 << 22  # elements dequantized at once
 
 
 class QuantizedWeight(NamedTuple):
@@ -49,12 +50,17 @@ class QuantizedWeight(NamedTuple):
         return sum(column.nbytes for column in self if column is not None)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [outputs, inputs], computed in float32 and rounded once."""
+        """The weight [outputs, inputs], computed in float32 and rounded once; some outputs at a time, so that little
+        more memory is used than the result takes."""
         outputs, inputs = self.shape
-        grouped = self.numbers().view(outputs, -1, self.group).float() * self.scales.float()[:, :, None]
-        if self.shifts is not None:
-            grouped = grouped + self.shifts.float()[:, :, None]
-        return grouped.view(outputs, inputs).to(dtype)
+        found = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
+        pieces = found.split(max(1, PIECE // inputs))
+        for piece, part in zip(pieces, self.split([len(piece) for piece in pieces]), strict=True):
+            grouped = part.numbers().view(*part.scales.shape, self.group).float() * part.scales.float()[:, :, None]
+            if part.shifts is not None:
+                grouped += part.shifts.float()[:, :, None]
+            piece.copy_(grouped.view(piece.shape))
+        return found
 
     def numbers(self) -> Tensor:
         """What the codes stand for, int8 [outputs, inputs]."""
