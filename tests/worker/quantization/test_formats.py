@@ -103,6 +103,20 @@ def test_what_does_not_fit_is_dequantized(form: Form, tmp_path: Path) -> None:
     assert torch.equal(found, meant)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_8_bit_float(dtype: torch.dtype, tmp_path: Path) -> None:
+    write_layer(Fp8(), some_weight(), tmp_path)
+    every = torch.arange(OUTPUTS * INPUTS).to(torch.uint8).view(dtype).view(OUTPUTS, INPUTS)
+    every = torch.where(every.float().isfinite(), every.float(), 1.0)
+    change_tensors(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"some.layer.weight": every.to(dtype), "some.layer.weight_scale": torch.ones(1)}
+        ),
+    )
+    assert torch.equal(plain(read(tmp_path), torch.float32), every)
+
+
 def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
     write_layer(Compressed(bits=8), some_weight(), tmp_path)
     scale = "some.layer.weight_scale"

