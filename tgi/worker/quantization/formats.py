@@ -43,13 +43,14 @@ FORMATS: dict[str, type[Gptq] | type[Awq] | type[Compressed] | type[Fp8]] = {
     "fp8": Fp8,
     "fbgemm-fp8": Fp8,
 }
+OWN = "gguf"  # what hub/gguf/convert.py declares
 
 
 def find_format(directory: Path, config: dict[str, Any]) -> Format | None:
-    """How the weights in a directory with this config.json are quantized; None: they are plain. Raises UserError where
-    they are and cannot be read."""
+    """How the weights in a directory with this config.json are quantized; None: they are plain, or as our own imports
+    write them, which PackedSource reads. Raises UserError where they are and cannot be read."""
     found = declared(directory, config)
-    if found is None:
+    if found is None or found.method == OWN:
         return None
     if found.method not in FORMATS:
         method = found.values.get("quant_method")

@@ -8,7 +8,7 @@ tried. For the codes found, the scale with the least squared error is known: wit
 and what it explains of w.w is (w.c)^2 / c.c, by which the best of the three is chosen.
 """
 
-from collections.abc import Callable
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -25,11 +25,21 @@ PIECE = 1 << 15
 
 def quantized(weight: Tensor, form: str) -> QuantizedWeight:
     """The weight [outputs, inputs] as "int8" or "int4". `inputs` is a multiple of GROUP."""
-    outputs, inputs = weight.shape
-    pieces = weight.reshape(-1, GROUP).split(PIECE // GROUP)
+    (outputs, inputs), wide = weight.shape, form == "int8"
+    groups = weight.reshape(-1, GROUP)
+    codes = torch.empty(len(groups), GROUP if wide else GROUP // 2, dtype=torch.int8 if wide else torch.uint8)
+    scales = torch.empty(len(groups), dtype=torch.float16)
+    make, some = _int8 if wide else _int4, PIECE // GROUP
+
+    @torch.inference_mode()  # as the caller may be, which other threads do not know
+    def fill(piece: tuple[Tensor, Tensor, Tensor]) -> None:
+        found, its_codes, its_scales = piece
+        for column, made in zip((its_codes, its_scales), make(found.float()), strict=True):
+            column.copy_(made)
+
     with ThreadPoolExecutor(usable_cores()) as pool:
-        codes, scales = zip(*pool.map(lambda piece: _FORMS[form](piece.float()), pieces), strict=True)
-    return QuantizedWeight(torch.cat(codes).view(outputs, -1), torch.cat(scales).view(outputs, inputs // GROUP), None)
+        deque(pool.map(fill, zip(groups.split(some), codes.split(some), scales.split(some), strict=True)), maxlen=0)
+    return QuantizedWeight(codes.view(outputs, -1), scales.view(outputs, inputs // GROUP), None)
 
 
 def _int8(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,9 +60,6 @@ def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     scales = scales.to(torch.float16)
     numbers = (_codes(groups, scales.float(), -8, 7) + 8).to(torch.uint8)
     return numbers[:, ::2] | numbers[:, 1::2] << 4, scales
-
-
-_FORMS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"int8": _int8, "int4": _int4}
 
 
 def _codes(groups: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
