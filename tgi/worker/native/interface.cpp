@@ -24,13 +24,19 @@ Team* tgi_start(int threads, int spins) {
 
 void tgi_stop(Team* team) { delete team; }
 
-void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
-    pack(*team, weight, outputs, inputs, packed);
+void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, uint8_t* packed) {
+    pack(*team, weight, {packed, outputs, inputs, Form(16)});
 }
 
-void tgi_linear(Team* team, const bf16* x, const bf16* weight, const float* bias, const float* plus, const bf16* other,
-                bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step, int64_t then) {
-    linear(*team, {x, weight, bias, plus, other, y, wide, rows, inputs, outputs, plus_step, Then(then)});
+void tgi_pack_quantized(Team* team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, int64_t outputs,
+                        int64_t inputs, int64_t form, uint8_t* packed) {
+    pack_quantized(*team, codes, scales, shifts, {packed, outputs, inputs, Form(form)});
+}
+
+void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, const float* plus,
+                const bf16* other, bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step,
+                int64_t then) {
+    linear(*team, {x, {weight, outputs, inputs, Form(form)}, bias, plus, other, y, wide, rows, plus_step, Then(then)});
 }
 
 void tgi_turn(Team* team, bf16* x, const float* cos, const float* sin, int64_t tokens, int64_t stride, int64_t heads,
