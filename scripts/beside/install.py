@@ -11,6 +11,8 @@ from scripts.beside.models import PEERS, run
 from scripts.beside.servers import Failed
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
+# Packages that come along for images and sound. Where the index has them for CUDA alone, they break torch's CPU build.
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
 # The source distribution that carries llama.cpp's sources, and what they are built for: this machine's processor.
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 BUILD = (
@@ -34,6 +36,7 @@ def environment(name: str) -> Path:
         print(f"Installing {name} into {directory} (once) ...", file=sys.stderr, flush=True)
         run(sys.executable, "-m", "venv", directory)
         run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements)
+        run(python, "-m", "pip", "uninstall", "--yes", *UNUSED)
         stamp.write_text(wanted)
     return python
 

@@ -14,7 +14,7 @@ from scripts.beside.servers import Failed
 from scripts.beside.workloads import STACK, STEPS, Workloads
 
 ROOT = Path(__file__).parents[2]
-PEERS = ROOT / ".peers"  # everything that is installed or made for a comparison
+PEERS = (ROOT / ".peers").resolve()  # everything that is installed or made for a comparison
 CONTEXT = 4096
 
 

@@ -38,10 +38,10 @@ class Peer:
     environ: Callable[[], dict[str, str]] = field(default=dict)
 
     def start(self, model: Model, log: Path | None) -> Server:
-        """Its server with this model, not waited for."""
+        """Its server with this model, not waited for. It sees nothing of this clone's, unless `environ` says so."""
         port = free_port()
         command = [str(word) for word in self.command(model, port)]
-        return Server(command, self.environ() | {"HF_HUB_OFFLINE": "1"}, port, log)
+        return Server(command, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""} | self.environ(), port, log)
 
     def read(self, stream: Stream) -> Counted:
         """BadStream if the stream was not one that ended with its usage."""
@@ -88,7 +88,10 @@ def ours(name: str = "ours", arguments: tuple[str, ...] = ()) -> Peer:
         up = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(port)]
         return [*up, "--model-id", model.gguf or model.directory, *arguments]
 
-    return Peer(name, "/generate_stream", our_body, count_ours, command, our_version)
+    def environ() -> dict[str, str]:
+        return {"PYTHONPATH": str(models.ROOT)}
+
+    return Peer(name, "/generate_stream", our_body, count_ours, command, our_version, environ)
 
 
 # vLLM

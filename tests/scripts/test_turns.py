@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts import bench
-from scripts.beside import against, turns
+from scripts.beside import against, models, turns
 from scripts.beside.models import Model, whole
 from scripts.beside.peers import PEERS, Peer, our_body, ours
 from scripts.beside.servers import Failed
@@ -103,7 +103,7 @@ def test_all_is_told_as_json(small: Model, records: Records) -> None:
 def run_bench(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, *arguments: str) -> int:
     """The exit code of `scripts/bench --against`, with a small model and its own server as every peer."""
     monkeypatch.setattr(against, "wanted", lambda arguments: [small._replace(workloads={"one": WORKLOADS["one"]})])
-    monkeypatch.setattr(against.models, "PEERS", logs)
+    monkeypatch.setattr(models, "PEERS", logs)
     monkeypatch.setitem(PEERS, "vllm", peer("vllm"))
     monkeypatch.setitem(PEERS, "openvino", peer("openvino", version=refused))
     monkeypatch.setattr("sys.argv", ["bench", "--rounds", "1", "--repetitions", "1", *arguments])
