@@ -56,6 +56,7 @@ class Server:
             if self.process.poll() is not None:
                 raise Failed(f"it ended with code {self.process.returncode}{self.said()}")
             try:
+                socket.create_connection(("127.0.0.1", self.port)).close()  # costs next to nothing while nobody listens
                 events = burst(self.port, path, [body], START_SECONDS)[0].events()
                 if events:
                     self.first = events[0].time - self._begun
