@@ -30,6 +30,16 @@ class Model(NamedTuple):
     def tokenizer(self) -> Path:
         return self.directory / "tokenizer.json"
 
+    @property
+    def streams(self) -> int:
+        """The most streams at once."""
+        return max(workload.streams for workload in self.workloads.values())
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a stream, in and out, with room for the rest of a character."""
+        return 64 + max(sum(workload[1:]) for workload in self.workloads.values())
+
 
 # Name: kind and shape of scripts/make_model.py, and the workloads.
 MADE: dict[str, tuple[str, str, Workloads]] = {

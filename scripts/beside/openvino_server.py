@@ -3,13 +3,13 @@
     python openvino_server.py DIRECTORY --port PORT
 
 Runs in that peer's environment, and imports nothing else of this project. As thin as can be, so that what is measured
-is the library: one thread steps the pipeline, and what a step gave to all streams reaches the event loop in one call.
+is the library: a step keeps all other Python code waiting, so the event loop itself steps, writes what the step gave to
+all streams, and sees to new requests before the next.
 """
 
 import argparse
 import asyncio
 import json
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CACHE_GB = 4
+TURNS = 5  # of the event loop between steps: what it takes from a connection to its request
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -35,7 +36,7 @@ class Request:
 
 
 class Front:
-    """The pipeline, its thread, and the requests that it has."""
+    """The pipeline and the requests that it has."""
 
     def __init__(self, directory: Path) -> None:
         config = genai.SchedulerConfig()
@@ -47,7 +48,7 @@ class Front:
             str(directory), config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
         )
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.new = threading.Condition()
+        self.some = asyncio.Event()  # whether there are requests
         self.requests: dict[int, Request] = {}
         self.added = 0
 
@@ -65,30 +66,28 @@ class Front:
         )
         ids = self.pipeline.get_tokenizer().encode(body["prompt"], add_special_tokens=False).input_ids
         writer.write(HEAD)
-        with self.new:
-            self.added += 1
-            handle = self.pipeline.add_request(self.added, ids, config)
-            decoder = DecodeStream(skip_special_tokens=False)
-            self.requests[self.added] = Request(handle, writer, ids.shape[1], decoder)
-            self.new.notify()
+        self.added += 1
+        handle = self.pipeline.add_request(self.added, ids, config)
+        self.requests[self.added] = Request(handle, writer, ids.shape[1], DecodeStream(skip_special_tokens=False))
+        self.some.set()
 
-    def step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Steps for ever. Runs in a thread of its own."""
+    async def steps(self) -> None:
+        """Steps for ever."""
         while True:
-            with self.new:
-                self.new.wait_for(lambda: self.requests)
-                running = list(self.requests.items())
+            await self.some.wait()
             self.pipeline.step()
-            written = []
-            for number, request in running:
+            for number, request in list(self.requests.items()):
                 while request.handle.can_read():
-                    outputs = request.handle.read().values()
-                    written += [(request.writer, self.events(request, output)) for output in outputs]
+                    for output in request.handle.read().values():
+                        request.writer.write(self.events(request, output))
                 if request.handle.get_status() != genai.GenerationStatus.RUNNING:
-                    with self.new:
-                        del self.requests[number]
-                    written.append((request.writer, last(request)))
-            loop.call_soon_threadsafe(write, written)
+                    request.writer.write(last(request))
+                    request.writer.close()
+                    del self.requests[number]
+            if not self.requests:
+                self.some.clear()
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
 
     def events(self, request: Request, output: Any) -> bytes:
         """What a step gave to one stream."""
@@ -111,18 +110,9 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(data).encode()
 
 
-def write(written: list[tuple[asyncio.StreamWriter, bytes]]) -> None:
-    """Runs in the event loop."""
-    for writer, data in written:
-        writer.write(data)
-        if data.endswith(b"data: [DONE]\n\n"):
-            writer.close()
-
-
 async def serve(front: Front, port: int) -> None:
-    threading.Thread(target=front.step, args=[asyncio.get_running_loop()], daemon=True).start()
     server = await asyncio.start_server(front.answer, "127.0.0.1", port)
-    await server.serve_forever()
+    await asyncio.gather(server.serve_forever(), front.steps())
 
 
 def main() -> None:

