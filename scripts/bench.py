@@ -3,38 +3,30 @@
     scripts/bench                             the demo model
     scripts/bench --model-id DIR              any model
     scripts/bench --scripted --concurrency 64 the stack alone, with the scripted worker
+    scripts/bench --against vllm,llama.cpp    this server and others in turn, on models made for it
 
 Every repetition uses new prompts, so the prefix cache does not help. Medians over the repetitions are printed.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
-import psutil
+from scripts.beside import against
+from scripts.beside.servers import Failed, Server, free_port
+from scripts.beside.streams import BadStream, Stream, burst, median
 
 SOME_TEXT = """river mountain city answer question evening water people walk light number theory music history science
 garden table window letter ocean bridge forest engine market doctor teacher winter summer morning story picture road"""
 WORDS = SOME_TEXT.split()
-
-
-class Stream(NamedTuple):
-    """One streamed request: when it was sent and when each event came, in seconds."""
-
-    sent: float
-    events: list[float]
+ROUTE = "/generate_stream"
 
 
 def prompt(seed: int, words: int) -> str:
@@ -43,94 +35,55 @@ def prompt(seed: int, words: int) -> str:
     return f"{seed}: " + " ".join(rng.choice(WORDS) for _ in range(words))
 
 
-async def stream(port: int, text: str, inputs: int, outputs: int) -> Stream:
-    """One POST /generate_stream over a connection of its own."""
-    body = json.dumps({"inputs": text, "parameters": {"max_new_tokens": outputs, "truncate": inputs}}).encode()
-    head = (
-        "POST /generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    sent = time.perf_counter()
-    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    events: list[float] = []
-    tail = b""
-    while True:
-        data = await reader.read(1 << 16)
-        if not data:
-            break
-        now = time.perf_counter()
-        tail += data
-        events += [now] * tail.count(b"data: ")
-        tail = tail[-5:]  # shorter than what is counted, so nothing is counted twice
-    writer.close()
-    return Stream(sent, events)
+def bodies(concurrency: int, seed: int, inputs: int, outputs: int) -> list[dict[str, Any]]:
+    """As many requests with a prompt of `inputs` tokens each, which is cut to them."""
+    parameters = {"max_new_tokens": outputs, "truncate": inputs}
+    return [{"inputs": prompt(seed * 1000 + k, inputs), "parameters": parameters} for k in range(concurrency)]
 
 
-async def burst(port: int, concurrency: int, seed: int, inputs: int, outputs: int) -> list[Stream]:
-    """`concurrency` streams at once."""
-    texts = [prompt(seed * 1000 + k, inputs) for k in range(concurrency)]
-    return await asyncio.gather(*(stream(port, text, inputs, outputs) for text in texts))
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values) if values else float("nan")
-
-
-def measure(port: int, concurrency: int, arguments: argparse.Namespace, tree: list[psutil.Process]) -> dict[str, Any]:
+def measure(server: Server, concurrency: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Medians over the repetitions of one concurrency."""
     rows = []
     for repetition in range(arguments.repetitions):
-        before = cpu(tree)
-        begin = time.perf_counter()
         seed = concurrency * 100 + repetition + random.randrange(1 << 20) * 10000
-        streams = asyncio.run(burst(port, concurrency, seed, arguments.input_tokens, arguments.output_tokens))
+        asked = bodies(concurrency, seed, arguments.input_tokens, arguments.output_tokens)
+        before = cpu(server)
+        begin = time.perf_counter()
+        streams = burst(server.port, ROUTE, asked)
         seconds = time.perf_counter() - begin
-        tokens = sum(len(s.events) for s in streams)
-        gaps = [b - a for s in streams for a, b in zip(s.events, s.events[1:], strict=False)]
-        spent = {name: after - before[name] for name, after in cpu(tree).items()}
-        stack = sum(value for name, value in spent.items() if "worker" not in name)
-        rows.append({
-            "tokens/s": tokens / seconds,
-            "ttft ms": 1e3 * median([s.events[0] - s.sent for s in streams if s.events]),
-            "itl ms": 1e3 * statistics.mean(gaps) if gaps else float("nan"),
-            "stack CPU us/token": 1e6 * stack / max(tokens, 1),
-            "tokens": tokens,
-        })  # fmt: skip
+        spent = {name: after - before[name] for name, after in cpu(server).items()}
+        rows.append(figures(streams, seconds, sum(value for name, value in spent.items() if "worker" not in name)))
     return {key: median([row[key] for row in rows]) for key in rows[0]}
 
 
-def cpu(tree: list[psutil.Process]) -> dict[str, float]:
-    """CPU seconds spent so far, by process title."""
-    return {" ".join(p.cmdline()).strip(): sum(p.cpu_times()[:2]) for p in tree}
+def figures(streams: list[Stream], seconds: float, stack: float) -> dict[str, Any]:
+    """What the streams of one repetition and the CPU time of the stack, both in seconds, come to."""
+    events = [[event.time for event in stream.events()] for stream in streams]
+    tokens = sum(map(len, events))
+    gaps = [b - a for times in events for a, b in pairwise(times)]
+    return {
+        "tokens/s": tokens / seconds,
+        "ttft ms": 1e3 * median([times[0] - s.sent for s, times in zip(streams, events, strict=True) if times]),
+        "itl ms": 1e3 * statistics.mean(gaps) if gaps else float("nan"),
+        "stack CPU us/token": 1e6 * stack / max(tokens, 1),
+        "tokens": tokens,
+    }
 
 
-def start(arguments: argparse.Namespace, run: str) -> tuple[subprocess.Popen[bytes], int, float]:
-    """The server, its port, and the seconds from the command to the first streamed token."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def cpu(server: Server) -> dict[str, float]:
+    """CPU seconds that its processes have spent, by process title."""
+    return {name: sum(sum(p.cpu_times()[:2]) for p in found) for name, found in server.processes().items()}
+
+
+def start(arguments: argparse.Namespace) -> Server:
+    """The server, not waited for. Its messages (a download's progress, a refusal) go to this terminal."""
+    port = free_port()
     command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(port)]
     if arguments.model_id:
         command += ["--model-id", arguments.model_id]
     if arguments.scripted:
         command += ["--worker", "scripted"]
-    command += arguments.server
-    begin = time.perf_counter()
-    # Its messages (a download's progress, a refusal) go to this terminal; standard output is for the figures.
-    server = subprocess.Popen(command, env=os.environ | {"TGI_RUN": run}, stdout=subprocess.DEVNULL)
-    first = 0.0
-    while not first:
-        if server.poll() is not None:
-            sys.exit(f"The server ended with code {server.returncode}.")
-        try:
-            got = asyncio.run(stream(port, "Hello", 16, 1))
-        except OSError:
-            got = Stream(0.0, [])
-        if got.events:
-            first = time.perf_counter() - begin
-        else:
-            time.sleep(0.02)
-    return server, port, first
+    return Server(command + arguments.server, {}, port)
 
 
 def main() -> None:
@@ -144,18 +97,21 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("server", nargs="*", help="more arguments for `tgi up`, after --")
+    against.options(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tgi-") as run:
-        server, port, first = start(arguments, str(Path(run) / "run"))
-        try:
-            tree = psutil.Process(server.pid).children(recursive=True)
-            asyncio.run(burst(port, 2, 1, 16, 8))  # first use of every path
-            results = {n: measure(port, n, arguments, tree) for n in map(int, arguments.concurrency.split(","))}
-            memory = {" ".join(p.cmdline()).strip(): p.memory_info().rss / 2**20 for p in tree}
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait()
-    report(arguments, first, results, memory)
+    if arguments.against:
+        sys.exit(against.run(arguments))
+    try:
+        with start(arguments) as server:
+            server.wait(ROUTE, bodies(1, 0, 16, 1)[0])
+            burst(server.port, ROUTE, bodies(2, 1, 16, 8))  # first use of every path
+            results = {n: measure(server, n, arguments) for n in map(int, arguments.concurrency.split(","))}
+            memory = {
+                name: sum(p.memory_info().rss for p in found) / 2**20 for name, found in server.processes().items()
+            }
+    except (Failed, BadStream) as error:
+        sys.exit(f"The server failed: {error}")
+    report(arguments, server.first, results, memory)
 
 
 def report(arguments: argparse.Namespace, first: float, results: dict[int, Any], memory: dict[str, float]) -> None:

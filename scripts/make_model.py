@@ -65,6 +65,16 @@ KINDS = (*CONFIGS, "gpt2")
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "tiny2": {"hidden": 64, "layers": 2},
+    "two-layer": {
+        "hidden": 64,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 2,
+        "intermediate": 256,
+        "vocab": 32000,
+        "tie": True,
+        "dtype": "bfloat16",
+    },
     "smollm2-135m": {
         "hidden": 576,
         "layers": 30,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.hub.gguf_files import write_gguf
+from scripts.make_gguf import write_gguf
 from tests.models import model
 from tgi.hub.cache import building
 from tgi.hub.card import read_card

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.hub.gguf_files import write_gguf
+from scripts.make_gguf import write_gguf
 from tests.models import model
 from tgi.hub.card import read_card
 from tgi.hub.gguf import reader, weights

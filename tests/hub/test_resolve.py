@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hub.gguf_files import write_gguf
+from scripts.make_gguf import write_gguf
 from tests.models import model
 from tgi.hub.card import read_card
 from tgi.hub.resolve import model_directory

@@ -1,5 +1,10 @@
-"""Writes GGUF files from model directories, the way llama.cpp's converter does, for the import to undo."""
+#!/usr/bin/env python
+"""Writes a GGUF file from a model directory, the way llama.cpp's converter does, tokenizer included.
 
+scripts/make_gguf.py DIR FILE.gguf --format BF16
+"""
+
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -170,3 +175,16 @@ def tokenizer_metadata(model: Path) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": settings["chat_template"],
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a model directory")
+    parser.add_argument("file", type=Path, help="the file to write")
+    parser.add_argument("--format", default="BF16", choices=("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"))
+    arguments = parser.parse_args()
+    write_gguf(arguments.model, arguments.file, arguments.format)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Installs peers, each once into an environment of its own: .peers/NAME."""
+
+import hashlib
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from scripts.beside.models import PEERS, run
+from scripts.beside.servers import Failed
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
+# Packages that come along for images and sound. Where the index has them for CUDA alone, they break torch's CPU build.
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+# The source distribution that carries llama.cpp's sources, and what they are built for: this machine's processor.
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+BUILD = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
+
+def environment(name: str) -> Path:
+    """The Python of a peer's environment, made if need be. Failed if it cannot be installed."""
+    requirements = REQUIREMENTS / f"{name}.txt"
+    directory = PEERS / name
+    python, stamp = directory / "bin" / "python", directory / "installed"
+    wanted = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"Installing {name} into {directory} (once) ...", file=sys.stderr, flush=True)
+        run(sys.executable, "-m", "venv", directory)
+        run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements)
+        run(python, "-m", "pip", "uninstall", "--yes", *UNUSED)
+        stamp.write_text(wanted)
+    return python
+
+
+def llama_cpp() -> Path:
+    """The directory of llama.cpp's programs, built if need be. Failed if they cannot be."""
+    python = environment("llama.cpp")
+    directory = PEERS / "llama.cpp"
+    build, stamp = directory / "build", directory / "built"
+    wanted = " ".join((LLAMA_CPP, *BUILD))
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"Building {LLAMA_CPP}'s llama.cpp in {directory} (once; many minutes) ...", file=sys.stderr, flush=True)
+        source = _source(python, directory / "source")
+        cmake, ninja = python.parent / "cmake", python.parent / "ninja"
+        run(cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", source, "-B", build, *BUILD)
+        targets = ("llama-server", "llama-quantize")
+        run(cmake, "--build", build, "--target", *targets, "--parallel", str(os.cpu_count()))
+        stamp.write_text(wanted)
+    return build / "bin"
+
+
+def _source(python: Path, directory: Path) -> Path:
+    """llama.cpp's sources, unpacked."""
+    with tempfile.TemporaryDirectory() as place:
+        name = LLAMA_CPP.partition("==")[0]
+        run(python, "-m", "pip", "download", "--no-deps", "--no-binary", name, LLAMA_CPP, "--dest", place)
+        archive = next(Path(place).glob("*.tar.gz"), None)
+        if archive is None:
+            raise Failed(f"{LLAMA_CPP} has no source distribution")
+        with tarfile.open(archive) as packed:
+            packed.extractall(directory, filter="data")
+    return next(directory.glob("*/vendor/llama.cpp"))

@@ -1,0 +1,127 @@
+"""A small HTTP front for OpenVINO GenAI's continuous batching, which has none: POST /v1/completions, streamed.
+
+    python openvino_server.py DIRECTORY --port PORT
+
+Runs in that peer's environment, and imports nothing else of this project. As thin as can be, so that what is measured
+is the library: a step keeps all other Python code waiting, so the event loop itself steps, writes what the step gave to
+all streams, and sees to new requests before the next.
+"""
+
+import argparse
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openvino_genai as genai  # type: ignore[import-not-found]
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+CACHE_GB = 4
+TURNS = 5  # of the event loop between steps: what it takes from a connection to its request
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+@dataclass
+class Request:
+    """A stream under way."""
+
+    handle: Any
+    writer: asyncio.StreamWriter
+    tokens_in: int
+    decoder: DecodeStream
+    tokens_out: int = 0
+
+
+class Front:
+    """The pipeline and the requests that it has."""
+
+    def __init__(self, directory: Path) -> None:
+        config = genai.SchedulerConfig()
+        config.cache_size = CACHE_GB
+        config.enable_prefix_caching = True
+        config.dynamic_split_fuse = True
+        config.max_num_batched_tokens = 512
+        self.pipeline = genai.ContinuousBatchingPipeline(
+            str(directory), config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
+        )
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.some = asyncio.Event()  # whether there are requests
+        self.requests: dict[int, Request] = {}
+        self.added = 0
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, one request."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if not head.startswith("POST /v1/completions "):
+            writer.write(NOT_FOUND)
+            writer.close()
+            return
+        length = next(line.partition(":")[2] for line in head.splitlines() if line.lower().startswith("content-length"))
+        body = json.loads(await reader.readexactly(int(length)))
+        config = genai.GenerationConfig(
+            max_new_tokens=body["max_tokens"], ignore_eos=True, do_sample=False, apply_chat_template=False
+        )
+        ids = self.pipeline.get_tokenizer().encode(body["prompt"], add_special_tokens=False).input_ids
+        writer.write(HEAD)
+        self.added += 1
+        handle = self.pipeline.add_request(self.added, ids, config)
+        self.requests[self.added] = Request(handle, writer, ids.shape[1], DecodeStream(skip_special_tokens=False))
+        self.some.set()
+
+    async def steps(self) -> None:
+        """Steps for ever."""
+        while True:
+            await self.some.wait()
+            self.pipeline.step()
+            for number, request in list(self.requests.items()):
+                while request.handle.can_read():
+                    for output in request.handle.read().values():
+                        request.writer.write(self.events(request, output))
+                if request.handle.get_status() != genai.GenerationStatus.RUNNING:
+                    request.writer.write(last(request))
+                    request.writer.close()
+                    del self.requests[number]
+            if not self.requests:
+                self.some.clear()
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+
+    def events(self, request: Request, output: Any) -> bytes:
+        """What a step gave to one stream."""
+        found = b""
+        for token in output.generated_ids:
+            request.tokens_out += 1
+            text = request.decoder.step(self.tokenizer, token)
+            found += event({"choices": [{"index": 0, "text": text or "", "finish_reason": None}]})
+        return found
+
+
+def last(request: Request) -> bytes:
+    """The end of a stream."""
+    usage = {"prompt_tokens": request.tokens_in, "completion_tokens": request.tokens_out}
+    choice = {"index": 0, "text": "", "finish_reason": "length"}
+    return event({"choices": [choice], "usage": usage}) + b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(data).encode()
+
+
+async def serve(front: Front, port: int) -> None:
+    server = await asyncio.start_server(front.answer, "127.0.0.1", port)
+    await asyncio.gather(server.serve_forever(), front.steps())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    arguments = parser.parse_args()
+    asyncio.run(serve(Front(arguments.directory), arguments.port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Tables of a comparison from figures that are known."""
+
+from pathlib import Path
+
+from scripts.beside.models import Model
+from scripts.beside.tables import tables
+from scripts.beside.turns import Measured, Record
+from scripts.beside.workloads import Workload
+
+MODEL = Model("tiny", Path("nowhere"), {"W1": Workload(1, 128, 64), "W4": Workload(8, 32, 32, shared=1024)})
+
+
+def record(rates: list[float], wait: float, first: float, **more: str) -> Record:
+    found = [Measured(rate, wait, 1.0, 40.0) for rate in rates]
+    return Record([first], [512.4], {"W1": found} if found else {}, dict(more))
+
+
+def test_medians_and_ratios_to_the_best_peer() -> None:
+    records = {
+        "ours": record([120.0, 90.0, 100.0], 20.0, 2.5),
+        "quick": record([80.0, 70.0], 40.0, 3.25),
+        "prompt": record([50.0], 10.0, 137.0),
+        "broken": record([], 0.0, 1.0, W1="it fell over"),
+    }
+    assert (
+        tables(MODEL, records)
+        == """\
+## tiny
+
+|                        | ours tokens/s | quick tokens/s | prompt tokens/s | broken tokens/s | ours/best | \
+ours TTFT ms | quick TTFT ms | prompt TTFT ms | broken TTFT ms | ours/best |
+| ---------------------- | ------------- | -------------- | --------------- | --------------- | --------- | \
+------------ | ------------- | -------------- | -------------- | --------- |
+| W1: 1 x 128 in, 64 out |           100 |             75 |              50 |               – |      1.33 | \
+          20 |            40 |             10 |              – |      2.00 |
+
+|                         | ours | quick | prompt | broken |
+| ----------------------- | ---- | ----- | ------ | ------ |
+| W1: CPU µs/token        |   40 |    40 |     40 |      – |
+| start to first token, s |  2.5 |  3.25 |    137 |      1 |
+| memory, MB              |  512 |   512 |    512 |    512 |
+
+- broken, W1: it fell over"""
+    )
+
+
+def test_without_a_figure_the_reasons_are_all() -> None:
+    assert tables(MODEL, {"ours": Record(failed={"": "no model"})}) == "## tiny\n\n- ours: no model"
+
+
+def test_without_a_peer_there_is_no_ratio() -> None:
+    text = tables(MODEL, {"ours": record([1234.5], 0.12345, 2.0)})
+    assert "| W1: 1 x 128 in, 64 out |         1,234 |         – |        0.123 |         – |" in text

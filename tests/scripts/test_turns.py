@@ -1,0 +1,162 @@
+"""scripts/beside with this server as its own peer: turns, failures of peers, and what is printed."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scripts import bench
+from scripts.beside import against, models
+from scripts.beside.models import Model, whole
+from scripts.beside.peers import PEERS, Peer, our_body, ours
+from scripts.beside.servers import Failed
+from scripts.beside.tables import tables
+from scripts.beside.turns import Records, compare
+from scripts.beside.workloads import Words, Workload
+from tests.models import model
+
+SCRIPTED = ("--worker", "scripted")
+WORKLOADS = {"one": Workload(1, 20, 5), "shared": Workload(3, 4, 6, shared=32)}
+
+
+def peer(name: str, **changes: Any) -> Peer:
+    return replace(ours(name, SCRIPTED), **changes)
+
+
+def refused() -> Any:
+    raise Failed("no such package")
+
+
+def short(prompt: str, tokens: int) -> dict[str, Any]:
+    """Asks for fewer tokens than it is told to, with the workload "shared" alone."""
+    return our_body(prompt, 5 if tokens == WORKLOADS["shared"].tokens_out else tokens)
+
+
+@pytest.fixture(scope="module")
+def small() -> Model:
+    return Model("small", model("llama", vocab=2000), WORKLOADS)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def records(small: Model, logs: Path) -> Records:
+    servers = [
+        peer("ours"),
+        peer("ended", command=lambda model, port: ["false"]),
+        peer("refused", command=lambda model, port: refused()),
+        peer("short", body=short),
+    ]
+    return compare([small], servers, 2, 1, logs)
+
+
+def test_every_round_measures_every_server_on_every_workload(records: Records) -> None:
+    record = records["small"]["ours"]
+    assert not record.failed
+    assert {workload: len(found) for workload, found in record.workloads.items()} == {"one": 2, "shared": 2}
+    assert len(records["small"]["short"].workloads["one"]) == 2
+    assert len(record.first_s) == len(record.memory_mb) == 2
+    assert min(*record.first_s, *record.memory_mb) > 0
+    # The last two may be nothing: all tokens at once, and less CPU time than the system counts.
+    assert all(min(one[:2]) > 0 and min(one) >= 0 for found in record.workloads.values() for one in found)
+
+
+def test_a_peer_that_cannot_start_says_why_and_the_others_go_on(records: Records, logs: Path) -> None:
+    assert records["small"]["ended"].failed[""].startswith("it ended with code 1")
+    assert str(logs / "ended-small.log") in records["small"]["ended"].failed[""]
+    assert records["small"]["refused"].failed == {"": "no such package"}
+    assert not records["small"]["ended"].workloads
+
+
+def test_a_stream_of_another_length_is_no_figure(records: Records) -> None:
+    record = records["small"]["short"]
+    assert list(record.workloads) == ["one"]
+    assert record.failed["shared"].startswith("36 tokens in, 5 out; asked for were (36, 6)")
+
+
+def test_the_table_has_figures_and_reasons(small: Model, records: Records) -> None:
+    text = tables(small, records["small"])
+    row = next(line for line in text.splitlines() if line.startswith("| shared: 3 x 32 shared + 4 in, 6 out"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")[1:]]
+    assert len(cells) == 10  # four servers and a ratio, twice
+    assert [cell == "–" for cell in cells[:5]] == [False, True, True, True, True]
+    assert "- refused: no such package" in text
+
+
+def test_all_is_told_as_json(small: Model, records: Records) -> None:
+    arguments = argparse.Namespace(rounds=2)
+    told = json.loads(json.dumps(against.document(arguments, {"ours": "1"}, {"vllm": "not installed"}, records)))
+    assert len(told["models"]["small"]["ours"]["workloads"]["shared"]) == 2
+    assert told["models"]["small"]["refused"]["failed"] == {"": "no such package"}
+
+
+def run_bench(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, *arguments: str) -> int:
+    """The exit code of `scripts/bench --against`, with a small model and a peer that cannot be had."""
+    monkeypatch.setattr(against, "wanted", lambda arguments: [small._replace(workloads={"one": WORKLOADS["one"]})])
+    monkeypatch.setattr(models, "PEERS", logs)
+    monkeypatch.setitem(PEERS, "openvino", peer("openvino", version=refused))
+    monkeypatch.setattr("sys.argv", ["bench", "--rounds", "1", "--repetitions", "1", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    return ended.value.code  # type: ignore[return-value]
+
+
+def test_bench_goes_on_without_peers_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(monkeypatch, small, logs, "--against", "openvino", "--", *SCRIPTED) == 0
+    printed = capsys.readouterr().out
+    assert "- openvino: not installed: no such package" in printed
+    assert "| one: 1 x 20 in, 5 out" in printed
+
+
+def test_bench_fails_if_our_server_fails(
+    monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(monkeypatch, small, logs, "--against", "openvino", "--", "--worker", "none") == 1
+    assert "- ours: it ended with code " in capsys.readouterr().out
+
+
+def test_an_unknown_peer_is_named(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path) -> None:
+    code: Any = run_bench(monkeypatch, small, logs, "--against", "vlm")
+    assert code == "'vlm' is not known; there are vllm, llama.cpp, openvino, transformers."
+
+
+def test_prompts_have_their_tokens_and_are_new(small: Model) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(small.tokenizer))
+    words = Words(small.tokenizer)
+    prompts, before = words.prompts(WORKLOADS["shared"], "a")
+    assert before is not None
+    assert {len(tokenizer.encode(text).ids) for text in (*prompts, before)} == {36}
+    assert len({*prompts, before}) == 4
+    shared = tokenizer.decode(tokenizer.encode(before).ids[:32])
+    assert all(prompt.startswith(shared) for prompt in prompts)
+    assert words.prompts(WORKLOADS["shared"], "a") == (prompts, before)
+    assert not {*prompts, before} & {*words.prompts(WORKLOADS["shared"], "b")[0]}
+
+
+def test_what_is_made_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def broken(path: Path) -> None:
+        path.write_text("half")
+        raise Failed("no")
+
+    with pytest.raises(Failed, match="no"):
+        whole(tmp_path / "file", broken)
+    assert list(tmp_path.iterdir()) == []
+    assert whole(tmp_path / "file", lambda path: path.write_text("all")).read_text() == "all"
+    assert whole(tmp_path / "file", broken).read_text() == "all"
+
+
+def test_servers_are_ended(records: Records) -> None:
+    assert records["small"]["ours"].first_s
+    left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not [line for line in left if "tgi" in line]
