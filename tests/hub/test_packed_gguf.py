@@ -13,8 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 
+from scripts.make_gguf import write_gguf
 from tests.dequantized import plain_weights
-from tests.hub.gguf_files import write_gguf
 from tests.models import model
 from tgi.hub.card import read_card
 from tgi.hub.gguf import reader, weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hub.gguf_files import write_gguf
+from scripts.make_gguf import write_gguf
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tgi.hub.gguf import reader
