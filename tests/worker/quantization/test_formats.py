@@ -1,6 +1,7 @@
 """Quantized checkpoints of others stand for what their formats define, are served so, and are refused in words."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,26 @@ def test_a_flag_that_names_another_kind(form: Form, quantize: str, words: str, t
 )
 def test_a_flag_that_names_the_kind(form: Form, quantize: str | None, tmp_path: Path) -> None:
     assert read_scheme(tmp_path, {"quantization_config": form.config()}, quantize).stored is not None
+
+
+def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    write_layer(Gptq(scattered=True), some_weight(), tmp_path)
+    for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
+        scheme = read_scheme(tmp_path, {"quantization_config": form.config()}, None)
+        with Checkpoint(tmp_path) as checkpoint:
+            source = scheme.source(checkpoint)
+            if isinstance(form, Gptq):
+                source.weight("some.layer", OUTPUTS, INPUTS)
+    for words in (
+        "GPTQ's, of 4 bits in groups of 32 inputs",
+        "the weight of some.layer, and others like it, becomes a plain one: its groups are scattered",
+        "int-quantized of compressed-tensors",
+        "activations are not quantized",
+        "kv_cache_scheme is not used",
+        "8-bit floats, which are dequantized",
+    ):
+        assert words in caplog.text
 
 
 def test_what_is_left_plain_may_be_quantized_at_load(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tgi.worker.quantization.columns import FLOATS, Columns
 from tgi.worker.quantization.declared import Declared
+from tgi.worker.quantization.levels import by_rows
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -45,18 +46,23 @@ def dequantized(columns: Columns, block: tuple[int, int] | None) -> Tensor:
     outputs, inputs = columns.outputs, columns.inputs
     weight = columns.read("weight", FLOAT8, outputs, inputs)
     name = next((name for name in SCALES if name in columns), SCALES[0])
-    scales = columns.stored(name)
-    dtypes = (*FLOATS, torch.float8_e8m0fnu)
-    if scales.numel() == 1:
-        factors = columns.read(name, dtypes, *scales.shape).float().view(1, 1)
+    shape = tuple(columns.stored(name).shape)
+    tall, wide = 1, inputs  # outputs and inputs that share a scale
+    if shape.count(1) == len(shape):
+        tall, expected = outputs, shape
     elif block is None:
-        flat = scales.ndim == 1
-        factors = columns.read(name, dtypes, outputs, *(() if flat else (1,))).float().view(outputs, 1)
+        expected = (outputs,) if len(shape) == 1 else (outputs, 1)
     else:
-        rows, wide = block
-        factors = columns.read(name, dtypes, -(-outputs // rows), -(-inputs // wide)).float()
-        factors = factors.repeat_interleave(rows, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
-    return _float32(weight).mul_(factors)
+        tall, wide = block
+        expected = -(-outputs // tall), -(-inputs // wide)
+    scales = columns.read(name, (*FLOATS, torch.float8_e8m0fnu), *expected).float()
+    scales = scales.view(-1, -(-inputs // wide)).repeat_interleave(tall, 0)
+
+    def piece(rows: slice) -> Tensor:
+        numbers = _float32(weight[rows])
+        return numbers.mul_(scales[rows][: len(numbers)].repeat_interleave(wide, 1)[:, :inputs])
+
+    return by_rows(outputs, inputs, piece)
 
 
 def _float32(weight: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A weight on evenly spaced levels, which is what the integer formats of checkpoints have in common."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
+PIECE = 1 << 17  # numbers dequantized at once, few enough for a core's cache
 SCALE_ERROR = 2.0**-10  # relative, of a scale that is rounded to float16
 
 
@@ -57,13 +59,16 @@ class Levels(NamedTuple):
 
     def dequantized(self) -> Tensor:
         """The weight, float32 [outputs, inputs], without any error of its own."""
-        codes = unpacked(self.codes, self.bits)[:, : self.inputs].float()
-        order = self.order
+        order, zero = self.order, self._only_zero()
         if order is None:
             order = torch.arange(self.inputs) // (self.inputs // self.scales.shape[1])
-        zero = self._only_zero()
-        codes -= self.zeros.float().index_select(1, order) if zero is None else zero
-        return codes.mul_(self.scales.float().index_select(1, order))
+
+        def piece(rows: slice) -> Tensor:
+            numbers = unpacked(self.codes[rows], self.bits)[:, : self.inputs].float()
+            numbers -= self.zeros[rows].float().index_select(1, order) if zero is None else zero
+            return numbers.mul_(self.scales[rows].float().index_select(1, order))
+
+        return by_rows(self.codes.shape[0], self.inputs, piece)
 
     def _only_zero(self) -> int | None:
         """The zero point of all groups, if they have the same."""
@@ -74,6 +79,17 @@ class Levels(NamedTuple):
         """Inputs of a scale in QuantizedWeight: longer groups are cut into several of the same scale."""
         size = self.inputs // self.scales.shape[1]
         return max((group for group in GROUPS if size % group == 0), default=None)
+
+
+def by_rows(outputs: int, inputs: int, piece: Callable[[slice], Tensor]) -> Tensor:
+    """A weight float32 [outputs, inputs] made by some outputs at a time, so that what is needed between takes little
+    memory, and none that has to be fetched anew for each step."""
+    found = torch.empty(outputs, inputs)
+    step = max(1, PIECE // inputs)
+    for start in range(0, outputs, step):
+        rows = slice(start, start + step)
+        found[rows] = piece(rows)
+    return found
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
