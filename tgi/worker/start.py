@@ -66,11 +66,7 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     if settings.draft_model_dir is not None:
         need_same_tokens(settings.model_dir, settings.draft_model_dir)
 
-    # What is made at load is made of both; what weights are already is said of the served model's alone.
-    quantize = {settings.model_dir: settings.quantize}
-    if settings.draft_model_dir is not None:
-        made = settings.quantize in MADE_AT_LOAD
-        quantize.setdefault(settings.draft_model_dir, settings.quantize if made else None)
+    quantize = quantizations(settings)
     kernels = None
     progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
@@ -94,6 +90,15 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     if draft.context < served.context:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context)
     return Models(served, draft)
+
+
+def quantizations(settings: Settings) -> dict[Path, str | None]:
+    """What --quantize says of the models in these directories: what is made at load is made of the draft model too, but
+    what weights are already is said of the served model alone."""
+    found = {settings.model_dir: settings.quantize}
+    if settings.draft_model_dir is not None:
+        found.setdefault(settings.draft_model_dir, settings.quantize if settings.quantize in MADE_AT_LOAD else None)
+    return found
 
 
 def _engine(

@@ -33,6 +33,7 @@ def test_columns_are_read_as_they_were_written(shifted: bool, tmp_path: Path) ->
     found = read.weight("lm_head", 4, 64)
     assert isinstance(found, QuantizedWeight)
     assert torch.equal(found.dequantized(torch.float32), written.dequantized(torch.float32))
+    assert torch.equal(read.tensor("lm_head.weight", 4, 64), written.dequantized(torch.float32))
     assert torch.equal(read.weight("other", 2, 3), read.tensor("other.weight", 2, 3))
     with pytest.raises(UserError, match=r"has shape \[4, 64\], but the model's config.json asks for \[4, 32\]"):
         read.weight("lm_head", 4, 32)
@@ -57,7 +58,7 @@ def test_columns_that_do_not_fit_are_refused(change: dict[str, Tensor], tmp_path
         source(tmp_path, columns("x", broken)).weight("x", 4, 64)
 
 
-def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path) -> None:
+def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     already = random_weight(4, 64, 8, 64, False)
     names = ["a", EMBEDDING, HEAD]
     plain = {f"{name}.weight": torch.randn(4, 64) for name in names} | {"short.weight": torch.randn(4, 24)}
@@ -67,3 +68,8 @@ def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path) -> None
     assert isinstance(found[3], QuantizedWeight)
     assert found[3].group == 64
     assert torch.equal(read.weight("short", 4, 24), plain["short.weight"])
+    read.weight("b", 4, 64)
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [
+        "it is quantized already",
+        "it is of inputs that are no multiple of 32",
+    ]

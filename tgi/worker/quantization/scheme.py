@@ -32,7 +32,10 @@ class Scheme(NamedTuple):
         for remark in () if self.stored is None else self.stored.remarks:
             log.info("%s", remark)
         stored = self.stored_source(checkpoint)
-        return stored if self.made is None else QuantizingSource(stored, self.made)
+        if self.made is None:
+            return stored
+        log.info("plain weights are made %s at load", self.made)
+        return QuantizingSource(stored, self.made)
 
 
 def read_scheme(directory: Path, config: dict[str, Any], quantize: str | None) -> Scheme:

@@ -1,5 +1,6 @@
 """Where a model's weights come from, whatever form they have there."""
 
+import logging
 from typing import Protocol
 
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.quantize import GROUP, quantized
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight, plain
+
+log = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what checkpoints call the first layer and the last
 
@@ -20,7 +23,7 @@ class Source(Protocol):
         """Whether there is a tensor of that name: "lm_head.weight" also where its weight is quantized."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A plain tensor, of a norm or a bias."""
+        """A tensor that is to be plain: of a norm, a bias or a router."""
 
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
         """The weight [outputs, inputs] of the layer of that name, which is "lm_head", not "lm_head.weight"."""
@@ -38,6 +41,8 @@ class PackedSource:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """See Source."""
+        if f"{name}.codes" in self._checkpoint and len(shape) == 2:
+            return plain(self.weight(name.removesuffix(".weight"), *shape), torch.float32)
         return self._checkpoint.tensor(name, *shape)
 
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
@@ -74,6 +79,7 @@ class QuantizingSource:
     def __init__(self, source: Source, form: str) -> None:
         self._source = source
         self._form = form
+        self._told: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._source
@@ -85,6 +91,16 @@ class QuantizingSource:
     def weight(self, name: str, outputs: int, inputs: int) -> Weight:
         """See Source."""
         found = self._source.weight(name, outputs, inputs)
-        if isinstance(found, QuantizedWeight) or inputs % GROUP:
+        if isinstance(found, QuantizedWeight):
+            self._tell(name, "quantized already")
+            return found
+        if inputs % GROUP:
+            self._tell(name, f"of inputs that are no multiple of {GROUP}")
             return found
         return quantized(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
+
+    def _tell(self, name: str, why: str) -> None:
+        """Logs why a weight is left alone, for the first of its kind."""
+        if why not in self._told:
+            self._told.add(why)
+            log.warning("--quantize leaves %s as it is, and others like it: it is %s", name, why)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
-PIECE = 1 << 22  # elements dequantized at once
+PIECE = 1 << 24  # elements dequantized at once
 
 
 class QuantizedWeight(NamedTuple):
@@ -56,7 +56,8 @@ class QuantizedWeight(NamedTuple):
         found = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
         pieces = found.split(max(1, PIECE // inputs))
         for piece, part in zip(pieces, self.split([len(piece) for piece in pieces]), strict=True):
-            grouped = part.numbers().view(*part.scales.shape, self.group).float() * part.scales.float()[:, :, None]
+            grouped = part.numbers().view(*part.scales.shape, self.group).float()
+            grouped *= part.scales.float()[:, :, None]
             if part.shifts is not None:
                 grouped += part.shifts.float()[:, :, None]
             piece.copy_(grouped.view(piece.shape))
