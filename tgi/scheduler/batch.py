@@ -14,10 +14,10 @@ class Batch:
         self.prefilling: dict[Request, None] = {}  # in the order of admission
         self.lanes: dict[Client, Lane] = {}  # the decoding ones; none is empty
         self._slots: list[Request | None] = [None] * slots
-        self._free = list(range(slots - 1, -1, -1))
+        self.free = list(range(slots - 1, -1, -1))  # slots that nobody holds
 
     def __len__(self) -> int:
-        return len(self._slots) - len(self._free)
+        return len(self._slots) - len(self.free)
 
     def __iter__(self) -> Iterator[Request]:
         return (request for request in self._slots if request is not None)
@@ -30,16 +30,16 @@ class Batch:
     @property
     def busy(self) -> bool:
         """Whether anybody holds a slot."""
-        return len(self._free) < len(self._slots)
+        return len(self.free) < len(self._slots)
 
     @property
     def full(self) -> bool:
         """Whether no slot is free."""
-        return not self._free
+        return not self.free
 
     def enter(self, request: Request) -> None:
         """Gives a slot to a request that is to be prefilled."""
-        request.slot = self._free.pop()
+        request.slot = self.free.pop()
         self._slots[request.slot] = request
         self.prefilling[request] = None
 
@@ -64,7 +64,7 @@ class Batch:
     def leave(self, request: Request) -> None:
         """Takes the slot back."""
         self._slots[request.slot] = None
-        self._free.append(request.slot)
+        self.free.append(request.slot)
         if request.lane is not None:
             self.leave_lane(request)
         else:

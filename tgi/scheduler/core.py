@@ -246,7 +246,8 @@ class Core:
             self._planner.end(request)
         request.become("end")
         self.counters.ended += 1
-        self._suspects.forget(request)
+        if request.strikes:
+            self._suspects.forget(request)
         del request.client.requests[request.rid]
         self._outbox.put(request.client.peer, partial(request.end, reason, message, now))
 

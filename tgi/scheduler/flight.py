@@ -57,9 +57,13 @@ class Flight(NamedTuple):
         number, rows = self.step.number, len(self.drawing)
         if result.number != number:
             return f"the result of step {result.number} came where that of step {number} was due"
-        if result.counts != b"\1" * rows and not self._fits(result.counts):
-            return f"the result of step {number} does not have a token for each of {rows} rows and at most its drafts"
-        drawn = sum(result.counts)
+        drawn = rows
+        if result.counts != b"\1" * rows:
+            if not self._fits(result.counts):
+                return (
+                    f"the result of step {number} does not have a token for each of {rows} rows and at most its drafts"
+                )
+            drawn = sum(result.counts)
         if len(result.ids) != 4 * drawn or len(result.logprobs) != 4 * drawn:
             return f"the result of step {number} does not have an id and a logprob for each of {drawn} tokens"
         if len(result.faults) not in (0, len(self.step.draws)):

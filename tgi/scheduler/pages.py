@@ -56,13 +56,15 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Pages with nothing in them that matters, held once. Raises IndexError if fewer are available."""
-        if count > self.available:
+        free = self._free
+        missing = count - len(free)
+        if missing > self._idle:
             raise IndexError(f"{count} pages wanted, {self.available} available")
-        rest = max(0, len(self._free) - count)
-        taken = self._free[rest:]
-        del self._free[rest:]
-        if missing := count - len(taken):
-            taken += self._evict(missing)
+        if missing >= 0:
+            taken, self._free = free, []
+            return taken + self._evict(missing)
+        taken = free[-missing:]
+        del free[-missing:]
         return taken
 
     def keep_free(self, count: int) -> None:

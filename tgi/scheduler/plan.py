@@ -175,7 +175,8 @@ class Planner:
             if budget <= full:
                 return
             budget -= self._chunk(outline, request, budget)
-        while budget > full and not self.batch.full and (head := self.queue.head()) is not None:
+        free = self.batch.free
+        while budget > full and free and (head := self.queue.head()) is not None:
             if not self._admit(outline, head, number, now):
                 return
             budget -= self._chunk(outline, head, budget)
@@ -183,11 +184,13 @@ class Planner:
     def _chunk(self, outline: Outline, request: Request, budget: int) -> int:
         """A row of at most `budget` tokens. Returns how many it has."""
         start, known = request.planned, len(request.ids)
-        count = min(budget, known - start)
+        count = known - start
+        if count > budget:
+            count = budget
         request.planned = end = start + count
         if request.shares:
             outline.filling.append(request)
-        if request.tells and (told := telling(request, start, end)):
+        if request.prompt_from < request.prompt_tokens and (told := telling(request, start, end)):
             outline.telling.append(told)
         outline.rows.append(request.slot)
         outline.starts.append(start)
@@ -212,34 +215,36 @@ class Planner:
 
         Nobody is preempted for it, and nothing is reserved for what it may generate.
         """
-        batch = self.batch
+        batch, holdings = self.batch, self.holdings
         busy = batch.busy
-        if request.wanted and busy and self.holdings.lacks(request.wanted):
+        if request.wanted and busy and holdings.lacks(request.wanted):
             return False  # nothing has changed since the last try
+        # The last id is always computed, since its row draws the next; what tells a logprob is computed, too.
         tells = request.tells
+        computed = request.prompt_from if tells else len(request.ids)
         # Without its adapter the worker would fill them with something else.
-        request.shares = self._caching and (not request.salt or self._adapters.has(request.salt))
-        most = 0
-        if request.shares:
-            # The last id is always computed, since its row draws the next; what tells a logprob is computed, too.
-            most = ((request.prompt_from if tells else len(request.ids)) - 1) // self._page_size
+        request.shares = shares = self._caching and (not request.salt or self._adapters.has(request.salt))
         column = request.ids.tobytes()
-        if not self.holdings.admit(request, column, most, self._spare if busy else 0):
+        most = (computed - 1) // self._page_size if shares else 0
+        if not holdings.admit(request, column, most, self._spare if busy else 0):
             return False
         self.queue.pop()
         request.become("admit")
         batch.enter(request)
         request.since = number
+        if found := request.planned:
+            self._counters.cache_hit_tokens += found
         if request.first_planned is None:
             request.first_planned = now
-            request.cached_tokens = min(request.planned, request.prompt_tokens)
-        self._counters.cache_hit_tokens += request.planned
+            request.cached_tokens = min(found, request.prompt_tokens)
         if self._speculation is not None:
             self._speculation.enter(request)
-        slot, pages = request.slot, request.pages
-        asks = (request.prompt_from, request.prompt_top_n) if tells else ()
-        outline.slots.append(Slot(slot, column, request.prompt_tokens, request.sampling, *asks))
-        outline.page_slots.fromlist([slot] * len(pages))
+        place, pages = request.slot, request.pages
+        slot = Slot(place, column, request.prompt_tokens, request.sampling)
+        if tells:
+            slot = slot._replace(prompt_from=request.prompt_from, prompt_top_n=request.prompt_top_n)
+        outline.slots.append(slot)
+        outline.page_slots.fromlist([place] * len(pages))
         outline.page_ids.fromlist(pages)
         return True
 
