@@ -162,8 +162,8 @@ def transformers_command(model: Model, port: int) -> list[str | Path]:
     how = ("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16", "--attn-implementation", "sdpa")
     # Its masks are as wide as the cache, so this is not sized to the memory, as it would be by itself.
     pages = str(model.streams * -(-model.tokens // TRANSFORMERS_PAGE))
-    how += ("--cb-max-batch-tokens", "512", "--cb-num-blocks", pages)
-    return [program, "serve", model.directory, "--host", "127.0.0.1", "--port", str(port), *how]
+    cache = ("--cb-max-batch-tokens", "512", "--cb-num-blocks", pages)
+    return [program, "serve", model.directory, "--host", "127.0.0.1", "--port", str(port), *how, *cache]
 
 
 def transformers_body(prompt: str, tokens: int) -> dict[str, Any]:
