@@ -1,10 +1,13 @@
 """Installs peers, each once into an environment of its own: .peers/NAME."""
 
+import fcntl
 import hashlib
 import os
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.beside.models import PEERS, run
@@ -32,7 +35,9 @@ def environment(name: str) -> Path:
     directory = PEERS / name
     python, stamp = directory / "bin" / "python", directory / "installed"
     wanted = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
+    with _alone(name):
+        if stamp.exists() and stamp.read_text() == wanted:
+            return python
         print(f"Installing {name} into {directory} (once) ...", file=sys.stderr, flush=True)
         run(sys.executable, "-m", "venv", directory)
         run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", requirements)
@@ -47,7 +52,9 @@ def llama_cpp() -> Path:
     directory = PEERS / "llama.cpp"
     build, stamp = directory / "build", directory / "built"
     wanted = " ".join((LLAMA_CPP, *BUILD))
-    if not stamp.exists() or stamp.read_text() != wanted:
+    with _alone("llama.cpp"):
+        if stamp.exists() and stamp.read_text() == wanted:
+            return build / "bin"
         print(f"Building {LLAMA_CPP}'s llama.cpp in {directory} (once; many minutes) ...", file=sys.stderr, flush=True)
         source = _source(python, directory / "source")
         cmake, ninja = python.parent / "cmake", python.parent / "ninja"
@@ -56,6 +63,15 @@ def llama_cpp() -> Path:
         run(cmake, "--build", build, "--target", *targets, "--parallel", str(os.cpu_count()))
         stamp.write_text(wanted)
     return build / "bin"
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """No other process installs this peer."""
+    PEERS.mkdir(exist_ok=True)
+    with (PEERS / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _source(python: Path, directory: Path) -> Path:

@@ -54,7 +54,10 @@ class Front:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, one request."""
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        except asyncio.IncompleteReadError:
+            head = ""
         if not head.startswith("POST /v1/completions "):
             writer.write(NOT_FOUND)
             writer.close()

@@ -14,6 +14,7 @@ from scripts.beside.servers import Failed, Server, free_port
 from scripts.beside.streams import BadStream, Event, Stream
 
 HERE = Path(__file__).parent
+TRANSFORMERS_PAGE = 256  # tokens in a block of its cache
 
 
 class Counted(NamedTuple):
@@ -158,8 +159,11 @@ def openvino_command(model: Model, port: int) -> list[str | Path]:
 def transformers_command(model: Model, port: int) -> list[str | Path]:
     _reads_no_gguf("transformers", model)
     program = install.environment("transformers").parent / "transformers"
-    how = ("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16")
-    return [program, "serve", model.directory, "--host", "127.0.0.1", "--port", str(port), *how]
+    how = ("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16", "--attn-implementation", "sdpa")
+    # Its masks are as wide as the cache, so this is not sized to the memory, as it would be by itself.
+    pages = str(model.streams * -(-model.tokens // TRANSFORMERS_PAGE))
+    cache = ("--cb-max-batch-tokens", "512", "--cb-num-blocks", pages)
+    return [program, "serve", model.directory, "--host", "127.0.0.1", "--port", str(port), *how, *cache]
 
 
 def transformers_body(prompt: str, tokens: int) -> dict[str, Any]:
