@@ -30,7 +30,7 @@ THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gel
 _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
     "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 5),
-    "tgi_norm": (*[c_void_p] * 4, c_int64, c_int64, c_int64, c_float),
+    "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attend": (
@@ -77,6 +77,7 @@ class Kernels:
         if team is None:
             raise Unavailable("the system does not let this process use AMX")
         weakref.finalize(self, library.tgi_stop, team)
+        self.library, self.team = library, team
         functions = []
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -117,19 +118,23 @@ class Kernels:
         return y
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
-        """The norm of x [rows, size] over its rows. `weight` and `bias` [size] are float32."""
+        """The norm of x [rows, size] or [rows, parts, size] over its last dimension. `weight` and `bias` are float32,
+        [size] or [parts, size]."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        rows, size = x.shape
-        self._norm(x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), rows, size, centred, epsilon)
+        parts = 1 if x.ndim == 2 else x.shape[1]
+        self._norm(
+            x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), len(x), parts, x.shape[-1], centred, epsilon
+        )
         return y
 
-    def turn(self, x: Tensor, heads: int, cos: Tensor, sin: Tensor, neighbours: bool) -> None:
-        """Turns the first `heads` heads of x [T, H, head_dim] in place, by cos and sin, float32 [T, turned]."""
+    def turn(self, x: Tensor, heads: int, angles: Tensor, positions: Tensor, neighbours: bool) -> None:
+        """Turns the first `heads` heads of x [T, H, head_dim] in place. `angles` is a table of each position's cos and
+        sin, float32 [.., 2, turned], positions int64 [T]."""
         tokens, all_heads, head_dim = x.shape
         self._turn(
-            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, all_heads * head_dim, heads, head_dim, cos.shape[1],
-            neighbours,
+            x.data_ptr(), angles.data_ptr(), positions.data_ptr(), tokens, all_heads * head_dim, heads, head_dim,
+            angles.shape[2], neighbours,
         )  # fmt: skip
 
     def lora(self, x: Tensor, plus: Tensor, tiles: Tiles, adapters: int, bounds: Tensor) -> None:
