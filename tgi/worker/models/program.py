@@ -31,8 +31,8 @@ class Buffer(IntEnum):
 def write_program(
     config: DecoderConfig, layers: "Sequence[Layer]", rotaries: Sequence[Rotary], kv: KVShape
 ) -> Program | None:
-    """The layers as a program. None where it cannot be: without our kernels; with experts, since who computes what shows
-    only as a step runs; and where the MLP takes what attention took, and that is HIDDEN itself."""
+    """The layers as a program. None where it cannot be: without our kernels; with experts, since who computes what
+    shows only as a step runs; and where the MLP takes what attention took, and that is HIDDEN itself."""
     dense = all(isinstance(layer.mlp, Mlp) for layer in layers)
     kept = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.kernels is None or not dense or not kept:

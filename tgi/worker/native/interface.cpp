@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "best.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -32,6 +33,10 @@ void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, b
 void tgi_linear(Team* team, const bf16* x, const bf16* weight, const float* bias, const float* plus, const bf16* other,
                 bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step, int64_t then) {
     linear(*team, {x, weight, bias, plus, other, y, wide, rows, inputs, outputs, plus_step, Then(then)});
+}
+
+void tgi_best(Team* team, const float* scores, int64_t* at, float* logs, int64_t rows, int64_t size) {
+    best(*team, {scores, at, logs, rows, size});
 }
 
 void tgi_turn(Team* team, bf16* x, const float* angles, const int64_t* positions, int64_t tokens, int64_t stride,

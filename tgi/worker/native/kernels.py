@@ -32,6 +32,7 @@ _SIGNATURES = {
     "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 5),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
+    "tgi_best": (*[c_void_p] * 3, c_int64, c_int64),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attend": (
         *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
@@ -83,7 +84,7 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
-        self._pack, self._linear, self._norm, self._turn, self._lora, self._attend = functions
+        self._pack, self._linear, self._norm, self._turn, self._best, self._lora, self._attend = functions
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -136,6 +137,13 @@ class Kernels:
             x.data_ptr(), angles.data_ptr(), positions.data_ptr(), tokens, all_heads * head_dim, heads, head_dim,
             angles.shape[2], neighbours,
         )  # fmt: skip
+
+    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of scores float32 [n, size] the lowest id among the highest of each row, int64 [n], and the logarithm of
+        sum(e^(score - highest)), float32 [n]: a token's logprob is its score - highest - this."""
+        ids, logs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
+        self._best(scores.data_ptr(), ids.data_ptr(), logs.data_ptr(), *scores.shape)
+        return ids, logs
 
     def lora(self, x: Tensor, plus: Tensor, tiles: Tiles, adapters: int, bounds: Tensor) -> None:
         """Writes what adapters add to the projections of x [T, inputs] to the rows of plus (float32 [T, width]) that
