@@ -110,6 +110,11 @@ def test_the_best_of_scores_and_the_logarithm_of_their_sum(kernels: Kernels, siz
     assert kernels.best(torch.full((1, size), torch.nan))[0] == 0
 
 
+def test_all_memory_is_read(kernels: Kernels) -> None:
+    memory = torch.randint(-100, 100, (200, 1000), generator=torch.Generator().manual_seed(1))
+    assert kernels.read(memory) == memory.sum()
+
+
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = library()

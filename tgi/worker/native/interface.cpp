@@ -8,6 +8,7 @@
 #include "lora.h"
 #include "norm.h"
 #include "program.h"
+#include "read.h"
 #include "team.h"
 #include "turn.h"
 
@@ -38,6 +39,8 @@ void tgi_linear(Team* team, const bf16* x, const bf16* weight, const float* bias
 void tgi_best(Team* team, const float* scores, int64_t* at, float* logs, int64_t rows, int64_t size) {
     best(*team, {scores, at, logs, rows, size});
 }
+
+void tgi_read(Team* team, const void* at, int64_t bytes, int64_t* sum) { *sum = read(*team, at, bytes); }
 
 void tgi_turn(Team* team, bf16* x, const float* angles, const int64_t* positions, int64_t tokens, int64_t stride,
               int64_t heads, int64_t head_dim, int64_t turned, int64_t neighbours) {

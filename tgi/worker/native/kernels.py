@@ -33,6 +33,7 @@ _SIGNATURES = {
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
     "tgi_best": (*[c_void_p] * 3, c_int64, c_int64),
+    "tgi_read": (c_void_p, c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attend": (
         *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
@@ -84,7 +85,7 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
-        self._pack, self._linear, self._norm, self._turn, self._best, self._lora, self._attend = functions
+        self._pack, self._linear, self._norm, self._turn, self._best, self._read, self._lora, self._attend = functions
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -144,6 +145,13 @@ class Kernels:
         ids, logs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
         self._best(scores.data_ptr(), ids.data_ptr(), logs.data_ptr(), *scores.shape)
         return ids, logs
+
+    def read(self, memory: Tensor) -> int:
+        """Reads memory of any dtype, a multiple of 64 bytes, as fast as it goes, to know how fast that is. Returns the
+        sum of its bytes as int64 numbers."""
+        total = torch.empty(1, dtype=torch.int64)
+        self._read(memory.data_ptr(), memory.nbytes, total.data_ptr())
+        return int(total)
 
     def lora(self, x: Tensor, plus: Tensor, tiles: Tiles, adapters: int, bounds: Tensor) -> None:
         """Writes what adapters add to the projections of x [T, inputs] to the rows of plus (float32 [T, width]) that
