@@ -29,7 +29,8 @@ class Arena:
 
 
 def _region(size: int) -> mmap.mmap:
-    region = mmap.mmap(-1, size)
+    # Private, since the system gives large pages for shared memory, Python's own choice, only where it is told to.
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return region

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tgi.worker.native.arena import Arena
 from tgi.worker.native.build import Unavailable
-from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
 PANEL = 32  # outputs are filled up to whole panels of this many
 DEPTH = 32  # inputs must be a multiple of this
-GROUPS = (16, 32, 64, 128)  # inputs of a scale
 PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
 MOST_ROWS = 32  # of a product
