@@ -58,6 +58,10 @@ class RandomCheckpoint:
         found = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) / shape[-1] ** 0.5
         return found.to(torch.bfloat16)
 
+    def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """The same for a layer."""
+        return self.tensor(name, outputs, inputs)
+
 
 def make_adapter(config: DecoderConfig, rank: int) -> LoraWeights:
     """An adapter of every projection."""
@@ -78,7 +82,7 @@ class Bench:
         kernels = None if plain else find_kernels([Recipe(config, torch.bfloat16)], "cpu")
         if kernels is None:
             choose_threads()
-        reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU, kernels)  # type: ignore[arg-type]
+        reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU, kernels)
         with torch.inference_mode():
             model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU, kernels)
         self.prompt = prompt

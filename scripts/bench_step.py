@@ -84,7 +84,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
     model._logits = watch.around("logits", model._logits)  # type: ignore[method-assign]
     engine.sample = watch.around("sampling", sampling.sample)  # type: ignore[attr-defined]
     program.clock = torch.zeros(len(names), dtype=torch.float64)
-    weights = sum(linear._weight.nbytes for linear in (*all_linears(model), model._weights.head))
+    weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
     cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
     memory = torch.ones(READ, dtype=torch.uint8)
     measured = []

@@ -59,7 +59,7 @@ MISTAKES = [
     (["--model-id", ""], 2, "it is empty"),
     (["--api-key", " "], 2, "it is empty"),
     (["--dtype", "int3"], 2, "'int3' is not one of auto, float32, bfloat16, float16"),
-    (["--quantize", "gptqq"], 2, "'gptqq' is not one of awq"),
+    (["--quantize", "gptqq"], 2, "'gptqq' is not one of int8"),
     (["--port", "70000"], 2, "'70000' is not a port number"),
     (["--port", ""], 2, "'' is not a whole number"),
     (["--num-shard", "-1"], 2, "'-1' is not a whole number"),

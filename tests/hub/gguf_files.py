@@ -2,13 +2,15 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import quantize
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
 ARCHITECTURES = {
@@ -18,6 +20,8 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3")
+# Where the float16 scales of blocks of 256 stand.
+SCALES = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
 SHIFTED = ("gemma", "gemma2", "gemma3_text")
 # What converters write beside the shape, where config.json has it: key of config.json -> key without its architecture.
 NUMBERS = {
@@ -63,14 +67,29 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def random_blocks(values: np.ndarray, block: GGMLQuantizationType) -> np.ndarray:
+    """Blocks of a K type, which the gguf package does not quantize to, about as large as the values."""
+    size, stored = GGML_QUANT_SIZES[block]
+    raw = np.random.default_rng(0).integers(0, 256, (values.size // size, stored), dtype=np.uint8)
+    scales = [slice(at, at + 2) for at in SCALES[block]]
+    for scale in scales:
+        raw[:, scale] = np.array([1.0], np.float16).view(np.uint8)
+    fitting = values.std() / dequantize(raw, block).std()
+    for scale in scales:
+        raw[:, scale] = np.array([fitting], np.float16).view(np.uint8)
+    return raw.reshape(*values.shape[:-1], -1)
+
+
 def write_gguf(
     model: Path,
     path: Path,
-    quantization: str = "F32",
+    quantization: str | Callable[[str], str] = "F32",
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """`metadata` overrides keys; a value of None leaves a key out. Norms and biases stay float32."""
+    """`metadata` overrides keys; a value of None leaves a key out. `quantization` is a block type, or says the
+    one of each stored name. Norms, biases and routers stay float32.
+    """
     config = json.loads((model / "config.json").read_text())
     kind = config["model_type"]
     arch = MODEL_ARCH_NAMES[architecture(kind)]
@@ -103,10 +122,13 @@ def write_gguf(
             values = permute(values, heads if ".q_proj." in name else kv_heads)
         if kind in SHIFTED and name.endswith("norm.weight"):
             values = values + 1
-        block = GGMLQuantizationType[quantization if values.ndim > 1 else "F32"]
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        writer.add_tensor(stored, quantize(values, block), raw_dtype=block)
+        plain = values.ndim == 1 or stored.endswith(("norm.weight", "ffn_gate_inp.weight"))
+        asked = quantization if isinstance(quantization, str) else quantization(stored)
+        block = GGMLQuantizationType["F32" if plain else asked]
+        raw = random_blocks(values, block) if block in SCALES else quantize(values, block)
+        writer.add_tensor(stored, raw, raw_dtype=block)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

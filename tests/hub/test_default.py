@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from tests.dequantized import transformers_model
 from tests.models import demo_model
 from tgi.hub.card import read_card
 from tgi.hub.default import SMOLLM2, default_model
@@ -85,10 +86,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_knows_the_capital_of_france(fetched: tuple[Path, list[tuple[str, int]]], dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(fetched[0])
-    network = AutoModelForCausalLM.from_pretrained(fetched[0], dtype=dtype).eval()
+    network = transformers_model(fetched[0], dtype)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = network.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]

@@ -41,7 +41,7 @@ def attempt(content: bytes, place: Path) -> str | None:
     refusal = None
     try:
         with building(result) as temporary:
-            convert(source, temporary, quiet)
+            convert(source, temporary, quiet, packed=True)
     except UserError as error:
         refusal = str(error)
         assert sorted(path.name for path in place.iterdir()) == ["x.gguf"]
@@ -174,6 +174,13 @@ def test_weights_that_are_not_numbers_are_refused(sound: bytes, place: Path) -> 
     data = reader.read(place / "x.gguf").tensors["output_norm.weight"].data
     at = sound.index(bytes(data))
     damaged = sound[:at] + struct.pack("<f", float("nan")) + sound[at + 4 :]
+    assert "not finite" in (attempt(damaged, place) or "")
+
+
+def test_scales_that_are_not_numbers_are_refused(sound: bytes, place: Path) -> None:
+    (place / "x.gguf").write_bytes(sound)
+    at = sound.index(bytes(reader.read(place / "x.gguf").tensors["blk.0.attn_q.weight"].data))
+    damaged = sound[:at] + struct.pack("<e", float("inf")) + sound[at + 2 :]
     assert "not finite" in (attempt(damaged, place) or "")
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tgi.kernel.process import Beat
+from tgi.kernel.process import Beat, served
 
 PROMISES = """
 import sys
@@ -32,3 +32,9 @@ def test_a_promise_is_never_seen_half_written(tmp_path: Path) -> None:
             seen |= {beat.deadline() for _ in range(200_000)}
         process.kill()
     assert seen <= {1.0, 2.0, 3.0}
+
+
+def test_a_model_in_other_bits_is_another_model() -> None:
+    assert served("abc", "int8") == served("abc", "eetq") != served("abc", "int4")
+    assert "abc" == served("abc", None) == served("abc", "gptq") != served("abc", "int8")
+    assert served("", "int8") == ""  # not known yet

@@ -67,7 +67,7 @@ REFUSED = [
     ({"lora_adapters": "a= @c"}, "Invalid LoRA adapter format: a= @c"),
     ({"lora_adapters": "tgi=/lora"}, "No LoRA adapter can be called tgi"),
     ({"lora_adapters": "a=b,c,a@d"}, "Two LoRA adapters are called a"),
-    ({"quantize": "gptq"}, "quantization is not supported yet"),
+    ({"quantize": "exl2"}, "they are not supported"),
     ({"speculate": 17}, r"`speculate` must be <= 16. Given: 17"),
     ({"speculate": 0, "draft_model_id": "small"}, "the draft model would draft nothing"),
     ({"draft_model_revision": "main"}, "no `draft_model_id` is given"),

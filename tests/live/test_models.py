@@ -102,10 +102,10 @@ def test_same_answer_under_any_load(case: Case, server: Server) -> None:
 def test_greedy_answers_are_those_of_transformers(case: Case, server: Server) -> None:
     """In float32, token by token."""
     import torch
-    import transformers
 
-    judge = transformers.AutoModelForCausalLM.from_pretrained(directory_of(case), dtype=torch.float32)
-    judge.eval()
+    from tests.dequantized import transformers_model
+
+    judge = transformers_model(directory_of(case), torch.float32)
     with ThreadPoolExecutor(len(case.prompts)) as pool:
         answers = pool.map(lambda number: ask(server, case, number, seeded=False), range(len(case.prompts)))
     for prompt, answer in zip(case.prompts, answers, strict=True):

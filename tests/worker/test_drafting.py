@@ -17,7 +17,7 @@ from tgi.kernel.pack import ints
 from tgi.kernel.settings import Settings
 from tgi.worker.drafting import LAG
 from tgi.worker.engine import TorchEngine
-from tgi.worker.start import Models, _need, start_engine
+from tgi.worker.start import Models, _need, quantizations, start_engine
 
 
 def asking(count: int, among: float = 1.0) -> tuple[list[int], Callable[[int, int], int]]:
@@ -157,6 +157,13 @@ def test_it_is_loaded_at_start(tmp_path: Path) -> None:
     result = engine.collect(engine.launch(step(2, [(0, 3, 1, 1)], drafts=[3])))
     assert result.counts == b"\x04"
     assert drive(make_engine(load("llama")), [prompt], 5)[0].ids == first + ints(result.ids)
+
+
+@pytest.mark.parametrize(("asked", "drafts"), [("int4", "int4"), ("eetq", "eetq"), ("gptq", None), (None, None)])
+def test_what_is_made_at_load_is_made_of_it_too(asked: str | None, drafts: str | None, tmp_path: Path) -> None:
+    served, draft = tmp_path / "served", tmp_path / "draft"
+    settings = Settings(model_dir=served, draft_model_dir=draft, quantize=asked)
+    assert quantizations(settings) == {served: asked, draft: drafts}
 
 
 def test_a_page_takes_the_bytes_of_both_caches() -> None:

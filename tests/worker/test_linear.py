@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tgi.worker.linear import LARGER, ONE_TILE, SMALLER, TILE, Linear, Rows, choose_rows
+from tgi.worker.linear import ANY_ROWS, LARGER, ONE_TILE, SMALLER, TILE, Linear, Rows, choose_rows
+from tgi.worker.quantization.quantize import quantized
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((192, 64), (64, 96), (576, 1536), (40, 24))
@@ -105,3 +106,22 @@ def test_tiles_cover_the_padded_rows_with_sizes_that_agree(sizes: tuple[int, ...
         assert [start for start, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
         assert tiles[-1][1] == padded
         assert all(stop - start in sizes for start, stop in tiles)
+
+
+def test_a_quantized_weight_is_computed_as_what_it_stands_for() -> None:
+    weight = quantized(torch.randn(96, 64, generator=torch.Generator().manual_seed(4)), "int4")
+    x = torch.randn(5, 64).bfloat16()
+    found = Linear(weight, None, "silu", dtype=torch.bfloat16)(x)
+    assert torch.equal(found, Linear(weight.dequantized(torch.bfloat16), None, "silu")(x))
+
+
+def test_elsewhere_than_on_cpu_a_quantized_weight_stays_in_its_bits() -> None:
+    """On torch's "meta" device, which has shapes and no numbers, since CUDA is not everywhere."""
+    weight = quantized(torch.randn(96, 64), "int4").to(torch.device("meta"))
+    linear = Linear(weight, None, "add", dtype=torch.bfloat16)
+    x, other = (torch.empty(5, size, dtype=torch.bfloat16, device="meta") for size in (64, 96))
+    assert linear(x, other).shape == (5, 96)
+    assert linear.wide(x).dtype is torch.float32
+    assert linear.bare()(x).shape == (5, 96)
+    assert linear._weight is weight
+    assert choose_rows([linear]) is ANY_ROWS

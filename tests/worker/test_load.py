@@ -169,11 +169,6 @@ def test_a_value_that_the_config_lacks_is_named(directory: Path) -> None:
     assert "hidden_size" in refusal(directory)
 
 
-def test_quantized_weights_are_refused(directory: Path) -> None:
-    change_config(directory, quantization_config={"quant_method": "gptq"})
-    assert "quantized" in refusal(directory)
-
-
 def test_an_unknown_architecture_is_refused(directory: Path) -> None:
     change_config(directory, model_type="no-such-model", architectures=["NoSuchModel"])
     assert "no-such-model" in refusal(directory)

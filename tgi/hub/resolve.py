@@ -5,6 +5,8 @@ What is there already is found without a network and without heavy imports; only
 """
 
 import hashlib
+import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -14,6 +16,8 @@ from tgi.hub.cache import Progress, cached, default_cache
 from tgi.hub.convert import import_gguf
 from tgi.kernel.adapters import Named
 from tgi.kernel.errors import UserError
+
+log = logging.getLogger(__name__)
 
 __all__ = ["DEFAULT_MODEL", "adapter_directory", "import_gguf", "model_directory"]
 
@@ -48,12 +52,12 @@ def model_directory(
     if offline is None:
         offline = _offline()
     if model_id is None:
-        return default.default_model(cache, progress, offline=offline)
+        return _told(default.default_model(cache, progress, offline=offline))
     path = Path(model_id).expanduser()
     if model_id and path.is_dir():
         return path.absolute()
     if path.suffix.lower() == ".gguf":
-        return _imported(path.absolute(), cache, progress)
+        return _told(_imported(path.absolute(), cache, progress))
     if path.is_file():
         raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
@@ -93,6 +97,19 @@ def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
+def _told(directory: Path) -> Path:
+    """An imported model's directory. The log says which block types its file has, if any have kept their bits."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError):  # what is wrong with it the reader of cards will say
+        return directory
+    kept, others = (
+        ", ".join(f"{name} ({count})" for name, count in found[key].items()) for key in ("kept", "made_bfloat16")
+    )
+    log.info("weights keep the bits of the GGUF file where its tensors are %s; bfloat16 stands for %s", kept, others)
+    return directory
+
+
 def _imported(file: Path, cache: Path, progress: Progress) -> Path:
     """The directory that a GGUF file was imported to, now or before."""
     try:
@@ -108,4 +125,8 @@ def _imported(file: Path, cache: Path, progress: Progress) -> Path:
     # Hashing gigabytes at every start would take seconds: size, time of change and both ends tell files apart.
     identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
     name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default.IMPORTER}"
-    return cached(cache / "models" / name, lambda temporary: convert.fill(file, temporary, progress), progress)
+
+    def build(temporary: Path) -> None:
+        convert.fill(file, temporary, progress, packed=True)
+
+    return cached(cache / "models" / name, build, progress)

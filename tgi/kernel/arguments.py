@@ -107,10 +107,10 @@ def _refuse_unbuilt(settings: Settings) -> None:
     """What TGI has and this server has not, yet."""
     if settings.ngrok:
         raise _invalid("ngrok tunnels are not supported. Leave out --ngrok and run the tunnel beside the server.")
-    if settings.quantize is not None:
+    if settings.quantize == "exl2":
         raise _invalid(
-            f"`quantize` is {settings.quantize}, but quantization is not supported yet. Leave out --quantize and serve "
-            "the original weights."
+            "`quantize` is exl2, whose weights have other bits in each layer: they are not supported. Serve the "
+            "original weights with --quantize int4 or int8, or a GPTQ or AWQ checkpoint."
         )
     if settings.kv_cache_dtype is not None:
         raise _invalid(

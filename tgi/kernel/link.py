@@ -202,7 +202,10 @@ class Link:
         if hello.protocol != PROTOCOL:
             return f"protocol {hello.protocol} against {PROTOCOL}; run the same version of tgi on both sides"
         if hello.model and self.me.model and hello.model != self.me.model:
-            return f"it serves another model ({hello.model} against {self.me.model}); start both with the same model"
+            return (
+                f"it serves another model ({hello.model} against {self.me.model}); start both with the same model and "
+                "the same --quantize"
+            )
         return ""
 
     def _send(self, route: bytes, frames: list[bytes]) -> bool:

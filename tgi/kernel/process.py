@@ -16,7 +16,7 @@ import zmq
 from tgi.kernel import rundir
 from tgi.kernel.link import Link
 from tgi.kernel.messages import PROTOCOL, Hello
-from tgi.kernel.settings import Settings
+from tgi.kernel.settings import MADE_AT_LOAD, Settings
 
 # An idle loop wakes this often to beat: the cost of 200 idle streams is this wake-up.
 BEAT_SECONDS = 2.0
@@ -82,8 +82,8 @@ class Process:
         return [self._wake.fileno()] + ([self._parent_fd] if self._parent_fd is not None else [])
 
     def hello(self, model: str = "") -> Hello:
-        """This process's first message on a link."""
-        return Hello(PROTOCOL, self.role, self.place, self.boot, model)
+        """This process's first message on a link. `model` is the fingerprint of the directory that it serves."""
+        return Hello(PROTOCOL, self.role, self.place, self.boot, served(model, self.settings.quantize))
 
     def address(self, name: str) -> str:
         """Where a link of this deployment meets, e.g. "tok-0.front"."""
@@ -153,3 +153,9 @@ def _at_eof(fd: int) -> bool:
     poll = zmq.Poller()
     poll.register(fd, zmq.POLLIN)
     return bool(poll.poll(0)) and os.read(fd, 1) == b""
+
+
+def served(model: str, quantize: str | None) -> str:
+    """What HELLO says of a model with this fingerprint: what its weights are made at load makes it another one."""
+    made = MADE_AT_LOAD.get(quantize or "")
+    return f"{model} in {made}" if model and made is not None else model

@@ -23,10 +23,17 @@ from tgi.kernel.option import (
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = (
-    "awq", "compressed-tensors", "eetq", "exl2", "gptq", "marlin", "bitsandbytes", "bitsandbytes-nf4",
-    "bitsandbytes-fp4", "fp8",
-)  # fmt: skip
+# What plain weights may be made at load, by the names of `--quantize`: those of other makers mean the nearest of ours.
+MADE_AT_LOAD = {
+    "int8": "int8",
+    "int4": "int4",
+    "eetq": "int8",
+    "bitsandbytes": "int8",
+    "bitsandbytes-nf4": "int4",
+    "bitsandbytes-fp4": "int4",
+}
+# The other names say what the weights are already.
+QUANTIZATIONS = (*MADE_AT_LOAD, "awq", "compressed-tensors", "exl2", "fp8", "gptq", "marlin")
 CHUNKED = "prompts are always computed in chunks, beside the decode steps of others"
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
@@ -47,7 +54,12 @@ class Settings:
     dtype: str = setting("auto", "Type of weights and activations; auto takes the model's own.", text, choices=DTYPES)
     device: str = setting("auto", "Where the model runs.", text, env=("TGI_DEVICE",), choices=("auto", "cpu", "cuda"))
     quantize: str | None = setting(
-        None, "Not supported yet, refused.", text, also=("HF_MODEL_QUANTIZE",), choices=QUANTIZATIONS
+        None,
+        "Weights in fewer bits: int8 and int4 (and eetq, bitsandbytes…, which stand for one of them) are made at load, "
+        "the others say what the weights are already.",
+        text,
+        also=("HF_MODEL_QUANTIZE",),
+        choices=QUANTIZATIONS,
     )
     speculate: int | None = setting(
         None,

@@ -1,6 +1,7 @@
 """Reads tensors from the safetensors files of a model directory, mapped into memory, never copied."""
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
@@ -50,10 +51,26 @@ class Checkpoint:
         self._files.clear()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, which must have that shape."""
+        """The tensor of that name, which must have that shape, and numbers in float32, bfloat16 or float16."""
+        found = self.stored(name)
+        if tuple(found.shape) != shape:
+            raise self.other_shape(name, found.shape, shape)
+        if found.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(
+                f"Tensor {name!r} in {self._where[name]} has dtype {str(found.dtype).removeprefix('torch.')}. "
+                f"Weights in float32, bfloat16 and float16 can be loaded."
+            )
+        return found
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """The weight [outputs, inputs] of the layer of that name: a checkpoint is a Source (quantization/source.py)."""
+        return self.tensor(f"{name}.weight", outputs, inputs)
+
+    def stored(self, name: str) -> Tensor:
+        """The tensor of that name, whatever its shape and dtype."""
         if name not in self._where:
             raise UserError(
-                f"The weights in {self._directory} have no tensor {name!r}. The model's config.json asks for it; "
+                f"The weights in {self.directory} have no tensor {name!r}. The model's config.json asks for it; "
                 f"check that both are from the same model and that the download is complete."
             )
         path = self._where[name]
@@ -61,17 +78,18 @@ class Checkpoint:
             found: Tensor = self._open(path).get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"Tensor {name!r} cannot be read from {path}: {error}. {_AGAIN}") from error
-        if tuple(found.shape) != shape:
-            raise UserError(
-                f"Tensor {name!r} in {path} has shape {list(found.shape)}, but the model's config.json asks for "
-                f"{list(shape)}. Check that both are from the same model."
-            )
-        if found.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise UserError(
-                f"Tensor {name!r} in {path} has dtype {str(found.dtype).removeprefix('torch.')}. "
-                f"Weights in float32, bfloat16 and float16 can be loaded."
-            )
         return found
+
+    def place(self, name: str) -> Path:
+        """The file of a tensor; the directory, if there is none of that name."""
+        return self._where.get(name, self.directory)
+
+    def other_shape(self, name: str, shape: Sequence[int], asked: Sequence[int]) -> UserError:
+        """What to raise where a tensor, or what several stand for together, has not the shape that is asked for."""
+        return UserError(
+            f"Tensor {name!r} in {self.place(name)} has shape {list(shape)}, but the model's "
+            f"config.json asks for {list(asked)}. Check that both are from the same model."
+        )
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -84,7 +102,7 @@ class Checkpoint:
     def _read_index(self, path: Path) -> dict[str, Path]:
         try:
             places = json.loads(path.read_text())["weight_map"].items()
-            return {str(name): self._directory / _inside(file) for name, file in places}
+            return {str(name): self.directory / _inside(file) for name, file in places}
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{path} is not an index of safetensors files: {error!r}. {_AGAIN}") from error
 

@@ -13,7 +13,7 @@ of each thread's share, so its result would depend on the number of rows and thr
 import copy
 import logging
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tgi.worker.native.kernels import THEN, Kernels
 from tgi.worker.native.program import Delta, Program
+from tgi.worker.quantization.weight import Weight, plain
 
 log = logging.getLogger(__name__)
 
@@ -77,34 +78,46 @@ class Linear:
 
     `then` is "none", "silu", "gelu", "gelu_tanh" (gelu with tanh in place of the error function), or, with a second
     argument [rows, outputs] in the call, "add" or "mul".
-    The weight given may be freed afterwards: on CPU this object keeps its own reordered copy.
+    The weight given may be freed afterwards: on CPU this object keeps its own reordered copy. `dtype`, that of x and y,
+    must be given for a quantized weight. Our own kernels compute with one as it is, torch's on CPU with what it stands
+    for, and on CUDA each call finds that anew.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, then: str = "none", kernels: Kernels | None = None
+        self,
+        weight: Weight,
+        bias: Tensor | None = None,
+        then: str = "none",
+        kernels: Kernels | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.outputs, self.inputs = weight.shape
+        outputs, inputs = weight.shape
+        self.outputs, self.inputs = int(outputs), int(inputs)
         self.then = then
-        self.dtype = weight.dtype
+        if dtype is None:
+            assert isinstance(weight, Tensor)
+            dtype = weight.dtype
+        self.dtype = dtype
         self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
         self._bias = bias
+        self._weight: Any  # as whatever computes takes it
         self._call: Callable[..., Tensor]
         self._kernels = kernels
         if kernels is not None:
             self.rows = ANY_ROWS
-            self._weight = kernels.pack(weight)
+            self._weight = kernels.pack(weight) if isinstance(weight, Tensor) else kernels.pack_quantized(weight)
             self._bias = None if bias is None else bias.to(torch.float32)
-        elif weight.device.type == "cpu" and reorders(weight.dtype):
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        elif weight.device.type == "cpu" and reorders(dtype):
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))
             self._call = self._reordered_binary if then in _BINARY else self._reordered
         else:
-            self._weight = weight
+            self._weight = plain(weight, dtype) if weight.device.type == "cpu" else weight
             self._call = self._plain
 
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
         """`plus`, float32 [rows, outputs], is added before `then`; only our own kernels take it."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self.outputs, self._bias, THEN[self.then], other, plus)
+            return self._kernels.linear(x, self._weight, self._bias, THEN[self.then], other, plus)
         assert plus is None
         rows = x.shape[0]
         padded = self.rows.padded(rows)
@@ -121,12 +134,12 @@ class Linear:
     def write(self, program: Program, x: int, y: int, other: int = 0, delta: Delta | None = None) -> None:
         """Writes this layer down as it is called, with numbers of buffers for x, other and the result, and the delta in
         place of `plus`. For our own kernels."""
-        program.linear(x, y, self._weight, self.outputs, self._bias, THEN[self.then], other, delta)
+        program.linear(x, y, self._weight, self._bias, THEN[self.then], other, delta)
 
     def wide(self, x: Tensor) -> Tensor:
         """The same in float32. Our own kernels do not round in between."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self.outputs, self._bias, wide=True)
+            return self._kernels.linear(x, self._weight, self._bias, wide=True)
         return self(x).to(torch.float32)
 
     def bare(self) -> "Linear":
@@ -144,7 +157,7 @@ class Linear:
         return _run_binary(x, other, self._weight, self._bias, self.then)
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
-        y = F.linear(x, self._weight, self._bias)
+        y = F.linear(x, plain(self._weight, self.dtype), self._bias)
         if self.then in ACTIVATIONS:
             return ACTIVATIONS[self.then](y)
         if other is None:

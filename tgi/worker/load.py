@@ -17,6 +17,7 @@ from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader, embedding
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.quantization.scheme import Scheme, read_scheme
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +30,28 @@ class Recipe(NamedTuple):
 
     decoder: DecoderConfig | None  # None: through transformers
     dtype: torch.dtype
+    scheme: Scheme = Scheme()
 
 
-def read_recipe(directory: Path, dtype: str) -> Recipe:
+def read_recipe(directory: Path, dtype: str, quantize: str | None = None) -> Recipe:
     """Of the model in a directory. `dtype` is "auto" (the one that config.json names), "float32", "bfloat16" or
-    "float16". Raises UserError where there is none that can be computed."""
+    "float16", `quantize` None or one of settings.QUANTIZATIONS. Raises UserError where there is none that can be
+    computed."""
     config = read_config(directory)
     number = resolve_dtype(config, dtype)
-    if "quantization_config" in config:
-        raise UserError(f"The weights in {directory} are quantized, which is not supported. Use the original weights.")
+    scheme = read_scheme(directory, config, quantize)
     if config["model_type"] in FAMILIES:
         try:
-            return Recipe(decoder_config(config), number)
+            return Recipe(decoder_config(config), number, scheme)
         except Unsupported as reason:
             log.info("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
+    if scheme != Scheme():
+        raise UserError(
+            f"The model in {directory} runs through transformers, which cannot be done with quantized weights. Serve "
+            "the original weights, without --quantize."
+        )
     return Recipe(None, number)
 
 
@@ -55,15 +62,16 @@ def build_model(
     progress: Progress,
     trust_code: bool = False,
     kernels: Kernels | None = None,
+    quantize: str | None = None,
 ) -> Model:
-    """The model in a directory, ready to compute on `device` ("cpu", "cuda"). `dtype` as for read_recipe.
+    """The model in a directory, ready to compute on `device` ("cpu", "cuda"). `dtype`, `quantize` as for read_recipe.
 
     `trust_code` lets Python code in the directory run. `kernels`, if given, fit this model (native/choose.py). Raises
     UserError for whatever is wrong with the directory.
     """
-    recipe, place = read_recipe(directory, dtype), torch.device(device)
+    recipe, place = read_recipe(directory, dtype, quantize), torch.device(device)
     if recipe.decoder is not None:
-        return _build_decoder(directory, recipe.decoder, recipe.dtype, place, progress, kernels)
+        return _build_decoder(directory, recipe.decoder, recipe, place, progress, kernels)
     from tgi.worker.models.fallback import build_fallback  # imports transformers, which takes seconds
 
     return build_fallback(directory, recipe.dtype, place, progress, trust_code)
@@ -95,18 +103,19 @@ def resolve_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
 def _build_decoder(
     directory: Path,
     config: DecoderConfig,
-    dtype: torch.dtype,
+    recipe: Recipe,
     device: torch.device,
     progress: Progress,
     kernels: Kernels | None,
 ) -> Decoder:
     progress("loading weights", 0)
+    dtype, scheme = recipe.dtype, recipe.scheme
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
-        reader = WeightReader(checkpoint, config, dtype, device, kernels)
+        reader = WeightReader(scheme.source(checkpoint), config, dtype, device, kernels)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
     if device.type == "cpu":
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
-            weights = weights._replace(embedding=embedding(checkpoint, config))
+            weights = weights._replace(embedding=embedding(scheme.stored_source(checkpoint), config, dtype))
     progress("measuring kernels", 95)
     return Decoder(config, weights, dtype, device, kernels)

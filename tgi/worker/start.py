@@ -15,7 +15,7 @@ from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Limits
-from tgi.kernel.settings import Settings
+from tgi.kernel.settings import MADE_AT_LOAD, Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model
@@ -66,16 +66,17 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     if settings.draft_model_dir is not None:
         need_same_tokens(settings.model_dir, settings.draft_model_dir)
 
-    directories = [path for path in (settings.model_dir, settings.draft_model_dir) if path is not None]
+    quantize = quantizations(settings)
     kernels = None
     progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
-        kernels = find_kernels([read_recipe(directory, settings.dtype) for directory in directories], device)
+        kernels = find_kernels([read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()], device)
     if kernels is None and device == "cpu":
         choose_threads()
 
     def build(directory: Path, told: Progress) -> Model:
-        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels)
+        asked = quantize[directory]
+        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels, asked)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:
@@ -89,6 +90,15 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     if draft.context < served.context:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context)
     return Models(served, draft)
+
+
+def quantizations(settings: Settings) -> dict[Path, str | None]:
+    """What --quantize says of the models in these directories: what is made at load is made of the draft model too, but
+    what weights are already is said of the served model alone."""
+    found = {settings.model_dir: settings.quantize}
+    if settings.draft_model_dir is not None:
+        found.setdefault(settings.draft_model_dir, settings.quantize if settings.quantize in MADE_AT_LOAD else None)
+    return found
 
 
 def _engine(

@@ -51,6 +51,11 @@ class Wanted:
         """The shape in the file."""
         return self.shape if self.part is None else (self.part[1], *self.shape)
 
+    @property
+    def matrix(self) -> bool:
+        """Whether this is the weight of a linear layer, the embedding or the head; routers of experts stay plain."""
+        return len(self.shape) == 2 and not self.source.endswith(("norm.weight", "ffn_gate_inp.weight"))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

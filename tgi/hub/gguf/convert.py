@@ -1,4 +1,5 @@
-"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR`.
+"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR`, and
+`packed` behind it for weights in their own bits.
 
 It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
 ["progress", stage, percent] and, if the file is at fault, ["refused", sentence]. It ends when its standard input does.
@@ -8,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from tgi.kernel.errors import UserError
 Progress = Callable[[str, int], None]
 
 
-def convert(file: Path, directory: Path, progress: Progress) -> None:
-    """Fills `directory`, which exists and is empty. Raises UserError if the file is at fault."""
+def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = False) -> None:
+    """Fills `directory`, which exists and is empty. `packed` as for weights.write; config.json then says which block
+    types have kept their bits, and which not. Raises UserError if the file is at fault."""
     progress("reading", 0)
     source = reader.read(file)
     plan = architecture.plan(source)
@@ -28,14 +31,37 @@ def convert(file: Path, directory: Path, progress: Progress) -> None:
     described = tokenizer.description(source)
     progress("importing weights", 0)
     weights.write(
-        source, plan.tensors, directory / "model.safetensors", lambda percent: progress("importing weights", percent)
+        source,
+        plan.tensors,
+        directory / "model.safetensors",
+        lambda percent: progress("importing weights", percent),
+        packed=packed,
     )
     progress("importing tokenizer", 0)
     _write_tokenizer(source, described, directory / "tokenizer.json")
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", generation)
+    if packed and (quantized := _quantization(source, plan)):
+        plan.config["quantization_config"] = quantized
     _write_json(directory / "config.json", plan.config)
     progress("importing tokenizer", 100)
+
+
+def _quantization(source: reader.GGUF, plan: architecture.Plan) -> dict[str, Any]:
+    """The entry of config.json for weights in their own bits: block types and how many tensors have them. Empty if
+    there are none."""
+    kept: Counter[str] = Counter()
+    made_bfloat16: Counter[str] = Counter()
+    for tensor in {tensor.source: tensor for tensor in plan.tensors}.values():
+        counter = made_bfloat16 if weights.form(source, tensor) is None else kept
+        counter[source.tensors[tensor.source].type.name] += 1
+    if not kept:
+        return {}
+    return {
+        "quant_method": "gguf",
+        "kept": dict(kept.most_common()),
+        "made_bfloat16": dict(made_bfloat16.most_common()),
+    }
 
 
 def _write_tokenizer(source: reader.GGUF, described: dict[str, Any], path: Path) -> None:
@@ -66,7 +92,9 @@ def _end_with_parent() -> None:
 def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]), lambda stage, percent: _say("progress", stage, percent))
+        file, directory, *form = sys.argv[1:]
+        packed = form == ["packed"]
+        convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
     except UserError as error:
         _say("refused", str(error))
     except OSError as error:  # a full disk, for one

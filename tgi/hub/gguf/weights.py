@@ -1,4 +1,4 @@
-"""Dequantizes a GGUF file's tensors into one bfloat16 safetensors file, a piece of a tensor at a time."""
+"""Writes a GGUF file's tensors into one safetensors file, a piece at a time: in bfloat16 or in their own bits."""
 
 import json
 import math
@@ -12,10 +12,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import QuantError, dequantize
 
 from tgi.hub.gguf.architecture import Wanted
+from tgi.hub.gguf.blocks import FORMS, Array, Form
 from tgi.hub.gguf.reader import GGUF, Tensor
 from tgi.kernel.errors import UserError
 
-PIECE = 1 << 22  # elements dequantized at once: some 100 MB with the temporary arrays of the most complicated blocks
+PIECE = 1 << 22  # elements converted at once: some 100 MB with the temporary arrays of the most complicated blocks
 
 PLAIN = {
     GGMLQuantizationType.F64: "<f8",
@@ -24,28 +25,53 @@ PLAIN = {
     GGMLQuantizationType.I32: "<i4",
     GGMLQuantizationType.I64: "<i8",
 }
+BYTES = {"BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 
-def write(file: GGUF, wanted: list[Wanted], path: Path, progress: Callable[[int], None]) -> None:
+def form(file: GGUF, wanted: Wanted) -> Form | None:
+    """How a tensor keeps its bits. None: it is written as bfloat16, as norms and biases always are."""
+    return FORMS.get(file.tensors[wanted.source].type) if wanted.matrix else None
+
+
+def write(
+    file: GGUF, wanted: list[Wanted], path: Path, progress: Callable[[int], None], *, packed: bool = False
+) -> None:
     """Writes `wanted` to the safetensors file `path`. `progress` is told percents.
 
-    Raises UserError for a block type that cannot be dequantized and for weights that are not finite. Format:
-    https://github.com/huggingface/safetensors#format, a length, a JSON header, then the data.
+    If `packed`, the weights of layers, embedding and head whose block type has a form (blocks.py) keep their bits: NAME
+    is then written as NAME.codes, NAME.scales and, if it has any, NAME.shifts. Raises UserError for a block type that
+    cannot be dequantized and for weights that are not finite. Format: https://github.com/huggingface/safetensors#format,
+    a length, a JSON header, then the data.
     """
+    forms = [form(file, tensor) if packed else None for tensor in wanted]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in wanted:
-        begin, end = end, end + 2 * math.prod(tensor.shape)
-        header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for tensor, kept in zip(wanted, forms, strict=True):
+        for name, (dtype, shape) in _columns(tensor, kept).items():
+            begin, end = end, end + BYTES[dtype] * math.prod(shape)
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(text)))
         out.write(text)
-        for tensor in wanted:
-            for piece in _pieces(file, file.tensors[tensor.source], tensor):
-                out.write(bfloat16(piece).tobytes())
-            progress(100 * header[tensor.name]["data_offsets"][1] // end)
+        start, done = out.tell(), 0
+        for tensor, kept in zip(wanted, forms, strict=True):
+            places = [start + header[name]["data_offsets"][0] for name in _columns(tensor, kept)]
+            for piece in _pieces(file, file.tensors[tensor.source], tensor, kept):
+                for number, column in enumerate(piece):
+                    out.seek(places[number])
+                    places[number] += out.write(column.tobytes())
+                    done += column.nbytes
+            progress(100 * done // end)
+
+
+def _columns(wanted: Wanted, kept: Form | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name, safetensors' type and shape of what a tensor is written as."""
+    if kept is None:
+        return {wanted.name: ("BF16", wanted.shape)}
+    rows, inputs = wanted.shape
+    return {f"{wanted.name}.{name}": (dtype, (rows, inputs // each)) for name, (dtype, each) in kept.columns.items()}
 
 
 def bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
@@ -63,8 +89,8 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
-def _pieces(file: GGUF, tensor: Tensor, wanted: Wanted) -> Iterator[np.ndarray[Any, np.dtype[np.float32]]]:
-    """The tensor's rows in order as float32, a bounded number of elements at a time."""
+def _pieces(file: GGUF, tensor: Tensor, wanted: Wanted, kept: Form | None) -> Iterator[list[Array]]:
+    """The tensor's columns as they are written, rows in order, a bounded number of elements at a time."""
     heads = wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
@@ -82,10 +108,31 @@ def _pieces(file: GGUF, tensor: Tensor, wanted: Wanted) -> Iterator[np.ndarray[A
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         some = stored[first : first + step] if order is None else stored[order[first : first + step]]
-        values = _dequantize(file, tensor, some)
-        if not np.isfinite(values).all() or np.abs(values).max() > 3.38e38:  # beyond it bfloat16 rounds to infinity
-            raise UserError(f"{file.path}: the tensor {tensor.name!r} has numbers that are not finite; it is damaged.")
-        yield values - np.float32(wanted.shift) if wanted.shift else values
+        if kept is None:
+            yield [bfloat16(_values(file, tensor, some) - np.float32(wanted.shift))]
+        else:
+            yield _stored(file, tensor, some, kept)
+
+
+def _stored(file: GGUF, tensor: Tensor, rows: Array, kept: Form) -> list[Array]:
+    """The columns of some rows in the tensor's own bits."""
+    blocks = rows.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
+    codes, *factors = kept.stored(blocks)
+    if not all(np.isfinite(column).all() for column in factors):
+        _values(file, tensor, rows)
+        raise UserError(
+            f"{file.path}: the tensor {tensor.name!r} has scales that float16 cannot hold. Import the file with "
+            "`tgi import`, which makes all weights bfloat16, and serve that directory."
+        )
+    return [codes, *factors]
+
+
+def _values(file: GGUF, tensor: Tensor, rows: Array) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Some rows in float32. Raises UserError if they cannot be rounded to finite bfloat16."""
+    values = _dequantize(file, tensor, rows)
+    if not np.isfinite(values).all() or np.abs(values).max() > 3.38e38:  # beyond it bfloat16 rounds to infinity
+        raise UserError(f"{file.path}: the tensor {tensor.name!r} has numbers that are not finite; it is damaged.")
+    return values
 
 
 def _dequantize(

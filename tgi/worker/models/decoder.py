@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
+from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import Rotary
@@ -43,10 +44,9 @@ class Layer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """All weights of a model. Norms are float32. The embedding may have another dtype than the rest: its rows are
-    converted when they are looked up."""
+    """All weights of a model. Norms are float32."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Embedding  # [vocab, hidden]
     layers: list[Layer]
     norm: Norm
     head: Linear  # [vocab, hidden]
@@ -89,7 +89,7 @@ class Decoder:
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
         longest, heads = max(batch.context_lengths), self.kv.heads + self.kv.kv_heads
         angles = [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
-        hidden = self._weights.embedding.index_select(0, tokens).to(self.kv.dtype)
+        hidden = self._weights.embedding(tokens)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         plan = attention.plan(batch)

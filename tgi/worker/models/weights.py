@@ -1,25 +1,30 @@
 """Turns a checkpoint into the decoder's weights, one layer at a time, so that they exist once."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.linear import Linear
 from tgi.worker.models.config import DecoderConfig
 from tgi.worker.models.decoder import Layer, Weights
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.quantization.joining import matrix
+from tgi.worker.quantization.source import EMBEDDING, HEAD, Source
+from tgi.worker.quantization.weight import QuantizedWeight, Weight
+
+log = logging.getLogger(__name__)
 
 Part = tuple[str, int]  # what the checkpoint calls a matrix, and its outputs
-EMBEDDING = "model.embed_tokens"
 
 
-def embedding(checkpoint: Checkpoint, config: DecoderConfig) -> Tensor:
+def embedding(source: Source, config: DecoderConfig, dtype: torch.dtype) -> Embedding:
     """The embedding as it lies in the file."""
-    return checkpoint.tensor(f"{EMBEDDING}.weight", config.vocab_size, config.hidden)
+    return Embedding(source.weight(EMBEDDING, config.vocab_size, config.hidden), dtype)
 
 
 class WeightReader:
@@ -27,17 +32,18 @@ class WeightReader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: Source,
         config: DecoderConfig,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._source = source
         self._config = config
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
+        self._bytes = self._numbers = self._quantized = 0
 
     def weights(self, progress: Callable[[int], None]) -> Weights:
         """All weights. `progress` is told percents."""
@@ -46,13 +52,14 @@ class WeightReader:
         for number in range(len(config.layers)):
             layers.append(self._layer(number))
             progress(100 * len(layers) // len(config.layers))
-        tied = config.tied or "lm_head.weight" not in self._checkpoint
-        return Weights(
-            embedding=embedding(self._checkpoint, config).to(self._device),
-            layers=layers,
-            norm=self._norm("model.norm", config.hidden),
-            head=self._linear(False, config.hidden, (EMBEDDING if tied else "lm_head", config.vocab_size)),
-        )
+        found = self._source.weight(EMBEDDING, config.vocab_size, config.hidden).to(self._device)
+        if config.tied or f"{HEAD}.weight" not in self._source:
+            head = self._made(self._converted(found), None, "none")
+        else:
+            head = self._linear(False, config.hidden, (HEAD, config.vocab_size))
+        norm = self._norm("model.norm", config.hidden)
+        self._tell()
+        return Weights(Embedding(found, self._dtype), layers, norm, head)
 
     def _layer(self, number: int) -> Layer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
@@ -104,10 +111,10 @@ class WeightReader:
         if not config.gated:
             return None, self._linear(config.mlp_bias, config.hidden, up, then=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
-        return Linear(*first, config.activation, self._kernels), Linear(*second, "mul", self._kernels)
+        return self._made(*first, config.activation), self._made(*second, "mul")
 
     def _experts(self, prefix: str) -> Experts:
-        config, names, experts = self._config, self._config.names, self._config.experts
+        names, experts = self._config.names, self._config.experts
         assert experts is not None
         each = (names.expert_gate, names.expert_up, names.expert_down)
 
@@ -116,21 +123,26 @@ class WeightReader:
             return self._mlp(prefix, (gate, up, down), experts.intermediate, "none")
 
         return Experts(
-            router=self._linear(False, config.hidden, (prefix + names.router, experts.count)),
+            router=self._router(prefix + names.router, experts.count),
             experts=[expert(number) for number in range(experts.count)],
             chosen=experts.chosen,
             normalized=experts.normalized,
         )
 
+    def _router(self, name: str, experts: int) -> Linear:
+        """Always plain: it is small, and which expert computes a token hangs on small differences."""
+        weight = self._source.tensor(f"{name}.weight", experts, self._config.hidden)
+        return self._made(weight.to(self._device, self._dtype), None, "none")
+
     def _scales(self, name: str, *shape: int) -> Tensor:
-        found = self._checkpoint.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)
+        found = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)
         return found + self._config.norm_offset if self._config.norm_offset else found
 
     def _norm(self, name: str, size: int) -> Norm:
         config = self._config
         bias = None
         if config.norm_bias:
-            bias = self._checkpoint.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
+            bias = self._source.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
         return Norm(self._scales(name, size), bias, config.norm_epsilon, config.norm_centred, self._kernels)
 
     def _head_norm(self, query: str, key: str) -> Norm:
@@ -145,19 +157,39 @@ class WeightReader:
     def _linear(self, bias: bool, inputs: int, *parts: Part, then: str = "none") -> Linear:
         """One linear layer from the matrices of `parts`, one above the other."""
         weights, biases = zip(*self._matrices(bias, inputs, *parts), strict=True)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return Linear(weight, torch.cat(biases) if bias else None, then, self._kernels)
+        joined = torch.cat(biases) if bias else None
+        return self._made(matrix(weights, self._dtype), joined, then)
 
-    def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Tensor, Tensor | None]]:
+    def _made(self, weight: Weight, bias: Tensor | None, then: str) -> Linear:
+        outputs, inputs = weight.shape
+        self._bytes += weight.nbytes
+        self._numbers += outputs * inputs
+        self._quantized += isinstance(weight, QuantizedWeight)
+        return Linear(weight, bias, then, self._kernels, self._dtype)
+
+    def _tell(self) -> None:
+        """Logs what came of weights in few bits, if there are any."""
+        if not self._quantized:
+            return
+        log.info("matrices take %.2f GB, %.1f bits a weight", self._bytes / 1e9, 8 * self._bytes / self._numbers)
+        if self._device.type == "cpu" and self._kernels is None:
+            log.warning("torch's kernels compute with what these stand for, so they take the memory of plain weights")
+
+    def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Weight, Tensor | None]]:
         """Weight and bias of each part. Parts of one name lie in one tensor, one above the other."""
-        weights = self._stacked("weight", parts, inputs)
-        biases = self._stacked("bias", parts) if bias else [None] * len(parts)
-        return list(zip(weights, biases, strict=True))
+        rows = [outputs for _, outputs in parts]
+        fused = len({name for name, _ in parts}) < len(parts)
+        stored = [(parts[0][0], sum(rows))] if fused else parts
+        weights = [self._converted(self._source.weight(name, outputs, inputs)) for name, outputs in stored]
+        biases: list[Tensor | None] = [None] * len(parts)
+        if bias:
+            found = [self._source.tensor(f"{name}.bias", outputs) for name, outputs in stored]
+            found = [tensor.to(self._device, self._dtype) for tensor in found]
+            biases = list(found[0].split(rows) if fused else found)
+        return list(zip(weights[0].split(rows) if fused else weights, biases, strict=True))
 
-    def _stacked(self, kind: str, parts: tuple[Part, ...], *columns: int) -> list[Tensor]:
-        names, rows = [name for name, _ in parts], [outputs for _, outputs in parts]
-        if len(set(names)) == 1:
-            found = self._checkpoint.tensor(f"{names[0]}.{kind}", sum(rows), *columns).split(rows)
-        else:
-            found = tuple(self._checkpoint.tensor(f"{name}.{kind}", n, *columns) for name, n in parts)
-        return [tensor.to(self._device, self._dtype) for tensor in found]
+    def _converted(self, weight: Weight) -> Weight:
+        """The weight where the model is computed; a plain one in the model's number format."""
+        if isinstance(weight, QuantizedWeight):
+            return weight.to(self._device)
+        return weight.to(self._device, self._dtype)

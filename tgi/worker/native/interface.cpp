@@ -27,13 +27,19 @@ Team* tgi_start(int threads, int spins) {
 
 void tgi_stop(Team* team) { delete team; }
 
-void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
-    pack(*team, weight, outputs, inputs, packed);
+void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, uint8_t* packed) {
+    pack(*team, weight, {packed, outputs, inputs, Form(16)});
 }
 
-void tgi_linear(Team* team, const bf16* x, const bf16* weight, const float* bias, const float* plus, const bf16* other,
-                bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step, int64_t then) {
-    linear(*team, {x, weight, bias, plus, other, y, wide, rows, inputs, outputs, plus_step, Then(then)});
+void tgi_pack_quantized(Team* team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, int64_t outputs,
+                        int64_t inputs, int64_t form, uint8_t* packed) {
+    pack_quantized(*team, codes, scales, shifts, {packed, outputs, inputs, Form(form)});
+}
+
+void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, const float* plus,
+                const bf16* other, bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step,
+                int64_t then) {
+    linear(*team, {x, {weight, outputs, inputs, Form(form)}, bias, plus, other, y, wide, rows, plus_step, Then(then)});
 }
 
 void tgi_best(Team* team, const float* scores, int64_t* at, float* logs, int64_t rows, int64_t size) {
@@ -77,9 +83,10 @@ void tgi_program_norm(Program* program, int64_t x, int64_t y, int64_t from, cons
 }
 
 void tgi_program_linear(Program* program, int64_t x, int64_t other, int64_t y, int64_t place, int64_t column,
-                        const bf16* weight, const float* bias, int64_t inputs, int64_t outputs, int64_t then) {
-    program->linear(x, other, y, place, column,
-                    {nullptr, weight, bias, nullptr, nullptr, nullptr, nullptr, 0, inputs, outputs, 0, Then(then)});
+                        const uint8_t* weight, int64_t form, const float* bias, int64_t inputs, int64_t outputs,
+                        int64_t then) {
+    const Packed packed{weight, outputs, inputs, Form(form)};
+    program->linear(x, other, y, place, column, {nullptr, packed, bias, nullptr, nullptr, nullptr, nullptr, 0, 0, Then(then)});
 }
 
 void tgi_program_lora(Program* program, int64_t x, int64_t place, int64_t layer) { program->lora(x, place, layer); }

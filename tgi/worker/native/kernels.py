@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tgi.worker.native.arena import Arena
 from tgi.worker.native.build import Unavailable
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
-WIDTH = 64  # outputs are filled up to whole blocks of this many
+PANEL = 32  # outputs are filled up to whole panels of this many
 DEPTH = 32  # inputs must be a multiple of this
 PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
@@ -29,7 +31,8 @@ THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gel
 # Behind the team, which is the first argument of all.
 _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
-    "tgi_linear": (*[c_void_p] * 7, *[c_int64] * 5),
+    "tgi_pack_quantized": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p),
+    "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
     "tgi_best": (*[c_void_p] * 3, c_int64, c_int64),
@@ -44,6 +47,15 @@ _SIGNATURES = {
 
 def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+class Packed(NamedTuple):
+    """A weight [outputs, inputs] as `linear` takes it."""
+
+    memory: Tensor  # uint8, all there is of it
+    outputs: int
+    inputs: int
+    form: int  # Form of native/packed.h
 
 
 class Rows(NamedTuple):
@@ -85,20 +97,35 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
-        self._pack, self._linear, self._norm, self._turn, self._best, self._read, self._lora, self._attend = functions
+        self._arena = Arena()
+        self._pack, self._pack_quantized, self._linear, self._norm, self._turn, *others = functions
+        self._best, self._read, self._lora, self._attend = others
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor) -> Packed:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
         outputs, inputs = weight.shape
-        packed = torch.empty(-(-outputs // WIDTH) * WIDTH, inputs, dtype=torch.bfloat16)
-        self._pack(weight.contiguous().data_ptr(), outputs, inputs, packed.data_ptr())
+        packed = Packed(self._arena.take(-(-outputs // PANEL) * PANEL * inputs * 2), outputs, inputs, 16)
+        self._pack(weight.contiguous().data_ptr(), outputs, inputs, packed.memory.data_ptr())
+        return packed
+
+    def pack_quantized(self, weight: QuantizedWeight) -> Packed:
+        """The same of codes, which stay what they are: `linear` computes as with `weight.dequantized(torch.bfloat16)`,
+        to the bit. Groups are 16, 32, 64 or 128 inputs."""
+        (outputs, inputs), group, bits = weight.shape, weight.group, weight.bits
+        assert inputs % DEPTH == 0
+        assert group in GROUPS
+        columns = [None if column is None else column.contiguous() for column in weight]
+        scales = 1 if weight.shifts is None else 2
+        size = -(-outputs // PANEL) * PANEL * (inputs * bits // 8 + inputs // group * 2 * scales)
+        form = bits | group << 8 | (scales == 2) << 16
+        packed = Packed(self._arena.take(size), outputs, inputs, form)
+        self._pack_quantized(*map(_at, columns), outputs, inputs, form, packed.memory.data_ptr())
         return packed
 
     def linear(
         self,
         x: Tensor,
-        packed: Tensor,
-        outputs: int,
+        weight: Packed,
         bias: Tensor | None = None,
         then: int = 0,
         other: Tensor | None = None,
@@ -112,9 +139,10 @@ class Kernels:
         """
         x = x.contiguous()
         rows, inputs = x.shape
+        memory, outputs, _, form = weight
         y = torch.empty(rows, outputs, dtype=torch.float32 if wide else torch.bfloat16)
         self._linear(
-            x.data_ptr(), packed.data_ptr(), _at(bias), _at(plus), _at(other), None if wide else y.data_ptr(),
+            x.data_ptr(), memory.data_ptr(), form, _at(bias), _at(plus), _at(other), None if wide else y.data_ptr(),
             y.data_ptr() if wide else None, rows, inputs, outputs, 0 if plus is None else plus.stride(0), then,
         )  # fmt: skip
         return y

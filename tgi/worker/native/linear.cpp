@@ -1,113 +1,148 @@
 // Matrix products with weights that were packed once: y = then(x w^T + plus + bias).
 //
-// A weight [outputs, inputs] is packed as [outputs / 64][inputs / 2][64][2]: what 64 outputs need is one stream, read
-// from end to end, in the order in which both AMX tiles and AVX-512 dot products of pairs take it. Outputs are filled up
-// with zeros to whole blocks; inputs are a multiple of 32. A row's sums run over the inputs in the same order however
-// many rows there are, so its result depends on nothing but the row.
-#include <algorithm>
-#include <cstring>
-
+// A row's sums run over the inputs in the same order however many rows there are, so its result depends on nothing but
+// the row. Few rows read a panel of the weight once, from end to end. Many go over it in parts that stay in the core's
+// first cache, while the rows stay in its second one; their sums wait in float32, which changes no bit of them.
 #include "linear.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "codes.h"
 #include "product.h"
 
 namespace tgi {
 namespace {
 
-constexpr int64_t WIDTH = 64;  // outputs of a block
-constexpr int64_t ROWS = 256;  // rows that one chunk computes: they stay in the core's second cache
+constexpr int64_t PART = 256;         // inputs of a panel that are computed together
+constexpr int64_t MOST = 256;         // rows of a chunk,
+constexpr int64_t LEAST = 64;         // or fewer, so that no more than some
+constexpr int64_t NUMBERS = 1 << 19;  // numbers of x have to stay in the second cache
+constexpr int64_t AHEAD = 8192;       // bytes of the weight that few rows ask for ahead
 
-// What becomes of the sums of one row, 16 outputs at a time, from output `at` on.
+// What becomes of the sums [rows][32] of some rows, for the outputs from `at` on.
 template <Then then>
-inline void finish(const LinearCall& call, int64_t row, int64_t at, __m512 y) {
-    const int64_t left = call.outputs - at;
-    if (left <= 0) return;
-    const __mmask16 there = left >= 16 ? 0xffff : (1u << left) - 1;
-    if (call.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, call.bias + at));
-    if (call.plus) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, call.plus + row * call.plus_step + at));
-    if (then == Then::silu) y = silu(y);
-    if (then == Then::gelu) y = gelu(y);
-    if (then == Then::gelu_tanh) y = gelu_tanh(y);
-    if (then == Then::add || then == Then::mul) {
-        const __m256i half = _mm256_maskz_loadu_epi16(there, call.other + row * call.outputs + at);
-        const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-        y = then == Then::add ? _mm512_add_ps(y, other) : _mm512_mul_ps(y, other);
-    }
-    const int64_t to = row * call.outputs + at;
-    if (call.wide) _mm512_mask_storeu_ps(call.wide + to, there, y);
-    else _mm256_mask_storeu_epi16(call.y + to, there, (__m256i)_mm512_cvtneps_pbh(y));
-}
-
-template <Then then>
-void block(const LinearCall& call, int64_t row, int64_t rows, int64_t at, const bf16* w) {
-    alignas(64) float sums[MOST_ROWS][COLUMNS];
-    for (int64_t half = 0; half < WIDTH && at + half < call.outputs; half += COLUMNS)
-        for (int64_t done = 0; done < rows; done += MOST_ROWS) {
-            const int64_t count = std::min(rows - done, MOST_ROWS);
-            if (done == 0 || count < MOST_ROWS) prepare(count);
-            const bf16* x = call.x + (row + done) * call.inputs;
-            product(x, call.inputs, count, w + 2 * half, WIDTH, call.inputs, sums[0], COLUMNS);
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t n = 0; n < COLUMNS; n += 16)
-                    finish<then>(call, row + done + r, at + half + n, _mm512_load_ps(sums[r] + n));
+void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
+    const int64_t outputs = call.weight.outputs, left = std::min(outputs - at, PANEL);
+    const __mmask32 all = (1ull << left) - 1;
+    const __mmask16 there[2] = {(__mmask16)all, (__mmask16)(all >> 16)};
+    __m512 bias[2] = {};
+    for (int half = 0; call.bias && half < 2; half++) bias[half] = _mm512_maskz_loadu_ps(there[half], call.bias + at + 16 * half);
+    for (int64_t row = first; row < first + rows; row++, sums += COLUMNS)
+        for (int half = 0; half < 2; half++) {
+            const int64_t column = at + 16 * half, to = row * outputs + column;
+            __m512 y = _mm512_load_ps(sums + 16 * half);
+            if (call.bias) y = _mm512_add_ps(y, bias[half]);
+            if (call.plus) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there[half], call.plus + row * call.plus_step + column));
+            if (then == Then::silu) y = silu(y);
+            if (then == Then::gelu) y = gelu(y);
+            if (then == Then::gelu_tanh) y = gelu_tanh(y);
+            if (then == Then::add || then == Then::mul) {
+                const __m256i bits = _mm256_maskz_loadu_epi16(there[half], call.other + to);
+                const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+                y = then == Then::add ? _mm512_add_ps(y, other) : _mm512_mul_ps(y, other);
+            }
+            if (call.wide) _mm512_mask_storeu_ps(call.wide + to, there[half], y);
+            else _mm256_mask_storeu_epi16(call.y + to, there[half], (__m256i)_mm512_cvtneps_pbh(y));
         }
 }
 
+// A chunk is some rows times some panels. The first ones that are begun have many panels, which are read from end to end,
+// and the last ones few, so that all threads are done at about the same time (Hummel, Schonberg and Flynn, 1992).
 struct LinearJob final : Job {
-    explicit LinearJob(const LinearCall& call) : call(call), blocks((call.outputs + WIDTH - 1) / WIDTH) {}
+    LinearJob(const LinearCall& called, int64_t threads) : call(called), w(call.weight) {
+        const int64_t most = std::clamp(NUMBERS / w.inputs, LEAST, MOST);
+        const int64_t tiles = (call.rows + MOST_ROWS - 1) / MOST_ROWS, least = (call.rows + most - 1) / most;
+        height = (tiles + least - 1) / least * MOST_ROWS;
+        groups = (call.rows + height - 1) / height;
+        for (int64_t left = w.panels(); left > 0;) {
+            const int64_t share = (left + 2 * threads - 1) / (2 * threads);
+            for (int64_t n = 0; n < threads && left > 0; n++, left -= share) ends.push_back(left);
+        }
+        std::reverse(ends.begin(), ends.end());
+        ends.insert(ends.begin(), 0);
+    }
 
-    int64_t chunks() const { return blocks * ((call.rows + ROWS - 1) / ROWS); }
+    int64_t chunks() const { return shares() * groups; }
+    int64_t shares() const { return ends.size() - 1; }
 
     void run(int64_t chunk) const override {
-        const int64_t row = chunk / blocks * ROWS, at = chunk % blocks * WIDTH;
-        const int64_t rows = std::min(call.rows - row, ROWS);
-        const bf16* w = call.weight + at * call.inputs;
+        const int64_t row = chunk / shares() * height, rows = std::min(call.rows - row, height);
+        const int64_t first = ends[chunk % shares()], last = ends[chunk % shares() + 1];
+        const uint8_t* end = w.panel(last);
+        ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
+        if (rows <= ROWS_AT_ONCE) prepare(rows);
+        for (int64_t number = first; number < last; number++) {
+            const uint8_t* at = w.panel(number);
+            if (w.form.bits == 16) panel(number, row, rows, tiled((const bf16*)at, at + AHEAD, end));
+            else if (w.form.bits == 8 && w.form.shifts) panel(number, row, rows, Codes<8, true>(w, at, end));
+            else if (w.form.bits == 8) panel(number, row, rows, Codes<8, false>(w, at, end));
+            else if (w.form.shifts) panel(number, row, rows, Codes<4, true>(w, at, end));
+            else panel(number, row, rows, Codes<4, false>(w, at, end));
+        }
+    }
+
+    // The rows from `row` on times one panel.
+    template <class Source>
+    void panel(int64_t number, int64_t row, int64_t rows, Source source) const {
+        alignas(64) static thread_local float sums[MOST][COLUMNS];
+        if (rows <= ROWS_AT_ONCE) {
+            product(call.x + row * w.inputs, w.inputs, rows, source, w.inputs, sums[0], COLUMNS);
+            return finished(row, rows, number * PANEL, sums[0]);
+        }
+        for (int64_t k = 0; k < w.inputs; k += PART) {
+            const int64_t depth = std::min(PART, w.inputs - k);
+            Columns columns = part(source, depth, (rows + MOST_ROWS - 1) / MOST_ROWS);
+            for (int64_t done = 0; done < rows; done += MOST_ROWS) {
+                const int64_t count = std::min(rows - done, MOST_ROWS);
+                if (done == 0 || count < MOST_ROWS) prepare(count);
+                const bf16* x = call.x + (row + done) * w.inputs + k;
+                if (k) product<true>(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
+                else product(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
+                if (k + PART >= w.inputs) finished(row + done, count, number * PANEL, sums[done]);
+                columns.at -= depth * PANEL;
+            }
+        }
+    }
+
+    // The next inputs of a panel, for so many products. Each asks for its share of those that follow.
+    static Columns part(Columns& source, int64_t depth, int64_t products) {
+        Columns found = tiled(source.at, (const uint8_t*)(source.at + depth * PANEL), source.end);
+        found.lines = (found.lines + products - 1) / products;
+        source.at += depth * PANEL;
+        return found;
+    }
+
+    template <int bits, bool shifts>
+    static Columns part(Codes<bits, shifts>& source, int64_t depth, int64_t) {
+        alignas(64) static thread_local bf16 room[PART * PANEL];
+        for (int64_t k = 0; k < depth; k += 32) source.next(room + k * PANEL);
+        return tiled(room);
+    }
+
+    void finished(int64_t row, int64_t rows, int64_t at, const float* sums) const {
         switch (call.then) {
-            case Then::none: return block<Then::none>(call, row, rows, at, w);
-            case Then::silu: return block<Then::silu>(call, row, rows, at, w);
-            case Then::gelu: return block<Then::gelu>(call, row, rows, at, w);
-            case Then::gelu_tanh: return block<Then::gelu_tanh>(call, row, rows, at, w);
-            case Then::add: return block<Then::add>(call, row, rows, at, w);
-            case Then::mul: return block<Then::mul>(call, row, rows, at, w);
+            case Then::none: return finish<Then::none>(call, row, rows, at, sums);
+            case Then::silu: return finish<Then::silu>(call, row, rows, at, sums);
+            case Then::gelu: return finish<Then::gelu>(call, row, rows, at, sums);
+            case Then::gelu_tanh: return finish<Then::gelu_tanh>(call, row, rows, at, sums);
+            case Then::add: return finish<Then::add>(call, row, rows, at, sums);
+            case Then::mul: return finish<Then::mul>(call, row, rows, at, sums);
         }
     }
 
     const LinearCall call;
-    const int64_t blocks;
+    const Packed& w;
+    int64_t groups, height;     // groups of so many rows
+    std::vector<int64_t> ends;  // 0, and the panels before the end of each share
 };
 
 }  // namespace
 
 void linear(Team& team, const LinearCall& call) {
-    const LinearJob job(call);
+    if (call.rows == 0) return;
+    const LinearJob job(call, team.threads());
     team.run(job, job.chunks());
-}
-
-namespace {
-
-struct PackJob final : Job {
-    PackJob(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed)
-        : weight(weight), outputs(outputs), inputs(inputs), packed(packed) {}
-
-    void run(int64_t chunk) const override {
-        const int64_t at = chunk * WIDTH, there = std::min(outputs - at, WIDTH);
-        bf16* to = packed + at * inputs;
-        if (there < WIDTH) memset(to, 0, WIDTH * inputs * sizeof(bf16));
-        // A cache line of each row at a time.
-        for (int64_t from = 0; from < inputs; from += 32)
-            for (int64_t n = 0; n < there; n++)
-                for (int64_t k = from; k < from + 32; k += 2)
-                    memcpy(to + k * WIDTH + 2 * n, weight + (at + n) * inputs + k, 2 * sizeof(bf16));
-    }
-
-    const bf16* weight;
-    const int64_t outputs, inputs;
-    bf16* packed;
-};
-
-}  // namespace
-
-void pack(Team& team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed) {
-    team.run(PackJob(weight, outputs, inputs, packed), (outputs + WIDTH - 1) / WIDTH);
 }
 
 }  // namespace tgi

@@ -2,31 +2,27 @@
 #pragma once
 #include <cstdint>
 
+#include "packed.h"
 #include "team.h"
 
 namespace tgi {
-
-using bf16 = uint16_t;
 
 enum class Then : int64_t { none, silu, gelu, gelu_tanh, add, mul };
 
 // One product. Matrices are row-major and, but for `plus` [rows, outputs], dense; bfloat16 but for `plus`, `bias` [outputs] and `wide`.
 // Either `y` or `wide` [rows, outputs] takes the result. `plus` and `bias` may be null.
 struct LinearCall {
-    const bf16* x;       // [rows, inputs]
-    const bf16* weight;  // as `pack` leaves it
+    const bf16* x;  // [rows, inputs]
+    Packed weight;
     const float* bias;
     const float* plus;  // from one row to the next `plus_step` numbers
     const bf16* other;  // [rows, outputs], for add and mul
     bf16* y;
     float* wide;
-    int64_t rows, inputs, outputs, plus_step;
+    int64_t rows, plus_step;
     Then then;
 };
 
 void linear(Team& team, const LinearCall& call);
-
-// `packed` has room for outputs, rounded up to a multiple of 64, times inputs.
-void pack(Team& team, const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed);
 
 }  // namespace tgi

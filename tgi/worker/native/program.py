@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker.native.kernels import Kernels, Rows, Tiles
+from tgi.worker.native.kernels import Kernels, Packed, Rows, Tiles
 
 # Behind the program, which is the first argument of all.
 _SIGNATURES = {
     "tgi_program_norm": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3, c_float),
-    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_void_p, *[c_int64] * 3),
+    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3),
     "tgi_program_lora": (c_int64, c_int64, c_int64),
     "tgi_program_turn": (*[c_int64] * 6,),
     "tgi_program_attend": (*[c_int64] * 7, c_float, c_float),
@@ -87,18 +87,18 @@ class Program:
         self,
         x: int,
         y: int,
-        packed: Tensor,
-        outputs: int,
+        weight: Packed,
         bias: Tensor | None = None,
         then: int = 0,
         other: int = 0,
         delta: Delta | None = None,
     ) -> None:
         """Kernels.linear; `other`, which may be y, is left alone unless `then` needs it."""
-        assert self._widths[y] == outputs
+        memory, outputs, inputs, form = weight
+        assert (self._widths[x], self._widths[y]) == (inputs, outputs)
         place, column = delta or (NOWHERE, 0)
         at = None if bias is None else bias.data_ptr()
-        self._write("linear", x, other, y, place, column, packed.data_ptr(), at, self._widths[x], outputs, then)
+        self._write("linear", x, other, y, place, column, memory.data_ptr(), form, at, inputs, outputs, then)
 
     def lora(self, x: int, place: int, layer: int) -> None:
         """Kernels.lora for one of the places of a step's Adapted."""

@@ -1,10 +1,13 @@
 """A weight in few bits, and what it stands for."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
+PIECE = 1 << 24  # elements dequantized at once
 
 
 class QuantizedWeight(NamedTuple):
@@ -13,8 +16,8 @@ class QuantizedWeight(NamedTuple):
         weight[o, i] = scales[o, g] * codes[o, i] + shifts[o, g].
 
     8 bits: codes are int8 [outputs, inputs]. 4 bits: codes are uint8 [outputs, inputs // 2], of which byte j has input
-    2 j in its lower half and 2 j + 1 in its upper one; they count from 0 to 15 with shifts and, without, stand for -8 to
-    7. Every column has a row for each output, so weights are split and joined by outputs as they are.
+    2 j in its lower half and 2 j + 1 in its upper one; they count from 0 to 15 with shifts and, without, stand for -8
+    to 7. Every column has a row for each output, so weights are split and joined by outputs as they are.
     """
 
     codes: Tensor
@@ -37,27 +40,44 @@ class QuantizedWeight(NamedTuple):
         return self.shape[1] // self.scales.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        """Where the columns are."""
+        return self.codes.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return sum(column.nbytes for column in self if column is not None)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [outputs, inputs], computed in float32 and rounded once."""
+        """The weight [outputs, inputs], computed in float32 and rounded once; some outputs at a time, so that little
+        more memory is used than the result takes."""
         outputs, inputs = self.shape
-        codes = self.codes
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), -1).view(outputs, inputs).to(torch.int8)
-            if self.shifts is None:
-                codes = codes - 8
-        grouped = codes.view(outputs, -1, self.group).float() * self.scales.float()[:, :, None]
-        if self.shifts is not None:
-            grouped = grouped + self.shifts.float()[:, :, None]
-        return grouped.view(outputs, inputs).to(dtype)
+        found = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
+        pieces = found.split(max(1, PIECE // inputs))
+        for piece, part in zip(pieces, self.split([len(piece) for piece in pieces]), strict=True):
+            grouped = part.numbers().view(*part.scales.shape, self.group).float()
+            grouped *= part.scales.float()[:, :, None]
+            if part.shifts is not None:
+                grouped += part.shifts.float()[:, :, None]
+            piece.copy_(grouped.view(piece.shape))
+        return found
+
+    def numbers(self) -> Tensor:
+        """What the codes stand for, int8 [outputs, inputs]."""
+        if self.bits == 8:
+            return self.codes
+        numbers = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape).to(torch.int8)
+        return numbers - 8 if self.shifts is None else numbers
 
     def split(self, outputs: Sequence[int]) -> list["QuantizedWeight"]:
         """Weights of so many outputs each, views."""
         columns = [[None] * len(outputs) if column is None else column.split(list(outputs)) for column in self]
         return [QuantizedWeight(*parts) for parts in zip(*columns, strict=True)]
+
+    def rows(self, outputs: Tensor) -> "QuantizedWeight":
+        """The weight of some outputs alone, int64 [n]."""
+        return QuantizedWeight(*(None if column is None else column.index_select(0, outputs) for column in self))
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """The same there."""
@@ -68,3 +88,11 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights of the same form, one above the other."""
     columns = zip(*parts, strict=True)
     return QuantizedWeight(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+
+Weight: TypeAlias = Tensor | QuantizedWeight
+
+
+def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight as a tensor of that dtype."""
+    return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)

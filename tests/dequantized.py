@@ -1,0 +1,35 @@
+"""Weights in few bits as plain ones, for comparison."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tgi.worker.quantization.weight import QuantizedWeight
+
+
+def plain_weights(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, those in few bits dequantized."""
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, column = name.rpartition(".")
+        if column == "codes":
+            weight = QuantizedWeight(tensor, tensors[f"{stem}.scales"], tensors.get(f"{stem}.shifts"))
+            found[stem] = weight.dequantized(dtype)
+        elif column not in ("scales", "shifts"):
+            found[name] = tensor.to(dtype)
+    return found
+
+
+def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
+    """transformers' own, also of a directory whose weights are in few bits."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    found = network.load_state_dict(plain_weights(load_file(directory / "model.safetensors"), dtype), strict=False)
+    assert not found.unexpected_keys
+    assert set(found.missing_keys) <= {"lm_head.weight"}  # tied
+    return network.eval()

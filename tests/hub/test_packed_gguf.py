@@ -1,0 +1,152 @@
+"""A GGUF file's weights in their own bits are what its blocks stand for."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from safetensors.torch import load_file
+
+from tests.dequantized import plain_weights
+from tests.hub.gguf_files import write_gguf
+from tests.models import model
+from tgi.hub.card import read_card
+from tgi.hub.gguf import reader, weights
+from tgi.hub.gguf.architecture import Wanted
+from tgi.hub.gguf.blocks import FORMS
+from tgi.hub.gguf.convert import convert
+from tgi.hub.resolve import model_directory
+from tgi.kernel.errors import UserError
+
+KEPT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"}  # their scales are float16 in the file
+ROWS, COLUMNS = 24, 512
+
+
+def quiet(stage: str, percent: int) -> None:
+    pass
+
+
+def imported(source: Path, directory: Path, packed: bool) -> dict[str, torch.Tensor]:
+    directory.mkdir()
+    convert(source, directory, quiet, packed=packed)
+    return load_file(directory / "model.safetensors")
+
+
+def one_tensor(path: Path, raw: np.ndarray, block: GGMLQuantizationType) -> Path:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("x", raw, raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def random_rows(block: GGMLQuantizationType, largest: float = 1000.0) -> np.ndarray:
+    """Blocks of random bytes, of those that stand for numbers up to `largest`."""
+    size, stored = GGML_QUANT_SIZES[block]
+    count = ROWS * COLUMNS // size
+    blocks = np.random.default_rng(0).integers(0, 256, (8 * count, stored), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        sound = np.abs(dequantize(blocks, block)).max(axis=1) <= largest
+    assert sound.sum() >= count
+    return blocks[sound][:count].reshape(ROWS, -1)
+
+
+def written(raw: np.ndarray, block: GGMLQuantizationType, place: Path) -> dict[str, torch.Tensor]:
+    source = reader.read(one_tensor(place / "m.gguf", raw, block))
+    weights.write(source, [Wanted("x", "y", (ROWS, COLUMNS))], place / "y.safetensors", lambda done: None, packed=True)
+    return load_file(place / "y.safetensors")
+
+
+@pytest.mark.parametrize("block", FORMS, ids=lambda block: block.name)
+def test_every_block_type_stands_for_the_same_numbers(block: GGMLQuantizationType, tmp_path: Path) -> None:
+    raw, form = random_rows(block), FORMS[block]
+    columns = written(raw, block, tmp_path)
+    assert columns["y.codes"].dtype is (torch.int8 if form.bits == 8 else torch.uint8)
+    assert columns["y.scales"].shape == (ROWS, COLUMNS // form.group)
+    assert ("y.shifts" in columns) is form.shifted
+    found = plain_weights(columns, torch.float32)["y"]
+    expected = torch.from_numpy(dequantize(raw, block).reshape(ROWS, COLUMNS))
+    if block.name in KEPT:
+        assert torch.equal(found, expected)
+    else:
+        assert (found - expected).norm() < 3e-4 * expected.norm()
+        bound = 127 * columns["y.scales"].float().abs()
+        if form.shifted:
+            bound += columns["y.shifts"].float().abs()
+        assert ((found - expected).abs().view(ROWS, -1, form.group).amax(-1) <= 2**-11 * bound).all()
+
+
+def test_q4_1_is_kept_bit_for_bit(tmp_path: Path) -> None:
+    """Of two blocks whose bytes one can follow."""
+    codes = bytes(range(16))
+    raw = np.frombuffer(b"\x00\x3c\x00\xc0" + codes + b"\x01\x00\x02\x00" + codes[::-1], np.uint8)
+    columns = written(np.tile(raw, (ROWS, COLUMNS // 64)), GGMLQuantizationType.Q4_1, tmp_path)
+    assert columns["y.scales"][0, :2].view(torch.int16).tolist() == [0x3C00, 0x0001]
+    assert columns["y.shifts"][0, :2].view(torch.uint16).tolist() == [0xC000, 0x0002]
+    assert columns["y.codes"][0, :16].tolist() == [16 * (i + 1) + i for i in range(0, 16, 2)] + [0] * 8
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "gemma2": {"tie": True, "more": (("query_pre_attn_scalar", 16),)},
+    "cohere": {"tie": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [("llama", "Q4_0"), ("mixtral", "Q8_0"), ("phi3", "Q4_1"), ("gemma2", "Q8_0"), ("cohere", "Q5_1")],
+)
+def test_a_packed_import_holds_the_weights_of_a_plain_one(kind: str, block: str, tmp_path: Path) -> None:
+    """Rows in the order of transformers, experts apart, norms plain; and as many bytes as the file has."""
+    source = write_gguf(model(kind, **TIED.get(kind, {})), tmp_path / "m.gguf", block)
+    packed, expected = (imported(source, tmp_path / name, name == "packed") for name in ("packed", "plain"))
+    found = plain_weights(packed, torch.bfloat16)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert (name in packed) is (tensor.ndim == 1 or name.endswith(("norm.weight", "moe.gate.weight"))), name
+    if block in ("Q8_0", "Q4_0", "Q4_1"):
+        stored = sum(len(tensor.data) for tensor in reader.read(source).tensors.values() if tensor.type.name == block)
+        assert sum(tensor.nbytes for name, tensor in packed.items() if name not in expected) == stored
+
+
+def test_pieces_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_gguf(model("llama"), tmp_path / "m.gguf", "Q4_1")
+    imported(source, tmp_path / "whole", packed=True)
+    monkeypatch.setattr(weights, "PIECE", 192)  # three rows, so that pieces and heads do not line up
+    imported(source, tmp_path / "pieces", packed=True)
+    assert (tmp_path / "pieces/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+
+
+def test_the_directory_and_the_log_say_which_types_the_file_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    original = model("llama", layers=1)
+    directories = {}
+    for block in ("Q4_0", "F16"):
+        source = write_gguf(original, tmp_path / f"{block}.gguf", block)
+        directories[block] = model_directory(str(source), cache=tmp_path / "cache")
+    said = json.loads((directories["Q4_0"] / "config.json").read_text())["quantization_config"]
+    assert said == {"quant_method": "gguf", "kept": {"Q4_0": 9}, "made_bfloat16": {"F32": 3}}
+    assert [line for line in caplog.messages if "bits of" in line] == [
+        "weights keep the bits of the GGUF file where its tensors are Q4_0 (9); bfloat16 stands for F32 (3)"
+    ]
+    assert "quantization_config" not in json.loads((directories["F16"] / "config.json").read_text())
+    assert read_card(directories["Q4_0"]).dtype == "bfloat16"
+
+
+def test_scales_that_float16_cannot_hold_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    block = GGMLQuantizationType.Q6_K
+    raw = random_rows(block).reshape(-1, GGML_QUANT_SIZES[block][1])
+    raw[0, -18:] = np.frombuffer(bytes([100] * 16) + b"\x00\x70", np.uint8)  # 100 times 8192
+    with pytest.raises(UserError, match=r"float16 cannot hold.*`tgi import`"):
+        written(raw.reshape(ROWS, -1), block, tmp_path)

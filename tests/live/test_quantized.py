@@ -1,0 +1,28 @@
+"""`tgi up --quantize`: a model made of fewer bits at load, by a real process tree."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.live.server import Server
+from tests.models import model
+
+PROMPTS = [f"This is story number {n}:" + " and the river runs" * n for n in range(6)]
+
+
+def answer(server: Server, prompt: str) -> list[tuple[int, float]]:
+    told = server.generate(prompt, max_new_tokens=12)["details"]["tokens"]
+    return [(token["id"], token["logprob"]) for token in told]
+
+
+def test_a_quantized_model_serves_the_same_bits_alone_together_and_restarted(tmp_path: Path) -> None:
+    directory = str(model("llama", hidden=128, intermediate=192))
+    with Server(
+        tmp_path / "run", "--model-id", directory, "--dtype", "bfloat16", "--validation-workers", "1"
+    ) as server:
+        server.start("up", "--quantize", "int8").ready()
+        assert "bits a weight" in server.said()
+        alone = [answer(server, prompt) for prompt in PROMPTS]
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            assert list(pool.map(lambda prompt: answer(server, prompt), PROMPTS)) == alone
+        server.kill("worker-0")
+        assert answer(server, PROMPTS[0]) == alone[0]

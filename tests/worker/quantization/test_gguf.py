@@ -1,0 +1,113 @@
+"""A model of a GGUF file computes the same to the bit, whether its weights keep their bits or are made bfloat16."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hub.gguf_files import write_gguf
+from tests.models import model as make
+from tests.worker.batches import Row, make_batch
+from tgi.hub.gguf import reader
+from tgi.hub.gguf.convert import convert
+from tgi.worker.attention import build_attention
+from tgi.worker.batch import Model
+from tgi.worker.linear import Linear
+from tgi.worker.load import build_model, read_recipe
+from tgi.worker.models.decoder import Decoder, _linears
+from tgi.worker.native.choose import find_kernels
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+def mixed(name: str) -> str:
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name else "Q4_K"
+
+
+@cache
+def imported(place: Path, kind: str, block: str, packed: bool) -> Path:
+    source = place / f"{kind}-{block}.gguf"
+    if not source.is_file():
+        sizes = {"hidden": 256, "intermediate": 512} if block == "K" else {"hidden": 128, "intermediate": 192}
+        write_gguf(make(kind, tie=kind == "llama", **sizes), source, mixed if block == "K" else block)
+    directory = place / f"{kind}-{block}-{packed}"
+    directory.mkdir()
+    convert(source, directory, lambda stage, percent: None, packed=packed)
+    return directory
+
+
+def load(directory: Path, dtype: str, native: bool) -> Model:
+    kernels = find_kernels([read_recipe(directory, dtype)], "cpu") if native else None
+    return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
+
+
+def logits(model: Model) -> torch.Tensor:
+    """Behind each of some prompts, [prompts, vocab]."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in (90, 1, 17)]
+    attention = build_attention(model.kv, 100, model.device)
+    rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts)]
+    return model.forward(make_batch(rows, attention.page_size), attention)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "block"), [("llama", "Q8_0"), ("llama", "Q4_0"), ("llama", "Q4_1"), ("mixtral", "Q4_1")]
+)
+def test_logits_are_those_of_the_file_in_bfloat16(place: Path, kind: str, block: str, native: bool) -> None:
+    packed, plain = (logits(load(imported(place, kind, block, way), "bfloat16", native)) for way in (True, False))
+    assert torch.equal(packed, plain)
+
+
+@pytest.mark.parametrize("block", ["Q8_0", "Q4_0", "Q4_1"])
+def test_a_model_takes_hardly_more_memory_than_its_file(place: Path, block: str) -> None:
+    """On our own kernels: the packed weights, the head being one of them, and what stays mapped of the directory."""
+    source, directory = place / "large.gguf", place / f"large-{block}"
+    write_gguf(make("llama", hidden=256, intermediate=2048, tie=True), source, block)
+    stored = sum(len(tensor.data) for tensor in reader.read(source).tensors.values())
+    directory.mkdir()
+    convert(source, directory, lambda stage, percent: None, packed=True)
+    model = load(directory, "bfloat16", native=True)
+    assert isinstance(model, Decoder)
+    packed = sum(layer._weight.memory.nbytes for layer in all_linears(model))
+    assert 0.95 * stored < packed < 1.02 * stored
+    assert packed + mapped(directory) < 1.1 * stored
+
+
+def all_linears(model: Decoder) -> list[Linear]:
+    found = [model._weights.head]
+    for layer in model._weights.layers:
+        found += _linears(layer)
+    return found
+
+
+def mapped(directory: Path) -> int:
+    """Bytes of the directory's files that this process has in memory."""
+    found, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counted = str(directory) in line
+        elif counted and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
+def test_mixed_k_types_lose_little_beside_bfloat16(place: Path, native: bool) -> None:
+    """As such files are: values and what leads out of an MLP in Q6_K, the rest in Q4_K. What is taken for exact has
+    the rounded weights of the plain import, and so favours that."""
+    packed, plain = (load(imported(place, "qwen2", "K", way), "bfloat16", native) for way in (True, False))
+    exact = logits(load(imported(place, "qwen2", "K", False), "float32", False))
+    off, allowed = (logits(packed) - exact).norm(), (logits(plain) - exact).norm()
+    assert 0 < off < 1.6 * allowed
+
+
+def test_float32_computes_with_weights_that_are_not_rounded(place: Path) -> None:
+    exact, rounded = (logits(load(imported(place, "llama", "Q8_0", way), "float32", False)) for way in (True, False))
+    assert not torch.equal(exact, rounded)
+    assert (exact - rounded).norm() < 0.02 * rounded.norm()

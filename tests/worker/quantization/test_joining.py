@@ -1,0 +1,38 @@
+"""A matrix of weights in different forms stands for just what they stand for."""
+
+from itertools import product
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worker.quantization.weights import random_weight
+from tgi.worker.quantization.joining import matrix
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+
+FORMS = list(product((4, 8), GROUPS, (False, True)))
+forms = st.lists(st.sampled_from(FORMS), min_size=1, max_size=3)
+
+
+@given(forms)
+def test_quantized_weights_are_joined_without_loss(chosen: list[tuple[int, int, bool]]) -> None:
+    parts = [random_weight(3, 256, *form, seed=number) for number, form in enumerate(chosen)]
+    found = matrix(parts, torch.bfloat16)
+    assert isinstance(found, QuantizedWeight)
+    assert (found.bits, found.group) == (max(form[0] for form in chosen), min(form[1] for form in chosen))
+    assert torch.equal(found.dequantized(torch.float32), torch.cat([part.dequantized(torch.float32) for part in parts]))
+
+
+def test_beside_a_plain_weight_all_are_plain() -> None:
+    quantized, plain = random_weight(3, 64, 4, 32, False), torch.randn(2, 64)
+    found = matrix([plain, quantized], torch.bfloat16)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, torch.cat([plain.bfloat16(), quantized.dequantized(torch.bfloat16)]))
+
+
+def test_shifts_that_do_not_fit_make_a_plain_matrix() -> None:
+    parts = [random_weight(2, 64, 4, 32, shifted) for shifted in (False, True)]
+    parts[0] = parts[0]._replace(scales=torch.full_like(parts[0].scales, 60000.0))
+    found = matrix(parts, torch.float32)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found[:2], parts[0].dequantized(torch.float32))

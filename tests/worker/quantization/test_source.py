@@ -1,0 +1,75 @@
+"""Quantized weights are read from the columns of a file, or made of plain ones when they are asked for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.worker.quantization.weights import random_weight
+from tgi.kernel.errors import UserError
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.quantization.source import EMBEDDING, HEAD, PackedSource, QuantizingSource
+from tgi.worker.quantization.weight import QuantizedWeight
+
+
+def source(directory: Path, tensors: dict[str, Tensor]) -> PackedSource:
+    save_file(tensors, directory / "model.safetensors")
+    return PackedSource(Checkpoint(directory))
+
+
+def columns(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    named = weight._asdict().items()
+    return {f"{name}.weight.{kind}": column for kind, column in named if column is not None}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_columns_are_read_as_they_were_written(shifted: bool, tmp_path: Path) -> None:
+    written = random_weight(4, 64, 4, 32, shifted)
+    read = source(tmp_path, columns("lm_head", written) | {"other.weight": torch.ones(2, 3)})
+    assert "lm_head.weight" in read
+    assert "else.weight" not in read
+    found = read.weight("lm_head", 4, 64)
+    assert isinstance(found, QuantizedWeight)
+    assert torch.equal(found.dequantized(torch.float32), written.dequantized(torch.float32))
+    assert torch.equal(read.tensor("lm_head.weight", 4, 64), written.dequantized(torch.float32))
+    assert torch.equal(read.weight("other", 2, 3), read.tensor("other.weight", 2, 3))
+    with pytest.raises(UserError, match=r"has shape \[4, 64\], but the model's config.json asks for \[4, 32\]"):
+        read.weight("lm_head", 4, 32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codes": torch.zeros(4, 32, dtype=torch.int32)},
+        {"codes": torch.zeros(3, 32, dtype=torch.uint8)},
+        {"codes": torch.zeros(0, dtype=torch.uint8)},
+        {"scales": torch.zeros(4, 2)},
+        {"scales": torch.zeros(4, 3, dtype=torch.float16)},
+        {"scales": torch.zeros(4, 0, dtype=torch.float16)},
+        {"scales": torch.zeros(4, 64, dtype=torch.float16)},
+        {"shifts": torch.zeros(4, 1, dtype=torch.float16)},
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(change: dict[str, Tensor], tmp_path: Path) -> None:
+    broken = random_weight(4, 64, 4, 32, True)._replace(**change)
+    with pytest.raises(UserError, match=r"'x\.weight' has columns that do not fit"):
+        source(tmp_path, columns("x", broken)).weight("x", 4, 64)
+
+
+def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    already = random_weight(4, 64, 8, 64, False)
+    names = ["a", EMBEDDING, HEAD]
+    plain = {f"{name}.weight": torch.randn(4, 64) for name in names} | {"short.weight": torch.randn(4, 24)}
+    read = QuantizingSource(source(tmp_path, plain | columns("b", already)), "int4")
+    found = [read.weight(name, 4, 64) for name in (*names, "b")]
+    assert [weight.bits for weight in found if isinstance(weight, QuantizedWeight)] == [4, 8, 8, 8]
+    assert isinstance(found[3], QuantizedWeight)
+    assert found[3].group == 64
+    assert torch.equal(read.weight("short", 4, 24), plain["short.weight"])
+    read.weight("b", 4, 64)
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [
+        "it is quantized already",
+        "it is of inputs that are no multiple of 32",
+    ]

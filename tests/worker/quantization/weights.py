@@ -1,0 +1,16 @@
+"""Quantized weights of all forms, at random."""
+
+import torch
+
+from tgi.worker.quantization.weight import QuantizedWeight
+
+
+def random_weight(outputs: int, inputs: int, bits: int, group: int, shifted: bool, seed: int = 0) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(seed)
+    scales = (torch.rand(outputs, inputs // group, generator=generator) / 50 - 0.01).half()
+    shifts = (torch.rand(outputs, inputs // group, generator=generator) - 0.5).half() if shifted else None
+    if bits == 8:
+        codes = torch.randint(-128, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    else:
+        codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    return QuantizedWeight(codes, scales, shifts)

@@ -1,0 +1,110 @@
+"""Products with weights in few bits: the same bits as with the numbers that the codes stand for."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.test_native import VARIANTS, numbers
+from tgi.worker.native.build import library
+from tgi.worker.native.kernels import GROUPS, THEN, Kernels
+from tgi.worker.quantization.weight import QuantizedWeight
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(library(*VARIANTS[request.param]), 2)
+
+
+def quantized(bits: int, group: int, shifts: bool, outputs: int, inputs: int) -> QuantizedWeight:
+    """Every code is among these if there are enough."""
+    count = outputs * inputs * bits // 8
+    codes = torch.arange(count).mul(37).to(torch.uint8).view(outputs, -1)
+    scales, more = (numbers(outputs, inputs // group, seed=seed).half() for seed in (3, 4))
+    return QuantizedWeight(codes.view(torch.int8) if bits == 8 else codes, scales, more if shifts else None)
+
+
+def assert_as_dequantized(kernels: Kernels, weight: QuantizedWeight, counts: tuple[int, ...]) -> None:
+    packed, plain = kernels.pack_quantized(weight), kernels.pack(weight.dequantized(torch.bfloat16))
+    x = numbers(max(counts), weight.shape[1], seed=1)
+    for count in counts:
+        y = kernels.linear(x[:count], packed, wide=True)
+        torch.testing.assert_close(y, kernels.linear(x[:count], plain, wide=True), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_are_those_of_the_dequantized_weight(kernels: Kernels, bits: int, group: int, shifts: bool) -> None:
+    assert_as_dequantized(kernels, quantized(bits, group, shifts, 64, 384), tuple(range(1, 71)))
+    assert_as_dequantized(kernels, quantized(bits, group, shifts, 33, 1152), (1, 17, 32, 300))
+    assert_as_dequantized(kernels, quantized(bits, group, shifts, 7, 128), (1, 33))
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 16)])
+def test_inputs_need_be_no_multiple_of_128(kernels: Kernels, bits: int, group: int) -> None:
+    assert_as_dequantized(kernels, quantized(bits, group, True, 40, 288), (1, 40))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("then", THEN)
+def test_what_follows_is_the_same(kernels: Kernels, then: str, bits: int) -> None:
+    weight = quantized(bits, 32, bits == 4, 100, 64)
+    packed, plain = kernels.pack_quantized(weight), kernels.pack(weight.dequantized(torch.bfloat16))
+    x, other, bias, plus = numbers(40, 64), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
+    first, second = (kernels.linear(x, one, bias, THEN[then], other, plus) for one in (packed, plain))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scales_of_any_size(kernels: Kernels, bits: int, shifts: bool) -> None:
+    # Nothing, the smallest subnormal float16, the smallest normal one, the largest; then what is no number.
+    sizes = torch.tensor([0.0, 2**-24, -(2**-24), 2**-14, 1e-6, 65504.0, -65504.0, 1.0], dtype=torch.float16)
+    weight = quantized(bits, 32, shifts, 32, 512)
+    scales = sizes.repeat(64).view(32, 16)
+    assert_as_dequantized(
+        kernels, QuantizedWeight(weight.codes, scales, scales.flip(0, 1) if shifts else None), (1, 40)
+    )
+    for odd in (torch.inf, torch.nan):
+        scales = torch.ones(32, 16, dtype=torch.float16)
+        scales[5, 3] = odd
+        assert_as_dequantized(kernels, QuantizedWeight(weight.codes, scales, scales if shifts else None), (1, 40))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_weight_may_be_a_part_of_another(kernels: Kernels, bits: int) -> None:
+    whole = quantized(bits, 64, True, 96, 128)
+    x, y = numbers(3, 128), kernels.linear(numbers(3, 128), kernels.pack_quantized(whole))
+    parts = [kernels.linear(x, kernels.pack_quantized(part)) for part in whole.split([40, 56])]
+    assert torch.equal(torch.cat(parts, 1), y)
+
+
+@pytest.mark.parametrize(("bits", "group", "shifts"), [(8, 32, False), (4, 32, True), (4, 128, False)])
+def test_a_packed_weight_takes_no_more_than_its_columns(kernels: Kernels, bits: int, group: int, shifts: bool) -> None:
+    weight = quantized(bits, group, shifts, 64, 256)
+    assert kernels.pack_quantized(weight).memory.nbytes == weight.nbytes
+
+
+def test_a_group_that_is_not_known_is_refused(kernels: Kernels) -> None:
+    odd: Tensor = torch.zeros(32, 96, dtype=torch.int8)
+    with pytest.raises(AssertionError):
+        kernels.pack_quantized(QuantizedWeight(odd, torch.ones(32, 2).half(), None))
+
+
+def test_memory_of_weights_is_taken_once_and_freed() -> None:
+    kernels = Kernels(library(), 1)
+    weight = torch.ones(1 << 13, 1 << 10, dtype=torch.bfloat16)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    kernels.pack(weight[:32])
+    before = resident()
+    small, large = [kernels.pack(weight[: 1 << 12]) for _ in range(9)], kernels.pack(torch.cat([weight] * 4))
+    taken = sum(one.memory.nbytes for one in (*small, large))
+    assert abs(resident() - before - taken) < 0.1 * taken
+    del small, large
+    assert resident() - before < 0.7 * (64 << 20)

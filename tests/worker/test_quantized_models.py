@@ -1,0 +1,119 @@
+"""Whole models in fewer bits: what they compute with, and that load changes no bit of it."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import model as make
+from tests.worker.batches import prefill
+from tests.worker.driving import drive, make_engine
+from tests.worker.loras import make_adapter
+from tests.worker.test_native_models import prompts
+from tgi.kernel.errors import UserError
+from tgi.kernel.messages import Sampling
+from tgi.worker.attention import build_attention
+from tgi.worker.batch import Model
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.load import build_model, read_recipe
+from tgi.worker.lora.shelf import stock
+from tgi.worker.models.decoder import Decoder
+from tgi.worker.models.weights import WeightReader
+from tgi.worker.native.choose import find_kernels
+from tgi.worker.quantization.source import Source
+from tgi.worker.quantization.weight import plain
+
+CPU = torch.device("cpu")
+KINDS = ("llama", "phi3", "mixtral")  # parts that are joined, parts that are one tensor, and experts
+
+
+@cache
+def directory(kind: str) -> Path:
+    return make(kind, hidden=128, intermediate=192)
+
+
+def load(kind: str, quantize: str, native: bool, dtype: str = "bfloat16") -> Model:
+    path = directory(kind)
+    kernels = find_kernels([read_recipe(path, dtype, quantize)], "cpu") if native else None
+    return build_model(path, dtype, "cpu", lambda stage, percent: None, kernels=kernels, quantize=quantize)
+
+
+class Dequantized:
+    """What the weights of a source stand for."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.source.tensor(name, *shape)
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
+        return plain(self.source.weight(name, outputs, inputs), torch.bfloat16)
+
+
+def dequantized(kind: str, quantize: str, native: bool) -> Model:
+    """The plain model with the weights that the quantized ones stand for. Its embedding is that of the file."""
+    recipe = read_recipe(directory(kind), "bfloat16", quantize)
+    kernels = find_kernels([recipe], "cpu") if native else None
+    assert recipe.decoder is not None
+    with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
+        sources = [Dequantized(recipe.scheme.source(checkpoint)), recipe.scheme.stored_source(checkpoint)]
+        readers = [WeightReader(source, recipe.decoder, torch.bfloat16, CPU, kernels) for source in sources]
+        weights, stored = (reader.weights(lambda percent: None) for reader in readers)
+    weights = weights._replace(embedding=stored.embedding)
+    return Decoder(recipe.decoder, weights, torch.bfloat16, CPU, kernels)
+
+
+def logits(model: Model) -> Tensor:
+    attention = build_attention(model.kv, 32, CPU)
+    return prefill(model, attention, prompts()[0], range(32))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_model_computes_with_what_its_codes_stand_for(kind: str, quantize: str, native: bool) -> None:
+    found, expected = (logits(made(kind, quantize, native)) for made in (load, dequantized))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("native", "quantize"), [(False, "int4"), (True, "int8"), (True, "int4")])
+def test_load_changes_no_bit_of_it_with_adapters_too(native: bool, quantize: str, tmp_path: Path) -> None:
+    engine = make_engine(load("llama", quantize, native), pages=64)
+    stock(engine.adapters, (("a", str(make_adapter(tmp_path / "a", directory("llama")))),))
+    asked = Sampling(0, adapter="a", adapter_digest=engine.adapters.listed[0].digest)
+    samplings = [asked, Sampling(7, temperature=0.8), asked._replace(seed=3, temperature=1.0), Sampling(0)]
+    together = drive(engine, prompts(), 8, samplings, chunk=23, stagger=1)
+    alone = [drive(engine, [ids], 8, [how])[0] for ids, how in zip(prompts(), samplings, strict=True)]
+    assert together == alone
+    assert together[0] != drive(engine, prompts()[:1], 8)[0]  # the adapter does change the quantized model
+
+
+def test_fewer_bits_are_further_from_the_model() -> None:
+    exact = logits(build_model(directory("llama"), "bfloat16", "cpu", lambda stage, percent: None))
+    off = [float((logits(load("llama", quantize, False)) - exact).norm()) for quantize in ("int8", "int4")]
+    assert 0 < 5 * off[0] < off[1] < float((exact - exact.mean()).norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantize", "reason"),
+    [
+        ("llama", "gptq", "is for weights that are quantized already, and those in"),
+        ("gpt2", "int8", "through transformers, which cannot be done with quantized weights"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused_in_words(kind: str, quantize: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        read_recipe(make(kind), "auto", quantize)
+
+
+def test_torch_on_cpu_says_that_it_saves_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load("llama", "int4", False)
+    assert "bits a weight" in caplog.text
+    assert "memory of plain weights" in caplog.text

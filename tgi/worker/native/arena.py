@@ -1,0 +1,36 @@
+"""Memory for weights in large pages: a product reads a weight from end to end, and finds its pages sooner."""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+REGION = 64 << 20  # bytes that are asked for at once; only what is written to takes memory
+LARGE = REGION // 4  # a piece of more has a region of its own
+LINE = 64  # every piece begins at a multiple of this
+
+
+class Arena:
+    """Hands out pieces of memory. A region is freed when the last of its pieces is, and the next one is begun."""
+
+    def __init__(self) -> None:
+        self._region: mmap.mmap | None = None
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """So many bytes, at a multiple of LINE. They may hold anything."""
+        if size > LARGE:
+            return torch.frombuffer(_region(size), dtype=torch.uint8)
+        if self._region is None or self._used + size > REGION:
+            self._region, self._used = _region(REGION), 0
+        piece = torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=self._used)
+        self._used += -(-size // LINE) * LINE
+        return piece
+
+
+def _region(size: int) -> mmap.mmap:
+    # Private, since the system gives large pages for shared memory, Python's own choice, only where it is told to.
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return region

@@ -1,0 +1,94 @@
+// Brings weights into the order in which they are read. See packed.h.
+//
+// 32 inputs of a panel of 32 outputs are two AMX tiles, one of 16 outputs after the other. Row j of a tile has the inputs
+// 2 j and 2 j + 1 of each output side by side. Codes lie as the numbers would: codes of 8 bits in the same order, codes of
+// 4 bits in groups of four rows, as 16 words of which lane i has the eight codes that become lane i of eight
+// vectors: of row q, outputs 0 to 7 are in bits 8 q to 8 q + 3 of each word and outputs 8 to 15 in bits 8 q + 4 to 8 q + 7,
+// lane i being input i % 2 of output i / 2.
+#include "packed.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace tgi {
+namespace {
+
+constexpr int64_t TILE = 16;  // outputs of an AMX tile, and pairs of inputs
+
+struct PackJob final : Job {
+    PackJob(const bf16* weight, const Packed& packed) : weight(weight), packed(packed) {}
+
+    void run(int64_t chunk) const override {
+        const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
+        auto* to = (bf16*)packed.panel(chunk);
+        if (there < PANEL) memset(to, 0, packed.form.bytes(inputs));
+        for (int64_t from = 0; from < inputs; from += 32, to += 32 * PANEL)
+            for (int64_t n = 0; n < there; n++)
+                for (int64_t j = 0; j < TILE; j++)
+                    memcpy(to + n / TILE * 512 + j * 32 + n % TILE * 2, weight + (first + n) * inputs + from + 2 * j, 4);
+    }
+
+    const bf16* weight;
+    const Packed packed;
+};
+
+struct QuantizedJob final : Job {
+    QuantizedJob(const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, const Packed& packed)
+        : codes(codes), scales(scales), shifts(shifts), packed(packed), form(packed.form) {}
+
+    void run(int64_t chunk) const override {
+        const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL);
+        auto* to = (uint8_t*)packed.panel(chunk);
+        if (there < PANEL) memset(to, 0, form.bytes(packed.inputs));
+        for (int64_t from = 0; from < packed.inputs; from += form.unit()) {
+            for (int64_t group = from; group < from + form.unit(); group += form.group)
+                for (const uint16_t* column : {scales, shifts}) {
+                    if (!column) continue;
+                    const int64_t groups = packed.inputs / form.group;
+                    for (int64_t n = 0; n < there; n++)
+                        memcpy(to + 2 * n, column + (first + n) * groups + group / form.group, 2);
+                    to += 2 * PANEL;
+                }
+            for (int64_t k = from; k < from + form.unit(); k += 32)
+                for (int64_t n = 0; n < PANEL; n += TILE, to += TILE * 4 * form.bits)
+                    if (form.bits == 8) tile(first + n, std::min(there - n, TILE), k, to);
+                    else small_tile(first + n, std::min(there - n, TILE), k, (uint32_t*)to);
+        }
+    }
+
+    // Codes of 8 bits of 32 inputs of some outputs.
+    void tile(int64_t first, int64_t there, int64_t k, uint8_t* to) const {
+        for (int64_t n = 0; n < there; n++)
+            for (int64_t j = 0; j < TILE; j++)
+                memcpy(to + j * 2 * TILE + 2 * n, codes + (first + n) * packed.inputs + k + 2 * j, 2);
+    }
+
+    // Codes of 4 bits.
+    void small_tile(int64_t first, int64_t there, int64_t k, uint32_t* to) const {
+        for (int64_t rows = 0; rows < TILE; rows += 4, to += TILE) {
+            uint32_t each[TILE] = {};  // eight codes of each output, one input after the other
+            for (int64_t n = 0; n < there; n++)
+                memcpy(&each[n], codes + ((first + n) * packed.inputs + k) / 2 + rows, 4);
+            for (int64_t i = 0; i < TILE; i++) {
+                const uint32_t left = each[i / 2] >> i % 2 * 4, right = each[8 + i / 2] >> i % 2 * 4;
+                to[i] = (left & 0x0f0f0f0f) | (right & 0x0f0f0f0f) << 4;
+            }
+        }
+    }
+
+    const uint8_t* codes;
+    const uint16_t *scales, *shifts;
+    const Packed packed;
+    const Form form;
+};
+
+}  // namespace
+
+void pack(Team& team, const bf16* weight, const Packed& packed) { team.run(PackJob(weight, packed), packed.panels()); }
+
+void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
+                    const Packed& packed) {
+    team.run(QuantizedJob(codes, scales, shifts, packed), packed.panels());
+}
+
+}  // namespace tgi

@@ -1,0 +1,44 @@
+// How weights lie in memory: as `linear` reads them, from end to end. See packed.cpp and codes.h.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+namespace tgi {
+
+using bf16 = uint16_t;
+
+constexpr int64_t PANEL = 32;  // outputs that are computed together
+
+// What stands for a number: itself in bfloat16 (16 bits, no group), or a code of 8 or 4 bits with a float16 scale, and
+// perhaps a shift, of each output and `group` inputs.
+struct Form {
+    explicit Form(int64_t number) : bits(number & 255), group(number >> 8 & 255), shifts(number >> 16 & 1) {}
+
+    // Inputs that stand together: in front the scales and shifts of 32 outputs, then their codes.
+    int64_t unit() const { return group > 32 ? group : 32; }
+    // Bytes of `inputs` inputs of 32 outputs; `inputs` is a multiple of `unit`.
+    int64_t bytes(int64_t inputs) const {
+        return inputs * PANEL * bits / 8 + (group ? inputs / group * PANEL * 2 * (1 + shifts) : 0);
+    }
+
+    int64_t bits, group, shifts;
+};
+
+// A weight [outputs, inputs] in panels of 32 outputs, the last one filled up with zeros.
+struct Packed {
+    const uint8_t* panel(int64_t number) const { return at + number * form.bytes(inputs); }
+    int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+
+    const uint8_t* at;
+    int64_t outputs, inputs;
+    Form form;
+};
+
+// Either writes all panels of `packed`. `inputs` is a multiple of 32 and of the group.
+void pack(Team& team, const bf16* weight, const Packed& packed);
+// Codes, scales and shifts (null if the form has none) as QuantizedWeight has them.
+void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
+                    const Packed& packed);
+
+}  // namespace tgi
