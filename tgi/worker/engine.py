@@ -211,7 +211,7 @@ class TorchEngine:
         if not len(rows.drawing):
             return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
         slots = rows.slots[rows.drawing]
-        drawn = sample(logits, self._layout.draws(slots, rows.position, masks), self._noise)
+        drawn = sample(logits, self._layout.draws(slots, rows.position, masks), self._noise, self._model.kv.kernels)
         self._layout.write(slots, rows.position, drawn.ids)
         return drawn
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.native.kernels import THEN, Kernels
+from tgi.worker.native.program import Delta, Program
 from tgi.worker.quantization.weight import Weight, plain
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,11 @@ class Linear:
         else:
             y = torch.cat([self._call(x[a:b], None if other is None else other[a:b]) for a, b in tiles])
         return y if padded == rows else y[:rows]
+
+    def write(self, program: Program, x: int, y: int, other: int = 0, delta: Delta | None = None) -> None:
+        """Writes this layer down as it is called, with numbers of buffers for x, other and the result, and the delta in
+        place of `plus`. For our own kernels."""
+        program.linear(x, y, self._weight, self._bias, THEN[self.then], other, delta)
 
     def wide(self, x: Tensor) -> Tensor:
         """The same in float32. Our own kernels do not round in between."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tgi.worker.filters import apply_temperature, keep_top_k, keep_top_p, keep_typical_p
 from tgi.worker.masks import forbid, hold_back_ends
+from tgi.worker.native.kernels import Kernels
 from tgi.worker.noise import Noise, keys
 from tgi.worker.params import Draws
 from tgi.worker.penalties import add_biases, penalise_counts, penalise_frequency, penalise_repetition
@@ -48,29 +49,36 @@ class Drawn(NamedTuple):
     tops: Tops | None  # None if no row asks for any
 
 
-def sample(scores: Tensor, draws: Draws, noise: Noise) -> Drawn:
+def sample(scores: Tensor, draws: Draws, noise: Noise, kernels: Kernels | None = None) -> Drawn:
     """Draws from raw logits float32 [D, vocab], which are overwritten.
 
-    Logprobs, also those of the likeliest tokens, are log_softmax of the processed scores.
+    Logprobs, also those of the likeliest tokens, are log_softmax of the processed scores. Our own kernels, where given,
+    find the best token and the sums of a row in one go, and subtract only where somebody asks.
     """
-    ids = choose(scores, draws, noise)
-    logprobs = torch.log_softmax(scores, -1)
+    process(scores, draws)
+    best, sums = _measured(scores) if kernels is None else kernels.best(scores)
+    highest = scores.gather(1, best[:, None])
+    ids = _raced(best, scores, draws, noise)
+    logprobs = (scores.gather(1, ids[:, None]) - highest)[:, 0] - sums
     asking = np.flatnonzero(draws.params.top_n > 0)
-    tops = find_tops(take(logprobs, asking), asking, draws.params.top_n[asking]) if len(asking) else None
-    return Drawn(ids, logprobs.gather(1, ids[:, None])[:, 0], tops)
+    tops = None
+    if len(asking):
+        asked = take(scores, asking) - take(highest, asking) - take(sums[:, None], asking)
+        tops = find_tops(asked, asking, draws.params.top_n[asking])
+    return Drawn(ids, logprobs, tops)
 
 
 def choose(scores: Tensor, draws: Draws, noise: Noise) -> Tensor:
     """Processes raw logits float32 [D, vocab] in place and draws from them, int64 [D]."""
+    process(scores, draws)
+    return _raced(argmax(scores), scores, draws, noise)
+
+
+def process(scores: Tensor, draws: Draws) -> None:
+    """Makes of raw logits, in place, the scores that are drawn from."""
     if not draws.params.plain.all():
-        for process in PROCESSORS:
-            process(scores, draws)
-    ids = argmax(scores)
-    if draws.params.samples.any():
-        rows = np.flatnonzero(draws.params.samples)
-        row_keys = keys(draws.params.seed[rows], draws.position[rows], draws.params.choice[rows])
-        put(ids, rows, race(take(scores, rows), row_keys, noise))
-    return ids
+        for one in PROCESSORS:
+            one(scores, draws)
 
 
 def argmax(scores: Tensor) -> Tensor:
@@ -92,3 +100,19 @@ def race(scores: Tensor, row_keys: NDArray[np.int32], noise: Noise) -> Tensor:
         q = noise.exponentials(device_keys[block])
         chosen[block] = argmax(torch.sub(scores[block], q.log_(), out=q))
     return chosen
+
+
+def _raced(best: Tensor, scores: Tensor, draws: Draws, noise: Noise) -> Tensor:
+    """What is drawn: the best [D], but for the rows that draw at random."""
+    if not draws.params.samples.any():
+        return best
+    ids, rows = best.clone(), np.flatnonzero(draws.params.samples)
+    row_keys = keys(draws.params.seed[rows], draws.position[rows], draws.params.choice[rows])
+    put(ids, rows, race(take(scores, rows), row_keys, noise))
+    return ids
+
+
+def _measured(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels.best by torch."""
+    best = argmax(scores)
+    return best, -torch.log_softmax(scores, -1).gather(1, best[:, None])[:, 0]

@@ -27,6 +27,7 @@ class NativeAttention:
         self._kernels = kernels
         self._shape = (pages, kv.kv_heads, 2 * PAGE * kv.head_dim)
         self._cache = [self._memory() for _ in range(kv.layers)]
+        self.caches = torch.tensor([cache.data_ptr() for cache in self._cache])  # their addresses, for a program
 
     def _memory(self) -> Tensor:
         """One layer's cache: zeros that take memory once written to."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch import float32 as wide
 
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.native.program import Program
 
 
 class Norm(NamedTuple):
@@ -21,12 +22,12 @@ class Norm(NamedTuple):
     bias: Tensor | None
     epsilon: float
     centred: bool
-    kernels: Kernels | None = None  # for x [rows, size]
+    kernels: Kernels | None = None  # for x with as many dimensions as `weight`, and one for its rows
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1:]
         flat = self.weight.ndim == 1
-        if self.kernels is not None and flat:
+        if self.kernels is not None:
             return self.kernels.norm(x, self.weight, self.bias, self.epsilon, self.centred)
         weight, bias = (self.weight, self.bias) if flat else (None, None)
         if self.centred:
@@ -34,3 +35,7 @@ class Norm(NamedTuple):
         else:
             y = F.rms_norm(x.to(wide), size, weight, self.epsilon)
         return (y if flat else y * self.weight).to(x.dtype)
+
+    def write(self, program: Program, x: int, y: int, start: int = 0) -> None:
+        """Writes this norm down: of the numbers from `start` on of the rows in buffer x, to the same place in y."""
+        program.norm(x, y, start, self.weight, self.bias, self.epsilon, self.centred)

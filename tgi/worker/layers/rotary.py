@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.native.program import Program
 
 TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Positions are added to the table in blocks of this many.
@@ -112,15 +113,15 @@ class Rotary:
         self._table = torch.empty(0, 2, rope.dim, device=device)
 
     def angles(self, positions: Tensor, longest: int, heads: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [T], all less than `longest`, as `rotate` takes them: float32 [T, dim] for our
-        kernels, else repeated for each head, [T, heads, dim], since every layer multiplies with them and long runs of
-        numbers are quick.
+        """What `rotate` needs for positions [T], all less than `longest`. For our kernels the table, float32
+        [.., 2, dim], and the positions; else cos and sin, repeated for each head [T, heads, dim], since every layer
+        multiplies with them and long runs of numbers are quick.
         """
         if longest > self._table.shape[0]:
             self._extend(-(-longest // BLOCK) * BLOCK)
-        cos, sin = self._table.index_select(0, positions).unbind(1)
         if self._kernels is not None:
-            return cos.contiguous(), sin.contiguous()
+            return self._table, positions
+        cos, sin = self._table.index_select(0, positions).unbind(1)
         return cos[:, None].repeat(1, heads, 1), sin[:, None].repeat(1, heads, 1)
 
     def _extend(self, size: int) -> None:
@@ -137,10 +138,10 @@ class Rotary:
         Products and sums of torch's stay separate operations: a fused multiply-add is used for some elements and not
         for others, depending on how many there are.
         """
-        cos, sin = angles
         if self._kernels is not None:
-            self._kernels.turn(qkv, heads, cos, sin, self.neighbours)
+            self._kernels.turn(qkv, heads, *angles, self.neighbours)
             return
+        cos, sin = angles
         dim = cos.shape[-1]
         x = qkv[:, :heads, :dim]
         wide = x.to(torch.float32)
@@ -153,3 +154,7 @@ class Rotary:
         turned[..., first] -= across[..., second]
         turned[..., second] += across[..., first]
         x.copy_(turned)
+
+    def write(self, program: Program, qkv: int, rope: int, heads: int, head_dim: int) -> None:
+        """Writes `rotate` down for the rows in a buffer. `rope` is the number of this object among the model's."""
+        program.turn(qkv, rope, heads, head_dim, self._table.shape[2], self.neighbours)

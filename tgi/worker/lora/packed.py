@@ -17,6 +17,7 @@ from tgi.worker.linear import Linear
 from tgi.worker.lora.deltas import Span
 from tgi.worker.lora.weights import PLACES, PROJECTIONS, LoraWeights, Pair, Shapes
 from tgi.worker.native.kernels import DEPTH, MOST_ROWS, Kernels, Tiles
+from tgi.worker.native.program import Adapted, adapted
 
 FIELDS = 3  # of a Pair in native/lora.h
 
@@ -76,6 +77,7 @@ class PackedDeltas:
         for adapter, first, stop in spans:
             mine.setdefault(adapter, []).append(range(first, stop))
         self._kernels = kernels
+        self._adapters = len(mine)
         self._tiles = _tiles(list(mine.values()))
         self._places = {
             place: _place([adapter.pairs[place] for adapter in mine], [shapes[name].outputs for name in names], rows)
@@ -86,6 +88,10 @@ class PackedDeltas:
     def of(self, layer: int) -> "PackedLayerDeltas":
         """Those of one layer."""
         return PackedLayerDeltas(self._kernels, self._tiles, self._places, layer)
+
+    def adapted(self) -> Adapted:
+        """All of them, for a program."""
+        return adapted(self._tiles, self._adapters, [self._places.get(place) for place in PLACES])
 
 
 class PackedLayerDeltas(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
@@ -18,6 +19,7 @@ from tgi.worker.lora.packed import PackedDeltas, PackedLayerDeltas, PackedWeight
 from tgi.worker.lora.reading import read_adapter
 from tgi.worker.lora.weights import LoraWeights, number_format, shapes
 from tgi.worker.models.config import DecoderConfig
+from tgi.worker.models.program import write_program
 from tgi.worker.native.kernels import Kernels
 
 Angles = tuple[Tensor, Tensor]
@@ -70,6 +72,7 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]
+        self._program = write_program(config, weights.layers, self._rotaries, self.kv)
         # As transformers does it: rounded to the number format of the weights.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
@@ -81,7 +84,6 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """See Model. Tokens are padded once here to a number of rows that the linear layers take as it is."""
-        config = self._config
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
@@ -92,6 +94,28 @@ class Decoder:
             hidden = hidden * self._embedding_scale
         plan = attention.plan(batch)
         deltas = self._deltas(batch, len(tokens)) if batch.adapted else None
+        if self._program is not None and isinstance(attention, NativeAttention):
+            adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
+            tables = [table for table, _ in angles]
+            self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted)
+        else:
+            hidden = self._layers(hidden, angles, count, attention, plan, deltas)
+        if reader is not None:
+            for block in reader.blocks:
+                reader.read(self._logits(hidden, block))
+        return self._logits(hidden, batch.draw_at)
+
+    def _layers(
+        self,
+        hidden: Tensor,
+        angles: list[Angles],
+        count: int,
+        attention: Attention,
+        plan: Any,
+        deltas: Deltas | PackedDeltas | None,
+    ) -> Tensor:
+        """What the last layer leaves of `hidden` [rows, hidden]. models/program.py says the same to our kernels."""
+        config = self._config
         for number, layer in enumerate(self._weights.layers):
             lora = None if deltas is None else deltas.of(number)
             normed = _normed(layer.attention_before, hidden)
@@ -104,10 +128,7 @@ class Decoder:
                 hidden = self._join(layer.mlp.down, inner, layer.mlp_after, hidden, lora, "down")
             else:
                 hidden = self._add(layer.mlp(normed, count), layer.mlp_after, hidden)
-        if reader is not None:
-            for block in reader.blocks:
-                reader.read(self._logits(hidden, block))
-        return self._logits(hidden, batch.draw_at)
+        return hidden
 
     def adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""

@@ -152,7 +152,7 @@ class WeightReader:
         for name, heads in ((query, config.heads), (key, config.kv_heads)):
             stored = (heads, config.head_dim) if config.query_key_norm == "each" else (config.head_dim,)
             scales.append(self._scales(name, *stored).expand(heads, -1))
-        return Norm(torch.cat(scales), None, config.norm_epsilon, config.norm_centred)
+        return Norm(torch.cat(scales), None, config.norm_epsilon, config.norm_centred, self._kernels)
 
     def _linear(self, bias: bool, inputs: int, *parts: Part, then: str = "none") -> Linear:
         """One linear layer from the matrices of `parts`, one above the other."""

@@ -1,25 +1,31 @@
-// Attention over paged keys and values, in tiles of 16 rows: a row is one query head of one token.
+// Attention over paged keys and values, in tiles of up to 32 rows: a row is one query head of one token.
 //
 // A tile has the query heads of one KV head, of as many consecutive tokens of a row as fit. It goes over the keys in
-// blocks of 64 positions, from a multiple of 64 on, and keeps a running maximum and sum for each of its rows (Milakov and
-// Gimelshein, 2018; Dao et al., 2022). What a query must not see counts as -infinity and adds exact zeros, so its result
-// depends neither on the other rows of its tile nor on how many keys follow: prefill, decode and every division of a
-// prompt into chunks agree bit for bit.
+// blocks of 64 positions, and keeps a running maximum and sum for each of its rows (Milakov and Gimelshein, 2018; Dao et
+// al., 2022). What a query must not see counts as -infinity and adds exact zeros. After every 512 positions it begins
+// anew, and these parts are added up in their order, so that threads can share a long context. Blocks and parts begin at
+// multiples of their size, so a query's result depends neither on the other rows of its tile, nor on how many keys
+// follow, nor on who computes which part: prefill, decode and every division of a prompt into chunks agree bit for bit.
+#include "attention.h"
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
-#include "attention.h"
 #include "product.h"
 
 namespace tgi {
 namespace {
 
-constexpr int64_t PAGE = 32;   // positions of a page
-constexpr int64_t BLOCK = 64;  // positions that are computed together
-constexpr int64_t TILE = 16;   // rows
+constexpr int64_t PAGE = 32;     // positions of a page
+constexpr int64_t BLOCK = 64;    // positions that are computed together
+constexpr int64_t PART = 512;    // positions after which sums begin anew
+constexpr int64_t TILE = 32;     // rows
 constexpr int64_t WIDEST = 256;  // head_dim
+constexpr int64_t FEW = 16;      // so many tiles, and fewer, are divided into their parts
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
+constexpr float LOG2_E = 1.44269504f;
 
 inline bf16* keys(const Cache& cache, int64_t page, int64_t head) {
     return cache.at + (page * cache.kv_heads + head) * 2 * PAGE * cache.head_dim;
@@ -29,25 +35,27 @@ inline bf16* values(const Cache& cache, int64_t page, int64_t head) {
     return keys(cache, page, head) + PAGE * cache.head_dim;
 }
 
+// Writes a token's key and value of one head to the cache.
+void place(const Cache& cache, const Step& step, const bf16* qkv, int64_t token, int64_t head) {
+    const int64_t dim = cache.head_dim, heads = cache.heads + cache.kv_heads;
+    const bf16* row = qkv + token * (heads + cache.kv_heads) * dim;
+    const int64_t page = step.places[token] / PAGE, at = step.places[token] % PAGE;
+    const bf16 *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
+    bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
+    for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
+    // An overflow in one request must not reach the next owner of its pages, who multiplies it with zero.
+    for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d] & 0x7f80) == 0x7f80 ? 0 : value[d];
+}
+
 struct PlaceJob final : Job {
     PlaceJob(const Cache& cache, const Step& step, const bf16* qkv) : cache(cache), step(step), qkv(qkv) {}
 
-    void run(int64_t chunk) const override {
-        const int64_t first = chunk * SHARE, last = std::min(first + SHARE, step.bounds[step.rows]);
-        for (int64_t token = first; token < last; token++) one(token);
-    }
+    int64_t chunks() const { return (step.bounds[step.rows] + SHARE - 1) / SHARE; }
 
-    void one(int64_t token) const {
-        const int64_t dim = cache.head_dim, heads = cache.heads + cache.kv_heads;
-        const bf16* row = qkv + token * (heads + cache.kv_heads) * dim;
-        const int64_t page = step.places[token] / PAGE, at = step.places[token] % PAGE;
-        for (int64_t head = 0; head < cache.kv_heads; head++) {
-            const bf16 *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
-            bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
-            for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
-            // An overflow in one request must not reach the next owner of its pages, who multiplies it with zero.
-            for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d] & 0x7f80) == 0x7f80 ? 0 : value[d];
-        }
+    void run(int64_t chunk) const override {
+        const int64_t last = std::min((chunk + 1) * SHARE, step.bounds[step.rows]);
+        for (int64_t token = chunk * SHARE; token < last; token++)
+            for (int64_t head = 0; head < cache.kv_heads; head++) place(cache, step, qkv, token, head);
     }
 
     static constexpr int64_t SHARE = 8;  // tokens of a chunk
@@ -56,134 +64,243 @@ struct PlaceJob final : Job {
     const bf16* qkv;
 };
 
-// Some rows of one KV head, on their way over the keys.
-struct Tile {
-    alignas(64) bf16 queries[TILE][WIDEST];
-    alignas(64) float found[TILE][WIDEST];
-    alignas(64) float scores[TILE][BLOCK];
-    alignas(64) bf16 shares[TILE][BLOCK];
-    float highest[TILE], sum[TILE];
-    int64_t position[TILE];
+// What the rows of a tile have found in some positions. Scores are powers of 2.
+struct Found {
+    float* values;   // [TILE, head_dim] sum of 2^(score - highest) value
+    float* highest;  // [TILE]
+    float* sum;      // [TILE] of 2^(score - highest)
+
+    static int64_t size(int64_t dim) { return TILE * (dim + 2); }
+
+    Found(float* at, int64_t dim) : values(at), highest(at + TILE * dim), sum(highest + TILE) {}
+
+    void clear(int64_t rows, int64_t dim) const {
+        memset(values, 0, rows * dim * sizeof(float));
+        std::fill(highest, highest + rows, NEVER);
+        memset(sum, 0, rows * sizeof(float));
+    }
+
+    // Adds what they have found in the positions that follow.
+    void add(const Found& more, int64_t rows, int64_t dim) const {
+        for (int64_t r = 0; r < rows; r++) {
+            if (more.highest[r] == NEVER) continue;
+            const float top = std::max(highest[r], more.highest[r]);
+            const float a = std::exp2(highest[r] - top), b = std::exp2(more.highest[r] - top);
+            for (int64_t d = r * dim; d < (r + 1) * dim; d += 16) {
+                const __m512 y = _mm512_mul_ps(_mm512_load_ps(more.values + d), _mm512_set1_ps(b));
+                _mm512_store_ps(values + d, _mm512_fmadd_ps(_mm512_load_ps(values + d), _mm512_set1_ps(a), y));
+            }
+            sum[r] = sum[r] * a + more.sum[r] * b;
+            highest[r] = top;
+        }
+    }
 };
 
+// Some rows of one KV head, and the positions that they see.
+struct Range {
+    int64_t row, head, begin, rows, lowest, end;
+};
+
+// What one thread needs to compute a tile.
+struct Desk {
+    alignas(64) bf16 queries[TILE * WIDEST];
+    alignas(64) float scores[TILE][BLOCK];
+    alignas(64) bf16 shares[TILE][BLOCK];
+    alignas(64) float part[TILE * (WIDEST + 2)];
+    alignas(64) float whole[TILE * (WIDEST + 2)];
+};
+
+Desk& desk() {
+    static thread_local Desk one;
+    return one;
+}
+
+// What a step needs once, and the next one again.
+struct Shared {
+    std::vector<int64_t> first;        // [rows + 1] tiles before each row
+    std::vector<float> found;          // [tiles, parts] what each part has found
+    std::atomic<int64_t> undone[FEW];  // parts of each tile
+};
+
+// The tiles of a step or, where they are few, the parts of each.
 struct AttendJob final : Job {
-    AttendJob(const Cache& cache, const Step& step, const Attention& call)
-        : cache(cache), step(step), call(call), group(cache.heads / cache.kv_heads) {
-        first.reserve(step.rows + 1);
-        first.push_back(0);
+    AttendJob(const Cache& cache, const Step& step, const Attention& call, bool placing, Shared& shared)
+        : cache(cache), step(step), call(call), group(cache.heads / cache.kv_heads), placing(placing), shared(shared) {
+        auto& first = shared.first;
+        first.assign(1, 0);
+        int64_t longest = 0;
         for (int64_t row = 0; row < step.rows; row++) {
             const int64_t rows = (step.bounds[row + 1] - step.bounds[row]) * group;
             first.push_back(first.back() + (rows + TILE - 1) / TILE);
+            longest = std::max(longest, step.contexts[row]);
         }
+        tiles = first.back() * cache.kv_heads;
+        if (tiles > FEW || longest <= PART) return;
+        parts = (longest + PART - 1) / PART;
+        const size_t size = tiles * parts * Found::size(cache.head_dim) + 16;
+        if (shared.found.size() < size) shared.found.resize(size);
+        for (int64_t tile = 0; tile < tiles; tile++) shared.undone[tile] = parts;
     }
 
-    int64_t chunks() const { return first.back() * cache.kv_heads; }
+    int64_t chunks() const { return parts ? tiles * parts : tiles; }
 
     void run(int64_t chunk) const override {
-        // Tiles of one head together: rows that share a prefix find its pages in the core's cache.
-        const int64_t head = chunk / first.back(), tile = chunk % first.back();
-        const int64_t row = std::upper_bound(first.begin(), first.end(), tile) - first.begin() - 1;
-        compute(row, (tile - first[row]) * TILE, head);
+        if (parts) return run_part(range(chunk / parts), chunk / parts, chunk % parts);
+        run_tile(range(chunk));
     }
 
-    void compute(int64_t row, int64_t begin, int64_t head) const {
-        const int64_t dim = cache.head_dim, token = step.bounds[row], count = step.bounds[row + 1] - token;
-        const int64_t rows = std::min(count * group - begin, TILE), stride = (cache.heads + 2 * cache.kv_heads) * dim;
-        static thread_local Tile tile;
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t query = (begin + r) / group, of = head * group + (begin + r) % group;
-            memcpy(tile.queries[r], call.qkv + (token + query) * stride + of * dim, dim * sizeof(bf16));
-            memset(tile.found[r], 0, dim * sizeof(float));
-            tile.highest[r] = NEVER;
-            tile.sum[r] = 0;
-            tile.position[r] = step.contexts[row] - count + query;
+  private:
+    Range range(int64_t tile) const {
+        // Tiles of one head follow each other: rows that share a prefix find its pages in the core's cache.
+        const auto& first = shared.first;
+        const int64_t head = tile / first.back(), at = tile % first.back();
+        const int64_t row = std::upper_bound(first.begin(), first.end(), at) - first.begin() - 1;
+        const int64_t count = step.bounds[row + 1] - step.bounds[row], begin = (at - first[row]) * TILE;
+        const int64_t rows = std::min(count * group - begin, TILE), before = step.contexts[row] - count;
+        const int64_t lowest = call.window ? std::max<int64_t>(0, before + begin / group - call.window + 1) : 0;
+        return {row, head, begin, rows, lowest, before + (begin + rows - 1) / group + 1};
+    }
+
+    void run_tile(const Range& at) const {
+        const Found part(desk().part, cache.head_dim), whole(desk().whole, cache.head_dim);
+        begin(at);
+        whole.clear(at.rows, cache.head_dim);
+        for (int64_t from = at.lowest / PART * PART; from < at.end; from += PART) {
+            compute(at, from, part);
+            whole.add(part, at.rows, cache.head_dim);
         }
-        const int64_t lowest = call.window ? std::max<int64_t>(0, tile.position[0] - call.window + 1) : 0;
-        const int64_t end = tile.position[rows - 1] + 1;
-        const int32_t* pages = step.pages + row * step.width;
-        prepare(rows);
-        for (int64_t from = lowest / BLOCK * BLOCK; from < end; from += BLOCK) block(tile, rows, pages, from, end, head);
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t query = (begin + r) / group, of = head * group + (begin + r) % group;
-            bf16* to = call.y + ((token + query) * cache.heads + of) * dim;
-            const __m512 share = _mm512_set1_ps(1.f / tile.sum[r]);
-            for (int64_t d = 0; d < dim; d += 16) store(to + d, _mm512_mul_ps(_mm512_load_ps(tile.found[r] + d), share));
+        finish(at, whole);
+    }
+
+    void run_part(const Range& at, int64_t tile, int64_t number) const {
+        const int64_t dim = cache.head_dim, size = Found::size(dim);
+        float* const mine = aligned(shared.found.data()) + tile * parts * size;
+        if (number >= at.lowest / PART && number * PART < at.end) {
+            begin(at);
+            compute(at, number * PART, Found(mine + number * size, dim));
+        }
+        if (shared.undone[tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        const Found whole(desk().whole, dim);
+        whole.clear(at.rows, dim);
+        for (int64_t n = at.lowest / PART; n * PART < at.end; n++) whole.add(Found(mine + n * size, dim), at.rows, dim);
+        finish(at, whole);
+    }
+
+    int64_t token(const Range& at, int64_t r) const { return step.bounds[at.row] + (at.begin + r) / group; }
+
+    void begin(const Range& at) const {
+        const int64_t dim = cache.head_dim, stride = (cache.heads + 2 * cache.kv_heads) * dim;
+        prepare(at.rows);
+        for (int64_t r = 0; r < at.rows; r++) {
+            const int64_t head = at.head * group + (at.begin + r) % group;
+            memcpy(desk().queries + r * dim, call.qkv + token(at, r) * stride + head * dim, dim * sizeof(bf16));
         }
     }
 
-    // The positions from `from` on, those before `end`.
-    void block(Tile& tile, int64_t rows, const int32_t* pages, int64_t from, int64_t end, int64_t head) const {
-        const int64_t dim = cache.head_dim, blocks = end - from > PAGE ? 2 : 1;
-        for (int64_t n = 0; n < blocks; n++)
-            product(tile.queries[0], WIDEST, rows, keys(cache, pages[from / PAGE + n], head), PAGE, dim,
-                    tile.scores[0] + n * PAGE, BLOCK);
-        for (int64_t r = 0; r < rows; r++) weigh(tile, r, from, blocks * PAGE);
-        for (int64_t n = 0; n < blocks; n++)
+    void finish(const Range& at, const Found& whole) const {
+        const int64_t dim = cache.head_dim;
+        for (int64_t r = 0; r < at.rows; r++) {
+            const int64_t head = at.head * group + (at.begin + r) % group;
+            bf16* to = call.y + (token(at, r) * cache.heads + head) * dim;
+            const float* values = whole.values + r * dim;
+            const __m512 share = _mm512_set1_ps(1.f / whole.sum[r]);
+            for (int64_t d = 0; d < dim; d += 16) store(to + d, _mm512_mul_ps(_mm512_load_ps(values + d), share));
+        }
+    }
+
+    // What the rows find in the part that begins at `from`.
+    void compute(const Range& at, int64_t from, const Found& part) const {
+        const int64_t end = std::min(from + PART, at.end);
+        if (placing && end == at.end) place(cache, step, call.qkv, step.bounds[at.row], at.head);
+        part.clear(at.rows, cache.head_dim);
+        for (from = std::max(from, at.lowest / BLOCK * BLOCK); from < end; from += BLOCK) block(at, from, part);
+    }
+
+    void block(const Range& at, int64_t from, const Found& part) const {
+        const int64_t dim = cache.head_dim, count = at.end - from > PAGE ? 2 : 1;
+        const int32_t* pages = step.pages + at.row * step.width + from / PAGE;
+        Desk& my = desk();
+        for (int64_t n = 0; n < count; n++)
+            product(my.queries, dim, at.rows, keys(cache, pages[n], at.head), PAGE, dim, my.scores[0] + n * PAGE,
+                    BLOCK);
+        for (int64_t r = 0; r < at.rows; r++) weigh(at, r, from, part);
+        for (int64_t n = 0; n < count; n++)
             for (int64_t d = 0; d < dim; d += COLUMNS)
-                product<true>(tile.shares[0] + n * PAGE, BLOCK, rows, values(cache, pages[from / PAGE + n], head) + 2 * d, dim,
-                              PAGE, tile.found[0] + d, WIDEST);
+                product<true>(my.shares[0] + n * PAGE, BLOCK, at.rows, values(cache, pages[n], at.head) + 2 * d,
+                              dim, PAGE, part.values + d, dim);
     }
 
     // Turns a row's scores into its shares of the values, and fits what it has found so far to the new maximum.
-    void weigh(Tile& tile, int64_t r, int64_t from, int64_t count) const {
-        float* scores = tile.scores[r];
-        const __m512 scale = _mm512_set1_ps(call.scale), never = _mm512_set1_ps(NEVER);
-        const __m512i ids = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const int64_t last = tile.position[r] - from;  // the last one that the row sees
-        const __m512i upper = _mm512_set1_epi32((int)std::clamp<int64_t>(last, -1, BLOCK));
-        const int64_t first = call.window ? last - call.window + 1 : 0;
-        const __m512i lower = _mm512_set1_epi32((int)std::clamp<int64_t>(first, 0, BLOCK));
-        __m512 most = never;
-        for (int64_t at = 0; at < count; at += 16) {
-            const __m512i place = _mm512_add_epi32(ids, _mm512_set1_epi32((int)at));
-            const __mmask16 sees = _mm512_cmple_epi32_mask(place, upper) & _mm512_cmpge_epi32_mask(place, lower);
-            __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + at), scale);
-            if (call.softcap) score = capped(score);
-            score = _mm512_mask_blend_ps(sees, never, score);
-            _mm512_store_ps(scores + at, score);
-            most = _mm512_max_ps(most, score);
+    void weigh(const Range& at, int64_t r, int64_t from, const Found& part) const {
+        Desk& my = desk();
+        const int64_t count = step.bounds[at.row + 1] - step.bounds[at.row];
+        const int64_t position = step.contexts[at.row] - count + (at.begin + r) / group;
+        const uint64_t sees = seen(position - from);
+        const __m512 never = _mm512_set1_ps(NEVER);
+        const __m512 scale = _mm512_set1_ps(call.softcap ? call.scale : call.scale * LOG2_E);
+        __m512 scores[BLOCK / 16], most = never, sum = _mm512_setzero_ps();
+        for (int n = 0; n < BLOCK / 16; n++) {
+            scores[n] = _mm512_mask_mul_ps(never, sees >> 16 * n, _mm512_load_ps(my.scores[r] + 16 * n), scale);
+            if (call.softcap) scores[n] = _mm512_mask_mov_ps(never, sees >> 16 * n, capped(scores[n]));
+            most = _mm512_max_ps(most, scores[n]);
         }
-        const float highest = std::max(tile.highest[r], _mm512_reduce_max_ps(most));
+        const float before = part.highest[r], highest = std::max(before, _mm512_reduce_max_ps(most));
         if (highest == NEVER) {  // it sees nothing of this block and saw nothing before
-            memset(tile.shares[r], 0, sizeof tile.shares[r]);
+            memset(my.shares[r], 0, sizeof my.shares[r]);
             return;
         }
-        const __m512 top = _mm512_set1_ps(highest);
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t at = 0; at < count; at += 16) {
-            const __m512 share = exp(_mm512_sub_ps(_mm512_load_ps(scores + at), top));
+        for (int n = 0; n < BLOCK / 16; n++) {
+            const __m512 share = power(_mm512_sub_ps(scores[n], _mm512_set1_ps(highest)));
             sum = _mm512_add_ps(sum, share);
-            store(tile.shares[r] + at, share);
+            store(my.shares[r] + 16 * n, share);
         }
-        if (highest != tile.highest[r]) {
-            const float less = std::exp(tile.highest[r] - highest);
-            for (int64_t d = 0; d < cache.head_dim; d += 16)
-                _mm512_store_ps(tile.found[r] + d, _mm512_mul_ps(_mm512_load_ps(tile.found[r] + d), _mm512_set1_ps(less)));
-            tile.sum[r] *= less;
-            tile.highest[r] = highest;
+        if (highest != before) {
+            const __m512 less = _mm512_set1_ps(std::exp2(before - highest));
+            for (float* to = part.values + r * cache.head_dim; to < part.values + (r + 1) * cache.head_dim; to += 16)
+                _mm512_store_ps(to, _mm512_mul_ps(_mm512_load_ps(to), less));
+            part.sum[r] *= std::exp2(before - highest);
+            part.highest[r] = highest;
         }
-        tile.sum[r] += _mm512_reduce_add_ps(sum);
+        part.sum[r] += _mm512_reduce_add_ps(sum);
     }
 
+    // Which positions of a block the one that is `last` behind its first sees, as bits.
+    uint64_t seen(int64_t last) const {
+        if (last < 0) return 0;
+        const uint64_t upper = last < BLOCK - 1 ? (uint64_t(2) << last) - 1 : ~uint64_t(0);
+        const int64_t hidden = call.window ? last - call.window + 1 : 0;
+        if (hidden >= BLOCK) return 0;
+        return hidden > 0 ? upper >> hidden << hidden : upper;
+    }
+
+    // cap(score), as a power of 2; tanh(u) = 2 sigmoid(2 u) - 1.
     __m512 capped(__m512 score) const {
-        // tanh(u) = 2 sigmoid(2 u) - 1
         const __m512 cap = _mm512_set1_ps(call.softcap), two = _mm512_set1_ps(2.f);
         const __m512 inner = _mm512_mul_ps(_mm512_div_ps(score, cap), two);
-        return _mm512_mul_ps(cap, _mm512_fmsub_ps(two, sigmoid(inner), _mm512_set1_ps(1.f)));
+        const __m512 tanh = _mm512_fmsub_ps(two, sigmoid(inner), _mm512_set1_ps(1.f));
+        return _mm512_mul_ps(_mm512_mul_ps(cap, tanh), _mm512_set1_ps(LOG2_E));
     }
+
+    static float* aligned(float* at) { return at + (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float); }
 
     const Cache& cache;
     const Step& step;
     const Attention& call;
     const int64_t group;
-    std::vector<int64_t> first;  // [rows + 1] tiles before each row
+    const bool placing;
+    Shared& shared;
+    int64_t tiles, parts = 0;
 };
 
 }  // namespace
 
 void attend(Team& team, const Cache& cache, const Step& step, const Attention& call) {
-    team.run(PlaceJob(cache, step, call.qkv), (step.bounds[step.rows] + PlaceJob::SHARE - 1) / PlaceJob::SHARE);
-    const AttendJob job(cache, step, call);
+    // Where every row has one token, whoever sees its key and value also writes them.
+    const bool alone = step.bounds[step.rows] == step.rows;
+    const PlaceJob placing(cache, step, call.qkv);
+    if (!alone) team.run(placing, placing.chunks());
+    static thread_local Shared shared;
+    const AttendJob job(cache, step, call, alone, shared);
     team.run(job, job.chunks());
 }
 

@@ -3,9 +3,12 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "best.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
+#include "program.h"
+#include "read.h"
 #include "team.h"
 #include "turn.h"
 
@@ -39,9 +42,15 @@ void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, 
     linear(*team, {x, {weight, outputs, inputs, Form(form)}, bias, plus, other, y, wide, rows, plus_step, Then(then)});
 }
 
-void tgi_turn(Team* team, bf16* x, const float* cos, const float* sin, int64_t tokens, int64_t stride, int64_t heads,
-              int64_t head_dim, int64_t turned, int64_t neighbours) {
-    turn(*team, {x, cos, sin, tokens, stride, heads, head_dim, turned, neighbours != 0});
+void tgi_best(Team* team, const float* scores, int64_t* at, float* logs, int64_t rows, int64_t size) {
+    best(*team, {scores, at, logs, rows, size});
+}
+
+void tgi_read(Team* team, const void* at, int64_t bytes, int64_t* sum) { *sum = read(*team, at, bytes); }
+
+void tgi_turn(Team* team, bf16* x, const float* angles, const int64_t* positions, int64_t tokens, int64_t stride,
+              int64_t heads, int64_t head_dim, int64_t turned, int64_t neighbours) {
+    turn(*team, {x, angles, positions, tokens, stride, heads, head_dim, turned, neighbours != 0});
 }
 
 void tgi_attend(Team* team, bf16* cache, int64_t heads, int64_t kv_heads, int64_t head_dim, const int64_t* places,
@@ -57,8 +66,46 @@ void tgi_lora(Team* team, const bf16* x, float* plus, const int64_t* tokens, con
     lora(*team, {x, plus, tokens, tiles, owners, adapters, bounds, inputs, width, count, parts});
 }
 
-void tgi_norm(Team* team, const bf16* x, const float* weight, const float* bias, bf16* y, int64_t rows, int64_t size,
-              int64_t centred, float epsilon) {
-    norm(*team, {x, weight, bias, y, rows, size, centred != 0, epsilon});
+void tgi_norm(Team* team, const bf16* x, const float* weight, const float* bias, bf16* y, int64_t rows, int64_t parts,
+              int64_t size, int64_t centred, float epsilon) {
+    norm(*team, {x, weight, bias, y, rows, parts * size, parts, size, centred != 0, epsilon});
+}
+
+Program* tgi_program(const int64_t* widths, int64_t buffers) {
+    return new Program(std::vector<int64_t>(widths, widths + buffers));
+}
+
+void tgi_program_end(Program* program) { delete program; }
+
+void tgi_program_norm(Program* program, int64_t x, int64_t y, int64_t from, const float* weight, const float* bias,
+                      int64_t parts, int64_t size, int64_t centred, float epsilon) {
+    program->norm(x, y, from, {nullptr, weight, bias, nullptr, 0, 0, parts, size, centred != 0, epsilon});
+}
+
+void tgi_program_linear(Program* program, int64_t x, int64_t other, int64_t y, int64_t place, int64_t column,
+                        const uint8_t* weight, int64_t form, const float* bias, int64_t inputs, int64_t outputs,
+                        int64_t then) {
+    const Packed packed{weight, outputs, inputs, Form(form)};
+    program->linear(x, other, y, place, column, {nullptr, packed, bias, nullptr, nullptr, nullptr, nullptr, 0, 0, Then(then)});
+}
+
+void tgi_program_lora(Program* program, int64_t x, int64_t place, int64_t layer) { program->lora(x, place, layer); }
+
+void tgi_program_turn(Program* program, int64_t x, int64_t rope, int64_t heads, int64_t head_dim, int64_t turned,
+                      int64_t neighbours) {
+    program->turn(x, rope, {nullptr, nullptr, nullptr, 0, 0, heads, head_dim, turned, neighbours != 0});
+}
+
+void tgi_program_attend(Program* program, int64_t qkv, int64_t y, int64_t layer, int64_t heads, int64_t kv_heads,
+                        int64_t head_dim, int64_t window, float scale, float softcap) {
+    program->attend(qkv, y, layer, {nullptr, heads, kv_heads, head_dim}, {nullptr, nullptr, window, scale, softcap});
+}
+
+void tgi_program_add(Program* program, int64_t x, int64_t y, float scale) { program->add(x, y, scale); }
+
+void tgi_program_run(Program* program, Team* team, bf16* rows, const int64_t* positions, const float* const* angles,
+                     bf16* const* caches, const Adapted* adapted, const int64_t* places, const int64_t* bounds,
+                     const int64_t* contexts, const int32_t* pages, int64_t count, int64_t width, double* clock) {
+    program->run(*team, {rows, positions, angles, caches, adapted, {places, bounds, contexts, pages, count, width}}, clock);
 }
 }

@@ -33,8 +33,10 @@ _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
     "tgi_pack_quantized": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p),
     "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
-    "tgi_norm": (*[c_void_p] * 4, c_int64, c_int64, c_int64, c_float),
+    "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
+    "tgi_best": (*[c_void_p] * 3, c_int64, c_int64),
+    "tgi_read": (c_void_p, c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attend": (
         *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
@@ -89,13 +91,15 @@ class Kernels:
         if team is None:
             raise Unavailable("the system does not let this process use AMX")
         weakref.finalize(self, library.tgi_stop, team)
+        self.library, self.team = library, team
         functions = []
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
         self._arena = Arena()
-        self._pack, self._pack_quantized, self._linear, self._norm, self._turn, self._lora, self._attend = functions
+        self._pack, self._pack_quantized, self._linear, self._norm, self._turn, *others = functions
+        self._best, self._read, self._lora, self._attend = others
 
     def pack(self, weight: Tensor) -> Packed:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -144,20 +148,38 @@ class Kernels:
         return y
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
-        """The norm of x [rows, size] over its rows. `weight` and `bias` [size] are float32."""
+        """The norm of x [rows, size] or [rows, parts, size] over its last dimension. `weight` and `bias` are float32,
+        [size] or [parts, size]."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        rows, size = x.shape
-        self._norm(x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), rows, size, centred, epsilon)
+        parts = 1 if x.ndim == 2 else x.shape[1]
+        self._norm(
+            x.data_ptr(), weight.data_ptr(), _at(bias), y.data_ptr(), len(x), parts, x.shape[-1], centred, epsilon
+        )
         return y
 
-    def turn(self, x: Tensor, heads: int, cos: Tensor, sin: Tensor, neighbours: bool) -> None:
-        """Turns the first `heads` heads of x [T, H, head_dim] in place, by cos and sin, float32 [T, turned]."""
+    def turn(self, x: Tensor, heads: int, angles: Tensor, positions: Tensor, neighbours: bool) -> None:
+        """Turns the first `heads` heads of x [T, H, head_dim] in place. `angles` is a table of each position's cos and
+        sin, float32 [.., 2, turned], positions int64 [T]."""
         tokens, all_heads, head_dim = x.shape
         self._turn(
-            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, all_heads * head_dim, heads, head_dim, cos.shape[1],
-            neighbours,
+            x.data_ptr(), angles.data_ptr(), positions.data_ptr(), tokens, all_heads * head_dim, heads, head_dim,
+            angles.shape[2], neighbours,
         )  # fmt: skip
+
+    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of scores float32 [n, size] the lowest id among the highest of each row, int64 [n], and the logarithm of
+        sum(e^(score - highest)), float32 [n]: a token's logprob is its score - highest - this."""
+        ids, logs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
+        self._best(scores.data_ptr(), ids.data_ptr(), logs.data_ptr(), *scores.shape)
+        return ids, logs
+
+    def read(self, memory: Tensor) -> int:
+        """Reads memory of any dtype, a multiple of 64 bytes, as fast as it goes, to know how fast that is. Returns the
+        sum of its bytes as int64 numbers."""
+        total = torch.empty(1, dtype=torch.int64)
+        self._read(memory.data_ptr(), memory.nbytes, total.data_ptr())
+        return int(total)
 
     def lora(self, x: Tensor, plus: Tensor, tiles: Tiles, adapters: int, bounds: Tensor) -> None:
         """Writes what adapters add to the projections of x [T, inputs] to the rows of plus (float32 [T, width]) that

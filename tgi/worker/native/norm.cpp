@@ -20,18 +20,22 @@ struct NormJob final : Job {
 
     void run(int64_t chunk) const override {
         const int64_t last = (chunk + 1) * SHARE < call.rows ? (chunk + 1) * SHARE : call.rows;
-        for (int64_t row = chunk * SHARE; row < last; row++) one(call.x + row * call.size, call.y + row * call.size);
+        for (int64_t row = chunk * SHARE; row < last; row++)
+            for (int64_t part = 0; part < call.parts; part++) one(row * call.step + part * call.size, part * call.size);
     }
 
-    void one(const bf16* x, bf16* y) const {
+    // The part from number `from` on, whose scales begin at `scales`.
+    void one(int64_t from, int64_t scales) const {
+        const bf16* x = call.x + from;
+        bf16* y = call.y + from;
         const float mean = call.centred ? total(x, 0.f, false) / call.size : 0.f;
         const __m512 middle = _mm512_set1_ps(mean);
         const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(total(x, mean, true) / call.size + call.epsilon));
         for (int64_t at = 0; at < call.size; at += 16) {
             const __mmask16 there = at + 16 <= call.size ? 0xffff : (1u << (call.size - at)) - 1;
             __m512 z = _mm512_mul_ps(_mm512_sub_ps(some(x + at, there), middle), scale);
-            z = _mm512_mul_ps(z, _mm512_maskz_loadu_ps(there, call.weight + at));
-            if (call.bias) z = _mm512_add_ps(z, _mm512_maskz_loadu_ps(there, call.bias + at));
+            z = _mm512_mul_ps(z, _mm512_maskz_loadu_ps(there, call.weight + scales + at));
+            if (call.bias) z = _mm512_add_ps(z, _mm512_maskz_loadu_ps(there, call.bias + scales + at));
             _mm256_mask_storeu_epi16(y + at, there, (__m256i)_mm512_cvtneps_pbh(z));
         }
     }

@@ -50,7 +50,7 @@ struct TurnJob final : Job {
     void run(int64_t chunk) const override {
         const int64_t last = std::min((chunk + 1) * SHARE, call.tokens);
         for (int64_t token = chunk * SHARE; token < last; token++) {
-            const float *cos = call.cos + token * call.turned, *sin = call.sin + token * call.turned;
+            const float *cos = call.angles + call.positions[token] * 2 * call.turned, *sin = cos + call.turned;
             for (int64_t n = 0; n < call.heads; n++) {
                 bf16* head = call.x + token * call.stride + n * call.head_dim;
                 if (call.neighbours) turn_neighbours(head, cos, sin, call.turned);

@@ -32,6 +32,19 @@ inline __m512 exp(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+// 2^x for x <= 0, off by less than 3e-7 of it. With r, by which x is above the next lower whole number, 2^r is a
+// polynomial.
+inline __m512 power(__m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+    __m512 p = _mm512_set1_ps(1.867131097e-03f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.017027915e-03f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.579991639e-02f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.401644439e-01f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931512952e-01f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
+    return _mm512_scalef_ps(p, x);
+}
+
 inline __m512 sigmoid(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.f);
     return _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));

@@ -1,0 +1,137 @@
+#!/usr/bin/env python
+"""Shows where a decode step's time goes on our own kernels, beside what memory allows.
+
+    .venv/bin/python -m scripts.bench_step [--shape 135m] [--rows 1,8,32] [--context 200] [--rounds 60]
+
+The model has the shape of SmolLM2-135M or of Qwen2.5-0.5B, a vocabulary of 32,000 and random weights. Each number is
+the median over the rounds. The floor is the time in which the same threads, at the same moments, read as many bytes as
+the step has to: all weights once, and the keys and values of the contexts. What else runs on the machine disturbs both.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from scripts import bench_lora
+from tgi.worker import engine, sampling
+from tgi.worker.attention import page_bytes, page_size
+from tgi.worker.models.decoder import Decoder
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {},
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+}
+MATRICES = ("qkv", "output", "gate", "up", "down")
+READ = 256 << 20  # bytes that are read to find the floor
+
+
+class Watch:
+    """Milliseconds of the parts of one step."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, measured."""
+
+        def measured(*arguments: Any, **named: Any) -> Any:
+            with self.part(name):
+                return call(*arguments, **named)
+
+        return measured
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds what happens within."""
+        began = time.perf_counter()
+        yield
+        self.spent[name] += 1e3 * (time.perf_counter() - began)
+
+
+def operations(model: Decoder) -> list[str]:
+    """What the operations of the model's program are called in the table."""
+    program = model._program
+    assert program is not None
+    matrices = iter(MATRICES * len(model._config.layers))
+    return [f"linear: {next(matrices)}" if name == "linear" else name for name in program.operations]
+
+
+def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str, float], float]:
+    """Milliseconds of each part, the whole included, and of the floor."""
+    bench_lora.CONFIG.update(SHAPES[shape], vocab_size=32000, max_position_embeddings=context + 2 * rounds + 64)
+    bench_lora.ROWS = rows
+    bench = bench_lora.Bench([], context, rounds + 8, False)
+    model = bench.engine._model
+    assert isinstance(model, Decoder)
+    program, kernels = model._program, model.kv.kernels
+    assert program is not None
+    assert kernels is not None
+    names = operations(model)
+    watch = Watch()
+    program.run = watch.around("layers", program.run)  # type: ignore[method-assign]
+    model._logits = watch.around("logits", model._logits)  # type: ignore[method-assign]
+    engine.sample = watch.around("sampling", sampling.sample)  # type: ignore[attr-defined]
+    program.clock = torch.zeros(len(names), dtype=torch.float64)
+    weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
+    cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
+    memory = torch.ones(READ, dtype=torch.uint8)
+    measured = []
+    for number in range(rounds + 5):
+        program.clock.zero_()
+        watch.spent.clear()
+        with watch.part("step"):
+            bench.decode(0)
+        spent = defaultdict(float, watch.spent)
+        for name, seconds in zip(names, program.clock.tolist(), strict=True):
+            spent[name] += 1e3 * seconds
+        spent["rest"] = spent["step"] - spent["layers"] - spent["logits"] - spent["sampling"]
+        with watch.part("floor"):
+            kernels.read(memory)
+        spent["floor"] = watch.spent["floor"] * (weights + cached) / memory.nbytes
+        if number >= 5:
+            measured.append(spent)
+    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    floor = found.pop("floor")
+    return found, floor
+
+
+def all_linears(model: Decoder) -> Iterator[Any]:
+    """The linear layers that every step reads."""
+    for layer in model._weights.layers:
+        yield from (layer.qkv, layer.output, *(linear for linear in layer.mlp if linear is not None))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    columns = {}
+    for rows in map(int, options.rows.split(",")):
+        columns[rows] = measure(options.shape, rows, options.context, options.rounds)
+    first = next(iter(columns.values()))[0]
+    parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora")]
+    print(f"| ms, {options.shape}, context {options.context} |" + "".join(f" {rows} rows |" for rows in columns))
+    print("|---|" + "---|" * len(columns))
+    for name in [*parts, "logits", "sampling", "rest", "step"]:
+        print(f"| {name} |" + "".join(f" {found[name]:.2f} |" for found, _ in columns.values()))
+    print("| floor of memory |" + "".join(f" {floor:.2f} |" for _, floor in columns.values()))
+    print("| floor / step |" + "".join(f" {floor / found['step']:.0%} |" for found, floor in columns.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Programs: the same bits as their operations called one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.batches import Row, make_batch
+from tests.worker.loras import make_adapter
+from tests.worker.test_native_models import directory, load
+from tgi.worker.attention import build_attention
+from tgi.worker.batch import Batch
+from tgi.worker.lora.deltas import Span
+from tgi.worker.models.decoder import Decoder
+from tgi.worker.models.families import FAMILIES
+from tgi.worker.native.program import Program
+
+
+class Blocks:
+    """A Reader of all tokens but the first, and what it is told."""
+
+    def __init__(self, tokens: int) -> None:
+        self.blocks = torch.arange(1, tokens).split(13)
+        self.logits: list[torch.Tensor] = []
+
+    def read(self, logits: torch.Tensor) -> None:
+        self.logits.append(logits.clone())
+
+
+def decoder(kind: str) -> Decoder:
+    model = load(kind, native=True)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def without_program(model: Decoder) -> Decoder:
+    """The same model, which calls one operation after the other."""
+    plain = object.__new__(Decoder)
+    plain.__dict__.update(model.__dict__, _program=None)
+    return plain
+
+
+def steps(page_size: int) -> list[Batch]:
+    """Prompts of many lengths in chunks, tokens beside chunks, and a row that draws in several places."""
+    ids = torch.randint(3, 512, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+    a, b, c = list(range(10)), list(range(10, 14)), list(range(20, 30))
+    first = [Row(ids[:90], 0, a), Row(ids[:1], 0, b), Row(ids[7:40], 0, c)]
+    second = [Row(ids[90:91], 90, a), Row(ids[200:215], 1, b), Row(ids[40:250], 33, c)]
+    third = [Row(ids[91:96], 91, a), Row(ids[215:216], 16, b), Row(ids[250:251], 243, c)]
+    drafted = make_batch(third, page_size)._replace(draw_at=torch.arange(7))
+    return [make_batch(first, page_size), make_batch(second, page_size), drafted]
+
+
+def run(model: Decoder, adapters: tuple[object, ...] = ()) -> list[torch.Tensor]:
+    """All logits that these steps have to give."""
+    attention = build_attention(model.kv, 30, model.device)
+    found = []
+    for batch in steps(attention.page_size):
+        reader = Blocks(len(batch.tokens))
+        bounds = batch.cu_query.tolist()
+        spans = [Span(adapter, *bounds[row : row + 2]) for row, adapter in enumerate(adapters) if adapter is not None]
+        found += [model.forward(batch._replace(adapted=spans), attention, reader), *reader.logits]
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_program_computes_what_its_operations_compute(kind: str) -> None:
+    model = decoder(kind)
+    if model._program is None:
+        assert any(layer.routed for layer in model._config.layers)
+        return
+    found = run(model)
+    assert same(found, run(without_program(model)))
+    assert same(found, run(model))  # with scratch that is there
+
+
+# Fused projections, no gate, norms behind the parts, and what is usual.
+@pytest.mark.parametrize("kind", ["llama", "phi3", "starcoder2", "gemma2"])
+def test_adapters_are_part_of_it(kind: str, tmp_path: Path) -> None:
+    model = decoder(kind)
+    all_of_it = model.adapter(make_adapter(tmp_path / "a", directory(kind), 16, seed=1))
+    projections = ("q_proj", "v_proj", "qkv_proj")
+    some_of_it = model.adapter(make_adapter(tmp_path / "b", directory(kind), 8, projections, seed=2))
+    plain = run(model)
+    for adapters in ((all_of_it, None, some_of_it), (None, some_of_it, None), (all_of_it, all_of_it, all_of_it)):
+        found = run(model, adapters)
+        assert not same(found, plain)
+        assert same(found, run(without_program(model), adapters))
+
+
+def test_a_clock_shows_each_operation() -> None:
+    model = decoder("llama")
+    program, attention = model._program, build_attention(model.kv, 30, model.device)
+    assert isinstance(program, Program)
+    layers = len(model._config.layers)
+    assert program.operations.count("attend") == layers
+    assert program.operations.count("linear") == 5 * layers
+    program.clock = torch.zeros(len(program.operations), dtype=torch.float64)
+    model.forward(steps(attention.page_size)[0], attention)
+    assert (program.clock > 0).all()
