@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 from scripts.beside import install, models
@@ -14,6 +15,7 @@ from scripts.beside.servers import Failed
 from scripts.beside.tables import tables
 from scripts.beside.turns import Records, compare, told
 from scripts.beside.workloads import STACK, STEPS
+from tgi.kernel.errors import UserError
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +24,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     known = f"known are {', '.join(PEERS)}"
     group.add_argument("--against", metavar="PEERS", help=f"compare with these servers, comma separated; {known}")
     group.add_argument("--models", default="135m,0.5b", help=f"of {', '.join((*models.MADE, models.DEMO))}")
-    group.add_argument("--gguf", metavar="FILE", help="compare on this GGUF file instead, as those do that read it")
+    group.add_argument(
+        "--gguf", type=Path, metavar="FILE", help="compare on this GGUF file instead, as those do that read it"
+    )
     group.add_argument("--formats", default="", help=f"the models in these formats: {', '.join(models.FORMATS)}")
     group.add_argument("--workloads", default="", help="only these of W1 to W5 and stack")
     group.add_argument("--rounds", type=int, default=3, help="turns of each server (3)")
@@ -33,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = listed(arguments.against, PEERS)
     try:
         chosen = wanted(arguments)
-    except Failed as error:
+    except (Failed, UserError) as error:
         sys.exit(f"The models could not be made: {error}")
     versions, peers, missing = available([PEERS[name] for name in names])
     servers = [ours(arguments=tuple(arguments.server)), *peers]

@@ -129,6 +129,12 @@ def test_an_unknown_peer_is_named(monkeypatch: pytest.MonkeyPatch, small: Model,
     assert code == "'vlm' is not known; there are vllm, llama.cpp, openvino, transformers."
 
 
+def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--against", "llama.cpp", "--gguf", "nowhere.gguf"])
+    with pytest.raises(SystemExit, match=r"The models could not be made: .*nowhere\.gguf does not exist"):
+        bench.main()
+
+
 def test_prompts_have_their_tokens_and_are_new(small: Model) -> None:
     from tokenizers import Tokenizer
 
