@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.worker.test_native import VARIANTS, numbers
 from tgi.worker.native.build import library
-from tgi.worker.native.kernels import GROUPS, THEN, Kernels
-from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.native.kernels import THEN, Kernels
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

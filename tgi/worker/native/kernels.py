@@ -110,7 +110,7 @@ class Kernels:
 
     def pack_quantized(self, weight: QuantizedWeight) -> Packed:
         """The same of codes, which stay what they are: `linear` computes as with `weight.dequantized(torch.bfloat16)`,
-        to the bit. Groups are 16, 32, 64 or 128 inputs."""
+        to the bit."""
         (outputs, inputs), group, bits = weight.shape, weight.group, weight.bits
         assert inputs % DEPTH == 0
         assert group in GROUPS
