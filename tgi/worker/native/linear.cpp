@@ -6,7 +6,9 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <vector>
 
+#include "codes.h"
 #include "product.h"
 
 namespace tgi {
@@ -16,8 +18,7 @@ constexpr int64_t PART = 256;         // inputs of a panel that are computed tog
 constexpr int64_t MOST = 256;         // rows of a chunk,
 constexpr int64_t LEAST = 64;         // or fewer, so that no more than some
 constexpr int64_t NUMBERS = 1 << 19;  // numbers of x have to stay in the second cache
-constexpr int64_t SHARES = 24;        // chunks of some rows
-constexpr int64_t AHEAD = 4096;       // numbers of the weight that few rows ask for ahead
+constexpr int64_t AHEAD = 8192;       // bytes of the weight that few rows ask for ahead
 
 // What becomes of the sums [rows][32] of some rows, for the outputs from `at` on.
 template <Then then>
@@ -46,53 +47,77 @@ void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, con
         }
 }
 
+// A chunk is some rows times some panels. The first ones that are begun have many panels, which are read from end to end,
+// and the last ones few, so that all threads are done at about the same time (Hummel, Schonberg and Flynn, 1992).
 struct LinearJob final : Job {
-    explicit LinearJob(const LinearCall& called) : call(called), w(call.weight) {
+    LinearJob(const LinearCall& called, int64_t threads) : call(called), w(call.weight) {
         const int64_t most = std::clamp(NUMBERS / w.inputs, LEAST, MOST);
         const int64_t tiles = (call.rows + MOST_ROWS - 1) / MOST_ROWS, least = (call.rows + most - 1) / most;
         height = (tiles + least - 1) / least * MOST_ROWS;
         groups = (call.rows + height - 1) / height;
-        width = (w.panels() + SHARES - 1) / SHARES;
-        shares = (w.panels() + width - 1) / width;
+        for (int64_t left = w.panels(); left > 0;) {
+            const int64_t share = (left + 2 * threads - 1) / (2 * threads);
+            for (int64_t n = 0; n < threads && left > 0; n++, left -= share) ends.push_back(left);
+        }
+        std::reverse(ends.begin(), ends.end());
+        ends.insert(ends.begin(), 0);
     }
 
-    int64_t chunks() const { return shares * groups; }
+    int64_t chunks() const { return shares() * groups; }
+    int64_t shares() const { return ends.size() - 1; }
 
     void run(int64_t chunk) const override {
-        const int64_t row = chunk / shares * height, rows = std::min(call.rows - row, height);
-        const int64_t first = chunk % shares * width, last = std::min(first + width, w.panels());
-        if (rows <= MOST_ROWS) prepare(rows);
-        const auto* at = (const bf16*)w.panel(first);
-        ask(at, std::min<int64_t>(((const bf16*)w.panel(last) - at) / 32, AHEAD / 32));
-        for (int64_t number = first; number < last; number++) panel(number, row, rows, w.panel(last));
+        const int64_t row = chunk / shares() * height, rows = std::min(call.rows - row, height);
+        const int64_t first = ends[chunk % shares()], last = ends[chunk % shares() + 1];
+        const uint8_t* end = w.panel(last);
+        ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
+        if (rows <= ROWS_AT_ONCE) prepare(rows);
+        for (int64_t number = first; number < last; number++) {
+            const uint8_t* at = w.panel(number);
+            if (w.form.bits == 16) panel(number, row, rows, tiled((const bf16*)at, at + AHEAD, end));
+            else if (w.form.bits == 8 && w.form.shifts) panel(number, row, rows, Codes<8, true>(w, at, end));
+            else if (w.form.bits == 8) panel(number, row, rows, Codes<8, false>(w, at, end));
+            else if (w.form.shifts) panel(number, row, rows, Codes<4, true>(w, at, end));
+            else panel(number, row, rows, Codes<4, false>(w, at, end));
+        }
     }
 
-    // The rows from `row` on times one panel. The panels up to `end` follow.
-    void panel(int64_t number, int64_t row, int64_t rows, const uint8_t* end) const {
+    // The rows from `row` on times one panel.
+    template <class Source>
+    void panel(int64_t number, int64_t row, int64_t rows, Source source) const {
         alignas(64) static thread_local float sums[MOST][COLUMNS];
-        alignas(64) static thread_local bf16 room[PART * PANEL];
-        const uint8_t* at = w.panel(number);
-        const bool plain = w.form.bits == 16;
-        const int64_t part = plain && rows <= MOST_ROWS ? w.inputs : PART, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        for (int64_t k = 0; k < w.inputs; k += part) {
-            const int64_t depth = std::min(part, w.inputs - k);
-            Columns columns = tiled(room);
-            if (plain) {
-                columns.at = (const bf16*)at + k * PANEL;
-                columns.later = columns.at + (tiles > 1 ? depth * PANEL : AHEAD);
-                columns.end = (const bf16*)end;
-                columns.lines = (32 + tiles - 1) / tiles;
-            } else widen(w, at, k, depth, room);
+        if (rows <= ROWS_AT_ONCE) {
+            product(call.x + row * w.inputs, w.inputs, rows, source, w.inputs, sums[0], COLUMNS);
+            return finished(row, rows, number * PANEL, sums[0]);
+        }
+        for (int64_t k = 0; k < w.inputs; k += PART) {
+            const int64_t depth = std::min(PART, w.inputs - k);
+            Columns columns = part(source, depth, (rows + MOST_ROWS - 1) / MOST_ROWS);
             for (int64_t done = 0; done < rows; done += MOST_ROWS) {
                 const int64_t count = std::min(rows - done, MOST_ROWS);
-                if (rows > MOST_ROWS && (done == 0 || count < MOST_ROWS)) prepare(count);
+                if (done == 0 || count < MOST_ROWS) prepare(count);
                 const bf16* x = call.x + (row + done) * w.inputs + k;
                 if (k) product<true>(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
                 else product(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
-                if (k + part >= w.inputs) finished(row + done, count, number * PANEL, sums[done]);
-                columns.later += depth * columns.lines;
+                if (k + PART >= w.inputs) finished(row + done, count, number * PANEL, sums[done]);
+                columns.at -= depth * PANEL;
             }
         }
+    }
+
+    // The next inputs of a panel, for so many products. Each asks for its share of those that follow.
+    static Columns part(Columns& source, int64_t depth, int64_t products) {
+        Columns found = tiled(source.at, (const uint8_t*)(source.at + depth * PANEL), source.end);
+        found.lines = (found.lines + products - 1) / products;
+        source.at += depth * PANEL;
+        return found;
+    }
+
+    template <int bits, bool shifts>
+    static Columns part(Codes<bits, shifts>& source, int64_t depth, int64_t) {
+        alignas(64) static thread_local bf16 room[PART * PANEL];
+        for (int64_t k = 0; k < depth; k += 32) source.next(room + k * PANEL);
+        return tiled(room);
     }
 
     void finished(int64_t row, int64_t rows, int64_t at, const float* sums) const {
@@ -108,15 +133,15 @@ struct LinearJob final : Job {
 
     const LinearCall call;
     const Packed& w;
-    int64_t groups, height;  // groups of so many rows
-    int64_t shares, width;   // shares of so many panels
+    int64_t groups, height;     // groups of so many rows
+    std::vector<int64_t> ends;  // 0, and the panels before the end of each share
 };
 
 }  // namespace
 
 void linear(Team& team, const LinearCall& call) {
     if (call.rows == 0) return;
-    const LinearJob job(call);
+    const LinearJob job(call, team.threads());
     team.run(job, job.chunks());
 }
 

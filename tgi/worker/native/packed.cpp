@@ -2,7 +2,7 @@
 //
 // 32 inputs of a panel of 32 outputs are two AMX tiles, one of 16 outputs after the other. Row j of a tile has the inputs
 // 2 j and 2 j + 1 of each output side by side. Codes lie as the numbers would: codes of 8 bits in the same order, codes of
-// 4 bits in groups of four rows, as 16 words of which lane i has the eight codes that `widen` turns into lane i of eight
+// 4 bits in groups of four rows, as 16 words of which lane i has the eight codes that become lane i of eight
 // vectors: of row q, outputs 0 to 7 are in bits 8 q to 8 q + 3 of each word and outputs 8 to 15 in bits 8 q + 4 to 8 q + 7,
 // lane i being input i % 2 of output i / 2.
 #include "packed.h"

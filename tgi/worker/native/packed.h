@@ -1,4 +1,4 @@
-// How weights lie in memory: as `linear` reads them, from end to end. See packed.cpp and widen.cpp.
+// How weights lie in memory: as `linear` reads them, from end to end. See packed.cpp and codes.h.
 #pragma once
 #include <cstdint>
 
@@ -38,9 +38,7 @@ struct Packed {
 // Either writes all panels of `packed`. `inputs` is a multiple of 32 and of the group.
 void pack(Team& team, const bf16* weight, const Packed& packed);
 // Codes, scales and shifts (null if the form has none) as QuantizedWeight has them.
-void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, const Packed& packed);
-
-// The inputs `from` to `from + count` of a panel of codes as numbers, as `tiled` columns. Both are multiples of `unit`.
-void widen(const Packed& packed, const uint8_t* panel, int64_t from, int64_t count, bf16* to);
+void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
+                    const Packed& packed);
 
 }  // namespace tgi

@@ -10,17 +10,31 @@
 
 namespace tgi {
 
+constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t COLUMNS = 32;
 constexpr int64_t MOST_ROWS = 32;
+
+// Asks the core's second cache for so many cache lines.
+inline void ask(const uint8_t* at, int64_t lines) {
+    for (; lines > 0; lines--, at += LINE) _mm_prefetch((const char*)at, _MM_HINT_T1);
+}
 
 // Where 32 columns stand, in numbers: from one pair of inputs to the next `step`, from the first 16 columns to the others
 // `right`, from 32 inputs to the next 32 `next`.
 struct Columns {
+    // The next 32 inputs.
+    const bf16* block() {
+        const bf16* found = at;
+        at += next;
+        if (later < end) ask(later, lines), later += LINE * lines;
+        return found;
+    }
+
     const bf16* at;
     int64_t step, right, next;
     // What is needed later is asked for now, since the processor does not look as far ahead by itself: with every 32
     // inputs so many cache lines from `later` on, up to `end`.
-    const bf16 *later = nullptr, *end = nullptr;
+    const uint8_t *later = nullptr, *end = nullptr;
     int64_t lines = 0;
 };
 
@@ -28,22 +42,13 @@ struct Columns {
 inline Columns beside(const bf16* at, int64_t columns) { return {at, 2 * columns, 32, 32 * columns}; }
 
 // 32 columns alone, [depth / 32][2][16][16][2]: each of the AMX tiles that hold them is in one piece.
-inline Columns tiled(const bf16* at) { return {at, 32, 512, 1024}; }
-
-// Asks for so many cache lines.
-inline void ask(const bf16* at, int64_t lines) {
-    for (; lines > 0; lines--, at += 32) _mm_prefetch((const char*)at, _MM_HINT_T1);
-}
-
-// Goes on to the next 32 inputs.
-inline void advance(Columns& b) {
-    b.at += b.next;
-    if (b.later >= b.end) return;
-    ask(b.later, b.lines);
-    b.later += 32 * b.lines;
+inline Columns tiled(const bf16* at, const uint8_t* later = nullptr, const uint8_t* end = nullptr) {
+    return {at, 32, 512, 1024, later, end, 32};
 }
 
 #if defined(__AMX_BF16__)
+
+constexpr int64_t ROWS_AT_ONCE = MOST_ROWS;  // these go through b together
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -61,10 +66,10 @@ inline void prepare(int64_t rows) {
     asm volatile("ldtilecfg %0" : : "m"(config));
 }
 
-// After `prepare(rows)`. `a_step`: numbers from one row of a to the next; depth is a multiple of 32. `add`: to what is in
-// c [rows][c_step].
-template <bool add = false>
-inline void product(const bf16* a, int64_t a_step, int64_t rows, Columns b, int64_t depth, float* c, int64_t c_step) {
+// After `prepare(rows)`. `a_step`: numbers from one row of a to the next; depth is a multiple of 32; b is Columns or what
+// gives its blocks as they do. `add`: to what is in c [rows][c_step].
+template <bool add = false, class B>
+inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
     const int64_t a_bytes = a_step * sizeof(bf16), b_bytes = b.step * sizeof(bf16), c_bytes = c_step * sizeof(float);
     const bool two = rows > 16;
     if (add) {
@@ -80,11 +85,12 @@ inline void product(const bf16* a, int64_t a_step, int64_t rows, Columns b, int6
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t k = 0; k < depth; k += 32, a += 32, advance(b)) {
+    for (int64_t k = 0; k < depth; k += 32, a += 32) {
+        const bf16* pairs = b.block();
         _tile_loadd(4, a, a_bytes);
-        _tile_loadd(6, b.at, b_bytes);
+        _tile_loadd(6, pairs, b_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b.at + b.right, b_bytes);
+        _tile_loadd(7, pairs + b.right, b_bytes);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
             _tile_loadd(5, a + 16 * a_step, a_bytes);
@@ -102,16 +108,18 @@ inline void product(const bf16* a, int64_t a_step, int64_t rows, Columns b, int6
 
 #else
 
+constexpr int64_t ROWS_AT_ONCE = 8;
+
 inline void prepare(int64_t) {}
 
-template <bool add, int M>
-inline void strip(const bf16* a, int64_t a_step, Columns b, int64_t depth, float* c, int64_t c_step) {
+template <bool add, int M, class B>
+inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, float* c, int64_t c_step) {
     __m512 sums[M][2];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < 2; n++)
             sums[m][n] = add ? _mm512_loadu_ps(c + m * c_step + 16 * n) : _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += 32, advance(b)) {
-        const bf16* pairs = b.at;
+    for (int64_t k = 0; k < depth; k += 32) {
+        const bf16* pairs = b.block();
         for (int64_t j = k; j < k + 32; j += 2, pairs += b.step) {
             const __m512bh first = (__m512bh)_mm512_loadu_si512(pairs);
             const __m512bh second = (__m512bh)_mm512_loadu_si512(pairs + b.right);
@@ -128,11 +136,14 @@ inline void strip(const bf16* a, int64_t a_step, Columns b, int64_t depth, float
         for (int n = 0; n < 2; n++) _mm512_storeu_ps(c + m * c_step + 16 * n, sums[m][n]);
 }
 
-template <bool add = false>
-inline void product(const bf16* a, int64_t a_step, int64_t rows, Columns b, int64_t depth, float* c, int64_t c_step) {
-    for (; rows >= 8; rows -= 8, a += 8 * a_step, c += 8 * c_step, b.end = nullptr)
-        strip<add, 8>(a, a_step, b, depth, c, c_step);
+template <bool add = false, class B>
+inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
+    for (; rows > 8; rows -= 8, a += 8 * a_step, c += 8 * c_step) {
+        auto again = b;
+        strip<add, 8>(a, a_step, again, depth, c, c_step);
+    }
     switch (rows) {
+        case 8: return strip<add, 8>(a, a_step, b, depth, c, c_step);
         case 7: return strip<add, 7>(a, a_step, b, depth, c, c_step);
         case 6: return strip<add, 6>(a, a_step, b, depth, c, c_step);
         case 5: return strip<add, 5>(a, a_step, b, depth, c, c_step);

@@ -9,7 +9,7 @@
 
 namespace tgi {
 
-// A job is chunks 0 .. chunks - 1, computed in any order by any thread.
+// A job is chunks 0 .. chunks - 1, begun from the last on, each by any thread.
 class Job {
   public:
     virtual void run(int64_t chunk) const = 0;
@@ -27,6 +27,7 @@ class Team {
     ~Team();
     Team(const Team&) = delete;
     void run(const Job& job, int64_t chunks);
+    int64_t threads() const { return helpers_.size() + 1; }
 
   private:
     void help();
