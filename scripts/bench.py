@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from scripts.beside import against
-from scripts.beside.servers import Failed, Server, free_port
+from scripts.beside.servers import Failed, Server, cpu_seconds, free_port
 from scripts.beside.streams import BadStream, Stream, burst, median
 
 SOME_TEXT = """river mountain city answer question evening water people walk light number theory music history science
@@ -52,14 +52,15 @@ def measure(server: Server, concurrency: int, arguments: argparse.Namespace) -> 
         streams = burst(server.port, ROUTE, asked)
         seconds = time.perf_counter() - begin
         spent = {name: after - before[name] for name, after in cpu(server).items()}
-        rows.append(figures(streams, seconds, sum(value for name, value in spent.items() if "worker" not in name)))
+        rows.append(figures(streams, seconds, spent))
     return {key: median([row[key] for row in rows]) for key in rows[0]}
 
 
-def figures(streams: list[Stream], seconds: float, stack: float) -> dict[str, Any]:
-    """What the streams of one repetition and the CPU time of the stack, both in seconds, come to."""
+def figures(streams: list[Stream], seconds: float, spent: dict[str, float]) -> dict[str, Any]:
+    """What the streams of one repetition and the CPU time of each process, both in seconds, come to."""
     events = [[event.time for event in stream.events()] for stream in streams]
     tokens = sum(map(len, events))
+    stack = sum(value for name, value in spent.items() if "worker" not in name)
     gaps = [b - a for times in events for a, b in pairwise(times)]
     return {
         "tokens/s": tokens / seconds,
@@ -67,12 +68,13 @@ def figures(streams: list[Stream], seconds: float, stack: float) -> dict[str, An
         "itl ms": 1e3 * statistics.mean(gaps) if gaps else float("nan"),
         "stack CPU us/token": 1e6 * stack / max(tokens, 1),
         "tokens": tokens,
+        **{f"CPU us/token, {name}": 1e6 * value / max(tokens, 1) for name, value in spent.items()},
     }
 
 
 def cpu(server: Server) -> dict[str, float]:
     """CPU seconds that its processes have spent, by process title."""
-    return {name: sum(sum(p.cpu_times()[:2]) for p in found) for name, found in server.processes().items()}
+    return {name: sum(map(cpu_seconds, found)) for name, found in server.processes().items()}
 
 
 def start(arguments: argparse.Namespace) -> Server:
@@ -128,8 +130,11 @@ def report(arguments: argparse.Namespace, first: float, results: dict[int, Any],
             f"{n:>8} {row['tokens/s']:>10.0f} {row['ttft ms']:>10.1f} {row['itl ms']:>10.2f} "
             f"{row['stack CPU us/token']:>20.0f}"
         )
-    print("\n" + "\n".join(f"{title:<20} {size:>7.0f} MB" for title, size in memory.items()))
-    print(f"{'together':<20} {sum(memory.values()):>7.0f} MB")
+    print("\nCPU µs/token" + " " * 8 + "".join(f"{f'{n} streams':>12}" for n in results) + "      memory")
+    for title, size in memory.items():
+        spent = "".join(f"{row[f'CPU us/token, {title}']:>12.1f}" for row in results.values())
+        print(f"{title:<20}{spent} {size:>8.0f} MB")
+    print(f"{'together':<20}{' ' * 12 * len(results)} {sum(memory.values()):>8.0f} MB")
 
 
 if __name__ == "__main__":

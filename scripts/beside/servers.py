@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +28,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of all threads. On Linux from the clock that each process has (clock_getcpuclockid(3)): its accounting by ticks,
+    ten milliseconds each, says little of processes that wake up for a token and sleep again."""
+    if sys.platform == "linux":
+        return time.clock_gettime((~process.pid << 3) | 2)
+    return sum(process.cpu_times()[:2])
 
 
 class Server:
@@ -96,7 +105,7 @@ class Server:
         total = 0.0
         for process in self._tree:
             with contextlib.suppress(psutil.NoSuchProcess):
-                total += sum(process.cpu_times()[:2])
+                total += cpu_seconds(process)
         return total
 
     def memory(self) -> float:
