@@ -68,7 +68,7 @@ class Planner:
             return None
         # From the next step on others may find these pages; this step has yet to write them.
         self.holdings.filled(outline.filling)
-        return outline.flight(number, epoch, decode_rows, running > 0, now)
+        return outline.flight(number, epoch, decode_rows, running > 0, self.batch.left, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
