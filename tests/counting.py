@@ -1,7 +1,7 @@
 """Counts what work costs in function calls and bytecode instructions: the same on every machine, however busy it is.
 
     cost = per_item(lambda count: partial(handle, message(count)))
-    assert cost.calls <= 6 and cost.instructions <= 80
+    assert cost.within(calls=6, instructions=80), cost
 
 What an addition of ours costs is seen however small it is: another dictionary is an instruction or two. What happens
 inside a function written in C is not, except that it is called. Budgets are upper bounds, taken with Python 3.11:
@@ -29,6 +29,10 @@ class Cost(NamedTuple):
 
     def __truediv__(self, count: int) -> "Cost":
         return Cost(self.calls / count, self.instructions / count)
+
+    def within(self, calls: int, instructions: int) -> bool:
+        """Whether the budget is kept."""
+        return self.calls <= calls and self.instructions <= instructions
 
 
 def cost(work: Callable[[], object]) -> Cost:

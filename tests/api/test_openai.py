@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgi.api import openai
-from tgi.api.calls import Columns
+from tgi.api.columns import Columns
 from tgi.api.openai import Usage, Visible
 from tgi.api.serde import Body
 from tgi.api.shapes.chat import ChatRequest

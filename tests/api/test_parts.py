@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.api.calls import Bell, Columns, Generation
+from tgi.api.calls import Bell, Generation
+from tgi.api.columns import NOTHING, Columns
 from tgi.api.parts import Reply, unreadable
 from tgi.kernel.messages import End, Generate, Kind, Part, Reason, Sampling
 
 
 def columns(parts: list[list[Part]]) -> Columns:
     count = len(parts)
-    none = Columns.empty()
-    return none._replace(ids=array("i", range(count)), texts=["x"] * count, parts=parts)
+    return NOTHING._replace(ids=array("i", range(count)), texts=["x"] * count, parts=parts)
 
 
 def generation(parts: list[list[Part]]) -> Generation:

@@ -195,4 +195,4 @@ def test_a_chat_is_tokenized_with_offsets_into_its_text() -> None:
     assert (tokenized.text, tokenized.error) == (WRITTEN, "")
     assert ints(tokenized.ids) == ids_of(WRITTEN)
     assert ints(tokenized.stops)[-1] == len(WRITTEN.encode())
-    assert byte_level().is_special(ints(tokenized.ids)[0])
+    assert ints(tokenized.ids)[0] in byte_level().special

@@ -27,7 +27,7 @@ def test_offsets_are_bytes_of_the_input(kind: str) -> None:
     assert ints(found.ids) == reference.ids
     slices = [data[a:b].decode() for a, b in zip(ints(found.starts), ints(found.stops), strict=True)]
     assert slices == [text[a:b] for a, b in reference.offsets]
-    assert [*found.special] == [vocabulary.is_special(number) for number in reference.ids]
+    assert [*found.special] == [number in vocabulary.special for number in reference.ids]
 
 
 def test_special_tokens_added_or_not() -> None:
@@ -86,11 +86,11 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path, tiny_llama: 
 def test_tokens_that_only_the_configuration_calls_special(tmp_path: Path, tiny_llama: Path) -> None:
     vocabulary = Vocabulary.load(read_card(tiny_llama))
     number = vocabulary.tokenizer.token_to_id("a")
-    assert not vocabulary.is_special(number)
+    assert number not in vocabulary.special
     directory = directory_with(tmp_path, tiny_llama, unk_token={"content": "a"}, additional_special_tokens=["nowhere"])
     assert special_tokens(directory) == {"unk_token": "a", "nowhere": "nowhere"}
     named = Vocabulary.load(read_card(directory))
-    assert named.is_special(number)
+    assert number in named.special
     assert len(named.pieces) == len(vocabulary.pieces)
 
 

@@ -3,11 +3,10 @@
 import asyncio
 import time
 from array import array
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tgi.kernel.messages import Adapt, Adapted, End, Generate, Part, PromptTokens, Reason, Texts, Tokenize, Tokenized
-from tgi.kernel.pack import floats, ints, uints
+from tgi.api.columns import NOTHING, Arrivals, Columns, PromptColumns
+from tgi.kernel.messages import Adapt, Adapted, End, Generate, Reason, Tokenize, Tokenized
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span
@@ -15,100 +14,28 @@ if TYPE_CHECKING:
 SUCCESSES = frozenset((Reason.LENGTH, Reason.EOS, Reason.STOP))
 
 
-class Top(NamedTuple):
-    """One of the likeliest tokens beside a drawn one."""
-
-    id: int
-    text: str
-    logprob: float
-    special: int
-
-
-class Columns(NamedTuple):
-    """Tokens as they came, one entry per token in each column; `held`, `tops` and `parts` are empty where there is no
-    use for them."""
-
-    ids: "array[int]"
-    logprobs: "array[float]"
-    special: bytearray
-    texts: list[str]
-    held: "array[int]"  # characters at the end of the visible text so far that must not be shown yet
-    tops: list[list[Top]]
-    parts: list[list[Part]]  # what each token lets be shown of a divided answer
-
-    @classmethod
-    def empty(cls) -> "Columns":
-        """No tokens yet."""
-        return cls(array("i"), array("f"), bytearray(), [], array("I"), [], [])
-
-    def part(self, of: slice) -> "Columns":
-        """Some of the tokens."""
-        return Columns._make(column[of] for column in self)
-
-
-def parts_of(message: Texts) -> list[list[Part]]:
-    """The parts of each token of a message."""
-    parts: list[list[Part]] = [[] for _ in message.texts]
-    for part in message.parts:
-        parts[part.token].append(part)
-    return parts
-
-
-def tops_of(message: Texts) -> list[list[Top]]:
-    """The top tokens of each token of a message."""
-    columns = (ints(message.top_ids), message.top_texts, floats(message.top_logprobs), message.top_special)
-    tops = map(Top, *columns)
-    return [list(islice(tops, count)) for count in uints(message.top_counts)]
-
-
-class PromptColumns(NamedTuple):
-    """The tokens of a prompt, one entry per token in each column; empty where not asked for."""
-
-    ids: "array[int]"
-    logprobs: "array[float]"  # NaN for the first
-    starts: "array[int]"  # characters of the prompt before each token
-    texts: list[str]
-    tops: list[dict[str, float]]  # the likeliest in its place, the likeliest last; empty for the first
-
-    @classmethod
-    def empty(cls) -> "PromptColumns":
-        """No tokens yet."""
-        return cls(array("i"), array("f"), array("i"), [], [])
-
-    def extend(self, more: PromptTokens) -> None:
-        """Takes the tokens that follow."""
-        self.ids.frombytes(more.ids)
-        self.logprobs.frombytes(more.logprobs)
-        self.starts.frombytes(more.starts)
-        self.texts.extend(more.texts)
-        width = len(more.top_texts) // max(1, len(more.texts))
-        logprobs = array("f", more.top_logprobs)
-        for begin in range(0, width * len(more.texts), width or 1):
-            # The first of several that share a text is the likeliest.
-            named = zip(more.top_texts[begin : begin + width], logprobs[begin : begin + width], strict=True)
-            self.tops.append(dict(reversed([*named])))
-        if not width:
-            self.tops.extend({} for _ in more.texts)
-
-
 class Bell:
-    """Wakes the one task that waits for what comes. It looks first, and waits if there is nothing."""
+    """Wakes the one task that waits for what comes."""
 
     def __init__(self) -> None:
+        self._rings = False  # nobody has heard it yet
         self._waiter: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
         """Lets the owner look again."""
+        self._rings = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def rung(self) -> None:
-        """Waits for the next ring()."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        """Waits for a ring(), unless there was one since the last time."""
+        if not self._rings:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._rings = False
 
 
 class Call:
@@ -152,7 +79,7 @@ class Generation(Call):
         self._hides = request.hide_stop
         self._lists = request.sampling.top_n > 0
         self.resume = array("i")
-        self.fresh = Columns.empty()  # not yet taken by the owner
+        self.fresh = NOTHING  # what has not been taken by the owner
         self.prompt = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
         self.characters: int | None = None  # of a chat's prompt, once it is known
@@ -182,32 +109,33 @@ class Generation(Call):
         """Tokens received so far."""
         return len(self.resume)
 
-    def receive(
-        self,
-        ids: bytes,
-        logprobs: bytes,
-        special: bytes,
-        texts: list[str],
-        held: bytes,
-        tops: list[list[Top]],
-        parts: list[list[Part]],
-    ) -> None:
-        """Takes the tokens of one step. `held`, `tops` and `parts` are empty if the step has none at all."""
+    def receive(self, came: Arrivals, start: int, stop: int) -> None:
+        """Takes the tokens `start` to `stop` of those that came."""
+        words = slice(4 * start, 4 * stop)
+        mine = Columns(
+            array("i", came.ids[words]), array("f", came.logprobs[words]), bytearray(came.special[start:stop]),
+            came.texts[start:stop],
+        )  # fmt: skip
+        if self._hides or self._lists or self.divided:
+            mine = self._with_extras(mine, came, start, stop)
         self.losses = 0
-        self.resume.frombytes(ids)
-        fresh = self.fresh
-        fresh.ids.frombytes(ids)
-        fresh.logprobs.frombytes(logprobs)
-        fresh.special.extend(special)
-        fresh.texts.extend(texts)
-        if self._hides:
-            fresh.held.frombytes(held or bytes(len(ids)))  # both columns have four bytes per token
-        if self._lists:
-            fresh.tops.extend(tops or [[] for _ in texts])
-        if self.divided:
-            fresh.parts.extend(parts or [[] for _ in texts])
+        self.resume += mine.ids
+        if not self.fresh.texts:  # a stream takes each token before the next one comes
+            self.fresh = mine
+        else:
+            for column, more in zip(self.fresh, mine, strict=True):
+                column.extend(more)  # type: ignore[attr-defined]
         if self.stream:
             self.bell.ring()
+
+    def _with_extras(self, mine: Columns, came: Arrivals, start: int, stop: int) -> Columns:
+        """The same tokens with what this request wants beside them. Where no request has it, there is no column."""
+        places = range(start, stop)
+        return mine._replace(
+            held=array("I", came.held[4 * start : 4 * stop] or bytes(4 * len(places))) if self._hides else array("I"),
+            tops=(came.tops[start:stop] or [[] for _ in places]) if self._lists else [],
+            parts=(came.parts[start:stop] or [[] for _ in places]) if self.divided else [],
+        )
 
     def finish(self, end: End) -> None:
         """Takes the End."""
@@ -216,7 +144,7 @@ class Generation(Call):
 
     def take(self, most: int | None = None) -> Columns:
         """The tokens that have come since the last call, or the first `most` of them."""
-        fresh, self.fresh = self.fresh, Columns.empty()
+        fresh, self.fresh = self.fresh, NOTHING
         if most is None or len(fresh.texts) <= most:
             return fresh
         self.fresh = fresh.part(slice(most, None))

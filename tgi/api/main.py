@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -57,6 +58,8 @@ async def serve(process: Process) -> None:
     process.state("ready")
     if process.stopping:  # the signal came before this loop listened to it
         server.stop()
+    gc.collect()
+    gc.freeze()
     try:
         await router.introduced(INTRODUCTION_SECONDS)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tgi
 from tgi.api import errors
-from tgi.api.calls import Columns
+from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest, ImageChunk

@@ -8,7 +8,8 @@ from json.encoder import encode_basestring as quote
 import msgspec
 
 from tgi.api import errors, openai
-from tgi.api.calls import Columns, Generation
+from tgi.api.calls import Generation
+from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.serde import complaint
 from tgi.kernel.messages import End, Kind, Part, Reason

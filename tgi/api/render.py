@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterable
 from json.encoder import encode_basestring as quote
 
-from tgi.api.calls import Columns, Generation, PromptColumns, Top
+from tgi.api.calls import Generation
+from tgi.api.columns import Columns, PromptColumns, Top
 from tgi.api.float32 import render
 
 # So many tokens of a prompt are written before other requests have their turn.

@@ -7,7 +7,8 @@ import math
 import time
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Adaptation, Call, Encoding, Generation, parts_of, tops_of
+from tgi.api.calls import Adaptation, Call, Encoding, Generation
+from tgi.api.delivery import Delivery
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link, Peer
 from tgi.kernel.messages import (
@@ -23,7 +24,6 @@ from tgi.kernel.messages import (
     Texts,
     Tokenized,
 )
-from tgi.kernel.pack import uints
 from tgi.kernel.permits import Permits
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Router:
         self.adapters: dict[str, Adapter] = {}  # those that a request may ask for, by name in their order of loading
         self.tokenizers = [Tokenizer(link) for link in links]
         self._rids = itertools.count(1)
+        self._delivery = Delivery()
         self._at: dict[Call, tuple[Tokenizer, int]] = {}
         self._homeless: dict[Call, None] = {}  # wait for a tokenizer to come up
         self._wanted = 0
@@ -176,23 +177,22 @@ class Router:
         self._pump(tokenizer)
 
     def _pump(self, tokenizer: Tokenizer) -> None:
-        """Sends what is queued and handles what has come; comes back in the next turn of the loop while more comes."""
+        """Sends what is queued and handles what has come; comes back in the next turn of the loop if there is more."""
         link = tokenizer.link
         if link.socket.closed:
             return
         link.flush()
-        came = False
         for peer, message in link.receive():
-            came = True
             self._handle(tokenizer, peer, message)
-        if (came or link.pending) and self._loop is not None:
+        if link.pending and self._loop is not None:
             self._loop.call_soon(self._pump, tokenizer)
 
     def _handle(self, tokenizer: Tokenizer, peer: Peer, message: object) -> None:
         match message:
             case Texts():
-                self._texts(tokenizer, message)
+                self._delivery.texts(tokenizer.calls, message)
             case End():
+                self._delivery.measured()
                 call = self._release(tokenizer, message.rid)
                 if isinstance(call, Generation) and self.limits is not None:
                     accounting.admitted(call, message, self.limits)
@@ -233,35 +233,6 @@ class Router:
                 self._lost(tokenizer, peer)
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
-
-    def _texts(self, tokenizer: Tokenizer, message: Texts) -> None:
-        now = time.perf_counter()
-        tops = tops_of(message) if message.top_counts else []
-        parts = parts_of(message) if message.parts else []
-        gaps: list[float] = []
-        skipped: list[int] = []
-        stop = 0
-        for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
-            start, stop = stop, stop + count
-            call = tokenizer.calls.get(rid)
-            if not isinstance(call, Generation) or not call.wanted:
-                continue
-            if call.first is None:
-                call.first = now
-                metrics.tgi_time_to_first_token_duration.observe(now - call.arrival)
-            else:
-                gaps.append(now - call.latest)
-            if count > 1:
-                gaps += [0.0] * (count - 1)  # drafted tokens come with the one before
-            call.latest = now
-            skipped.append(count - 1)
-            words = slice(4 * start, 4 * stop)
-            call.receive(
-                message.ids[words], message.logprobs[words], message.special[start:stop], message.texts[start:stop],
-                message.held[words], tops[start:stop], parts[start:stop],
-            )  # fmt: skip
-        metrics.tgi_inter_token_duration.observe_all(gaps)
-        metrics.tgi_request_skipped_tokens.observe_all(skipped)
 
     def _ready(self, status: Status) -> None:
         if status.limits is not None and self.limits is None:

@@ -6,8 +6,9 @@ from itertools import chain, zip_longest
 from typing import Protocol
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Columns, Generation
+from tgi.api.calls import Generation
 from tgi.api.client import Client
+from tgi.api.columns import Columns
 from tgi.api.errors import ApiError, ClientGone
 from tgi.kernel.messages import End
 
@@ -46,7 +47,7 @@ class EventStream:
         self._events = events
         self._client = client
         self._cancel = cancel
-        self._behind = False  # the latest chunk was not all that there was
+        self._behind = True  # there may be more than the latest chunk
         self._silent = False  # no event for KEEP_ALIVE_SECONDS
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -73,7 +74,10 @@ class EventStream:
 
     async def __anext__(self) -> bytes:
         while self._live and not self._client.gone:
+            if not self._behind:
+                await self._bell.rung()
             if chunk := self._chunk():
+                self._silent = False
                 self._last = self._loop.time()
                 if self._behind:
                     await asyncio.sleep(0)
@@ -82,7 +86,6 @@ class EventStream:
                 self._silent = False
                 self._last = self._loop.time()
                 return KEEP_ALIVE
-            await self._bell.rung()
         raise StopAsyncIteration
 
     async def close(self) -> None:

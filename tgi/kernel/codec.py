@@ -12,6 +12,8 @@ from tgi.kernel.errors import ProtocolError
 # A frame is one message. A 200,000-token prompt is 0.8 MB; nothing legitimate comes near this.
 MAX_FRAME_BYTES = 64 << 20
 
+SCALARS = (int, float, bool, str, bytes)
+
 Check = Callable[[Any, str], Any]
 
 
@@ -30,7 +32,8 @@ class Codec:
 
     def encode(self, message: tuple[Any, ...]) -> bytes:
         """The frame of one message."""
-        return typing.cast(bytes, self._packer.pack((self._tags[type(message)], *message)))
+        frame: bytes = self._packer.pack((self._tags[type(message)], *message))
+        return frame
 
     def decode(self, frame: bytes | memoryview) -> Any:
         """The message of one frame. Raises ProtocolError on anything but a well-formed one."""
@@ -45,7 +48,8 @@ class Codec:
         tag = array[0]
         if type(tag) is not int or not 0 <= tag < len(self._builders):
             raise ProtocolError(f"unknown message tag {tag!r}")
-        return self._builders[tag](array[1:], "")
+        del array[0]
+        return self._builders[tag](array, "")
 
 
 def _record(cls: type) -> Check:
@@ -55,8 +59,14 @@ def _record(cls: type) -> Check:
     required = len(names) - len(cls._field_defaults)  # type: ignore[attr-defined]
     checks = [_check(hints[name]) for name in names]
     paths = [f"{cls.__name__}.{name}" for name in names]
+    kinds = [hints[name] if hints[name] in SCALARS else list for name in names]
+    nested = [place for place, kind in enumerate(kinds) if kind is list]
 
     def build(value: Any, path: str) -> Any:
+        if type(value) is list and [*map(type, value)] == kinds:  # the usual case: only what is nested is looked into
+            for place in nested:
+                value[place] = checks[place](value[place], paths[place])
+            return cls(*value)
         if type(value) is not list:
             raise ProtocolError(f"{path or cls.__name__}: expected an array, got {type(value).__name__}")
         if len(value) < required:
@@ -80,12 +90,14 @@ def _check(hint: Any) -> Check:
         def check_list(value: Any, path: str) -> Any:
             if type(value) is not list:
                 raise ProtocolError(f"{path}: expected an array, got {type(value).__name__}")
+            if {item}.issuperset(map(type, value)):  # all of them scalars of the right type, or none at all
+                return value
             return [check_item(entry, path) for entry in value]
 
         return check_list
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _record(hint)
-    if hint not in (int, float, bool, str, bytes):
+    if hint not in SCALARS:
         raise TypeError(f"messages cannot carry {hint!r}")
 
     def check_scalar(value: Any, path: str) -> Any:

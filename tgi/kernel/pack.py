@@ -36,8 +36,8 @@ def floats(column: bytes) -> list[float]:
 
 def _unpack(code: str, column: bytes) -> list[Any]:
     """The column's numbers. Raises ProtocolError if its length is not a whole number of items."""
-    values = array(code)
-    if len(column) % values.itemsize:
-        raise ProtocolError(f"column of {len(column)} bytes is not a whole number of {values.itemsize}-byte items")
-    values.frombytes(column)
-    return values.tolist()
+    try:
+        return array(code, column).tolist()
+    except ValueError as error:
+        size = array(code).itemsize
+        raise ProtocolError(f"column of {len(column)} bytes is not a whole number of {size}-byte items") from error

@@ -81,7 +81,7 @@ class Columns:
         self._top_ids += tops.ids[begin:stop]
         self._top_logprobs += tops.logprobs[begin:stop]
         for number in ints(tops.ids[begin:stop]):
-            self._top_special.append(self._vocabulary.is_special(number))
+            self._top_special.append(number in self._vocabulary.special)
             self._top_texts.append(self._vocabulary.text(number))
 
     def message(self) -> Texts:

@@ -46,7 +46,7 @@ class ByteDecoder:
             return ""
         piece = self._pieces[number]
         if isinstance(piece, str):
-            if not self._pending or self._special[number]:
+            if not self._pending or number in self._special:
                 return piece
             piece = piece.encode()
         data = self._pending + (piece or b"")
@@ -102,4 +102,4 @@ class WindowDecoder:
 
     def _counts(self, number: int) -> bool:
         """Whether an id adds to the text: special ones do not, nor do those outside the vocabulary."""
-        return number < len(self._vocabulary.pieces) and not self._vocabulary.special[number]
+        return number < len(self._vocabulary.pieces) and number not in self._vocabulary.special

@@ -128,7 +128,7 @@ def tokenized(vocabulary: Vocabulary, rid: int, text: str, add_special_tokens: b
         at = _byte_positions(text, starts, stops)
         starts = [at[start] for start in starts]
         stops = [at[stop] for stop in stops]
-    special = [vocabulary.is_special(number) for number in ids]
+    special = [number in vocabulary.special for number in ids]
     return Tokenized(rid, pack(INT32, ids), pack(INT32, starts), pack(INT32, stops), pack(UINT8, special))
 
 

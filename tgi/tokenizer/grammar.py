@@ -140,7 +140,7 @@ class GrammarReader:
         if not vocabulary.byte_level:
             ends = sorted(vocabulary.eos_ids)
             return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
-        plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and not vocabulary.special[number])
+        plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and number not in vocabulary.special)
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
 
 

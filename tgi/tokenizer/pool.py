@@ -27,13 +27,12 @@ from tgi.kernel.messages import (
     Tokenized,
     Tokens,
 )
-from tgi.kernel.pack import ints, uints
 from tgi.tokenizer import limits
 from tgi.tokenizer.adapters import Adapters
 from tgi.tokenizer.chat import Chats
-from tgi.tokenizer.columns import Columns, Tops
 from tgi.tokenizer.encode import Encoder, Refusal
 from tgi.tokenizer.request import Request, Stage
+from tgi.tokenizer.steps import Steps
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class Pool:
         self._limits: Limits | None = None
         self._adapters = Adapters()
         self._status = Status(False, True, NO_SCHEDULER, 0)
-        self._columns: dict[Peer, Columns] = {}
+        self._steps = Steps(vocabulary)
         self._prompts: list[tuple[Peer, Any]] = []
         self._messages: list[tuple[Peer, Any]] = []
         self._from_api: dict[type, Callable[[Peer, Any], None]] = {
@@ -128,10 +127,8 @@ class Pool:
 
     def outgoing(self) -> list[tuple[Peer, Any]]:
         """What is to be sent, in order: prompts before texts, and an End always behind its tokens."""
-        messages = self._prompts
-        messages += [(api, columns.message()) for api, columns in self._columns.items() if columns.rids]
-        messages += self._messages
-        self._prompts, self._columns, self._messages = [], {}, []
+        messages = [*self._prompts, *self._steps.take(), *self._messages]
+        self._prompts, self._messages = [], []
         return messages
 
     # From an api
@@ -146,7 +143,7 @@ class Pool:
             self._close(request)
         self._adapters.api_gone(api)
         self._apis.pop(api, None)
-        self._columns.pop(api, None)
+        self._steps.forget(api)
 
     def _generate(self, api: Peer, asked: Generate) -> None:
         self._rid += 1
@@ -240,44 +237,8 @@ class Pool:
             self._prompts += ((request.api, piece) for piece in request.teller.tell(told))
 
     def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
-        begun = time.perf_counter()
-        method = "decode"
-        ids = ints(tokens.ids)
-        tops = Tops(tokens) if tokens.top_counts else None
-        end = 0
-        for rid, count in zip(uints(tokens.rids), uints(tokens.counts), strict=True):
-            first, end = end, end + count
-            request = self._requests.get(rid)
-            if request is None or request.stage is not Stage.LIVE or request.reason is not None:
-                continue  # drawn before the scheduler heard that this request is over
-            if not request.generated:
-                method = "prefill"
-            columns = self._columns.get(request.api)
-            if columns is None:
-                columns = self._columns[request.api] = Columns(self._vocabulary)
-            special = request.special
-            at = first
-            while at < end and request.reason is None:
-                number = ids[at]
-                text = request.push(number)
-                columns.texts.append(text)
-                columns.special.append(number < len(special) and special[number])
-                if request.held:
-                    columns.hold(request.held)
-                if request.division is not None:
-                    columns.divide(request.division.push(number, text, request.held))
-                at += 1
-            columns.rids.append(request.asked.rid)
-            columns.counts.append(at - first)
-            columns.ids += tokens.ids[4 * first : 4 * at]
-            columns.logprobs += tokens.logprobs[4 * first : 4 * at]
-            if request.reason is not None:
-                columns = request.last = columns.split()
-            if tops is not None:
-                columns.tops(tops, first, at)
-            if request.reason is Reason.STOP:
-                self._send(scheduler, Stop(rid))
-        metrics.tgi_batch_decode_duration.labels(method=method).observe(time.perf_counter() - begun)
+        for rid in self._steps.decode(self._requests, tokens):
+            self._send(scheduler, Stop(rid))
 
     def _ended(self, scheduler: Peer, end: End) -> None:
         request = self._requests.get(end.rid)
@@ -355,6 +316,7 @@ class Pool:
 
     def _finish(self, request: Request, reason: str, message: str = "", below: End | None = None) -> None:
         """The End of a request that the scheduler does not know, or no longer; its last tokens go before it."""
+        self._steps.measured()
         if request.last is not None:
             self._send(request.api, request.last.message())
         self._send(request.api, request.end(reason, message, below))

@@ -57,7 +57,7 @@ class Request:
         self.teller: PromptTeller | None = None  # of the prompt's tokens, if they are wanted
         self.generated = array(INT32)
         self.texts: list[str] = []  # of plain tokens, special ones left out
-        self.special = bytearray()
+        self.special: frozenset[int] = frozenset()
         self.reason: Reason | None = None
         self.last: Columns | None = None  # the last tokens: they go up with the End, since the api shows both as one
         self.held = 0
@@ -109,7 +109,7 @@ class Request:
         elif self._stop is not None and (match := self._stop.feed(text, self._long_enough)) is not None:
             self.reason = Reason.STOP
             text = text[: match.end]
-        special = number < len(self.special) and self.special[number] == 1
+        special = number in self.special
         if text and not special:
             self.texts.append(text)
         if self._curtain is not None:

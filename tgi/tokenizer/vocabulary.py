@@ -17,8 +17,8 @@ class Vocabulary:
 
     `pieces[id]` is what an id adds to the text where that does not depend on its neighbours: a string, or the bytes of
     an incomplete character. It is filled for byte-level tokenizers; for others `byte_level` is false, and only special
-    tokens and the byte tokens of a fallback (`<0xE2>`) have a piece, the rest None. `special[id]` is 1 for tokens that
-    the final text leaves out.
+    tokens and the byte tokens of a fallback (`<0xE2>`) have a piece, the rest None. `special` are the ids that the
+    final text leaves out; one outside the vocabulary (a padded embedding) is plain.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: Iterable[str] = (), eos_ids: Iterable[int] = ()) -> None:
@@ -32,24 +32,19 @@ class Vocabulary:
         self.byte_fallback = "ByteFallback" in kinds
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         size = max(vocab.values(), default=-1) + 1
-        self.special = bytearray(size)
         self.pieces: list[str | bytes | None] = [""] * size
         self._texts: dict[int, str] = {}  # of tokens without a piece, as they have been asked for
         for token, number in vocab.items():
             self.pieces[number] = _byte_level_piece(token) if self.byte_level else self._fallback_piece(token)
-        for number, added in tokenizer.get_added_tokens_decoder().items():
-            if added.special:
-                self.special[number] = 1
-                self.pieces[number] = added.content
+        added = {number: one for number, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+        for number, one in added.items():
+            self.pieces[number] = one.content
+        self.special = frozenset(added)
 
     @classmethod
     def load(cls, card: Card) -> "Vocabulary":
         """The vocabulary of a model directory. Raises UserError if it has none or it cannot be read."""
         return cls(read_tokenizer(card), eos_ids=card.eos_token_ids)
-
-    def is_special(self, number: int) -> bool:
-        """Whether the final text leaves this id out. An id outside the vocabulary (a padded embedding) is plain."""
-        return number < len(self.special) and self.special[number] == 1
 
     def text(self, number: int) -> str:
         """A token decoded by itself: bytes that are no character give U+FFFD, an unknown id gives ""."""

@@ -7,7 +7,8 @@ from falcon.asgi import Request, Response
 
 from tgi.api import accounting, answering, errors, openai
 from tgi.api.answering import Finished, Prompt
-from tgi.api.calls import Columns, Generation
+from tgi.api.calls import Generation
+from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason

@@ -6,7 +6,8 @@ from falcon.asgi import Request, Response
 
 from tgi.api import accounting, answering, render
 from tgi.api.answering import Finished, Prompt
-from tgi.api.calls import Columns, Generation
+from tgi.api.calls import Generation
+from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.routes.info import Health
 from tgi.api.serde import Body

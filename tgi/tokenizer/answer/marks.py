@@ -21,12 +21,11 @@ class Marks:
         pieces = (piece for format in FORMATS for piece in (format.marker, *format.call))
         known |= {piece for piece in pieces if not isinstance(piece, Slot)}
         found = ((piece, vocabulary.tokenizer.token_to_id(piece)) for piece in sorted(known))
-        self._ids = {piece: id for piece, id in found if id is not None and vocabulary.is_special(id)}
+        self._ids = {piece: id for piece, id in found if id is not None and id in vocabulary.special}
         self._characters = {piece: chr(_FIRST + at) for at, piece in enumerate(self._ids)}
         self._by_id = {id: self._characters[piece] for piece, id in self._ids.items()}
         self._special = vocabulary.special
-        others = (id for id in range(len(vocabulary.special)) if vocabulary.special[id])
-        self.others = [id for id in others if id not in self._by_id and id not in vocabulary.eos_ids]
+        self.others = sorted(vocabulary.special - self._by_id.keys() - vocabulary.eos_ids)
 
     def id(self, piece: str) -> int | None:
         """The special token that this piece is; None if it is text."""
@@ -38,6 +37,6 @@ class Marks:
 
     def character(self, id: int, text: str) -> str:
         """What stands in such an answer for a token with this text."""
-        if id >= len(self._special) or not self._special[id]:
+        if id not in self._special:
             return text
         return self._by_id.get(id, _OTHER)
