@@ -32,16 +32,18 @@ def one_each(flight: Flight, result: Result, left: int) -> Ended:
         for section in flight.sections:
             stopped += _section(section, flight, result, drawn, left != flight.left)
             rest = section.end
-    logprobs = floats(result.logprobs[4 * rest :])
-    for request, token, logprob in zip(flight.drawing[rest:], drawn[rest:], logprobs, strict=True):
-        if number < request.since:
-            continue  # it has left its slot since this step was planned
-        request.ids.append(token)
-        request.client.rows.append((request.rid, token, logprob))
-        if token in request.stop_ids:
-            stopped.append(request)
-    ended = dict.fromkeys([*stopped, *(request for request in flight.last if number >= request.since)])
-    return [(request, reason) for request in ended if (reason := request.finished())]
+    if rest < len(drawn):
+        logprobs = floats(result.logprobs[4 * rest :])
+        for request, token, logprob in zip(flight.drawing[rest:], drawn[rest:], logprobs, strict=True):
+            if number < request.since:
+                continue  # it has left its slot since this step was planned
+            request.ids.append(token)
+            request.client.rows.append((request.rid, token, logprob))
+            if token in request.stop_ids:
+                stopped.append(request)
+    # Length counts before an end token, as in TGI.
+    ended = [(request, Reason.EOS) for request in stopped if len(request.ids) < request.limit]
+    return ended + [(request, Reason.LENGTH) for request in flight.last if number >= request.since]
 
 
 def _section(section: Section, flight: Flight, result: Result, drawn: list[int], left: bool) -> Iterable[Request]:
