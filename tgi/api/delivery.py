@@ -9,8 +9,8 @@ from tgi.kernel import metrics
 from tgi.kernel.messages import Texts
 from tgi.kernel.pack import uints
 
-# So many measurements are written at once at the latest; each would cost as much as the rest of its token otherwise.
-MOST_KEPT = 1024
+# Measurements are written with the first tokens after so long: one by one they would cost half as much as their tokens.
+KEPT_SECONDS = 1.0
 
 
 class Delivery:
@@ -20,6 +20,7 @@ class Delivery:
     def __init__(self) -> None:
         self._gaps: list[float] = []  # seconds between tokens of one request
         self._skipped: list[int] = []  # tokens of a step beyond the first
+        self._due = 0.0  # when these are to be written, on the clock of time.perf_counter
 
     def texts(self, calls: Mapping[int, Call], message: Texts) -> None:
         """Gives each request what it got. `calls` are those of the tokenizer that the message is from, by rid."""
@@ -42,7 +43,8 @@ class Delivery:
                 gaps += [0.0] * (count - 1)  # drafted tokens come with the one before
             skipped.append(count - 1)
             call.receive(came, start, stop)
-        if len(skipped) > MOST_KEPT:
+        if now > self._due:
+            self._due = now + KEPT_SECONDS
             self.measured()
 
     def measured(self) -> None:

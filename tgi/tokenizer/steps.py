@@ -11,8 +11,8 @@ from tgi.tokenizer.columns import Columns, Tops
 from tgi.tokenizer.request import Request, Stage
 from tgi.tokenizer.vocabulary import Vocabulary
 
-# So many measurements are written at once at the latest; one would cost as much as decoding a token.
-MOST_KEPT = 1024
+# Measurements are written with the first tokens after so long: one would cost as much as decoding a token.
+KEPT_SECONDS = 1.0
 
 
 class Steps:
@@ -23,6 +23,7 @@ class Steps:
         self._vocabulary = vocabulary
         self._columns: dict[Peer, Columns] = {}
         self._decoding: dict[str, list[float]] = {"prefill": [], "decode": []}  # seconds per step, by its kind
+        self._due = 0.0  # when these are to be written, on the clock of time.perf_counter
 
     def decode(self, requests: Mapping[int, Request], tokens: Tokens) -> list[int]:
         """Takes the tokens of one step. Returns the requests that a stop string has ended. The last tokens of one that
@@ -65,7 +66,8 @@ class Steps:
             if request.reason is Reason.STOP:
                 stopped.append(rid)
         self._decoding[method].append(time.perf_counter() - begun)
-        if len(self._decoding[method]) > MOST_KEPT:
+        if begun > self._due:
+            self._due = begun + KEPT_SECONDS
             self.measured()
         return stopped
 
