@@ -134,15 +134,15 @@ def leaving(rows: int) -> Callable[[], object]:
 
 
 def test_a_row_that_decodes() -> None:
-    """From its token to the next step, messages and pages included. A sixteenth of what a page costs is in it: some 12
-    instructions and a call. The rest is 10 to find the token, 8 for the next position and 8 to see that nothing else is
-    due."""
+    """From its token to the next step, messages and pages included: a sixteenth of what a page costs is in it, some 15
+    instructions. Of its own it has the loop that appends the token, and the sum that is its next position. All else is
+    done by column, in C: whoever looks at each request here makes every step of everybody slower."""
     each = per_item(decoding, 64, 256) / STEPS
     assert each.calls <= 1.8
-    assert each.instructions <= 50
+    assert each.instructions <= 35
 
 
-@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 330, 5_800), (256, 660, 15_200)])
+@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 315, 4_800), (256, 640, 11_300)])
 def test_a_pass(rows: int, calls: int, instructions: int) -> None:
     """Of rows that decode alone: what each costs, and some 220 calls for the step itself and two tokenizers."""
     each = cost(decoding(rows)) / STEPS
@@ -152,7 +152,7 @@ def test_a_pass(rows: int, calls: int, instructions: int) -> None:
 
 @pytest.mark.parametrize(
     ("work", "calls", "instructions"),
-    [(arriving, 16, 330), (admitting, 53, 680), (ending, 16, 230), (leaving, 15, 370)],
+    [(arriving, 16, 330), (admitting, 54, 690), (ending, 14, 215), (leaving, 13, 360)],
 )
 def test_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
     """As measured. Arrival, admission and end are in the way of a step that waits; what is in `leaving` is not."""

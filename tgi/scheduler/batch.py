@@ -11,6 +11,7 @@ class Batch:
     then decoding, and at last, when all its tokens are planned, it only waits for results."""
 
     def __init__(self, slots: int) -> None:
+        self.left = 0  # how many have left before their last token, perhaps with rows under way
         self.prefilling: dict[Request, None] = {}  # in the order of admission
         self.lanes: dict[Client, Lane] = {}  # the decoding ones; none is empty
         self._slots: list[Request | None] = [None] * slots
@@ -63,6 +64,8 @@ class Batch:
 
     def leave(self, request: Request) -> None:
         """Takes the slot back."""
+        if len(request.ids) < request.limit:
+            self.left += 1
         self._slots[request.slot] = None
         self.free.append(request.slot)
         if request.lane is not None:

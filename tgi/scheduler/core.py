@@ -281,7 +281,7 @@ class Core:
         if flight.drafts:
             columns, ended = runs, runs_each(flight, result, planner, self.counters)
         else:
-            columns, ended = tokens, one_each(flight, result)
+            columns, ended = tokens, one_each(flight, result, planner.batch.left)
         self._send_orders()
         for client in self._clients.values():
             if client.rows or client.columns.rids:

@@ -1,6 +1,7 @@
 """A step on its way: its columns while it is planned, and what it must be answered with once it is sent."""
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tgi.kernel.messages import Result, Slot, Step
@@ -18,6 +19,8 @@ class Section(NamedTuple):
     begin: int  # the first of them among the drawing rows
     end: int
     rids: bytes  # uint32
+    appends: list[Callable[[int], None]]
+    stops: list[frozenset[int]]
 
 
 class Flight(NamedTuple):
@@ -35,6 +38,7 @@ class Flight(NamedTuple):
     joined: bool  # they joined others that ran already
     sent: float
     drafts: list[int]  # of each decode row, which are the first that draw; empty if none has any
+    left: int  # `Batch.left` when it was planned: as long as that is the same, all rows are of requests that are there
 
     @property
     def requests(self) -> list[Request]:
@@ -116,10 +120,11 @@ class Outline:
         self.drawing += lane.requests
         self.rows += lane.slots
         self.starts.fromlist(lane.starts)
-        self.sections.append(Section(client, begin, len(self.drawing), lane.rids.tobytes()))
+        columns = lane.rids.tobytes(), lane.appends.copy(), lane.stops.copy()
+        self.sections.append(Section(client, begin, len(self.drawing), *columns))
         lane.advance()
 
-    def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, now: float) -> Flight:
+    def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, left: int, now: float) -> Flight:
         """The outline as a step to send."""
         step = Step(
             number,
@@ -150,4 +155,5 @@ class Outline:
             joined and bool(self.slots),
             now,
             self.drafts,
+            left,
         )

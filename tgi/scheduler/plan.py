@@ -68,7 +68,7 @@ class Planner:
             return None
         # From the next step on others may find these pages; this step has yet to write them.
         self.holdings.filled(outline.filling)
-        return outline.flight(number, epoch, decode_rows, running > 0, now)
+        return outline.flight(number, epoch, decode_rows, running > 0, self.batch.left, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
@@ -95,14 +95,14 @@ class Planner:
         for request in last:
             self.batch.leave_lane(request)
 
-    def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> list[Request]:
+    def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> set[Request]:
         """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
         if not self.holdings.lacks(len(needy)):
             for request, page in zip(needy, self.holdings.pool.take(len(needy)), strict=True):
                 self._append_page(outline, request, page)
             self.holdings.filled(needy)
-            return []
-        short = []
+            return set()
+        short = set()
         for request in sorted(needy, key=_order):
             if request.slot == NO_SLOT:
                 continue  # it has just given way itself
@@ -110,7 +110,7 @@ class Planner:
                 self._append_page(outline, request, *self.holdings.pool.take(1))
                 self.holdings.filled([request])
             else:
-                short.append(request)
+                short.add(request)
         return short
 
     def _speculate(self, outline: Outline, speculation: Speculation) -> None:

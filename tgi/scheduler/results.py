@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable
 from itertools import compress, repeat
+from operator import contains
 
 from tgi.kernel.messages import Reason, Result
 from tgi.kernel.pack import UINT32, floats, ints
@@ -16,8 +17,9 @@ from tgi.scheduler.tokens import Columns, Top, tops
 Ended = list[tuple[Request, Reason]]
 
 
-def one_each(flight: Flight, result: Result) -> Ended:
-    """Every row has drawn one token. Returns whom that completes."""
+def one_each(flight: Flight, result: Result, left: int) -> Ended:
+    """Every row has drawn one token. `left`: how many have left before their last token so far. Returns whom it
+    completes."""
     number = flight.step.number
     drawn = ints(result.ids)
     rest = 0
@@ -28,37 +30,36 @@ def one_each(flight: Flight, result: Result) -> Ended:
                 request.client.tops.append(top)
     else:
         for section in flight.sections:
-            stopped += _section(section, flight, result, drawn)
+            stopped += _section(section, flight, result, drawn, left != flight.left)
             rest = section.end
-    logprobs = floats(result.logprobs[4 * rest :])
-    for request, token, logprob in zip(flight.drawing[rest:], drawn[rest:], logprobs, strict=True):
-        if number < request.since:
-            continue  # it has left its slot since this step was planned
-        request.ids.append(token)
-        request.client.rows.append((request.rid, token, logprob))
-        if token in request.stop_ids:
-            stopped.append(request)
-    ended = dict.fromkeys([*stopped, *(request for request in flight.last if number >= request.since)])
-    return [(request, reason) for request in ended if (reason := request.finished())]
+    if rest < len(drawn):
+        logprobs = floats(result.logprobs[4 * rest :])
+        for request, token, logprob in zip(flight.drawing[rest:], drawn[rest:], logprobs, strict=True):
+            if number < request.since:
+                continue  # it has left its slot since this step was planned
+            request.ids.append(token)
+            request.client.rows.append((request.rid, token, logprob))
+            if token in request.stop_ids:
+                stopped.append(request)
+    # Length counts before an end token, as in TGI.
+    ended = [(request, Reason.EOS) for request in stopped if len(request.ids) < request.limit]
+    return ended + [(request, Reason.LENGTH) for request in flight.last if number >= request.since]
 
 
-def _section(section: Section, flight: Flight, result: Result, drawn: list[int]) -> list[Request]:
+def _section(section: Section, flight: Flight, result: Result, drawn: list[int], left: bool) -> Iterable[Request]:
     """Takes the rows of a lane all at once. Returns those that have drawn an end token."""
-    requests, tokens = flight.drawing[section.begin : section.end], drawn[section.begin : section.end]
-    column = slice(4 * section.begin, 4 * section.end)
-    columns = Columns(section.rids, result.ids[column], result.logprobs[column])
-    number = flight.step.number
-    there = [number >= request.since for request in requests]
-    if not all(there):  # the others have left their slots since this step was planned
+    client, begin, end, rids, appends, stops = section
+    requests, tokens = flight.drawing[begin:end], drawn[begin:end]
+    columns = Columns(rids, result.ids[4 * begin : 4 * end], result.logprobs[4 * begin : 4 * end])
+    if left:  # some have left their slots since this step was planned, perhaps of these
+        there = [flight.step.number >= request.since for request in requests]
         requests, tokens = [*compress(requests, there)], [*compress(tokens, there)]
+        appends, stops = [*compress(appends, there)], [*compress(stops, there)]
         columns = Columns(*(array(UINT32, compress(memoryview(one).cast("I"), there)).tobytes() for one in columns))
-    section.client.columns = columns
-    stopped = []
-    for request, token in zip(requests, tokens, strict=True):
-        request.ids.append(token)
-        if token in request.stop_ids:
-            stopped.append(request)
-    return stopped
+    for append, token in zip(appends, tokens, strict=True):
+        append(token)
+    client.columns = columns
+    return compress(requests, map(contains, stops, tokens))
 
 
 def runs_each(flight: Flight, result: Result, planner: Planner, counters: Counters) -> Ended:
