@@ -22,6 +22,7 @@ constexpr int64_t PAGE = 32;     // positions of a page
 constexpr int64_t BLOCK = 64;    // positions that are computed together
 constexpr int64_t PART = 512;    // positions after which sums begin anew
 constexpr int64_t TILE = 32;     // rows
+constexpr int64_t LANES = 16;    // numbers of a vector
 constexpr int64_t WIDEST = 256;  // head_dim
 constexpr int64_t FEW = 16;      // so many tiles, and fewer, are divided into their parts
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
@@ -68,16 +69,16 @@ struct PlaceJob final : Job {
 struct Found {
     float* values;   // [TILE, head_dim] sum of 2^(score - highest) value
     float* highest;  // [TILE]
-    float* sum;      // [TILE] of 2^(score - highest)
+    float* sums;     // [TILE, LANES] of 2^(score - highest), of every 16th position
 
-    static int64_t size(int64_t dim) { return TILE * (dim + 2); }
+    static constexpr int64_t size(int64_t dim) { return TILE * (dim + LANES + 1); }
 
-    Found(float* at, int64_t dim) : values(at), highest(at + TILE * dim), sum(highest + TILE) {}
+    Found(float* at, int64_t dim) : values(at), highest(at + TILE * (dim + LANES)), sums(at + TILE * dim) {}
 
     void clear(int64_t rows, int64_t dim) const {
         memset(values, 0, rows * dim * sizeof(float));
         std::fill(highest, highest + rows, NEVER);
-        memset(sum, 0, rows * sizeof(float));
+        memset(sums, 0, rows * LANES * sizeof(float));
     }
 
     // Adds what they have found in the positions that follow.
@@ -85,14 +86,17 @@ struct Found {
         for (int64_t r = 0; r < rows; r++) {
             if (more.highest[r] == NEVER) continue;
             const float top = std::max(highest[r], more.highest[r]);
-            const float a = std::exp2(highest[r] - top), b = std::exp2(more.highest[r] - top);
-            for (int64_t d = r * dim; d < (r + 1) * dim; d += 16) {
-                const __m512 y = _mm512_mul_ps(_mm512_load_ps(more.values + d), _mm512_set1_ps(b));
-                _mm512_store_ps(values + d, _mm512_fmadd_ps(_mm512_load_ps(values + d), _mm512_set1_ps(a), y));
-            }
-            sum[r] = sum[r] * a + more.sum[r] * b;
+            const __m512 a = _mm512_set1_ps(std::exp2(highest[r] - top));
+            const __m512 b = _mm512_set1_ps(std::exp2(more.highest[r] - top));
+            for (int64_t d = r * dim; d < (r + 1) * dim; d += LANES) add(values + d, a, more.values + d, b);
+            add(sums + r * LANES, a, more.sums + r * LANES, b);
             highest[r] = top;
         }
+    }
+
+    static void add(float* to, __m512 a, const float* from, __m512 b) {
+        const __m512 more = _mm512_mul_ps(_mm512_load_ps(from), b);
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), a, more));
     }
 };
 
@@ -106,8 +110,8 @@ struct Desk {
     alignas(64) bf16 queries[TILE * WIDEST];
     alignas(64) float scores[TILE][BLOCK];
     alignas(64) bf16 shares[TILE][BLOCK];
-    alignas(64) float part[TILE * (WIDEST + 2)];
-    alignas(64) float whole[TILE * (WIDEST + 2)];
+    alignas(64) float part[Found::size(WIDEST)];
+    alignas(64) float whole[Found::size(WIDEST)];
 };
 
 Desk& desk() {
@@ -203,7 +207,7 @@ struct AttendJob final : Job {
             const int64_t head = at.head * group + (at.begin + r) % group;
             bf16* to = call.y + (token(at, r) * cache.heads + head) * dim;
             const float* values = whole.values + r * dim;
-            const __m512 share = _mm512_set1_ps(1.f / whole.sum[r]);
+            const __m512 share = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(_mm512_load_ps(whole.sums + r * LANES)));
             for (int64_t d = 0; d < dim; d += 16) store(to + d, _mm512_mul_ps(_mm512_load_ps(values + d), share));
         }
     }
@@ -230,7 +234,7 @@ struct AttendJob final : Job {
                               dim, PAGE, part.values + d, dim);
     }
 
-    // Turns a row's scores into its shares of the values, and fits what it has found so far to the new maximum.
+    // Turns a row's scores into its shares of the values.
     void weigh(const Range& at, int64_t r, int64_t from, const Found& part) const {
         Desk& my = desk();
         const int64_t count = step.bounds[at.row + 1] - step.bounds[at.row];
@@ -238,30 +242,35 @@ struct AttendJob final : Job {
         const uint64_t sees = seen(position - from);
         const __m512 never = _mm512_set1_ps(NEVER);
         const __m512 scale = _mm512_set1_ps(call.softcap ? call.scale : call.scale * LOG2_E);
-        __m512 scores[BLOCK / 16], most = never, sum = _mm512_setzero_ps();
-        for (int n = 0; n < BLOCK / 16; n++) {
-            scores[n] = _mm512_mask_mul_ps(never, sees >> 16 * n, _mm512_load_ps(my.scores[r] + 16 * n), scale);
-            if (call.softcap) scores[n] = _mm512_mask_mov_ps(never, sees >> 16 * n, capped(scores[n]));
+        __m512 scores[BLOCK / LANES], most = never;
+        for (int n = 0; n < BLOCK / LANES; n++) {
+            const __mmask16 mask = sees >> LANES * n;
+            scores[n] = _mm512_mask_mul_ps(never, mask, _mm512_load_ps(my.scores[r] + LANES * n), scale);
+            if (call.softcap) scores[n] = _mm512_mask_mov_ps(never, mask, capped(scores[n]));
             most = _mm512_max_ps(most, scores[n]);
         }
-        const float before = part.highest[r], highest = std::max(before, _mm512_reduce_max_ps(most));
-        if (highest == NEVER) {  // it sees nothing of this block and saw nothing before
+        if (_mm512_cmplt_ps_mask(_mm512_set1_ps(part.highest[r]), most)) raise(part, r, _mm512_reduce_max_ps(most));
+        if (part.highest[r] == NEVER) {  // it sees nothing of this block and saw nothing before
             memset(my.shares[r], 0, sizeof my.shares[r]);
             return;
         }
-        for (int n = 0; n < BLOCK / 16; n++) {
-            const __m512 share = power(_mm512_sub_ps(scores[n], _mm512_set1_ps(highest)));
+        const __m512 highest = _mm512_set1_ps(part.highest[r]);
+        __m512 sum = _mm512_load_ps(part.sums + r * LANES);
+        for (int n = 0; n < BLOCK / LANES; n++) {
+            const __m512 share = power(_mm512_sub_ps(scores[n], highest));
             sum = _mm512_add_ps(sum, share);
-            store(my.shares[r] + 16 * n, share);
+            store(my.shares[r] + LANES * n, share);
         }
-        if (highest != before) {
-            const __m512 less = _mm512_set1_ps(std::exp2(before - highest));
-            for (float* to = part.values + r * cache.head_dim; to < part.values + (r + 1) * cache.head_dim; to += 16)
-                _mm512_store_ps(to, _mm512_mul_ps(_mm512_load_ps(to), less));
-            part.sum[r] *= std::exp2(before - highest);
-            part.highest[r] = highest;
-        }
-        part.sum[r] += _mm512_reduce_add_ps(sum);
+        _mm512_store_ps(part.sums + r * LANES, sum);
+    }
+
+    // Fits what a row has found to a new maximum.
+    void raise(const Found& part, int64_t r, float highest) const {
+        const __m512 less = _mm512_set1_ps(std::exp2(part.highest[r] - highest));
+        for (float* to = part.values + r * cache.head_dim; to < part.values + (r + 1) * cache.head_dim; to += LANES)
+            _mm512_store_ps(to, _mm512_mul_ps(_mm512_load_ps(to), less));
+        _mm512_store_ps(part.sums + r * LANES, _mm512_mul_ps(_mm512_load_ps(part.sums + r * LANES), less));
+        part.highest[r] = highest;
     }
 
     // Which positions of a block the one that is `last` behind its first sees, as bits.
