@@ -67,6 +67,8 @@ def kinds_of(outputs: int, inputs: int, threads: int) -> dict[str, Kind]:
     packed = [kernels.pack(plain) for _ in range(count)]
     kinds = {OURS: Kind(lambda x, n: kernels.linear(x, packed[n % count]), plain.nbytes)}
     for name, form in FORMS.items():
+        if inputs % form[1]:
+            continue
         weight = quantized(outputs, inputs, *form)
         few = [kernels.pack_quantized(weight) for _ in range(count)]
         kinds[name] = Kind(lambda x, n, few=few: kernels.linear(x, few[n % count]), weight.nbytes)  # type: ignore[misc]

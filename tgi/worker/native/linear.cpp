@@ -27,24 +27,30 @@ void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, con
     const __mmask32 all = (1ull << left) - 1;
     const __mmask16 there[2] = {(__mmask16)all, (__mmask16)(all >> 16)};
     __m512 bias[2] = {};
-    for (int half = 0; call.bias && half < 2; half++) bias[half] = _mm512_maskz_loadu_ps(there[half], call.bias + at + 16 * half);
-    for (int64_t row = first; row < first + rows; row++, sums += COLUMNS)
+    for (int half = 0; call.bias && half < 2; half++)
+        bias[half] = _mm512_maskz_loadu_ps(there[half], call.bias + at + 16 * half);
+    for (int64_t row = first; row < first + rows; row++, sums += COLUMNS) {
+        const int64_t to = row * outputs + at;
+        __m512 y[2];
         for (int half = 0; half < 2; half++) {
-            const int64_t column = at + 16 * half, to = row * outputs + column;
-            __m512 y = _mm512_load_ps(sums + 16 * half);
-            if (call.bias) y = _mm512_add_ps(y, bias[half]);
-            if (call.plus) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there[half], call.plus + row * call.plus_step + column));
-            if (then == Then::silu) y = silu(y);
-            if (then == Then::gelu) y = gelu(y);
-            if (then == Then::gelu_tanh) y = gelu_tanh(y);
-            if (then == Then::add || then == Then::mul) {
-                const __m256i bits = _mm256_maskz_loadu_epi16(there[half], call.other + to);
-                const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-                y = then == Then::add ? _mm512_add_ps(y, other) : _mm512_mul_ps(y, other);
+            y[half] = _mm512_load_ps(sums + 16 * half);
+            if (call.bias) y[half] = _mm512_add_ps(y[half], bias[half]);
+            if (call.plus) {
+                const float* plus = call.plus + row * call.plus_step + at + 16 * half;
+                y[half] = _mm512_add_ps(y[half], _mm512_maskz_loadu_ps(there[half], plus));
             }
-            if (call.wide) _mm512_mask_storeu_ps(call.wide + to, there[half], y);
-            else _mm256_mask_storeu_epi16(call.y + to, there[half], (__m256i)_mm512_cvtneps_pbh(y));
+            if (then == Then::silu) y[half] = silu(y[half]);
+            if (then == Then::gelu) y[half] = gelu(y[half]);
+            if (then == Then::gelu_tanh) y[half] = gelu_tanh(y[half]);
+            if (then == Then::add || then == Then::mul) {
+                const __m256i bits = _mm256_maskz_loadu_epi16(there[half], call.other + to + 16 * half);
+                const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+                y[half] = then == Then::add ? _mm512_add_ps(y[half], other) : _mm512_mul_ps(y[half], other);
+            }
+            if (call.wide) _mm512_mask_storeu_ps(call.wide + to + 16 * half, there[half], y[half]);
         }
+        if (!call.wide) _mm512_mask_storeu_epi16(call.y + to, all, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
+    }
 }
 
 // A chunk is some rows times some panels. The first ones that are begun have many panels, which are read from end to end,
