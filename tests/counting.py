@@ -8,6 +8,7 @@ inside a function written in C is not, except that it is called. Budgets are upp
 later versions need fewer instructions for the same code, and no call for a comprehension.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -36,7 +37,7 @@ class Cost(NamedTuple):
 
 
 def cost(work: Callable[[], object]) -> Cost:
-    """What `work` takes in this thread."""
+    """What `work` takes in this thread. The garbage collector waits: what it finalizes is other tests' garbage."""
     calls = instructions = 0
 
     def called(frame: FrameType, event: str, function: Any) -> None:
@@ -51,7 +52,8 @@ def cost(work: Callable[[], object]) -> Cost:
             instructions += 1
         return traced
 
-    before = sys.gettrace(), sys.getprofile()
+    before, collects = (sys.gettrace(), sys.getprofile()), gc.isenabled()
+    gc.disable()
     sys.settrace(traced)
     sys.setprofile(called)
     try:
@@ -59,6 +61,8 @@ def cost(work: Callable[[], object]) -> Cost:
     finally:
         sys.setprofile(before[1])
         sys.settrace(before[0])
+        if collects:
+            gc.enable()
     return Cost(calls - 1, instructions)  # setprofile itself is the last call
 
 
