@@ -10,99 +10,31 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <limits>
 
+#include "cache.h"
+#include "found.h"
 #include "product.h"
 
 namespace tgi {
 namespace {
 
-constexpr int64_t PAGE = 32;     // positions of a page
 constexpr int64_t BLOCK = 64;    // positions that are computed together
 constexpr int64_t PART = 512;    // positions after which sums begin anew
-constexpr int64_t TILE = 32;     // rows
-constexpr int64_t LANES = 16;    // numbers of a vector
 constexpr int64_t WIDEST = 256;  // head_dim
 constexpr int64_t FEW = 16;      // so many tiles, and fewer, are divided into their parts
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504f;
-
-inline bf16* keys(const Cache& cache, int64_t page, int64_t head) {
-    return cache.at + (page * cache.kv_heads + head) * 2 * PAGE * cache.head_dim;
-}
-
-inline bf16* values(const Cache& cache, int64_t page, int64_t head) {
-    return keys(cache, page, head) + PAGE * cache.head_dim;
-}
-
-// Writes a token's key and value of one head to the cache.
-void place(const Cache& cache, const Step& step, const bf16* qkv, int64_t token, int64_t head) {
-    const int64_t dim = cache.head_dim, heads = cache.heads + cache.kv_heads;
-    const bf16* row = qkv + token * (heads + cache.kv_heads) * dim;
-    const int64_t page = step.places[token] / PAGE, at = step.places[token] % PAGE;
-    const bf16 *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
-    bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
-    for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
-    // An overflow in one request must not reach the next owner of its pages, who multiplies it with zero.
-    for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d] & 0x7f80) == 0x7f80 ? 0 : value[d];
-}
-
-struct PlaceJob final : Job {
-    PlaceJob(const Cache& cache, const Step& step, const bf16* qkv) : cache(cache), step(step), qkv(qkv) {}
-
-    int64_t chunks() const { return (step.bounds[step.rows] + SHARE - 1) / SHARE; }
-
-    void run(int64_t chunk) const override {
-        const int64_t last = std::min((chunk + 1) * SHARE, step.bounds[step.rows]);
-        for (int64_t token = chunk * SHARE; token < last; token++)
-            for (int64_t head = 0; head < cache.kv_heads; head++) place(cache, step, qkv, token, head);
-    }
-
-    static constexpr int64_t SHARE = 8;  // tokens of a chunk
-    const Cache& cache;
-    const Step& step;
-    const bf16* qkv;
-};
-
-// What the rows of a tile have found in some positions. Scores are powers of 2.
-struct Found {
-    float* values;   // [TILE, head_dim] sum of 2^(score - highest) value
-    float* highest;  // [TILE]
-    float* sums;     // [TILE, LANES] of 2^(score - highest), of every 16th position
-
-    static constexpr int64_t size(int64_t dim) { return TILE * (dim + LANES + 1); }
-
-    Found(float* at, int64_t dim) : values(at), highest(at + TILE * (dim + LANES)), sums(at + TILE * dim) {}
-
-    void clear(int64_t rows, int64_t dim) const {
-        memset(values, 0, rows * dim * sizeof(float));
-        std::fill(highest, highest + rows, NEVER);
-        memset(sums, 0, rows * LANES * sizeof(float));
-    }
-
-    // Adds what they have found in the positions that follow.
-    void add(const Found& more, int64_t rows, int64_t dim) const {
-        for (int64_t r = 0; r < rows; r++) {
-            if (more.highest[r] == NEVER) continue;
-            const float top = std::max(highest[r], more.highest[r]);
-            const __m512 a = _mm512_set1_ps(std::exp2(highest[r] - top));
-            const __m512 b = _mm512_set1_ps(std::exp2(more.highest[r] - top));
-            for (int64_t d = r * dim; d < (r + 1) * dim; d += LANES) add(values + d, a, more.values + d, b);
-            add(sums + r * LANES, a, more.sums + r * LANES, b);
-            highest[r] = top;
-        }
-    }
-
-    static void add(float* to, __m512 a, const float* from, __m512 b) {
-        const __m512 more = _mm512_mul_ps(_mm512_load_ps(from), b);
-        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), a, more));
-    }
-};
 
 // Some rows of one KV head, and the positions that they see.
 struct Range {
     int64_t row, head, begin, rows, lowest, end;
+};
+
+// The values of a block, 32 columns of two pages, as `product` takes them.
+struct Values {
+    const bf16* block() { return pages[next++]; }
+
+    const bf16* pages[2];
+    int64_t step, right = 32, next = 0;
 };
 
 // What one thread needs to compute a tile.
@@ -228,10 +160,11 @@ struct AttendJob final : Job {
             product(my.queries, dim, at.rows, keys(cache, pages[n], at.head), PAGE, dim, my.scores[0] + n * PAGE,
                     BLOCK);
         for (int64_t r = 0; r < at.rows; r++) weigh(at, r, from, part);
-        for (int64_t n = 0; n < count; n++)
-            for (int64_t d = 0; d < dim; d += COLUMNS)
-                product<true>(my.shares[0] + n * PAGE, BLOCK, at.rows, values(cache, pages[n], at.head) + 2 * d,
-                              dim, PAGE, part.values + d, dim);
+        const bf16* at_first = values(cache, pages[0], at.head);
+        const bf16* at_second = values(cache, pages[count - 1], at.head);
+        for (int64_t d = 0; d < dim; d += COLUMNS)
+            product<true>(my.shares[0], BLOCK, at.rows, Values{{at_first + 2 * d, at_second + 2 * d}, 2 * dim}, count * PAGE,
+                          part.values + d, dim);
     }
 
     // Turns a row's scores into its shares of the values.
