@@ -221,7 +221,7 @@ class Written(NamedTuple):
 
 def write(kind: str, form: Form, directory: Path, plain: tuple[str, ...] = (), **options: Any) -> Written:
     """A checkpoint of a small model of `kind`. Layers whose name has one of `plain` in it are not quantized."""
-    original = model(kind, **({"hidden": 64, "layers": 2} | options))
+    original = model(kind, **options)
     quantized, twin = directory / "quantized", directory / "twin"
     for copy in (quantized, twin):
         shutil.copytree(original, copy)

@@ -25,7 +25,8 @@ from tests.worker.quantization.checkpoints import (
 )
 from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.load import build_model
+from tgi.worker.load import build_model, read_recipe
+from tgi.worker.native.choose import find_kernels
 from tgi.worker.quantization.formats import FormatSource, find_format
 from tgi.worker.quantization.scheme import read_scheme
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, plain
@@ -164,8 +165,11 @@ def test_layers_may_differ(tmp_path: Path) -> None:
     assert torch.equal(plain(read(tmp_path), torch.float32), meant)
 
 
-def served(directory: Path) -> list[Drawn]:
-    engine = make_engine(build_model(directory, "float32", "cpu", lambda stage, percent: None))
+def served(directory: Path, native: bool) -> list[Drawn]:
+    """What is drawn from the model, on our own kernels or torch's."""
+    dtype = "bfloat16" if native else "float32"
+    kernels = find_kernels([read_recipe(directory, dtype)], "cpu") if native else None
+    engine = make_engine(build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels))
     return drive(engine, [[1, 17, 300, 45, 8], [1, 99]], 12)
 
 
@@ -182,8 +186,9 @@ def served(directory: Path) -> list[Drawn]:
     ],
 )
 def test_it_is_served_as_what_it_stands_for(kind: str, form: Form, left: tuple[str, ...], tmp_path: Path) -> None:
-    written = write(kind, form, tmp_path, left)
-    assert served(written.directory) == served(written.twin)
+    written = write(kind, form, tmp_path, left, hidden=128, intermediate=192)
+    for native in (False, True):
+        assert served(written.directory, native) == served(written.twin, native)
 
 
 def dropped(name: str) -> Callable[[dict[str, Tensor]], object]:

@@ -1,5 +1,6 @@
 """A model of a GGUF file computes the same to the bit, whether its weights keep their bits or are made bfloat16."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tgi.hub.gguf import reader
 from tgi.hub.gguf.convert import convert
+from tgi.kernel.errors import UserError
 from tgi.worker.attention import build_attention
 from tgi.worker.batch import Model
 from tgi.worker.linear import Linear
@@ -105,6 +107,13 @@ def test_mixed_k_types_lose_little_beside_bfloat16(place: Path, native: bool) ->
     exact = logits(load(imported(place, "qwen2", "K", False), "float32", False))
     off, allowed = (logits(packed) - exact).norm(), (logits(plain) - exact).norm()
     assert 0 < off < 1.6 * allowed
+
+
+def test_packed_weights_are_never_left_to_transformers(place: Path, tmp_path: Path) -> None:
+    config = json.loads((imported(place, "llama", "Q8_0", True) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    with pytest.raises(UserError, match="runs through transformers"):
+        read_recipe(tmp_path, "auto")
 
 
 def test_float32_computes_with_weights_that_are_not_rounded(place: Path) -> None:

@@ -3,7 +3,7 @@
 from itertools import product
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.quantization.weights import random_weight
@@ -14,6 +14,7 @@ FORMS = list(product((4, 8), GROUPS, (False, True)))
 forms = st.lists(st.sampled_from(FORMS), min_size=1, max_size=3)
 
 
+@settings(deadline=None)
 @given(forms)
 def test_quantized_weights_are_joined_without_loss(chosen: list[tuple[int, int, bool]]) -> None:
     parts = [random_weight(3, 256, *form, seed=number) for number, form in enumerate(chosen)]

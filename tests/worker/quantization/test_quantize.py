@@ -1,7 +1,7 @@
 """Weights made of 8 and 4 bits: how far they may be from what they were made of."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ def largest(weight: Tensor) -> Tensor:
     return weight.view(-1, GROUP).abs().amax(1).repeat_interleave(GROUP).view(weight.shape)
 
 
+@settings(deadline=None)
 @given(weights)
 def test_eight_bits_are_off_by_half_a_step(weight: Tensor) -> None:
     found = quantized(weight, "int8").dequantized(torch.float32)
@@ -25,6 +26,7 @@ def test_eight_bits_are_off_by_half_a_step(weight: Tensor) -> None:
     assert ((found - weight).abs() <= step * (0.5 + 128 * ROUNDING) + 128 * SMALLEST).all()
 
 
+@settings(deadline=None)
 @given(weights)
 def test_four_bits_are_nearer_than_by_the_largest_alone(weight: Tensor) -> None:
     """Which is how others make them: the number of largest magnitude becomes -8."""

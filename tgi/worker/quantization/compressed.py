@@ -23,8 +23,7 @@ from tgi.worker.quantization.columns import FLOATS, WORDS, Columns
 from tgi.worker.quantization.declared import Declared
 from tgi.worker.quantization.levels import Levels, unpacked
 
-PACKED, INTEGERS, FLOATING = "pack-quantized", "int-quantized", "float-quantized"
-FORMATS = (PACKED, INTEGERS, FLOATING, "naive-quantized", "dense")
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 MIXED = "mixed-precision"  # each scheme has a format of its own
 BITS = (4, 8)
 

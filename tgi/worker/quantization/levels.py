@@ -13,10 +13,7 @@ SCALE_ERROR = 2.0**-10  # relative, of a scale that is rounded to float16
 
 
 class Levels(NamedTuple):
-    """A weight [outputs, inputs] of 8 or 4 bits. With g the group of input i,
-
-    weight[o, i] = scales[o, g] * (codes[o, i] - zeros[o, g]).
-    """
+    """A weight [outputs, inputs] of 8 or 4 bits: scales[o, g] * (codes[o, i] - zeros[o, g]), g the group of input i."""
 
     bits: int
     inputs: int
