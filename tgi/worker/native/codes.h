@@ -48,7 +48,7 @@ class Codes {
 
     // Writes the next 32 inputs.
     void next(bf16* to) {
-        constexpr int64_t TILE = 64 * bits, AHEAD = 4096;  // bytes
+        constexpr int64_t TILE = 64 * bits, AHEAD = 2048;  // bytes
         if (at_ + AHEAD < end_) ask(at_ + AHEAD, 2 * TILE / LINE + 1);
         left_ -= 32;
         if (group_ == 16) {
@@ -74,8 +74,8 @@ class Codes {
         if (shifts) shift_.set(at + 64);
     }
 
-    __m512 number(__m512 code, int v) const {
-        return shifts ? _mm512_fmadd_ps(code, scale_.each[v], shift_.each[v]) : _mm512_mul_ps(code, scale_.each[v]);
+    static __m512 number(__m512 code, __m512 scale, __m512 shift) {
+        return shifts ? _mm512_fmadd_ps(code, scale, shift) : _mm512_mul_ps(code, scale);
     }
 
     static __m512 eight(const uint8_t* codes) {
@@ -87,7 +87,8 @@ class Codes {
     void tiles(const uint8_t* codes, bf16* to) const {
         const __m512 table = shifts ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                     : _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-        for (int v = 0; v < 4; v += 2, codes += 64 * bits, to += 512)
+        for (int v = 0; v < 4; v += 2, codes += 64 * bits, to += 512) {
+            const __m512 scale[2] = {scale_.each[v], scale_.each[v + 1]}, shift[2] = {shift_.each[v], shift_.each[v + 1]};
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
                 __m512 left, right;
@@ -98,9 +99,10 @@ class Codes {
                     left = _mm512_permutexvar_ps(_mm512_srli_epi32(words, row % 4 * 8), table);
                     right = _mm512_permutexvar_ps(_mm512_srli_epi32(words, row % 4 * 8 + 4), table);
                 }
-                const __m512bh both = _mm512_cvtne2ps_pbh(number(right, v + 1), number(left, v));
-                _mm512_store_si512(to + 32 * row, (__m512i)both);
+                left = number(left, scale[0], shift[0]), right = number(right, scale[1], shift[1]);
+                _mm512_store_si512(to + 32 * row, (__m512i)_mm512_cvtne2ps_pbh(right, left));
             }
+        }
     }
 
     const int64_t group_;
