@@ -49,6 +49,13 @@ def test_products_are_right_and_do_not_depend_on_the_other_rows(kernels: Kernels
         assert torch.equal(some, y[first : first + count])
 
 
+def test_a_weight_that_is_not_in_order_is_packed_from_memory_that_stays(kernels: Kernels) -> None:
+    weight = (
+        torch.arange(32 * 600_000).bfloat16().view(32, -1).t()
+    )  # a copy of so much goes back to the system as soon as nobody has it
+    assert torch.equal(kernels.pack(weight).memory, kernels.pack(weight.contiguous()).memory)
+
+
 @pytest.mark.parametrize("then", THEN)
 def test_what_follows_a_product_is_computed_on_its_float32_sums(kernels: Kernels, then: str) -> None:
     weight, x, other = numbers(100, 64), 0.3 * numbers(40, 64, seed=1), numbers(40, 100, seed=2)

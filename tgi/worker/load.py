@@ -95,7 +95,7 @@ def resolve_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
     """The number format to compute in. "auto": what the config names, float32 if it names none."""
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype.")
     return DTYPES[dtype]
 

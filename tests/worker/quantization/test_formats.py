@@ -239,6 +239,31 @@ def test_bad_tensors_are_named(
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("form", "outputs", "inputs"), [(Gptq(size=-1), 36, 64), (Gptq(size=-1), 64, 36), (Awq(size=-1), 36, 64)]
+)
+def test_sizes_that_do_not_fill_words_are_refused(form: Form, outputs: int, inputs: int, tmp_path: Path) -> None:
+    write_layer(form, torch.randn(outputs, inputs), tmp_path)
+    with pytest.raises(UserError, match=f"{outputs} outputs and {inputs} inputs, which do not fill words of 8"):
+        read(tmp_path, outputs, inputs)
+
+
+@pytest.mark.parametrize("column", ["weight_scale", "weight_zero_point"])
+def test_the_only_number_may_have_any_shape(column: str, tmp_path: Path) -> None:
+    form = Compressed("int-quantized", 8, -1, symmetric=False)
+    write_layer(form, some_weight(), tmp_path)
+    for shape in ((), (1,), (1, 1, 1)):
+        change_tensors(tmp_path, changed(column, lambda found: found.flatten()[:1].clone().reshape(shape)))
+        assert read(tmp_path).shape == (OUTPUTS, INPUTS)
+
+
+def test_a_block_may_be_larger_than_the_weight(tmp_path: Path) -> None:
+    write_layer(Fp8("fp8", OUTPUTS, 64), some_weight(), tmp_path)
+    expected = plain(read(tmp_path), torch.float32)
+    change_config(tmp_path, lambda config: config["quantization_config"].update(weight_block_size=[10**18, 64]))
+    assert torch.equal(plain(read(tmp_path), torch.float32), expected)
+
+
 def scheme(**weights: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
@@ -252,6 +277,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Gptq(), {"group_size": 0}, "groups of 0"),
         (Gptq(), {"checkpoint_format": "marlin"}, "checkpoint_format is marlin, but gptq and gptq_v2"),
         (Gptq(), {"dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
+        (Gptq(), {"dynamic": {"+:a{99999999999999}": {"bits": 8}}}, "no regular expression"),
         (Gptq(), {"dynamic": {"+:x": {"bits": 3}}}, "bits is 3"),
         (Gptq(), {"dynamic": {"+:x": 3}}, "x is 3, but an object"),
         (Gptq(), {"quant_method": "hqq"}, "quant_method is 'hqq', but gptq, awq, compressed-tensors, fp8"),
@@ -267,6 +293,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Compressed(), {"config_groups": {"W4A16": ["Linear"]}}, "W4A16 is .* but an object"),
         (Compressed(), {"config_groups": {"group_0": {"targets": "Linear"}}}, "targets of a scheme are 'Linear'"),
         (Compressed(), {"config_groups": {"group_0": {"targets": ["re:("]}}}, "no regular expression"),
+        (Compressed(), {"config_groups": {"a": {"targets": ["re:" + 3000 * "("]}}}, "no regular expression"),
         (Compressed(), scheme(num_bits=3), "integers of 3 bits"),
         (Compressed(), scheme(num_bits=4, type="float"), "floats of 4 bits"),
         (Compressed(), scheme(num_bits=4, group_size=20), "groups of 20"),

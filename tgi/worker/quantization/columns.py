@@ -51,6 +51,16 @@ class Columns:
             )
         return self.inputs // size
 
+    def words(self, numbers: int, bits: int) -> int:
+        """How many words of 32 bits hold so many of the weight's outputs or inputs, which have to fill them."""
+        if numbers * bits % 32:
+            raise UserError(
+                f"The weight {self.name!r} in {self._checkpoint.directory} has {self.outputs} outputs and "
+                f"{self.inputs} inputs, which do not fill words of {32 // bits} numbers. Check that config and weights "
+                f"are from the same model."
+            )
+        return numbers * bits // 32
+
     def order(self, column: str, groups: int) -> Tensor | None:
         """The group of each input, int64 [inputs], where they do not follow each other; None: they do."""
         if column not in self:
