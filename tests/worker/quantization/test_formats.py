@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,8 @@ def test_bad_tensors_are_named(
 
 
 @pytest.mark.parametrize(
-    ("form", "outputs", "inputs"), [(Gptq(size=-1), 36, 64), (Gptq(size=-1), 64, 36), (Awq(size=-1), 36, 64)]
+    ("form", "outputs", "inputs"),
+    [(Gptq(size=-1), 36, 64), (Gptq(size=-1), 64, 36), (Awq(size=-1), 36, 64), (Awq(size=-1), 64, 1)],
 )
 def test_sizes_that_do_not_fill_words_are_refused(form: Form, outputs: int, inputs: int, tmp_path: Path) -> None:
     write_layer(form, torch.randn(outputs, inputs), tmp_path)
@@ -248,12 +250,16 @@ def test_sizes_that_do_not_fill_words_are_refused(form: Form, outputs: int, inpu
         read(tmp_path, outputs, inputs)
 
 
+def first_alone(shape: tuple[int, ...], numbers: Tensor) -> Tensor:
+    return numbers.flatten()[:1].clone().reshape(shape)
+
+
 @pytest.mark.parametrize("column", ["weight_scale", "weight_zero_point"])
 def test_the_only_number_may_have_any_shape(column: str, tmp_path: Path) -> None:
     form = Compressed("int-quantized", 8, -1, symmetric=False)
     write_layer(form, some_weight(), tmp_path)
     for shape in ((), (1,), (1, 1, 1)):
-        change_tensors(tmp_path, changed(column, lambda found: found.flatten()[:1].clone().reshape(shape)))
+        change_tensors(tmp_path, changed(column, partial(first_alone, shape)))
         assert read(tmp_path).shape == (OUTPUTS, INPUTS)
 
 
