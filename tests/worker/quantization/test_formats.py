@@ -213,12 +213,17 @@ def beyond(order: Tensor) -> Tensor:
     ("form", "change", "words"),
     [
         (Gptq(), dropped("scales"), "no tensor 'some.layer.scales'"),
-        (Gptq(), dropped("qweight"), "no tensor 'some.layer.weight'"),
+        (Gptq(), dropped("qweight"), "none of its tensors is a qweight"),
         (Gptq(), cut("qzeros"), "'some.layer.qzeros' in .*safetensors has shape"),
         (Gptq(), changed("qweight", Tensor.long), "'some.layer.qweight' in .*safetensors has dtype int64; int32"),
         (Gptq(), changed("g_idx", beyond), "'some.layer.g_idx' in .*safetensors names group 8"),
         (Gptq(), changed("g_idx", torch.neg), "'some.layer.g_idx' in .*safetensors names group"),
         (Gptq(bits=8), cut("qweight"), "'some.layer.qweight' in .*safetensors has shape"),
+        (
+            Gptq(),
+            changed("scales", lambda scales: scales / 0),
+            "'some.layer.scales' in .* has numbers that are not finite",
+        ),
         (Awq(), dropped("qzeros"), "no tensor 'some.layer.qzeros'"),
         (Awq(), cut("qweight"), "'some.layer.qweight' in .*safetensors has shape"),
         (Compressed(), dropped("weight_scale"), "no tensor 'some.layer.weight_scale'"),
@@ -313,7 +318,7 @@ def test_bad_configs_are_refused(form: Form, entries: dict[str, Any], words: str
         read(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"bits": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"bits": []}', 100_000 * "["])
 def test_bad_configs_beside_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text(content)
     with pytest.raises(UserError, match=r"quantize_config\.json"):
@@ -343,8 +348,8 @@ def test_a_flag_that_names_the_kind(form: Form, quantize: str | None, tmp_path: 
 
 def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    write_layer(Gptq(scattered=True), some_weight(), tmp_path)
     for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
+        write_layer(form, some_weight(), tmp_path)
         scheme = read_scheme(tmp_path, {"quantization_config": form.config()}, None)
         with Checkpoint(tmp_path) as checkpoint:
             source = scheme.source(checkpoint)
@@ -359,6 +364,13 @@ def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "8-bit floats, which are dequantized",
     ):
         assert words in caplog.text
+
+
+@pytest.mark.parametrize("form", [Gptq(), Awq()])
+def test_plain_weights_that_are_said_to_be_quantized_are_refused(form: Form, tmp_path: Path) -> None:
+    written = write("llama", form, tmp_path, ("",), layers=1)  # which leaves all of them plain
+    with pytest.raises(UserError, match="says that its weights are quantized, but none of its tensors is a qweight"):
+        build_model(written.directory, "float32", "cpu", lambda stage, percent: None)
 
 
 def test_what_is_left_plain_may_be_quantized_at_load(tmp_path: Path) -> None:

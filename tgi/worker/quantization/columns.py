@@ -29,12 +29,14 @@ class Columns:
         return self._checkpoint.stored(f"{self.name}.{column}")
 
     def read(self, column: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
-        """A tensor that must have this shape and one of these dtypes."""
+        """A tensor that must have this shape and one of these dtypes. Those of FLOATS must be finite."""
         found = self.stored(column)
         if tuple(found.shape) != shape:
             raise self._checkpoint.other_shape(f"{self.name}.{column}", found.shape, shape)
         if found.dtype not in dtypes:
             raise self.unfit(column, f"has dtype {_named(found.dtype)}; {_named(*dtypes)} is expected")
+        if found.dtype in FLOATS and not found.isfinite().all():
+            raise self.unfit(column, "has numbers that are not finite")
         return found
 
     def plain(self) -> Tensor:
