@@ -47,7 +47,7 @@ def read_recipe(directory: Path, dtype: str, quantize: str | None = None) -> Rec
             log.info("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
-    if scheme != Scheme() or "quantization_config" in config:
+    if scheme != Scheme() or config.get("quantization_config") is not None:
         raise UserError(
             f"The model in {directory} runs through transformers, which cannot be done with quantized weights. Serve "
             "the original weights, without --quantize."
