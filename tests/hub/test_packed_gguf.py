@@ -84,6 +84,14 @@ def test_every_block_type_stands_for_the_same_numbers(block: GGMLQuantizationTyp
         assert ((found - expected).abs().view(ROWS, -1, form.group).amax(-1) <= 2**-11 * bound).all()
 
 
+@pytest.mark.parametrize("block", FORMS, ids=lambda block: block.name)
+def test_damaged_scales_are_seen_and_not_warned_of(block: GGMLQuantizationType) -> None:
+    infinite = np.tile(np.array([np.inf], np.float16).view(np.uint8), GGML_QUANT_SIZES[block][1] // 2)
+    with np.errstate(all="raise"):
+        _, *factors = FORMS[block].stored(infinite[None])
+    assert not all(np.isfinite(column).all() for column in factors)
+
+
 def test_q4_1_is_kept_bit_for_bit(tmp_path: Path) -> None:
     """Of two blocks whose bytes one can follow."""
     codes = bytes(range(16))

@@ -1,7 +1,9 @@
 """Our own kernels: right beside float64, the same bits for a row whatever else is computed, and built with care."""
 
+import errno
 import itertools
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +49,12 @@ def test_products_are_right_and_do_not_depend_on_the_other_rows(kernels: Kernels
     for count, first in itertools.product((0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 257), (0, 41)):
         some = kernels.linear(x[first : first + count], packed, bias, wide=True)
         assert torch.equal(some, y[first : first + count])
+
+
+def test_a_weight_that_is_not_in_order_is_packed_from_memory_that_stays(kernels: Kernels) -> None:
+    # A copy of so much memory goes back to the system as soon as nobody has it.
+    weight = torch.arange(32 * 600_000).bfloat16().view(32, -1).t()
+    assert torch.equal(kernels.pack(weight).memory, kernels.pack(weight.contiguous()).memory)
 
 
 @pytest.mark.parametrize("then", THEN)
@@ -136,6 +144,28 @@ def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
+        library()
+
+
+def test_a_compiler_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "env false")
+    with pytest.raises(Unavailable, match="env failed"):
+        library()
+
+
+def test_without_a_place_to_write_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        library()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(Unavailable, match="Set XDG_CACHE_HOME"):
         library()
 
 

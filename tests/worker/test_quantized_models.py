@@ -1,5 +1,7 @@
 """Whole models in fewer bits: what they compute with, and that load changes no bit of it."""
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -117,3 +119,11 @@ def test_torch_on_cpu_says_that_it_saves_no_memory(caplog: pytest.LogCaptureFixt
     load("llama", "int4", False)
     assert "bits a weight" in caplog.text
     assert "memory of plain weights" in caplog.text
+
+
+def test_a_null_in_the_config_quantizes_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(make("gpt2"), directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    assert build_model(directory, "float32", "cpu", lambda stage, percent: None).vocab_size == config["vocab_size"]

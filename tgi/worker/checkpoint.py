@@ -1,7 +1,7 @@
 """Reads tensors from the safetensors files of a model directory, mapped into memory, never copied."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all tensors."""
+        return iter(self._where)
 
     def close(self) -> None:
         """Lets go of the files. Mappings live on while a tensor uses them."""
@@ -103,7 +107,7 @@ class Checkpoint:
         try:
             places = json.loads(path.read_text())["weight_map"].items()
             return {str(name): self.directory / _inside(file) for name, file in places}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is not an index of safetensors files: {error!r}. {_AGAIN}") from error
 
 

@@ -47,7 +47,7 @@ def read_recipe(directory: Path, dtype: str, quantize: str | None = None) -> Rec
             log.info("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
-    if scheme != Scheme() or "quantization_config" in config:
+    if scheme != Scheme() or config.get("quantization_config") is not None:
         raise UserError(
             f"The model in {directory} runs through transformers, which cannot be done with quantized weights. Serve "
             "the original weights, without --quantize."
@@ -95,7 +95,7 @@ def resolve_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
     """The number format to compute in. "auto": what the config names, float32 if it names none."""
     if dtype == "auto":
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype.")
     return DTYPES[dtype]
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,12 +213,17 @@ def beyond(order: Tensor) -> Tensor:
     ("form", "change", "words"),
     [
         (Gptq(), dropped("scales"), "no tensor 'some.layer.scales'"),
-        (Gptq(), dropped("qweight"), "no tensor 'some.layer.weight'"),
+        (Gptq(), dropped("qweight"), "none of its tensors is a qweight"),
         (Gptq(), cut("qzeros"), "'some.layer.qzeros' in .*safetensors has shape"),
         (Gptq(), changed("qweight", Tensor.long), "'some.layer.qweight' in .*safetensors has dtype int64; int32"),
         (Gptq(), changed("g_idx", beyond), "'some.layer.g_idx' in .*safetensors names group 8"),
         (Gptq(), changed("g_idx", torch.neg), "'some.layer.g_idx' in .*safetensors names group"),
         (Gptq(bits=8), cut("qweight"), "'some.layer.qweight' in .*safetensors has shape"),
+        (
+            Gptq(),
+            changed("scales", lambda scales: scales / 0),
+            "'some.layer.scales' in .* has numbers that are not finite",
+        ),
         (Awq(), dropped("qzeros"), "no tensor 'some.layer.qzeros'"),
         (Awq(), cut("qweight"), "'some.layer.qweight' in .*safetensors has shape"),
         (Compressed(), dropped("weight_scale"), "no tensor 'some.layer.weight_scale'"),
@@ -239,6 +245,36 @@ def test_bad_tensors_are_named(
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("form", "outputs", "inputs"),
+    [(Gptq(size=-1), 36, 64), (Gptq(size=-1), 64, 36), (Awq(size=-1), 36, 64), (Awq(size=-1), 64, 1)],
+)
+def test_sizes_that_do_not_fill_words_are_refused(form: Form, outputs: int, inputs: int, tmp_path: Path) -> None:
+    write_layer(form, torch.randn(outputs, inputs), tmp_path)
+    with pytest.raises(UserError, match=f"{outputs} outputs and {inputs} inputs, which do not fill words of 8"):
+        read(tmp_path, outputs, inputs)
+
+
+def first_alone(shape: tuple[int, ...], numbers: Tensor) -> Tensor:
+    return numbers.flatten()[:1].clone().reshape(shape)
+
+
+@pytest.mark.parametrize("column", ["weight_scale", "weight_zero_point"])
+def test_the_only_number_may_have_any_shape(column: str, tmp_path: Path) -> None:
+    form = Compressed("int-quantized", 8, -1, symmetric=False)
+    write_layer(form, some_weight(), tmp_path)
+    for shape in ((), (1,), (1, 1, 1)):
+        change_tensors(tmp_path, changed(column, partial(first_alone, shape)))
+        assert read(tmp_path).shape == (OUTPUTS, INPUTS)
+
+
+def test_a_block_may_be_larger_than_the_weight(tmp_path: Path) -> None:
+    write_layer(Fp8("fp8", OUTPUTS, 64), some_weight(), tmp_path)
+    expected = plain(read(tmp_path), torch.float32)
+    change_config(tmp_path, lambda config: config["quantization_config"].update(weight_block_size=[10**18, 64]))
+    assert torch.equal(plain(read(tmp_path), torch.float32), expected)
+
+
 def scheme(**weights: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
@@ -252,6 +288,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Gptq(), {"group_size": 0}, "groups of 0"),
         (Gptq(), {"checkpoint_format": "marlin"}, "checkpoint_format is marlin, but gptq and gptq_v2"),
         (Gptq(), {"dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
+        (Gptq(), {"dynamic": {"+:a{99999999999999}": {"bits": 8}}}, "no regular expression"),
         (Gptq(), {"dynamic": {"+:x": {"bits": 3}}}, "bits is 3"),
         (Gptq(), {"dynamic": {"+:x": 3}}, "x is 3, but an object"),
         (Gptq(), {"quant_method": "hqq"}, "quant_method is 'hqq', but gptq, awq, compressed-tensors, fp8"),
@@ -267,6 +304,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Compressed(), {"config_groups": {"W4A16": ["Linear"]}}, "W4A16 is .* but an object"),
         (Compressed(), {"config_groups": {"group_0": {"targets": "Linear"}}}, "targets of a scheme are 'Linear'"),
         (Compressed(), {"config_groups": {"group_0": {"targets": ["re:("]}}}, "no regular expression"),
+        (Compressed(), {"config_groups": {"a": {"targets": ["re:" + 3000 * "("]}}}, "no regular expression"),
         (Compressed(), scheme(num_bits=3), "integers of 3 bits"),
         (Compressed(), scheme(num_bits=4, type="float"), "floats of 4 bits"),
         (Compressed(), scheme(num_bits=4, group_size=20), "groups of 20"),
@@ -280,7 +318,7 @@ def test_bad_configs_are_refused(form: Form, entries: dict[str, Any], words: str
         read(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"bits": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"bits": []}', 100_000 * "["])
 def test_bad_configs_beside_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text(content)
     with pytest.raises(UserError, match=r"quantize_config\.json"):
@@ -310,8 +348,8 @@ def test_a_flag_that_names_the_kind(form: Form, quantize: str | None, tmp_path: 
 
 def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    write_layer(Gptq(scattered=True), some_weight(), tmp_path)
     for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
+        write_layer(form, some_weight(), tmp_path)
         scheme = read_scheme(tmp_path, {"quantization_config": form.config()}, None)
         with Checkpoint(tmp_path) as checkpoint:
             source = scheme.source(checkpoint)
@@ -326,6 +364,13 @@ def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "8-bit floats, which are dequantized",
     ):
         assert words in caplog.text
+
+
+@pytest.mark.parametrize("form", [Gptq(), Awq()])
+def test_plain_weights_that_are_said_to_be_quantized_are_refused(form: Form, tmp_path: Path) -> None:
+    written = write("llama", form, tmp_path, ("",), layers=1)  # which leaves all of them plain
+    with pytest.raises(UserError, match="says that its weights are quantized, but none of its tensors is a qweight"):
+        build_model(written.directory, "float32", "cpu", lambda stage, percent: None)
 
 
 def test_what_is_left_plain_may_be_quantized_at_load(tmp_path: Path) -> None:

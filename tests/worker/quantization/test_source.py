@@ -73,3 +73,17 @@ def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog:
         "it is quantized already",
         "it is of inputs that are no multiple of 32",
     ]
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_what_scales_in_float16_cannot_hold_stays_plain(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = random_weight(4, 64, 8, 32, False).dequantized(torch.float32)
+    each = {"large": 1e8 * weight / weight.abs().max(), "small": 1e-7 * weight / weight.abs().max()}
+    read = QuantizingSource(source(tmp_path, {f"{name}.weight": value for name, value in each.items()}), form)
+    for name, value in each.items():
+        found = read.weight(name, 4, 64)
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, value)
+    assert "large as it is, and others like it: it is of numbers too large or too small" in caplog.text

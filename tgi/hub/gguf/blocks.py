@@ -42,11 +42,12 @@ class Form:
 
     def stored(self, blocks: Array) -> list[Array]:
         """The columns of blocks, uint8 [n, bytes of a block], as they are written: each [n, ...]."""
-        codes, scales, shifts = self.split(blocks)
+        with np.errstate(invalid="ignore"):  # damaged scales: the caller looks for what is not finite
+            codes, scales, shifts = self.split(blocks)
         if self.bits == 4:
             halves = (codes if self.shifted else codes + np.int8(8)).view(np.uint8)
             codes = halves[:, 0::2] | (halves[:, 1::2] << np.uint8(4))
-        with np.errstate(over="ignore"):  # too large for float16: the caller looks for what is not finite
+        with np.errstate(over="ignore"):  # too large for float16
             return [codes, scales.astype(np.float16), *(() if shifts is None else (shifts.astype(np.float16),))]
 
 

@@ -27,18 +27,26 @@ def library(*further: str) -> Path:
     flags = processor()
     if missing := NEEDED - flags:
         raise Unavailable(f"this processor has no {', '.join(sorted(missing))}")
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise Unavailable("there is no C++ compiler")
+    compiler = _compiler()
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
         digest.update(path.read_bytes())
-    digest.update(" ".join([compiler, *FLAGS, *further, *sorted(flags)]).encode())
+    digest.update(" ".join([*compiler, *FLAGS, *further, *sorted(flags)]).encode())
     path = _cache() / f"kernels-{digest.hexdigest()}.so"
     if not path.exists():
-        _compile([compiler, *FLAGS, *further, *map(str, sources)], path)
+        _compile([*compiler, *FLAGS, *further, *map(str, sources)], path)
     return path
+
+
+def _compiler() -> list[str]:
+    """The command that compiles: CXX, which may be several words, or what is there."""
+    if named := os.environ.get("CXX", "").split():
+        return named
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise Unavailable("there is no C++ compiler")
 
 
 def processor() -> frozenset[str]:
@@ -54,7 +62,10 @@ def processor() -> frozenset[str]:
 
 def _cache() -> Path:
     """The directory of compiled kernels: nobody else may write there, since what lies in it is run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # of a user without a home
+        raise Unavailable(f"there is no place to keep them: {error} Set XDG_CACHE_HOME") from error
     path = base / "tgi"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +79,10 @@ def _cache() -> Path:
 
 def _compile(command: list[str], path: Path) -> None:
     log.info("compiling kernels for this processor")
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    except OSError as error:
+        raise Unavailable(f"nothing can be written to {path.parent}: {error.strerror}") from error
     os.close(handle)
     try:
         done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, timeout=LONGEST_BUILD)

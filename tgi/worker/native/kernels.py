@@ -104,8 +104,9 @@ class Kernels:
     def pack(self, weight: Tensor) -> Packed:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
         outputs, inputs = weight.shape
+        weight = weight.contiguous()  # by name, since nobody else may keep it until it is packed
         packed = Packed(self._arena.take(-(-outputs // PANEL) * PANEL * inputs * 2), outputs, inputs, 16)
-        self._pack(weight.contiguous().data_ptr(), outputs, inputs, packed.memory.data_ptr())
+        self._pack(weight.data_ptr(), outputs, inputs, packed.memory.data_ptr())
         return packed
 
     def pack_quantized(self, weight: QuantizedWeight) -> Packed:

@@ -33,7 +33,8 @@ class Awq:
 
     def read(self, columns: Columns) -> Levels:
         """The weight of a layer that has a qweight."""
-        groups, words = columns.groups(self._size), columns.outputs // 8
+        groups, words = columns.groups(self._size), columns.words(columns.outputs, BITS)
+        columns.words(columns.inputs, BITS)  # ours, too, have to be filled
         qweight = columns.read("qweight", WORDS, columns.inputs, words)
         qzeros = columns.read("qzeros", WORDS, groups, words)
         scales = columns.read("scales", FLOATS, groups, columns.outputs)

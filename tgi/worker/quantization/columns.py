@@ -29,12 +29,14 @@ class Columns:
         return self._checkpoint.stored(f"{self.name}.{column}")
 
     def read(self, column: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
-        """A tensor that must have this shape and one of these dtypes."""
+        """A tensor that must have this shape and one of these dtypes. Those of FLOATS must be finite."""
         found = self.stored(column)
         if tuple(found.shape) != shape:
             raise self._checkpoint.other_shape(f"{self.name}.{column}", found.shape, shape)
         if found.dtype not in dtypes:
             raise self.unfit(column, f"has dtype {_named(found.dtype)}; {_named(*dtypes)} is expected")
+        if found.dtype in FLOATS and not found.isfinite().all():
+            raise self.unfit(column, "has numbers that are not finite")
         return found
 
     def plain(self) -> Tensor:
@@ -50,6 +52,16 @@ class Columns:
                 f"divide into groups of {size}. Check that config and weights are from the same model."
             )
         return self.inputs // size
+
+    def words(self, numbers: int, bits: int) -> int:
+        """How many words of 32 bits hold so many of the weight's outputs or inputs, which have to fill them."""
+        if numbers * bits % 32:
+            raise UserError(
+                f"The weight {self.name!r} in {self._checkpoint.directory} has {self.outputs} outputs and "
+                f"{self.inputs} inputs, which do not fill words of {32 // bits} numbers. Check that config and weights "
+                f"are from the same model."
+            )
+        return numbers * bits // 32
 
     def order(self, column: str, groups: int) -> Tensor | None:
         """The group of each input, int64 [inputs], where they do not follow each other; None: they do."""

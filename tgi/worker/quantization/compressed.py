@@ -104,7 +104,7 @@ def _scheme(declared: Declared) -> LayerScheme:
     for target in targets:
         try:
             re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise declared.unfit(f"the target {target!r} is no regular expression: {error}") from error
     if format not in FORMATS:
         raise declared.unfit(f"a scheme has the format {format}, but {', '.join(FORMATS)} are read")
@@ -160,7 +160,8 @@ def _integers(columns: Columns, scheme: LayerScheme) -> Levels:
     if not scheme.symmetric:
         stored = columns.stored("weight_zero_point")
         shape = tuple(stored.shape) if stored.numel() == 1 else tuple(scales.shape)
-        zeros = zeros + columns.read("weight_zero_point", (torch.int8,), *shape).view(torch.uint8)
+        found = columns.read("weight_zero_point", (torch.int8,), *shape).view(torch.uint8)
+        zeros = zeros + (found.reshape(()) if found.numel() == 1 else found)
     return Levels(8, columns.inputs, codes.view(torch.uint8) ^ 128, zeros, scales)
 
 
@@ -168,7 +169,7 @@ def _scales(columns: Columns, groups: int) -> Tensor:
     """The scales [outputs, groups]; one scale of the whole weight is that of each output."""
     stored, shape = columns.stored("weight_scale"), (columns.outputs, groups)
     if stored.numel() == 1:
-        return columns.read("weight_scale", FLOATS, *stored.shape).expand(shape)
+        return columns.read("weight_scale", FLOATS, *stored.shape).reshape(()).expand(shape)
     return columns.read("weight_scale", FLOATS, *shape)
 
 

@@ -62,7 +62,7 @@ def declared(directory: Path, config: dict[str, Any]) -> Declared | None:
         if path.is_file():
             try:
                 values = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise UserError(f"{path} cannot be read: {error}. Fetch the model again.") from error
             return _checked(path, {"quant_method": method} | values if isinstance(values, dict) else values)
     return None

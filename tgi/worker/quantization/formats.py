@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.awq import Awq
 from tgi.worker.quantization.columns import Columns
@@ -62,9 +63,15 @@ def find_format(directory: Path, config: dict[str, Any]) -> Format | None:
 
 class FormatSource:
     """Reads a checkpoint whose weights are in a format of others; a Source (source.py). What is not quantized is plain,
-    and so becomes what does not fit into QuantizedWeight; the log says once for each reason which weight was first."""
+    and so becomes what does not fit into QuantizedWeight; the log says once for each reason which weight was first.
+    Raises UserError where no weight at all is in that format."""
 
     def __init__(self, checkpoint: Checkpoint, format: Format) -> None:
+        if not {name.rpartition(".")[2] for name in checkpoint} & set(format.stored_as):
+            raise UserError(
+                f"The config in {checkpoint.directory} says that its weights are quantized, but none of its tensors is "
+                f"a {format.stored_as[0]}. Fetch the weights that it describes, or take that entry out of it."
+            )
         self._checkpoint = checkpoint
         self._format = format
         self._said: set[str] = set()

@@ -53,7 +53,7 @@ def dequantized(columns: Columns, block: tuple[int, int] | None) -> Tensor:
     elif block is None:
         expected = (outputs,) if len(shape) == 1 else (outputs, 1)
     else:
-        tall, wide = block
+        tall, wide = min(block[0], outputs), min(block[1], inputs)
         expected = -(-outputs // tall), -(-inputs // wide)
     scales = columns.read(name, (*FLOATS, torch.float8_e8m0fnu), *expected).float()
     scales = scales.view(-1, -(-inputs // wide)).repeat_interleave(tall, 0)

@@ -41,7 +41,7 @@ class Gptq:
                 continue  # not quantized, as its tensors show
             try:
                 compiled = re.compile(pattern.removeprefix("+:"))
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise declared.unfit(f"{pattern!r} under dynamic is no regular expression: {error}") from error
             self._special.append(
                 (compiled, _form(Declared(declared.path, declared.values | dynamic.within(pattern).values)))
@@ -51,9 +51,9 @@ class Gptq:
         """The weight of a layer that has a qweight."""
         forms = (form for pattern, form in self._special if pattern.match(columns.name))
         bits, size = next(forms, self._general)
-        each, groups = 32 // bits, columns.groups(size)
-        qweight = columns.read("qweight", WORDS, columns.inputs // each, columns.outputs)
-        qzeros = columns.read("qzeros", WORDS, groups, columns.outputs // each)
+        groups = columns.groups(size)
+        qweight = columns.read("qweight", WORDS, columns.words(columns.inputs, bits), columns.outputs)
+        qzeros = columns.read("qzeros", WORDS, groups, columns.words(columns.outputs, bits))
         scales = columns.read("scales", FLOATS, groups, columns.outputs)
         zeros = (unpacked(qzeros, bits) + self._less) & (2**bits - 1)
         return Levels(

@@ -1,6 +1,7 @@
 """Where a model's weights come from, whatever form they have there."""
 
 import logging
+import math
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight, plai
 
 log = logging.getLogger(__name__)
 
+LEAST_SCALE = 2.0**-20  # of a weight's largest: float16 has smaller ones, but with too few bits
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what checkpoints call the first layer and the last
 
 
@@ -97,7 +99,11 @@ class QuantizingSource:
         if inputs % GROUP:
             self._tell(name, f"of inputs that are no multiple of {GROUP}")
             return found
-        return quantized(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
+        made = quantized(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
+        if not LEAST_SCALE < float(made.scales.abs().max()) < math.inf:
+            self._tell(name, "of numbers too large or too small for scales in float16")
+            return found
+        return made
 
     def _tell(self, name: str, why: str) -> None:
         """Logs why a weight is left alone, for the first of its kind."""
