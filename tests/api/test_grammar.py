@@ -83,6 +83,10 @@ def test_21_no_grammars_here(serve: Any) -> None:
         ({"type": "regex", "value": {}}, "parameters.grammar.value: invalid type, expected a string"),
         ({"type": "json_schema", "value": []}, "parameters.grammar.value: invalid type, expected struct"),
         ({"type": "json_schema", "json_schema": {}}, "parameters.grammar.json_schema: missing field `schema`"),
+        (
+            {"type": "json_schema", "value": {"schema": {}, "name": 1}},
+            "parameters.grammar.value: invalid type, expected a string",
+        ),
     ],
 )
 def test_another_shape(front: Front, grammar: dict[str, Any], words: str) -> None:

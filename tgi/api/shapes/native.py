@@ -31,6 +31,8 @@ class GrammarType(Struct):
                 raise ShapeError("invalid type, expected struct JsonSchemaConfig", name)
             if "schema" not in config:
                 raise ShapeError("missing field `schema`", name)
+            if not isinstance(config.get("name"), str | None):
+                raise ShapeError("invalid type, expected a string", name)
 
 
 class JsonSchemaConfig(Struct):
