@@ -159,21 +159,12 @@ struct AttendJob final : Job {
         for (int64_t n = 0; n < count; n++)
             product(my.queries, dim, at.rows, keys(cache, pages[n], at.head), PAGE, dim, my.scores[0] + n * PAGE,
                     BLOCK);
-        ahead(at, from + BLOCK);
         for (int64_t r = 0; r < at.rows; r++) weigh(at, r, from, part);
         const bf16* at_first = values(cache, pages[0], at.head);
         const bf16* at_second = values(cache, pages[count - 1], at.head);
         for (int64_t d = 0; d < dim; d += COLUMNS)
             product<true>(my.shares[0], BLOCK, at.rows, Values{{at_first + 2 * d, at_second + 2 * d}, 2 * dim}, count * PAGE,
                           part.values + d, dim);
-        ahead(at, from + BLOCK + PAGE);
-    }
-
-    // Asks for the page of a position that comes soon. Full tiles compute longer than a page takes to come.
-    void ahead(const Range& at, int64_t position) const {
-        if (at.rows == TILE || position >= at.end) return;
-        const int32_t page = step.pages[at.row * step.width + position / PAGE];
-        ask((const uint8_t*)keys(cache, page, at.head), 2 * PAGE * cache.head_dim * sizeof(bf16) / LINE);
     }
 
     // Turns a row's scores into its shares of the values.
