@@ -130,6 +130,18 @@ def test_enough_is_what_makes_a_step_s_own_cost_small() -> None:
     assert pace.enough_tokens(100) == 100
 
 
+def test_a_prompt_begins_however_much_its_tokens_seem_to_cost() -> None:
+    """The first prompt of all may take long for its few tokens: what is used for the first time is slow."""
+    one = house()
+    one.core._pace.learn(0, 1, 1200)
+    one.core._pace.learn(1, 0, 30)
+    assert one.core._pace.enough_tokens(8) == 1
+    everybody = [one.add([n, 2, 3], 2) for n in range(3)]
+    one.run()
+    for asked in everybody:
+        ok(asked, SCRIPT)
+
+
 def test_prompts_that_come_together_finish_one_after_the_other() -> None:
     """As far as a step stays worth it: here 32 tokens, which two of these prompts have."""
     script = SCRIPT._replace(max_batch_prefill_tokens=64, slots=8, pages=128)

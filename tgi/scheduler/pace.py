@@ -32,10 +32,11 @@ class Pace:
         return min(at_most, max(at_least, int((self._target_us - self._decode_us) / self._token_us)))
 
     def enough_tokens(self, at_most: int) -> int:
-        """With so many prompt tokens a step is worth what it costs anyhow; `at_most` as long as that is not known."""
+        """With so many prompt tokens a step is worth what it costs anyhow: one at least, since some prompt has to come
+        first; `at_most` as long as that is not known."""
         if not self._token_us or not self._decode_us:
             return at_most
-        return min(at_most, int(WORTH * self._decode_us / self._token_us))
+        return max(1, min(at_most, int(WORTH * self._decode_us / self._token_us)))
 
 
 def _average(old: float, new: float) -> float:
