@@ -36,7 +36,7 @@ class Pace:
         first; `at_most` as long as that is not known."""
         if not self._token_us or not self._decode_us:
             return at_most
-        return max(1, min(at_most, int(WORTH * self._decode_us / self._token_us)))
+        return min(at_most, int(WORTH * self._decode_us / self._token_us)) or 1
 
 
 def _average(old: float, new: float) -> float:
