@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.bench_quality import Plain
 from tests.models import model as make
 from tests.worker.batches import prefill
 from tests.worker.driving import drive, make_engine
@@ -24,8 +25,6 @@ from tgi.worker.lora.shelf import stock
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.weights import WeightReader
 from tgi.worker.native.choose import find_kernels
-from tgi.worker.quantization.source import Source
-from tgi.worker.quantization.weight import plain
 
 CPU = torch.device("cpu")
 KINDS = ("llama", "phi3", "mixtral")  # parts that are joined, parts that are one tensor, and experts
@@ -42,29 +41,13 @@ def load(kind: str, quantize: str, native: bool, dtype: str = "bfloat16") -> Mod
     return build_model(path, dtype, "cpu", lambda stage, percent: None, kernels=kernels, quantize=quantize)
 
 
-class Dequantized:
-    """What the weights of a source stand for."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.source
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        return self.source.tensor(name, *shape)
-
-    def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
-        return plain(self.source.weight(name, outputs, inputs), torch.bfloat16)
-
-
 def dequantized(kind: str, quantize: str, native: bool) -> Model:
     """The plain model with the weights that the quantized ones stand for. Its embedding is that of the file."""
     recipe = read_recipe(directory(kind), "bfloat16", quantize)
     kernels = find_kernels([recipe], "cpu") if native else None
     assert recipe.decoder is not None
     with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
-        sources = [Dequantized(recipe.scheme.source(checkpoint)), recipe.scheme.stored_source(checkpoint)]
+        sources = [Plain(recipe.scheme.source(checkpoint)), recipe.scheme.stored_source(checkpoint)]
         readers = [WeightReader(source, recipe.decoder, torch.bfloat16, CPU, kernels) for source in sources]
         weights, stored = (reader.weights(lambda percent: None) for reader in readers)
     weights = weights._replace(embedding=stored.embedding)
