@@ -48,7 +48,7 @@ class Codes {
 
     // Writes the next 32 inputs.
     void next(bf16* to) {
-        constexpr int64_t TILE = 64 * bits, AHEAD = 2048;  // bytes
+        constexpr int64_t TILE = 64 * bits;  // bytes
         if (at_ + AHEAD < end_) ask(at_ + AHEAD, 2 * TILE / LINE + 1);
         left_ -= 32;
         if (group_ == 16) {

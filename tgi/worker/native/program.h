@@ -2,10 +2,10 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <vector>
 
 #include "attention.h"
+#include "large.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -73,7 +73,7 @@ class Program {
 
     std::vector<int64_t> widths_;
     std::vector<Operation> operations_;
-    std::unique_ptr<bf16[]> scratch_;
+    Large scratch_;
     int64_t room_ = 0;  // tokens
     std::vector<bf16*> buffers_;
 };
