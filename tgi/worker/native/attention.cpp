@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "ahead.h"
 #include "cache.h"
 #include "found.h"
 #include "product.h"
@@ -27,14 +28,6 @@ constexpr float LOG2_E = 1.44269504f;
 // Some rows of one KV head, and the positions that they see.
 struct Range {
     int64_t row, head, begin, rows, lowest, end;
-};
-
-// The values of a block, 32 columns of two pages, as `product` takes them.
-struct Values {
-    const bf16* block() { return pages[next++]; }
-
-    const bf16* pages[2];
-    int64_t step, right = 32, next = 0;
 };
 
 // What one thread needs to compute a tile.
@@ -112,8 +105,10 @@ struct AttendJob final : Job {
         const int64_t dim = cache.head_dim, size = Found::size(dim);
         float* const mine = aligned(shared.found.data()) + tile * parts * size;
         if (number >= at.lowest / PART && number * PART < at.end) {
-            begin(at);
-            compute(at, number * PART, Found(mine + number * size, dim));
+            Range here = at;
+            here.lowest = std::max(at.lowest, number * PART), here.end = std::min(at.end, (number + 1) * PART);
+            begin(here);
+            compute(here, number * PART, Found(mine + number * size, dim));
         }
         if (shared.undone[tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         const Found whole(desk().whole, dim);
@@ -126,6 +121,7 @@ struct AttendJob final : Job {
 
     void begin(const Range& at) const {
         const int64_t dim = cache.head_dim, stride = (cache.heads + 2 * cache.kv_heads) * dim;
+        ahead(at, at.lowest / BLOCK * BLOCK).ask_all();
         prepare(at.rows);
         for (int64_t r = 0; r < at.rows; r++) {
             const int64_t head = at.head * group + (at.begin + r) % group;
@@ -147,25 +143,32 @@ struct AttendJob final : Job {
     // What the rows find in the part that begins at `from`.
     void compute(const Range& at, int64_t from, const Found& part) const {
         const int64_t end = std::min(from + PART, at.end);
-        if (placing && end == at.end) place(cache, step, call.qkv, step.bounds[at.row], at.head);
         part.clear(at.rows, cache.head_dim);
         for (from = std::max(from, at.lowest / BLOCK * BLOCK); from < end; from += BLOCK) block(at, from, part);
     }
 
     void block(const Range& at, int64_t from, const Found& part) const {
-        const int64_t dim = cache.head_dim, count = at.end - from > PAGE ? 2 : 1;
-        const int32_t* pages = step.pages + at.row * step.width + from / PAGE;
+        // Only now, since writing to what is not in a cache takes long.
+        if (placing && from + BLOCK >= step.contexts[at.row]) place(cache, step, call.qkv, step.bounds[at.row], at.head);
+        const int64_t dim = cache.head_dim, count = pages_of(at, from);
+        const int32_t* pages = pages_at(at, from);
         Desk& my = desk();
+        Ahead next = from + BLOCK < at.end ? ahead(at, from + BLOCK) : Ahead();
         for (int64_t n = 0; n < count; n++)
-            product(my.queries, dim, at.rows, keys(cache, pages[n], at.head), PAGE, dim, my.scores[0] + n * PAGE,
-                    BLOCK);
+            product(my.queries, dim, at.rows, Keys{keys(cache, pages[n], at.head), next}, dim, my.scores[0] + n * PAGE, BLOCK);
         for (int64_t r = 0; r < at.rows; r++) weigh(at, r, from, part);
         const bf16* at_first = values(cache, pages[0], at.head);
         const bf16* at_second = values(cache, pages[count - 1], at.head);
         for (int64_t d = 0; d < dim; d += COLUMNS)
-            product<true>(my.shares[0], BLOCK, at.rows, Values{{at_first + 2 * d, at_second + 2 * d}, 2 * dim}, count * PAGE,
-                          part.values + d, dim);
+            product<true>(my.shares[0], BLOCK, at.rows, Values{{at_first + 2 * d, at_second + 2 * d}, 2 * dim, next},
+                          count * PAGE, part.values + d, dim);
     }
+
+    // The pages of a block, and how many of them it needs.
+    const int32_t* pages_at(const Range& at, int64_t from) const { return step.pages + at.row * step.width + from / PAGE; }
+    static int64_t pages_of(const Range& at, int64_t from) { return at.end - from > PAGE ? 2 : 1; }
+
+    Ahead ahead(const Range& at, int64_t from) const { return {cache, pages_at(at, from), pages_of(at, from), at.head}; }
 
     // Turns a row's scores into its shares of the values.
     void weigh(const Range& at, int64_t r, int64_t from, const Found& part) const {
