@@ -1,11 +1,12 @@
-"""Memory for weights in large pages: a product reads a weight from end to end, and finds its pages sooner."""
+"""Memory in large pages, which the processor finds sooner: for weights, and for keys and values."""
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-REGION = 64 << 20  # bytes that are asked for at once; only what is written to takes memory
+REGION = 64 << 20  # bytes that are asked for at once
 LARGE = REGION // 4  # a piece of more has a region of its own
 LINE = 64  # every piece begins at a multiple of this
 
@@ -20,17 +21,19 @@ class Arena:
     def take(self, size: int) -> Tensor:
         """So many bytes, at a multiple of LINE. They may hold anything."""
         if size > LARGE:
-            return torch.frombuffer(_region(size), dtype=torch.uint8)
+            return torch.frombuffer(region(size), dtype=torch.uint8)
         if self._region is None or self._used + size > REGION:
-            self._region, self._used = _region(REGION), 0
+            self._region, self._used = region(REGION), 0
         piece = torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=self._used)
         self._used += -(-size // LINE) * LINE
         return piece
 
 
-def _region(size: int) -> mmap.mmap:
+def region(size: int) -> mmap.mmap:
+    """So many bytes, all 0, which take memory once they are written to."""
     # Private, since the system gives large pages for shared memory, Python's own choice, only where it is told to.
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return region
+        with suppress(OSError):  # of a system that has none
+            found.madvise(mmap.MADV_HUGEPAGE)
+    return found
