@@ -14,7 +14,8 @@ class State(StrEnum):
 
 # The single truth about legal transitions: (from, what happens) -> to. ENDED has no way out and is reached once.
 TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.QUEUED, "admit"): State.PREFILL,
+    (State.QUEUED, "chunk"): State.PREFILL,
+    (State.QUEUED, "last chunk"): State.DECODE,
     (State.QUEUED, "end"): State.ENDED,
     (State.PREFILL, "chunk"): State.PREFILL,
     (State.PREFILL, "last chunk"): State.DECODE,

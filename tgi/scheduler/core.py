@@ -24,7 +24,7 @@ from tgi.kernel.messages import (
 from tgi.kernel.states import State
 from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone
-from tgi.scheduler.deployment import misfit, refusal
+from tgi.scheduler.deployment import refusal
 from tgi.scheduler.flight import Flight
 from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
@@ -88,13 +88,13 @@ class Core:
 
     def _from_tokenizer(self, message: Any, source: Peer, now: float) -> None:
         client = self._clients.get(source)
-        if isinstance(message, Hello):
+        if isinstance(message, Add) and client is not None:
+            self._add(message, client, now)
+        elif isinstance(message, Hello):
             self._clients[source] = Client(source)
             self._outbox.put(source, self._status(self._load(), now))
         elif client is None:
             return  # said before its Gone
-        elif isinstance(message, Add):
-            self._add(message, client, now)
         elif isinstance(message, Cancel | Stop):
             # Crossing messages: an unknown number is one whose End is on its way up.
             if (request := client.requests.get(message.rid)) is not None:
@@ -147,7 +147,7 @@ class Core:
                 return None  # first let the others land
             suspects.trial = head
         latest, speculation = under_way.latest, self._speculation
-        if latest is not None and speculation is not None and speculation.waits(latest, planner.batch):
+        if latest is not None and speculation is not None and speculation.waits(latest, planner.decoding):
             return None
         flight = planner.plan(under_way.next, under_way.epoch, suspects.trial, latest is not None, now)
         if flight is None:
@@ -228,15 +228,14 @@ class Core:
             self._speculation.begin(request)
         client.requests[add.rid] = request
         self._queue.push(request)
+        finished = None
         if add.resume:
             self.counters.resumed_tokens += request.generated
-        limits = self.below.limits
-        if fault := refusal(request):
+            finished = request.finished()
+        if fault := refusal(request, None if finished else self.below.limits):
             self._end(request, Reason.INVALID, now, fault)
-        elif add.resume and (reason := request.finished()):
-            self._end(request, reason, now)  # whoever resumes it missed only its End
-        elif limits is not None and (fault := misfit(limits, request)):
-            self._end(request, Reason.INVALID, now, fault)
+        elif finished:
+            self._end(request, finished, now)  # whoever resumes it missed only its End
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
         """The only way out, taken once by each request."""
@@ -248,8 +247,9 @@ class Core:
         self.counters.ended += 1
         if request.strikes:
             self._suspects.forget(request)
-        del request.client.requests[request.rid]
-        self._outbox.put(request.client.peer, partial(request.end, reason, message, now))
+        client = request.client
+        del client.requests[request.rid]
+        self._outbox.put(client.peer, partial(request.end, reason, message, now))
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class Core:
             self._speculation,
         )
         for request in self._queue.waiting():
-            if fault := misfit(limits, request):
+            if fault := refusal(request, limits):
                 self._end(request, Reason.INVALID, now, fault)
 
     def _worker_gone(self, now: float) -> None:

@@ -17,24 +17,27 @@ class Lane:
     column, in C; Python looks at a request only when its turn has come. That saves more than instructions: the requests
     of a large batch are spread over more memory than a processor's caches hold."""
 
-    __slots__ = ("appends", "requests", "rids", "slots", "starts", "stops", "turns")
+    __slots__ = ("appends", "requests", "rids", "slots", "starts", "stops", "turns", "union")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.appends: list[Callable[[int], None]] = []  # take the next id
         self.stops: list[frozenset[int]] = []  # the ids that end it
+        self.union: set[int] = set()  # what is in none of the latter; it may hold more than those of now
         self.rids = array(UINT32)
         self.slots = array(INT32)
         self.starts: list[int] = []  # the position that the next row computes
         self.turns: list[int] = []  # the start of the row that needs a page, or draws the last token
 
-    def enter(self, request: "Request", start: int) -> None:
-        """Its next row starts there."""
+    def enter(self, request: "Request") -> None:
+        """Its next row starts where those planned so far end."""
+        start = request.planned
         request.lane = self
         request.place = len(self.requests)
         self.requests.append(request)
         self.appends.append(request.ids.append)
         self.stops.append(request.stop_ids)
+        self.union |= request.stop_ids
         self.rids.append(request.rid)
         self.slots.append(request.slot)
         self.starts.append(start)

@@ -93,23 +93,18 @@ class PagePool:
     def find(self, salt: bytes, column: bytes, most: int) -> tuple[list[int], bytes]:
         """The pages of the longest known prefix of the ids in `column`, at most so many, each held once more; and what
         that prefix is called: the name of its last page, or the salt."""
+        prefix, size, get = SALT + salt, self._page_bytes, self._by_key.get
+        if not most or prefix + column[:size] not in self._by_key:  # as of nearly every new prompt
+            return [], prefix
         found: list[int] = []
-        prefix = SALT + salt
-        size, get, name_of, append = self._page_bytes, self._by_key.get, self._name_of, found.append
+        name_of, holders, before, after, append = self._name_of, self._holders, self._before, self._after, found.append
+        idle = self._idle
         for at in range(0, most * size, size):
             page = get(prefix + column[at : at + size])
             if page is None:
                 break
             append(page)
             prefix = name_of[page]
-        if found:
-            self._hold(found)
-        return found, prefix
-
-    def _hold(self, pages: list[int]) -> None:
-        """Each is held once more."""
-        holders, before, after, idle = self._holders, self._before, self._after, self._idle
-        for page in pages:
             if count := holders[page]:
                 holders[page] = count + 1
             else:
@@ -119,6 +114,7 @@ class PagePool:
                 before[newer] = older
                 idle -= 1
         self._idle = idle
+        return found, prefix
 
     def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
         """Held pages without names are full of the ids in `column`, which follow `prefix`. Where another page is known

@@ -48,7 +48,7 @@ def one_each(flight: Flight, result: Result, left: int) -> Ended:
 
 def _section(section: Section, flight: Flight, result: Result, drawn: list[int], left: bool) -> Iterable[Request]:
     """Takes the rows of a lane all at once. Returns those that have drawn an end token."""
-    client, begin, end, rids, appends, stops = section
+    client, begin, end, rids, appends, stops, union = section
     requests, tokens = flight.drawing[begin:end], drawn[begin:end]
     columns = Columns(rids, result.ids[4 * begin : 4 * end], result.logprobs[4 * begin : 4 * end])
     if left:  # some have left their slots since this step was planned, perhaps of these
@@ -59,6 +59,8 @@ def _section(section: Section, flight: Flight, result: Result, drawn: list[int],
     for append, token in zip(appends, tokens, strict=True):
         append(token)
     client.columns = columns
+    if union.isdisjoint(tokens):
+        return ()
     return compress(requests, map(contains, stops, tokens))
 
 
