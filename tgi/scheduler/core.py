@@ -56,9 +56,9 @@ class Config(NamedTuple):
 class Core:
     """Knows all requests of all tokenizers and one worker.
 
-    Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `below.worker` until it
-    returns None, and what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The same calls
-    always give the same outputs.
+    Feed it with `handle` (whatever a link yields); then send what `plan` returns to `below.worker` until it returns
+    None; then `tick`, and send what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The
+    same calls always give the same outputs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -127,7 +127,7 @@ class Core:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
     def tick(self, now: float) -> None:
-        """To be called after every batch of messages, and when `deadline` has come."""
+        """To be called after every batch of messages, when the steps are sent, and when `deadline` has come."""
         self._tell(now)
 
     # --- what goes out ------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Outline:
         begin = len(self.drawing)
         self.drawing += lane.requests
         self.rows += lane.slots
-        self.starts.fromlist(lane.starts)
+        self.starts += lane.starts
         columns = lane.rids.tobytes(), lane.appends.copy(), lane.stops.copy()
         self.sections.append(Section(client, begin, len(self.drawing), *columns, lane.union))
         lane.advance()

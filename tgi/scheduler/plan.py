@@ -97,6 +97,8 @@ class Planner:
 
     def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> set[Request]:
         """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
+        if not needy:
+            return set()
         if not self.holdings.lacks(len(needy)):
             pages = self.holdings.pool.take(len(needy))
             for request, page in zip(needy, pages, strict=True):
@@ -169,6 +171,8 @@ class Planner:
                 self._admit_alone(outline, alone, number, now)
             if alone.slot != NO_SLOT and alone.state in (State.QUEUED, State.PREFILL):
                 self._chunk(outline, alone, budget)
+            return
+        if not self.batch.prefilling and not self.queue:
             return
         full = max(0, budget - self._pace.enough_tokens(budget))
         for request in list(self.batch.prefilling):
