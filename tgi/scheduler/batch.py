@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tgi.kernel.states import State
+from tgi.kernel.states import PREFILL
 from tgi.scheduler.lane import Lane
 from tgi.scheduler.request import NEVER, NO_SLOT, Client, Request
 
@@ -82,7 +82,7 @@ class Batch:
         self.free.append(slot)
         if request.lane is not None:
             self._leave_lane(request)
-        elif request.state is State.PREFILL:
+        elif request.state is PREFILL:
             self.prefilling.pop(request, None)
         request.slot = NO_SLOT
         request.since = NEVER

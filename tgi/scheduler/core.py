@@ -21,7 +21,7 @@ from tgi.kernel.messages import (
     Step,
     Stop,
 )
-from tgi.kernel.states import State
+from tgi.kernel.states import DECODE, PREFILL, QUEUED
 from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import refusal
@@ -207,7 +207,7 @@ class Core:
         assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
         batch = list(self._planner.batch) if self._planner else []
         assert set(known) == set(waiting) | set(batch), "a request is lost or left behind"
-        assert all(request.state in (State.PREFILL, State.DECODE) for request in batch), "a slot of no use"
+        assert all(request.state in (PREFILL, DECODE) for request in batch), "a slot of no use"
         if self._planner:
             self._planner.check()
 
@@ -239,7 +239,7 @@ class Core:
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
         """The only way out, taken once by each request."""
-        if request.state is State.QUEUED:
+        if request.state is QUEUED:
             self._queue.leave()
         elif self._planner is not None:
             self._planner.end(request)

@@ -4,7 +4,7 @@ from array import array
 
 from tgi.kernel.messages import Limits, Slot
 from tgi.kernel.pack import INT32
-from tgi.kernel.states import State
+from tgi.kernel.states import PREFILL, QUEUED
 from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
@@ -77,11 +77,9 @@ class Planner:
         """One row for each request whose prompt is computed. Those that find no page wait."""
         due = self.batch.due() if alone is None else [one for one in self.batch.due() if one is alone]
         short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
-        last = [
-            request
-            for request in due
-            if request.planned == request.last_start and request.lane is not None and request not in short
-        ]
+        last = [request for request in due if request.planned == request.last_start and request.lane is not None]
+        if short:
+            last = [request for request in last if request not in short]
         if alone is None and not short:
             for client, lane in self.batch.lanes.items():
                 outline.decode_lane(client, lane)
@@ -169,7 +167,7 @@ class Planner:
         if alone is not None:
             if alone.slot == NO_SLOT:
                 self._admit_alone(outline, alone, number, now)
-            if alone.slot != NO_SLOT and alone.state in (State.QUEUED, State.PREFILL):
+            if alone.slot != NO_SLOT and alone.state in (QUEUED, PREFILL):
                 self._chunk(outline, alone, budget)
             return
         if not self.batch.prefilling and not self.queue:

@@ -3,7 +3,7 @@
 from bisect import bisect
 from collections import deque
 
-from tgi.kernel.states import State
+from tgi.kernel.states import QUEUED
 from tgi.scheduler.request import SUSPECT, Request
 
 
@@ -31,7 +31,7 @@ class Queue:
         line = self._line
         while line:
             head = line[0]
-            if head.state is State.QUEUED:
+            if head.state is QUEUED:
                 return head
             line.popleft()  # ended while it waited
         return None
@@ -48,7 +48,7 @@ class Queue:
 
     def waiting(self) -> list[Request]:
         """Everybody in the line, in its order."""
-        return [request for request in self._line if request.state is State.QUEUED]
+        return [request for request in self._line if request.state is QUEUED]
 
 
 def _turn(request: Request) -> tuple[bool, int]:

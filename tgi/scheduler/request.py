@@ -6,7 +6,7 @@ from functools import lru_cache
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, End, Reason
 from tgi.kernel.pack import INT32, ints
-from tgi.kernel.states import TRANSITIONS, State, transition
+from tgi.kernel.states import QUEUED, TRANSITIONS, transition
 from tgi.scheduler.lane import Lane
 from tgi.scheduler.lookup import Lookup
 from tgi.scheduler.model import Model
@@ -84,7 +84,7 @@ class Request:
         self.sampling = add.sampling
         self.stop_ids = _id_set(add.stop_ids)
         self.salt = add.salt
-        self.state = State.QUEUED
+        self.state = QUEUED
         self.strikes = 0  # deaths of workers that were computing it, since it last got on
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.guesser: Lookup | Model | None = None  # whom its drafts come from; None: it has none

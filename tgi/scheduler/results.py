@@ -43,7 +43,8 @@ def one_each(flight: Flight, result: Result, left: int) -> Ended:
                 stopped.append(request)
     # Length counts before an end token, as in TGI.
     ended = [(request, Reason.EOS) for request in stopped if len(request.ids) < request.limit]
-    return ended + [(request, Reason.LENGTH) for request in flight.last if number >= request.since]
+    length = Reason.LENGTH
+    return ended + [(request, length) for request in flight.last if number >= request.since]
 
 
 def _section(section: Section, flight: Flight, result: Result, drawn: list[int], left: bool) -> Iterable[Request]:
