@@ -134,9 +134,10 @@ class Core:
 
     def plan(self, now: float) -> Step | None:
         """The next step for the worker; None if it has enough to do, or there is nothing to do."""
-        flight = self._next_flight(now)
+        if (flight := self._next_flight(now)) is not None:
+            return flight.step
         self._forecast.look(self.counters.begun, self.counters.ended, self.queued, self.running, now)
-        return flight.step if flight is not None else None
+        return None
 
     def _next_flight(self, now: float) -> Flight | None:
         planner, under_way, suspects = self._planner, self.under_way, self._suspects

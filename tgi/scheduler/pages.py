@@ -97,24 +97,35 @@ class PagePool:
         if not most or prefix + column[:size] not in self._by_key:  # as of nearly every new prompt
             return [], prefix
         found: list[int] = []
-        name_of, holders, before, after, append = self._name_of, self._holders, self._before, self._after, found.append
-        idle = self._idle
+        name_of, append = self._name_of, found.append
         for at in range(0, most * size, size):
             page = get(prefix + column[at : at + size])
             if page is None:
                 break
             append(page)
             prefix = name_of[page]
-            if count := holders[page]:
+        self._hold(found)
+        return found, prefix
+
+    def _hold(self, pages: list[int]) -> None:
+        """Each is held once more. What went idle together is a run of the ring, and leaves it as one."""
+        holders, before, after, idle = self._holders, self._before, self._after, self._idle
+        end = len(self._name_of)
+        older, newer = end, after[end]  # on both sides of the run that leaves: at first nothing, between two neighbours
+        for page in pages:
+            if page == older:
+                holders[page] = 1
+                idle -= 1
+                older = before[page]
+            elif count := holders[page]:
                 holders[page] = count + 1
             else:
                 holders[page] = 1
-                older, newer = before[page], after[page]
-                after[older] = newer
-                before[newer] = older
                 idle -= 1
+                after[older], before[newer] = newer, older
+                older, newer = before[page], after[page]
+        after[older], before[newer] = newer, older
         self._idle = idle
-        return found, prefix
 
     def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:
         """Held pages without names are full of the ids in `column`, which follow `prefix`. Where another page is known
