@@ -148,7 +148,7 @@ class Core:
                 return None  # first let the others land
             suspects.trial = head
         latest, speculation = under_way.latest, self._speculation
-        if latest is not None and speculation is not None and speculation.waits(latest, planner.decoding):
+        if latest is not None and speculation is not None and speculation.waits(latest, planner.batch):
             return None
         flight = planner.plan(under_way.next, under_way.epoch, suspects.trial, latest is not None, now)
         if flight is None:

@@ -78,8 +78,7 @@ class Planner:
         due = self.batch.due() if alone is None else [one for one in self.batch.due() if one is alone]
         short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
         last = [request for request in due if request.planned == request.last_start and request.lane is not None]
-        if short:
-            last = [request for request in last if request not in short]
+        last = [request for request in last if request not in short] if short else last
         if alone is None and not short:
             for client, lane in self.batch.lanes.items():
                 outline.decode_lane(client, lane)
@@ -187,9 +186,7 @@ class Planner:
     def _chunk(self, outline: Outline, request: Request, budget: int) -> int:
         """A row of at most `budget` tokens. Returns how many it has."""
         start, known = request.planned, len(request.ids)
-        count = known - start
-        if count > budget:
-            count = budget
+        count = budget if known - start > budget else known - start
         request.planned = end = start + count
         if request.shares:
             outline.filling.append(request)
@@ -261,12 +258,6 @@ class Planner:
             if victim is None:
                 return
             self._preempt(victim)
-
-    @property
-    def decoding(self) -> list[Request]:
-        """Those that decode in the next step, in the order of its rows."""
-        self.batch.settle()
-        return self.batch.decoding
 
     # --- between steps ------------------------------------------------------------------------------------------------
 

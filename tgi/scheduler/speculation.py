@@ -7,6 +7,7 @@ its weights to be read drafts much, and between the two those rows draft whose g
 """
 
 from tgi.kernel.messages import Result
+from tgi.scheduler.batch import Batch
 from tgi.scheduler.flight import Flight
 from tgi.scheduler.line import Line
 from tgi.scheduler.lookup import Lookup
@@ -59,11 +60,12 @@ class Speculation:
             wait = (now - flight.sent) * 1e6 - result.forward_us
             self._wait += NEWEST * (max(wait, 0.0) - self._wait)
 
-    def waits(self, latest: Flight, rows: list[Request]) -> bool:
-        """Whether to plan no step before the latest is answered: it has drafts, or the next may then have some. `rows`
-        are those that decode in it."""
+    def waits(self, latest: Flight, batch: Batch) -> bool:
+        """Whether to plan no step before the latest is answered: it has drafts, or the next may then have some."""
         if latest.drafts:
             return True
+        batch.settle()
+        rows = batch.decoding
         price, wait = self._prices(len(rows))
         if price >= 1.0:
             return False
