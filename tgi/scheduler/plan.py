@@ -186,21 +186,20 @@ class Planner:
     def _chunk(self, outline: Outline, request: Request, budget: int) -> int:
         """A row of at most `budget` tokens. Returns how many it has."""
         start, known = request.planned, len(request.ids)
-        count = budget if known - start > budget else known - start
-        request.planned = end = start + count
+        request.planned = end = known if known - start <= budget else start + budget
         if request.shares:
             outline.filling.append(request)
         if request.prompt_from < request.prompt_tokens and (told := telling(request, start, end)):
             outline.telling.append(told)
         outline.rows.append(request.slot)
         outline.starts.append(start)
-        outline.counts.append(count)
+        outline.counts.append(end - start)
         if end < known:
             request.become("chunk")
             outline.draws.append(0)
             outline.prefilling.append(request)
             self.batch.prefilling[request] = None
-            return count
+            return budget
         request.become("last chunk")
         outline.draws.append(1)
         outline.drawing.append(request)
@@ -210,7 +209,7 @@ class Planner:
             self.batch.prompted.append(request)
         else:
             outline.last.append(request)
-        return count
+        return end - start
 
     def _admit(self, outline: Outline, request: Request, busy: bool, number: int, now: float) -> bool:
         """Moves the head of the queue into a slot, with pages for all its ids. False: too few are available.
@@ -243,9 +242,8 @@ class Planner:
         if tells:
             slot = slot._replace(prompt_from=request.prompt_from, prompt_top_n=request.prompt_top_n)
         outline.slots.append(slot)
-        pages = request.pages
-        outline.page_slots += [place] * len(pages)
-        outline.page_ids += pages
+        outline.page_slots += [place] * len(request.pages)
+        outline.page_ids += request.pages
         return True
 
     def _admit_alone(self, outline: Outline, request: Request, number: int, now: float) -> None:
