@@ -5,10 +5,10 @@
 
 Every step computes about `--rows` rows. In each pass a share of them, `--changing`, draws its last token and ends, and
 as many new requests arrive, each with a prompt of its own, and are admitted: 10 % of 256 rows are 26 requests that end
-and 26 that begin. A pass is what a worker waits for: `handle` of the result and of the new requests, `tick`, `plan`,
-and the encoding of the step. Messages come in decoded, as a link hands them over, and are made before the clock starts:
-nothing but the scheduler is measured. What the loop does when the worker is busy again is measured on its own: making
-and encoding the messages to two tokenizers, and `settle`.
+and 26 that begin. A pass is what a worker waits for: `handle` of the result and of the new requests, `plan`, and the
+encoding of the step. Messages come in decoded, as a link hands them over, and are made before the clock starts:
+nothing but the scheduler is measured. What the loop does when the worker is busy again is measured on its own: `tick`,
+making and encoding the messages to two tokenizers, and `settle`.
 
 Printed are median and 99th percentile of the wall clock, and of the CPU time of the thread, which other work on the
 machine disturbs less.
@@ -86,11 +86,11 @@ class Bench:
         if result is not None:
             self.core.handle(result, WORKER, self.now)
         self.take(adds)
-        self.core.tick(self.now)
         while (step := self.core.plan(self.now)) is not None:
             encode(step)
             self.steps.append(step)
         end, end_cpu = time.perf_counter(), time.thread_time()
+        self.core.tick(self.now)
         for _, message in self.core.outgoing():
             encode(message)
         self.core.settle()

@@ -183,3 +183,14 @@ def test_others_keep_getting_tokens_while_a_long_prompt_is_computed() -> None:
     mixed = [step for step in one.sent[3:] if len(step.draws) == 2]
     assert mixed
     assert all(max(ints(step.counts)) <= 10 for step in mixed)
+
+
+def test_tokens_that_cost_nothing_fill_a_step() -> None:
+    """An average that fades long enough is too small to divide by."""
+    pace = Pace(200_000)
+    pace.learn(4, 0, 1_000)
+    pace.learn(4, 100, 1_200)
+    for _ in range(4_000):
+        pace.learn(4, 100, 1_000)
+    assert pace.enough_tokens(4096) == 4096
+    assert pace.prefill_tokens(16, 4096) == 4096

@@ -1,5 +1,6 @@
 """Equal prefixes share pages: as soon as they are computed, generated tokens included, and never across salts."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -198,8 +199,8 @@ def test_a_long_history_is_found_whole() -> None:
 
 
 def test_what_a_page_costs() -> None:
-    """To find one takes its key, a look into a dictionary and to count one holder more; to make one known its key, the
-    same look and a name."""
+    """To find one takes its key, a look into a dictionary and to count one holder more, whether it is held or idle; to
+    make one known its key, the same look and a name."""
     pool = PagePool(2000, 16)
     column = pack(INT32, range(16 * 1000))
     _, prefix = pool.find(b"", column, 0)
@@ -207,5 +208,14 @@ def test_what_a_page_costs() -> None:
     made = per_item(lambda count: partial(pool.publish, prefix, pages[:count], column), 100, 900)
     pool.publish(prefix, pages, column)
     held = per_item(lambda count: partial(pool.find, b"", column, count), 100, 900)
-    assert held.instructions <= 44
+    assert held.instructions <= 48
+
+    def idle(count: int) -> Callable[[], object]:
+        pool = PagePool(2000, 16)
+        pages = pool.take(1000)
+        pool.publish(prefix, pages, column)
+        pool.release(pages)
+        return partial(pool.find, b"", column, count)
+
+    assert per_item(idle, 100, 900).instructions <= 48
     assert made.instructions <= 46

@@ -217,5 +217,5 @@ def test_the_line_keeps_the_order_of_arrival() -> None:
     with pytest.raises(IndexError):
         queue.pop()
     with pytest.raises(ValueError, match="illegal transition"):
-        made[1].become("admit")
+        made[1].become("chunk")
     assert made[1].state is State.ENDED

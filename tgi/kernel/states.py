@@ -12,9 +12,14 @@ class State(StrEnum):
     ENDED = "ended"
 
 
+# By themselves, for whoever asks often: an enum takes longer to look one up than many a function to do its work.
+QUEUED, PREFILL, DECODE, ENDED = State
+
+
 # The single truth about legal transitions: (from, what happens) -> to. ENDED has no way out and is reached once.
 TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.QUEUED, "admit"): State.PREFILL,
+    (State.QUEUED, "chunk"): State.PREFILL,
+    (State.QUEUED, "last chunk"): State.DECODE,
     (State.QUEUED, "end"): State.ENDED,
     (State.PREFILL, "chunk"): State.PREFILL,
     (State.PREFILL, "last chunk"): State.DECODE,

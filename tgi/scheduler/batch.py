@@ -2,18 +2,24 @@
 
 from collections.abc import Iterator
 
+from tgi.kernel.states import PREFILL
 from tgi.scheduler.lane import Lane
-from tgi.scheduler.request import NO_SLOT, Client, Request
+from tgi.scheduler.request import NEVER, NO_SLOT, Client, Request
 
 
 class Batch:
     """A request holds a slot from admission until it ends or is sent back to the queue. In between it is prefilling,
-    then decoding, and at last, when all its tokens are planned, it only waits for results."""
+    then decoding, and at last, when all its tokens are planned, it only waits for results.
+
+    A plan says who is to decode from the next step on, and who is not any more; `settle` brings that about.
+    """
 
     def __init__(self, slots: int) -> None:
         self.left = 0  # how many have left before their last token, perhaps with rows under way
         self.prefilling: dict[Request, None] = {}  # in the order of admission
         self.lanes: dict[Client, Lane] = {}  # the decoding ones; none is empty
+        self.prompted: list[Request] = []  # whose prompts are planned to their end: they are to decode
+        self.last: list[Request] = []  # whose last tokens are planned: they are to decode no more
         self._slots: list[Request | None] = [None] * slots
         self.free = list(range(slots - 1, -1, -1))  # slots that nobody holds
 
@@ -38,25 +44,30 @@ class Batch:
         """Whether no slot is free."""
         return not self.free
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: Request) -> int:
         """Gives a slot to a request that is to be prefilled."""
-        request.slot = self.free.pop()
-        self._slots[request.slot] = request
-        self.prefilling[request] = None
+        request.slot = slot = self.free.pop()
+        self._slots[slot] = request
+        return slot
 
-    def decode(self, request: Request, start: int) -> None:
-        """The whole of its prompt is planned, and it has more than one token to draw; its next row starts there."""
-        lane = self.lanes.get(request.client)
-        if lane is None:
-            lane = self.lanes[request.client] = Lane()
-        lane.enter(request, start)
+    def settle(self) -> None:
+        """To be called before the next plan."""
+        for request in self.last:
+            if request.lane is not None:  # else it has ended
+                self._leave_lane(request)
+        for request in self.prompted:
+            if request.slot != NO_SLOT:  # else it has ended
+                lane = self.lanes.get(request.client)
+                if lane is None:
+                    lane = self.lanes[request.client] = Lane()
+                lane.enter(request)
+        self.last, self.prompted = [], []
 
     def due(self) -> list[Request]:
         """The decoding ones whose next row needs a page, or draws the last token."""
         return [request for lane in self.lanes.values() for request in lane.due()]
 
-    def leave_lane(self, request: Request) -> None:
-        """It decodes no more."""
+    def _leave_lane(self, request: Request) -> None:
         lane = self.lanes[request.client]
         lane.leave(request)
         if not lane.requests:
@@ -66,13 +77,15 @@ class Batch:
         """Takes the slot back."""
         if len(request.ids) < request.limit:
             self.left += 1
-        self._slots[request.slot] = None
-        self.free.append(request.slot)
+        slot = request.slot
+        self._slots[slot] = None
+        self.free.append(slot)
         if request.lane is not None:
-            self.leave_lane(request)
-        else:
+            self._leave_lane(request)
+        elif request.state is PREFILL:
             self.prefilling.pop(request, None)
         request.slot = NO_SLOT
+        request.since = NEVER
 
     def youngest(self, besides: Request) -> Request | None:
         """The last to arrive of all others that still need steps."""

@@ -21,10 +21,10 @@ from tgi.kernel.messages import (
     Step,
     Stop,
 )
-from tgi.kernel.states import State
+from tgi.kernel.states import DECODE, PREFILL, QUEUED
 from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone
-from tgi.scheduler.deployment import misfit, refusal
+from tgi.scheduler.deployment import refusal
 from tgi.scheduler.flight import Flight
 from tgi.scheduler.forecast import Forecast
 from tgi.scheduler.outbox import Outbox
@@ -56,9 +56,9 @@ class Config(NamedTuple):
 class Core:
     """Knows all requests of all tokenizers and one worker.
 
-    Feed it with `handle` (whatever a link yields) and `tick`; then send what `plan` returns to `below.worker` until it
-    returns None, and what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The same calls
-    always give the same outputs.
+    Feed it with `handle` (whatever a link yields); then send what `plan` returns to `below.worker` until it returns
+    None; then `tick`, and send what `outgoing` yields to whom it names; then, while the worker is busy, `settle`. The
+    same calls always give the same outputs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -88,13 +88,13 @@ class Core:
 
     def _from_tokenizer(self, message: Any, source: Peer, now: float) -> None:
         client = self._clients.get(source)
-        if isinstance(message, Hello):
+        if isinstance(message, Add) and client is not None:
+            self._add(message, client, now)
+        elif isinstance(message, Hello):
             self._clients[source] = Client(source)
             self._outbox.put(source, self._status(self._load(), now))
         elif client is None:
             return  # said before its Gone
-        elif isinstance(message, Add):
-            self._add(message, client, now)
         elif isinstance(message, Cancel | Stop):
             # Crossing messages: an unknown number is one whose End is on its way up.
             if (request := client.requests.get(message.rid)) is not None:
@@ -127,16 +127,17 @@ class Core:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
     def tick(self, now: float) -> None:
-        """To be called after every batch of messages, and when `deadline` has come."""
+        """To be called after every batch of messages, when the steps are sent, and when `deadline` has come."""
         self._tell(now)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Step | None:
         """The next step for the worker; None if it has enough to do, or there is nothing to do."""
-        flight = self._next_flight(now)
+        if (flight := self._next_flight(now)) is not None:
+            return flight.step
         self._forecast.look(self.counters.begun, self.counters.ended, self.queued, self.running, now)
-        return flight.step if flight is not None else None
+        return None
 
     def _next_flight(self, now: float) -> Flight | None:
         planner, under_way, suspects = self._planner, self.under_way, self._suspects
@@ -207,7 +208,7 @@ class Core:
         assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
         batch = list(self._planner.batch) if self._planner else []
         assert set(known) == set(waiting) | set(batch), "a request is lost or left behind"
-        assert all(request.state in (State.PREFILL, State.DECODE) for request in batch), "a slot of no use"
+        assert all(request.state in (PREFILL, DECODE) for request in batch), "a slot of no use"
         if self._planner:
             self._planner.check()
 
@@ -228,19 +229,18 @@ class Core:
             self._speculation.begin(request)
         client.requests[add.rid] = request
         self._queue.push(request)
+        finished = None
         if add.resume:
             self.counters.resumed_tokens += request.generated
-        limits = self.below.limits
-        if fault := refusal(request):
+            finished = request.finished()
+        if fault := refusal(request, None if finished else self.below.limits):
             self._end(request, Reason.INVALID, now, fault)
-        elif add.resume and (reason := request.finished()):
-            self._end(request, reason, now)  # whoever resumes it missed only its End
-        elif limits is not None and (fault := misfit(limits, request)):
-            self._end(request, Reason.INVALID, now, fault)
+        elif finished:
+            self._end(request, finished, now)  # whoever resumes it missed only its End
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
         """The only way out, taken once by each request."""
-        if request.state is State.QUEUED:
+        if request.state is QUEUED:
             self._queue.leave()
         elif self._planner is not None:
             self._planner.end(request)
@@ -248,8 +248,9 @@ class Core:
         self.counters.ended += 1
         if request.strikes:
             self._suspects.forget(request)
-        del request.client.requests[request.rid]
-        self._outbox.put(request.client.peer, partial(request.end, reason, message, now))
+        client = request.client
+        del client.requests[request.rid]
+        self._outbox.put(client.peer, partial(request.end, reason, message, now))
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -322,7 +323,7 @@ class Core:
             self._speculation,
         )
         for request in self._queue.waiting():
-            if fault := misfit(limits, request):
+            if fault := refusal(request, limits):
                 self._end(request, Reason.INVALID, now, fault)
 
     def _worker_gone(self, now: float) -> None:

@@ -22,24 +22,21 @@ def shortfall(held: Limits, offered: Limits) -> str:
     return "; ".join(faults)
 
 
-def refusal(request: Request) -> str:
-    """Why no worker can compute it, in TGI's words; "" if one can."""
-    if not request.prompt_tokens:
+def refusal(request: Request, limits: Limits | None) -> str:
+    """Why a worker of these limits, or of any if there are none, can never compute it, in TGI's words; "" if it can."""
+    tokens, limit = request.prompt_tokens, request.limit
+    if not tokens:
         return "`inputs` cannot be empty"
-    if request.limit <= request.prompt_tokens:
+    if limit <= tokens:
         return "`max_new_tokens` must be strictly positive"
-    return ""
-
-
-def misfit(limits: Limits, request: Request) -> str:
-    """Why a worker of these limits can never compute it, in TGI's words; "" if it can."""
-    total = min(limits.max_total_tokens, limits.pages * limits.page_size)
-    prompt_tokens = request.prompt_tokens
-    if request.limit > total:
+    if limits is None:
+        return ""
+    if limit > limits.max_total_tokens or limit > limits.pages * limits.page_size:
+        total = min(limits.max_total_tokens, limits.pages * limits.page_size)
         return (
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
-            f"Given: {prompt_tokens} `inputs` tokens and {request.limit - prompt_tokens} `max_new_tokens`"
+            f"Given: {tokens} `inputs` tokens and {limit - tokens} `max_new_tokens`"
         )
-    if prompt_tokens > limits.max_input_tokens:
-        return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {prompt_tokens}"
+    if tokens > limits.max_input_tokens:
+        return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
     return ""

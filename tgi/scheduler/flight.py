@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tgi.kernel.messages import Result, Slot, Step
-from tgi.kernel.pack import INT32
+from tgi.kernel.pack import INT32, pack
 from tgi.scheduler.lane import Lane
 from tgi.scheduler.prompts import Telling, told_fit
 from tgi.scheduler.request import Client, Request
@@ -21,6 +21,7 @@ class Section(NamedTuple):
     rids: bytes  # uint32
     appends: list[Callable[[int], None]]
     stops: list[frozenset[int]]
+    union: set[int]  # no other id is in any of these
 
 
 class Flight(NamedTuple):
@@ -89,8 +90,8 @@ class Outline:
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
-        self.page_slots = array(INT32)
-        self.page_ids = array(INT32)
+        self.page_slots: list[int] = []
+        self.page_ids: list[int] = []
         self.rows = array(INT32)
         self.starts = array(INT32)
         self.counts = array(INT32)
@@ -119,9 +120,9 @@ class Outline:
         begin = len(self.drawing)
         self.drawing += lane.requests
         self.rows += lane.slots
-        self.starts.fromlist(lane.starts)
+        self.starts += lane.starts
         columns = lane.rids.tobytes(), lane.appends.copy(), lane.stops.copy()
-        self.sections.append(Section(client, begin, len(self.drawing), *columns))
+        self.sections.append(Section(client, begin, len(self.drawing), *columns, lane.union))
         lane.advance()
 
     def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, left: int, now: float) -> Flight:
@@ -130,8 +131,8 @@ class Outline:
             number,
             epoch,
             self.slots,
-            self.page_slots.tobytes(),
-            self.page_ids.tobytes(),
+            pack(INT32, self.page_slots),
+            pack(INT32, self.page_ids),
             self.rows.tobytes(),
             self.starts.tobytes(),
             self.counts.tobytes(),

@@ -43,7 +43,8 @@ class Forecast:
         self._at = 0.0
 
     def look(self, begun: int, ended: int, queued: int, running: int, now: float) -> None:
-        """To be called after each plan: how many have ever begun and ended, and how many wait and run from now on."""
+        """To be called when all steps are planned: how many have ever begun and ended, and how many wait and run from
+        now on."""
         seconds, self._at = now - self._at, now
         if self._queued:
             self._begins.learn(seconds, begun - self._begun)

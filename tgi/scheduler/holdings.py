@@ -6,7 +6,7 @@ free, is noted by `settle`, between two plans. So whatever is found was computed
 
 from tgi.kernel.messages import Limits
 from tgi.scheduler.pages import PagePool
-from tgi.scheduler.request import NEVER, Request
+from tgi.scheduler.request import Request
 
 # Share of the pages that are evicted ahead, so that a step need not wait for it.
 FREE_PAGES = 0.02
@@ -20,7 +20,7 @@ class Holdings:
         self._size = limits.page_size
         self._free = int(limits.pages * FREE_PAGES)
         self._filled: list[Request] = []  # with pages that may be found and cannot be yet
-        self._ended: list[Request] = []  # whose pages are still held
+        self.ended: list[Request] = []  # they need their pages no more, which are still held
         self.pool = PagePool(limits.pages, limits.page_size)
         self.settled = True  # since the last plan
 
@@ -35,17 +35,20 @@ class Holdings:
         """Gives pages to a request that has none, for all its ids, which are `column`: at most so many that are found,
         and new ones as long as that leaves some to spare. False: too few are available."""
         pool = self.pool
+        size = self._size
         found, prefix = pool.find(request.salt, column, most)
-        missing = (len(request.ids) - 1) // self._size + 1 - len(found)
+        known = len(found)
+        pages = (len(request.ids) - 1) // size + 1
+        missing = pages - known
         if missing + spare > pool.available and self.lacks(missing + spare):
             available = pool.available
             pool.release(found)
             request.wanted = missing + spare + pool.available - available
             return False
         request.pages = found + pool.take(missing)
-        request.room = len(request.pages) * self._size
-        request.planned = len(found) * self._size
-        request.published = len(found)
+        request.room = pages * size
+        request.planned = known * size
+        request.published = known
         request.prefix = prefix
         return True
 
@@ -53,26 +56,20 @@ class Holdings:
         """The steps that are planned compute a page of each of these to its end: others may find it."""
         self._filled += requests
 
-    def ended(self, request: Request) -> None:
-        """It needs its pages no more."""
-        request.since = NEVER
-        self._ended.append(request)
-
     def give_up(self, request: Request) -> None:
         """It is to be computed again. What is computed already, it may find then. Steps under way may still write to
         its pages: they run before any step that is planned from now on."""
         self._give_back(request)
-        request.leave_slot()
 
     def settle(self) -> None:
         """Keeps the books of what the steps sent and the results taken have brought about."""
         for request in self._filled:
             if request.shares:
                 self._publish(request)
-        for request in self._ended:
+        for request in self.ended:
             self._give_back(request)
         self._filled.clear()
-        self._ended.clear()
+        self.ended.clear()
         self.pool.keep_free(self._free)
         self.settled = True
 
@@ -98,4 +95,4 @@ class Holdings:
 
     def check(self, batch: list[Request]) -> None:
         """Raises AssertionError if pages and requests contradict each other. For tests."""
-        self.pool.check(request.pages for request in (*batch, *self._ended))
+        self.pool.check(request.pages for request in (*batch, *self.ended))

@@ -6,10 +6,12 @@ from itertools import compress
 from operator import eq
 from typing import TYPE_CHECKING
 
-from tgi.kernel.pack import INT32, UINT32
+from tgi.kernel.pack import INT32, UINT32, pack
 
 if TYPE_CHECKING:
     from tgi.scheduler.request import Request
+
+ONE = pack(INT32, [1])
 
 
 class Lane:
@@ -17,24 +19,27 @@ class Lane:
     column, in C; Python looks at a request only when its turn has come. That saves more than instructions: the requests
     of a large batch are spread over more memory than a processor's caches hold."""
 
-    __slots__ = ("appends", "requests", "rids", "slots", "starts", "stops", "turns")
+    __slots__ = ("appends", "requests", "rids", "slots", "starts", "stops", "turns", "union")
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.appends: list[Callable[[int], None]] = []  # take the next id
         self.stops: list[frozenset[int]] = []  # the ids that end it
+        self.union: set[int] = set()  # what is in none of the latter; it may hold more than those of now
         self.rids = array(UINT32)
         self.slots = array(INT32)
-        self.starts: list[int] = []  # the position that the next row computes
+        self.starts = array(INT32)  # the position that the next row computes
         self.turns: list[int] = []  # the start of the row that needs a page, or draws the last token
 
-    def enter(self, request: "Request", start: int) -> None:
-        """Its next row starts there."""
+    def enter(self, request: "Request") -> None:
+        """Its next row starts where those planned so far end."""
+        start = request.planned
         request.lane = self
         request.place = len(self.requests)
         self.requests.append(request)
         self.appends.append(request.ids.append)
         self.stops.append(request.stop_ids)
+        self.union |= request.stop_ids
         self.rids.append(request.rid)
         self.slots.append(request.slot)
         self.starts.append(start)
@@ -62,8 +67,12 @@ class Lane:
         return due
 
     def advance(self) -> None:
-        """All have a row in the step that is planned."""
-        self.starts = [start + 1 for start in self.starts]
+        """All have a row in the step that is planned. One is added to each start at once, with all of them taken as
+        one long number: no position is so large that it carries into the next."""
+        column = self.starts.tobytes()
+        ones = ONE * (len(column) // len(ONE))
+        added = int.from_bytes(column, "little") + int.from_bytes(ones, "little")
+        self.starts = array(INT32, added.to_bytes(len(column), "little"))
 
     def move(self, request: "Request", start: int) -> None:
         """Its next row starts there after all."""

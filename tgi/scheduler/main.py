@@ -70,10 +70,10 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None
                 meter.result(core, message, peer, now)
             else:
                 core.handle(message, peer, now)
-    core.tick(now)
     while core.below.worker is not None and (step := meter.plan(core, now)) is not None:
         back.send(core.below.worker, step)
     back.flush()
+    core.tick(now)
     for peer, message in core.outgoing():
         if spans is not None:
             spans.went(peer, message)

@@ -29,14 +29,14 @@ class Pace:
         """Prompt tokens for a step with decode rows, so that the step meets its target; between the two bounds."""
         if not self._token_us:
             return at_most
-        return min(at_most, max(at_least, int((self._target_us - self._decode_us) / self._token_us)))
+        return int(min(at_most, max(at_least, (self._target_us - self._decode_us) / self._token_us)))
 
     def enough_tokens(self, at_most: int) -> int:
         """With so many prompt tokens a step is worth what it costs anyhow: one at least, since some prompt has to come
         first; `at_most` as long as that is not known."""
         if not self._token_us or not self._decode_us:
             return at_most
-        return min(at_most, int(WORTH * self._decode_us / self._token_us)) or 1
+        return int(min(at_most, WORTH * self._decode_us / self._token_us)) or 1
 
 
 def _average(old: float, new: float) -> float:

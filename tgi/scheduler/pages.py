@@ -93,31 +93,38 @@ class PagePool:
     def find(self, salt: bytes, column: bytes, most: int) -> tuple[list[int], bytes]:
         """The pages of the longest known prefix of the ids in `column`, at most so many, each held once more; and what
         that prefix is called: the name of its last page, or the salt."""
+        prefix, size, get = SALT + salt, self._page_bytes, self._by_key.get
+        if not most or prefix + column[:size] not in self._by_key:  # as of nearly every new prompt
+            return [], prefix
         found: list[int] = []
-        prefix = SALT + salt
-        size, get, name_of, append = self._page_bytes, self._by_key.get, self._name_of, found.append
+        name_of, append = self._name_of, found.append
         for at in range(0, most * size, size):
             page = get(prefix + column[at : at + size])
             if page is None:
                 break
             append(page)
             prefix = name_of[page]
-        if found:
-            self._hold(found)
+        self._hold(found)
         return found, prefix
 
     def _hold(self, pages: list[int]) -> None:
-        """Each is held once more."""
+        """Each is held once more. What went idle together is a run of the ring, and leaves it as one."""
         holders, before, after, idle = self._holders, self._before, self._after, self._idle
+        end = len(self._name_of)
+        older, newer = end, after[end]  # on both sides of the run that leaves: at first nothing, between two neighbours
         for page in pages:
-            if count := holders[page]:
+            if page == older:
+                holders[page] = 1
+                idle -= 1
+                older = before[page]
+            elif count := holders[page]:
                 holders[page] = count + 1
             else:
                 holders[page] = 1
-                older, newer = before[page], after[page]
-                after[older] = newer
-                before[newer] = older
                 idle -= 1
+                after[older], before[newer] = newer, older
+                older, newer = before[page], after[page]
+        after[older], before[newer] = newer, older
         self._idle = idle
 
     def publish(self, prefix: bytes, pages: list[int], column: bytes) -> bytes:

@@ -4,6 +4,7 @@ from array import array
 
 from tgi.kernel.messages import Limits, Slot
 from tgi.kernel.pack import INT32
+from tgi.kernel.states import PREFILL, QUEUED
 from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
@@ -76,11 +77,8 @@ class Planner:
         """One row for each request whose prompt is computed. Those that find no page wait."""
         due = self.batch.due() if alone is None else [one for one in self.batch.due() if one is alone]
         short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
-        last = [
-            request
-            for request in due
-            if request.planned == request.last_start and request.lane is not None and request not in short
-        ]
+        last = [request for request in due if request.planned == request.last_start and request.lane is not None]
+        last = [request for request in last if request not in short] if short else last
         if alone is None and not short:
             for client, lane in self.batch.lanes.items():
                 outline.decode_lane(client, lane)
@@ -92,14 +90,18 @@ class Planner:
         outline.counts.extend(ONE * rows)
         outline.draws += b"\1" * rows
         outline.last += last
-        for request in last:
-            self.batch.leave_lane(request)
+        self.batch.last = last
 
     def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> set[Request]:
         """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
+        if not needy:
+            return set()
         if not self.holdings.lacks(len(needy)):
-            for request, page in zip(needy, self.holdings.pool.take(len(needy)), strict=True):
-                self._append_page(outline, request, page)
+            pages = self.holdings.pool.take(len(needy))
+            for request, page in zip(needy, pages, strict=True):
+                request.grow(page, self._page_size)
+            outline.page_slots += [request.slot for request in needy]
+            outline.page_ids += pages
             self.holdings.filled(needy)
             return set()
         short = set()
@@ -141,10 +143,7 @@ class Planner:
         return True
 
     def _append_page(self, outline: Outline, request: Request, page: int) -> None:
-        request.pages.append(page)
-        request.room += self._page_size
-        if request.lane is not None:
-            request.lane.has_room(request)
+        request.grow(page, self._page_size)
         outline.page_slots.append(request.slot)
         outline.page_ids.append(page)
 
@@ -167,60 +166,61 @@ class Planner:
         if alone is not None:
             if alone.slot == NO_SLOT:
                 self._admit_alone(outline, alone, number, now)
-            if alone in self.batch.prefilling:
+            if alone.slot != NO_SLOT and alone.state in (QUEUED, PREFILL):
                 self._chunk(outline, alone, budget)
+            return
+        if not self.batch.prefilling and not self.queue:
             return
         full = max(0, budget - self._pace.enough_tokens(budget))
         for request in list(self.batch.prefilling):
             if budget <= full:
                 return
             budget -= self._chunk(outline, request, budget)
-        free = self.batch.free
+        free, busy = self.batch.free, self.batch.busy
         while budget > full and free and (head := self.queue.head()) is not None:
-            if not self._admit(outline, head, number, now):
+            if not self._admit(outline, head, busy, number, now):
                 return
             budget -= self._chunk(outline, head, budget)
+            busy = True
 
     def _chunk(self, outline: Outline, request: Request, budget: int) -> int:
         """A row of at most `budget` tokens. Returns how many it has."""
         start, known = request.planned, len(request.ids)
-        count = known - start
-        if count > budget:
-            count = budget
-        request.planned = end = start + count
+        request.planned = end = known if known - start <= budget else start + budget
         if request.shares:
             outline.filling.append(request)
         if request.prompt_from < request.prompt_tokens and (told := telling(request, start, end)):
             outline.telling.append(told)
         outline.rows.append(request.slot)
         outline.starts.append(start)
-        outline.counts.append(count)
+        outline.counts.append(end - start)
         if end < known:
             request.become("chunk")
             outline.draws.append(0)
             outline.prefilling.append(request)
-            return count
+            self.batch.prefilling[request] = None
+            return budget
         request.become("last chunk")
         outline.draws.append(1)
         outline.drawing.append(request)
-        del self.batch.prefilling[request]
+        if self.batch.prefilling:
+            self.batch.prefilling.pop(request, None)
         if end <= request.last_start:
-            self.batch.decode(request, end)
+            self.batch.prompted.append(request)
         else:
             outline.last.append(request)
-        return count
+        return end - start
 
-    def _admit(self, outline: Outline, request: Request, number: int, now: float) -> bool:
+    def _admit(self, outline: Outline, request: Request, busy: bool, number: int, now: float) -> bool:
         """Moves the head of the queue into a slot, with pages for all its ids. False: too few are available.
 
-        Nobody is preempted for it, and nothing is reserved for what it may generate.
+        Nobody is preempted for it, and nothing is reserved for what it may generate. `busy`: others hold slots.
         """
-        batch, holdings = self.batch, self.holdings
-        busy = batch.busy
+        holdings = self.holdings
         if request.wanted and busy and holdings.lacks(request.wanted):
             return False  # nothing has changed since the last try
         # The last id is always computed, since its row draws the next; what tells a logprob is computed, too.
-        tells = request.tells
+        tells = request.prompt_from < request.prompt_tokens
         computed = request.prompt_from if tells else len(request.ids)
         # Without its adapter the worker would fill them with something else.
         request.shares = shares = self._caching and (not request.salt or self._adapters.has(request.salt))
@@ -229,30 +229,28 @@ class Planner:
         if not holdings.admit(request, column, most, self._spare if busy else 0):
             return False
         self.queue.pop()
-        request.become("admit")
-        batch.enter(request)
+        place = self.batch.enter(request)
         request.since = number
         if found := request.planned:
             self._counters.cache_hit_tokens += found
         if request.first_planned is None:
             request.first_planned = now
-            request.cached_tokens = min(found, request.prompt_tokens)
+            request.cached_tokens = found if found < request.prompt_tokens else request.prompt_tokens
         if self._speculation is not None:
             self._speculation.enter(request)
-        place, pages = request.slot, request.pages
         slot = Slot(place, column, request.prompt_tokens, request.sampling)
         if tells:
             slot = slot._replace(prompt_from=request.prompt_from, prompt_top_n=request.prompt_top_n)
         outline.slots.append(slot)
-        outline.page_slots.fromlist([place] * len(pages))
-        outline.page_ids.fromlist(pages)
+        outline.page_slots += [place] * len(request.pages)
+        outline.page_ids += request.pages
         return True
 
     def _admit_alone(self, outline: Outline, request: Request, number: int, now: float) -> None:
         """Admits a suspect, whoever has to give up slot and pages for it."""
         while True:
             request.wanted = 0
-            if not self.batch.full and self._admit(outline, request, number, now):
+            if not self.batch.full and self._admit(outline, request, self.batch.busy, number, now):
                 return
             victim = self.batch.youngest(besides=request)
             if victim is None:
@@ -264,16 +262,18 @@ class Planner:
     def end(self, request: Request) -> None:
         """Takes the slot from a request that has one, and its pages when it is settled."""
         self.batch.leave(request)
-        self.holdings.ended(request)
+        self.holdings.ended.append(request)
 
     def settle(self) -> None:
         """Keeps the books that no step waits for."""
+        self.batch.settle()
         self.holdings.settle()
         if self._speculation is not None:
             self._speculation.read()
 
     def send_back(self, request: Request, event: str) -> None:
         """Back to the queue, with all ids it has: those that were generated come back as prefill."""
+        self.batch.settle()
         self.holdings.settle()
         self.batch.leave(request)
         self.holdings.give_up(request)

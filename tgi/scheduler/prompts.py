@@ -25,6 +25,8 @@ def telling(request: Request, start: int, end: int) -> Telling | None:
 
 def told_fit(result: Result, rows: list[Telling], vocab_size: int) -> bool:
     """Whether the prompt columns of a result are those of these rows."""
+    if not rows:
+        return not (result.prompt_logprobs or result.prompt_top_ids or result.prompt_top_logprobs)
     told = 4 * sum(tokens for _, tokens in rows)
     tops = 4 * sum(tokens * min(request.prompt_top_n, vocab_size) for request, tokens in rows)
     sizes = (len(result.prompt_logprobs), len(result.prompt_top_ids), len(result.prompt_top_logprobs))

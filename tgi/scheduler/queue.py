@@ -1,8 +1,9 @@
 """The waiting line: first come, first served; a request that comes back takes its old place."""
 
-from heapq import heappop, heappush
+from bisect import bisect
+from collections import deque
 
-from tgi.kernel.states import State
+from tgi.kernel.states import QUEUED
 from tgi.scheduler.request import SUSPECT, Request
 
 
@@ -10,7 +11,7 @@ class Queue:
     """Suspects of a worker's death come first, one after the other, since everybody waits until they are cleared."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[bool, int, Request]] = []
+        self._line: deque[Request] = deque()
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -18,18 +19,26 @@ class Queue:
 
     def push(self, request: Request) -> None:
         """Joins the line at the place of its arrival."""
-        heappush(self._heap, (request.strikes < SUSPECT, request.order, request))
+        line = self._line
+        if request.strikes < SUSPECT and (not line or line[-1].order < request.order):
+            line.append(request)
+        else:
+            line.insert(bisect(line, _turn(request), key=_turn), request)
         self._waiting += 1
 
     def head(self) -> Request | None:
         """The next one, left in the line."""
-        while self._heap and self._heap[0][2].state is not State.QUEUED:
-            heappop(self._heap)  # ended while it waited
-        return self._heap[0][2] if self._heap else None
+        line = self._line
+        while line:
+            head = line[0]
+            if head.state is QUEUED:
+                return head
+            line.popleft()  # ended while it waited
+        return None
 
     def pop(self) -> Request:
         """Takes out what `head` has just returned. Raises IndexError if nobody waits."""
-        request = heappop(self._heap)[2]
+        request = self._line.popleft()
         self._waiting -= 1
         return request
 
@@ -38,5 +47,9 @@ class Queue:
         self._waiting -= 1
 
     def waiting(self) -> list[Request]:
-        """Everybody in the line, in no particular order."""
-        return [entry[2] for entry in self._heap if entry[2].state is State.QUEUED]
+        """Everybody in the line, in its order."""
+        return [request for request in self._line if request.state is QUEUED]
+
+
+def _turn(request: Request) -> tuple[bool, int]:
+    return request.strikes < SUSPECT, request.order

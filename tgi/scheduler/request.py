@@ -6,7 +6,7 @@ from functools import lru_cache
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, End, Reason
 from tgi.kernel.pack import INT32, ints
-from tgi.kernel.states import TRANSITIONS, State, transition
+from tgi.kernel.states import QUEUED, TRANSITIONS, transition
 from tgi.scheduler.lane import Lane
 from tgi.scheduler.lookup import Lookup
 from tgi.scheduler.model import Model
@@ -55,7 +55,9 @@ class Request:
         "wanted",
     )
 
-    # What it is given with its pages; without a slot these mean nothing.
+    prompt_from: int  # from this position on the logprobs of the prompt's tokens are still to be told
+    # What it is given with its slot; without one these mean nothing.
+    pages: list[int]
     room: int  # tokens that its pages hold
     planned: int  # positions below this are computed by the steps sent so far; in a lane, that knows better
     shares: bool  # whether others may find its pages, and it theirs
@@ -70,36 +72,44 @@ class Request:
         self.order = order  # of arrival; a smaller number goes first
         self.received = received
         self.first_planned: float | None = None
-        self.ids = array(INT32, add.prompt)
-        self.prompt_tokens = tokens = len(self.ids)
-        if add.prompt_from < 0 or not 0 <= add.prompt_top_n <= MOST_PROMPT_TOPS:
-            raise ValueError(f"prompt_from is {add.prompt_from} and prompt_top_n {add.prompt_top_n}")
-        # From this position on the logprobs of the prompt's tokens are still to be told.
-        self.prompt_from = min(add.prompt_from or tokens, tokens)
-        self.prompt_top_n = add.prompt_top_n
-        self.ids.frombytes(add.resume)
+        self.ids = ids = array(INT32, add.prompt)
+        self.prompt_tokens = self.prompt_from = tokens = len(ids)
+        self.prompt_top_n = 0
+        if add.prompt_from or add.prompt_top_n:
+            self._tell(add)
+        if add.resume:
+            ids.frombytes(add.resume)
         self.limit = limit = tokens + add.max_new_tokens  # so many ids end it
         self.last_start = limit - 2  # the position that the last decode row computes
         self.sampling = add.sampling
         self.stop_ids = _id_set(add.stop_ids)
         self.salt = add.salt
-        self.state = State.QUEUED
+        self.state = QUEUED
         self.strikes = 0  # deaths of workers that were computing it, since it last got on
         self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.guesser: Lookup | Model | None = None  # whom its drafts come from; None: it has none
         self.wanted = 0  # pages that were missing when it was last refused admission
         self.lane: Lane | None = None  # while it decodes
-        self.leave_slot()
-
-    def leave_slot(self) -> None:
-        """It holds nothing at the worker; results of steps under way no longer concern it."""
         self.slot = NO_SLOT
-        self.pages: list[int] = []
-        self.since = NEVER  # the first step of its stay in the slot
+        self.since = NEVER  # the first step of its stay in the slot: only results from this on concern it
+
+    def _tell(self, add: Add) -> None:
+        """Logprobs of its prompt are wanted."""
+        if add.prompt_from < 0 or not 0 <= add.prompt_top_n <= MOST_PROMPT_TOPS:
+            raise ValueError(f"prompt_from is {add.prompt_from} and prompt_top_n {add.prompt_top_n}")
+        self.prompt_from = min(add.prompt_from or self.prompt_tokens, self.prompt_tokens)
+        self.prompt_top_n = add.prompt_top_n
 
     def become(self, event: str) -> None:
         """Moves to the state that the table of transitions gives. Raises ValueError if it gives none."""
         self.state = TRANSITIONS.get((self.state, event)) or transition(self.state, event)
+
+    def grow(self, page: int, size: int) -> None:
+        """It has got another page, for so many tokens."""
+        self.pages.append(page)
+        self.room += size
+        if self.lane is not None:
+            self.lane.has_room(self)
 
     @property
     def generated(self) -> int:

@@ -43,12 +43,13 @@ def one_each(flight: Flight, result: Result, left: int) -> Ended:
                 stopped.append(request)
     # Length counts before an end token, as in TGI.
     ended = [(request, Reason.EOS) for request in stopped if len(request.ids) < request.limit]
-    return ended + [(request, Reason.LENGTH) for request in flight.last if number >= request.since]
+    length = Reason.LENGTH
+    return ended + [(request, length) for request in flight.last if number >= request.since]
 
 
 def _section(section: Section, flight: Flight, result: Result, drawn: list[int], left: bool) -> Iterable[Request]:
     """Takes the rows of a lane all at once. Returns those that have drawn an end token."""
-    client, begin, end, rids, appends, stops = section
+    client, begin, end, rids, appends, stops, union = section
     requests, tokens = flight.drawing[begin:end], drawn[begin:end]
     columns = Columns(rids, result.ids[4 * begin : 4 * end], result.logprobs[4 * begin : 4 * end])
     if left:  # some have left their slots since this step was planned, perhaps of these
@@ -59,6 +60,8 @@ def _section(section: Section, flight: Flight, result: Result, drawn: list[int],
     for append, token in zip(appends, tokens, strict=True):
         append(token)
     client.columns = columns
+    if union.isdisjoint(tokens):
+        return ()
     return compress(requests, map(contains, stops, tokens))
 
 

@@ -64,6 +64,7 @@ class Speculation:
         """Whether to plan no step before the latest is answered: it has drafts, or the next may then have some."""
         if latest.drafts:
             return True
+        batch.settle()
         rows = batch.decoding
         price, wait = self._prices(len(rows))
         if price >= 1.0:
