@@ -21,6 +21,7 @@ from tgi.worker.noise import Noise
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import BadStep, Rows, Slots
+from tgi.worker.staging import sent, to_host
 from tgi.worker.tops import Tops, columns
 from tgi.worker.verify import Drafted, begins, count_kept, followed, keep
 from tgi.worker.watermark import Watermark
@@ -152,7 +153,7 @@ class TorchEngine:
         self._slots.advance(rows)
         if end is not None:
             drawn = _drawn_to_host(drawn)
-            told = told and Told(_to_host(told.logprobs), told.top_n, *map(_to_host, told[2:]))
+            told = told and Told(to_host(told.logprobs), told.top_n, *map(to_host, told[2:]))
             end.record()
         if masks is not None:
             self._grammars.drawn(slots, masks, drawn.ids, end, drafted)
@@ -184,14 +185,14 @@ class TorchEngine:
         there = None
         if rows.drafts.ids is not None:
             drafts = torch.from_numpy(rows.drafts.ids)
-            self._layout.write(slots, position, drafts.to(self._device))
+            self._layout.write(slots, position, sent(rows.drafts.ids, self._device))
         else:
             if self._drafter is None:
                 raise BadStep("drafts without draft_ids, and there is no draft model to find them")
             drafts = self._layout.read(slots, position)
             if self._cuda:
                 there = torch.cuda.Event()
-                drafts = _to_host(drafts)
+                drafts = to_host(drafts)
                 there.record()
         drafted = Drafted(rows.slots[rows.drawing[begins(lengths)]], lengths, drafts)
         self._grammars.look_ahead(drafted, there)
@@ -220,12 +221,7 @@ def _no_tokens() -> LLTokenizer:
     raise RuntimeError("this engine was given no tokens")
 
 
-def _to_host(values: Tensor) -> Tensor:
-    """A copy in pinned memory, under way on the current stream."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-
-
 def _drawn_to_host(drawn: Drawn) -> Drawn:
-    """The same for all that was drawn."""
-    tops = drawn.tops and Tops(drawn.tops.rows, *map(_to_host, drawn.tops[1:]))
-    return Drawn(_to_host(drawn.ids), _to_host(drawn.logprobs), tops)
+    """All that was drawn, on its way there."""
+    tops = drawn.tops and Tops(drawn.tops.rows, *map(to_host, drawn.tops[1:]))
+    return Drawn(to_host(drawn.ids), to_host(drawn.logprobs), tops)

@@ -11,6 +11,7 @@ from tgi.kernel.messages import MOST_DRAFTS, MOST_PROMPT_TOPS, Sampling, Slot, S
 from tgi.worker.grammar import Grammars
 from tgi.worker.lora.shelf import Shelf, missing
 from tgi.worker.params import Params
+from tgi.worker.staging import sent
 from tgi.worker.verify import begins
 
 EMPTY = -2  # nobody is in the slot
@@ -180,7 +181,7 @@ class Slots:
             _need_within(bias.ids, self.vocab_size, "biased token id")
         if (ends := self.params.end_ids[slot]) is not None:
             _need_within(ends, self.vocab_size, "end id")
-        self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
+        self.ids[slot, : len(ids)] = sent(ids.astype(np.int32), self.ids.device)
         self.prompt_from[slot] = new.prompt_from
         self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
         self.known[slot] = len(ids)
