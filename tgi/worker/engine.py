@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from tgi.kernel.messages import Limits, Result, Step
-from tgi.worker.batch import Attention, Model
+from tgi.worker.batch import Attention, Model, Recordable
 from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars
 from tgi.worker.layout import Layout
@@ -19,6 +19,7 @@ from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
+from tgi.worker.recorded import Recorded, Recorder
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import BadStep, Rows, Slots
 from tgi.worker.staging import sent, to_host
@@ -42,12 +43,20 @@ class Pending(NamedTuple):
     end: torch.cuda.Event | None
 
 
+class Recording(NamedTuple):
+    """How decode steps are recorded."""
+
+    recorder: Recorder
+    attention: Recordable  # the engine's
+    rows: list[int]  # see recorded.sizes
+
+
 class TorchEngine:
     """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes. A step that is
     launched after one with drafts may have rows of the same slots once the latter is collected.
 
     `tokens` makes the table that grammars need, when the first one comes. `draft` is a draft model, if there is one.
-    `mark` is the watermark of the rows that ask for one.
+    `mark` is the watermark of the rows that ask for one. Decode steps are recorded if `recording` says how.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class TorchEngine:
         tokens: Callable[[], LLTokenizer] | None = None,
         draft: Draft | None = None,
         mark: Watermark | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.limits = limits
         self.adapters = Shelf(lambda directory: model.adapter(directory))
@@ -79,6 +89,17 @@ class TorchEngine:
         )
         self._layout = Layout(self._slots, mark or Watermark(model.vocab_size, model.device))
         self._drafter = draft and Drafter(draft, self._slots, self._layout, self._noise)
+        self._recorded = recording and Recorded(
+            model, recording.attention, self._slots, recording.rows, limits.max_total_tokens, recording.recorder
+        )
+
+    def record(self, most: int | None = None) -> int:
+        """Records the decode steps, or the so many largest; see Recorded.record. How many there are in all: 0 if
+        nobody said how to record."""
+        if self._recorded is None:
+            return 0
+        self._recorded.record(most)
+        return len(self._recorded)
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -145,7 +166,9 @@ class TorchEngine:
             begin.record()
         drafted = self._drafted(step, rows)
         reader = self._reader(rows)
-        logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
+        logits = self._recorded.logits(rows) if self._recorded is not None and reader is None else None
+        if logits is None:
+            logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
         slots = rows.slots[rows.drawing] if drafted is None else drafted.slots
         masks = self._grammars.masks(slots, drafted)
         drawn = self._draw(rows, logits, masks)
