@@ -16,12 +16,14 @@ from tests.worker.test_attention import reference
 from tests.worker.test_scripted import slot, step
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Limits, Sampling, encode
-from tgi.kernel.pack import ints
+from tgi.kernel.pack import floats, ints
 from tgi.worker.attention import cuda, gathered
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.batch import KVShape, Model
 from tgi.worker.engine import Recording, TorchEngine
+from tgi.worker.layers import rotary
 from tgi.worker.load import build_model
+from tgi.worker.models.decoder import Decoder
 from tgi.worker.recorded import Play, Recorded, sizes
 from tgi.worker.warm import WARM_SAMPLING
 from tgi.worker.watermark import Watermark
@@ -144,6 +146,33 @@ def test_what_is_not_recorded_is_computed(llama: Model) -> None:
     run([(0, 5, 1, 1), (1, 4, 1, 1)], [], [], 1, [1, 0], [9])
     run([(2, 4, 1, 1)])
     assert tapes.played == 2
+
+
+def test_what_fills_a_step_up_touches_no_page_of_a_request(llama: Model) -> None:
+    """The first slot's occupant is gone and its page is another's, though the slot's table still names it."""
+    found = []
+    for engine in engines(llama, "plain", Tapes(), [4]):
+        old, new = slot(0, [4, 5, 6], encode(Sampling(0))), slot(1, [9, 8, 7, 6], encode(Sampling(0)))
+        engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [old], [(0, 5)])))
+        ids = ints(engine.collect(engine.launch(step(2, [(1, 0, 4, 1)], [new], [(1, 5)]))).ids)
+        results = [engine.collect(engine.launch(step(3 + at, [(1, 4 + at, 1, 1)]))) for at in range(4)]
+        found.append(
+            Drawn(ids + [ints(one.ids)[0] for one in results], [floats(one.logprobs)[0] for one in results], [])
+        )
+    compare(found[:1], found[1:])
+
+
+def test_what_a_recording_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context longer than all that are recorded comes, within what requests may have."""
+    monkeypatch.setattr(rotary, "BLOCK", 16)
+    monkeypatch.setattr(gathered, "SHORTEST", 16)
+    monkeypatch.setattr(gathered, "MOST_BYTES", 1 << 14)
+    model = build("llama")
+    assert isinstance(model, Decoder)
+    _, engine = engines(model, "plain", Tapes(), [1])
+    table = model._rotaries[0]._table
+    drive(engine, [[3] * 500], 2)
+    assert model._rotaries[0]._table is table
 
 
 def test_adapters_are_computed(llama: Model) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tgi.kernel.errors import UserError
 from tgi.worker.batch import Batch, Model, Recordable
 from tgi.worker.slots import Rows, Slots
-from tgi.worker.staging import sent
+from tgi.worker.staging import staged
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Recorded:
         where = np.zeros((2, take.rows), np.int64)
         where[0] = self._slots.spare
         where[:, :count] = rows.slots, rows.starts
-        take.where.copy_(sent(where, take.where.device), non_blocking=True)
+        take.where.copy_(staged(where, take.where.device), non_blocking=True)
         take.play()
         return self._logits[:count]
 
@@ -159,7 +159,8 @@ class Recorded:
             )
 
     def _batch(self, where: Tensor, bound: int) -> Batch:
-        """Computed on the device alone, out of slots and positions."""
+        """Computed on the device alone, out of slots and positions. The model hears of the longest request, so that
+        whatever it makes as far as contexts go (rotary angles) is whole before anything is recorded that reads it."""
         slots, positions = where
         rows, size, device = where.shape[1], self._slots.page_size, where.device
         table = self._table[:, : -(-bound // size)].index_select(0, slots)

@@ -8,20 +8,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def sent(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The array there. On CPU it is the same memory.
+def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the host, where a copy to that device may start and the host go on at once: for CUDA in pinned
+    memory. From other memory the copy would wait for all launched before it, so for a forward pass.
 
-    On CUDA the copy is under way on the current stream, in order with whatever is launched. It leaves from pinned
-    memory: from other memory, or where the host waits for the copy, it would wait for all launched before it, so for
-    the forward pass. torch pins a block once and hands it out again when the copy from it is over, so after the first
-    steps nothing is pinned any more.
+    torch pins a block once and hands it out again when the copies from it are over: after the first steps nothing is
+    pinned any more, and nothing waits.
     """
     here = torch.from_numpy(values)
-    if device.type == "cpu":
-        return here
-    if device.type == "cuda":
-        here = here.pin_memory()
-    return here.to(device, non_blocking=True)
+    return here.pin_memory() if device.type == "cuda" else here
+
+
+def sent(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The array there. On CPU it is the same memory; on CUDA the copy is under way on the current stream, in order with
+    whatever is launched."""
+    return staged(values, device).to(device, non_blocking=True)
 
 
 def sent_together(columns: tuple[NDArray[Any], ...], device: torch.device) -> list[Tensor]:
