@@ -256,8 +256,8 @@ class Elsewhere(TorchDispatchMode):
 @pytest.mark.parametrize("way", ["paged", "packed"])
 @pytest.mark.parametrize("rows", [[], [4]], ids=["computed", "recorded"])
 def test_a_step_waits_for_nothing(way: str, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole engine on a device that has shapes and no numbers: a step with all that shapes a draw but watermarks, new
-    pages and tops, launched ahead of the step before it."""
+    """A whole engine on a device that has shapes and no numbers: steps with all that shapes a draw but watermarks, new
+    pages and tops, then a prompt with logprobs and drafts, each launched ahead of the one before it."""
     device = torch.device("meta")
     model = build_model(make("llama"), "float32", "meta", lambda stage, percent: None)
     attention = CudaAttention(model.kv, PAGES, device, way)
@@ -271,5 +271,10 @@ def test_a_step_waits_for_nothing(way: str, rows: list[int], monkeypatch: pytest
     new = [slot(at, [1] * 16, encode(sampling)) for at, sampling in enumerate(samplings)]
     engine.launch(step(1, [(at, 0, 16, 1) for at in range(3)], new, [(0, 0), (1, 1), (2, 2)]))
     with Elsewhere():
-        pending = engine.launch(step(2, [(at, 16, 1, 1) for at in range(3)], [], [(0, 3), (1, 4), (2, 5)]))
-    assert pending.drawn.ids.shape == (3,)
+        decoded = engine.launch(step(2, [(at, 16, 1, 1) for at in range(3)], [], [(0, 3), (1, 4), (2, 5)]))
+        told = slot(3, [2] * 20, encode(Sampling(0)))._replace(prompt_from=1, prompt_top_n=2)
+        rows = [(0, 17, 1, 1), (1, 17, 1, 1), (3, 0, 20, 1)]
+        mixed = engine.launch(step(3, rows, [told], [(3, 6), (3, 7)], 1, [2, 0, 0], [5, 6]))
+    assert decoded.drawn.ids.shape == (3,)
+    assert mixed.drawn.ids.shape == (5,)
+    assert mixed.told is not None

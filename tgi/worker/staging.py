@@ -22,7 +22,8 @@ def staged(values: NDArray[Any], device: torch.device) -> Tensor:
 def sent(values: NDArray[Any], device: torch.device) -> Tensor:
     """The array there. On CPU it is the same memory; on CUDA the copy is under way on the current stream, in order with
     whatever is launched."""
-    return staged(values, device).to(device, non_blocking=True)
+    here = staged(values, device)
+    return here if device.type == "cpu" else here.to(device, non_blocking=True)
 
 
 def sent_together(columns: tuple[NDArray[Any], ...], device: torch.device) -> list[Tensor]:

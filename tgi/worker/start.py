@@ -129,7 +129,10 @@ def _graphs(settings: Settings, served: Model) -> list[int]:
         if any(settings.cuda_graphs):
             log.warning("--cuda-graphs has no effect on CPU")
         return []
-    rows = sizes(settings.cuda_graphs, memory.batch_size(settings, "cuda"))
+    most = memory.batch_size(settings, "cuda")
+    rows = sizes(settings.cuda_graphs, most)
+    if not rows and 0 not in settings.cuda_graphs:
+        log.warning("no CUDA graphs: --cuda-graphs names no size from 1 to %d, the rows of a step", most)
     if rows and served.unrecordable is not None:
         log.warning("decode steps run without CUDA graphs: %s", served.unrecordable)
         return []
