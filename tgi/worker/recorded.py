@@ -10,6 +10,7 @@ keep it on a page that is nobody's.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -97,12 +98,17 @@ class Recorded:
     def record(self, most: int | None = None) -> None:
         """Makes the recordings, the largest first; or of these the first so many. Raises UserError where one cannot be
         made, or does not give what a plain step gives."""
-        rows = max((size for size, _ in self._shapes), default=0)
+        began, rows = time.monotonic(), max((size for size, _ in self._shapes), default=0)
         self._logits = torch.zeros(rows, self._model.vocab_size, device=self._model.device)
         self._takes = []
         for size, bound in sorted(self._shapes, reverse=True)[:most]:
             self._takes.insert(0, self._take(size, bound))
-        log.info("recorded decode steps of %s rows", ", ".join(map(str, sorted({take.rows for take in self._takes}))))
+        log.info(
+            "recorded %d decode steps of %s rows in %.1f s",
+            len(self._takes),
+            ", ".join(map(str, sorted({take.rows for take in self._takes}))) or "no",
+            time.monotonic() - began,
+        )
 
     def logits(self, rows: Rows) -> Tensor | None:
         """The logits float32 [R, vocab] of these rows, none of which has a reader, good until the next step. None if
@@ -144,8 +150,9 @@ class Recorded:
             take.play()
             self._check(rows, expected)
         except RuntimeError as error:
+            reason = error.__context__ or error  # what went wrong first; then the recording could not be ended either
             raise UserError(
-                f"A decode step of {rows} rows cannot be recorded as a CUDA graph: {error}. Start with --cuda-graphs 0."
+                f"A decode step of {rows} rows cannot be made a CUDA graph: {reason}. Start with --cuda-graphs 0."
             ) from error
         return take
 

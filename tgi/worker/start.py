@@ -58,7 +58,9 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     rows = min(2, limits.max_batch_size)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
-    engine.record()
+    if graphs:
+        progress("recording decode steps", 98)
+        engine.record()
     _hold(settings.run_dir, limits.pages)
     if adapters := settings.adapters:
         progress("loading adapters", 99)
