@@ -120,10 +120,11 @@ def test_played_steps_draw_what_computed_ones_do(kind: str, monkeypatch: pytest.
     assert tapes.played > tapes.recorded + 8  # each once to be checked; steps with a prompt are computed
 
 
-def test_pages_read_in_place(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash Attention 3's way, with a reference in place of the kernel."""
+@pytest.mark.parametrize("way", ["paged", "packed"])
+def test_beside_the_kernels(way: str, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash Attention 3's way and 2's, with a reference in place of the kernels."""
     monkeypatch.setattr(cuda, "varlen_attn", reference([], None))
-    plain, recorded = engines(llama, "paged", Again(), [2, 8])
+    plain, recorded = engines(llama, way, Again(), [2, 8])
     compare(drive(plain, PROMPTS, 6), drive(recorded, PROMPTS, 6))
 
 

@@ -9,9 +9,10 @@ package is installed, take its place and read pages where they lie. So there are
   row by row. It is slow, and takes memory for all scores of a row.
 
 Steps that are recorded (recorded.py) read pages where they lie too, where that is possible: how many blocks of keys a
-row has is counted on the device from `seqused_k`, so what the host says of contexts may be a bound. `max_k` serves to
-choose how keys are split, which `num_splits=1` has settled, and how work is scheduled. Flash Attention 2 wants the keys
-in one piece, whose length the host must know; for it and for "plain" gathered.py stands in.
+row has is counted on the device from `seqused_k`, so what the host says of contexts may be a bound. With a page table,
+FA3 takes its bound from the table's width and leaves `max_k` alone; it serves to choose how keys are split, which
+`num_splits=1` has settled. FA2 wants the keys in one piece, whose length the host must know: for it and for "plain"
+gathered.py stands in.
 
 The arguments are checked on CPU against a reference in place of the kernels. No GPU has run this file yet.
 """
