@@ -19,7 +19,7 @@ from tgi.kernel.messages import Limits, Sampling, encode
 from tgi.kernel.pack import floats, ints
 from tgi.worker.attention import cuda, gathered
 from tgi.worker.attention.cuda import CudaAttention
-from tgi.worker.batch import KVShape, Model
+from tgi.worker.batch import KVShape, Model, Recordable
 from tgi.worker.engine import Recording, TorchEngine
 from tgi.worker.layers import rotary
 from tgi.worker.load import build_model
@@ -238,7 +238,9 @@ def test_bounds_of_contexts() -> None:
     assert gathered.bounds(kv, 1, 100, 16) == [112]
     assert gathered.bounds(kv, 32, 131072, 16) == [512, 1024, 2048]
     assert gathered.bounds(kv, 256, 131072, 16) == []
-    assert CudaAttention(KVShape(1, 2, 1, 8, torch.bfloat16), 2, CPU, "paged").bounds(64, 131072) == [131072]
+    paged = CudaAttention(KVShape(1, 2, 1, 8, torch.bfloat16), 2, CPU, "paged")
+    assert isinstance(paged, Recordable)
+    assert paged.bounds(64, 131072) == [131072]
 
 
 class Elsewhere(TorchDispatchMode):
