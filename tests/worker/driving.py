@@ -10,9 +10,9 @@ from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Limits, Sampling, encode
 from tgi.kernel.pack import floats, ints
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Model
+from tgi.worker.batch import Attention, Model
 from tgi.worker.drafting import Draft
-from tgi.worker.engine import TorchEngine
+from tgi.worker.engine import Recording, TorchEngine
 from tgi.worker.watermark import Watermark
 
 # What is thought to come behind the so many tokens that request n has drawn; or how many a draft model is to find.
@@ -28,14 +28,20 @@ class Drawn(NamedTuple):
 
 
 def make_engine(
-    model: Model, slots: int = 16, pages: int = 256, draft: Model | None = None, mark: Watermark | None = None
+    model: Model,
+    slots: int = 16,
+    pages: int = 256,
+    draft: Model | None = None,
+    mark: Watermark | None = None,
+    attention: Attention | None = None,
+    recording: Recording | None = None,
 ) -> TorchEngine:
-    attention = build_attention(model.kv, pages, model.device)
+    attention = attention or build_attention(model.kv, pages, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
     total = min(model.context, pages * size)
     limits = Limits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
     second = draft and Draft(draft, build_attention(draft.kv, pages, draft.device))
-    return TorchEngine(model, attention, limits, draft=second, mark=mark)
+    return TorchEngine(model, attention, limits, draft=second, mark=mark, recording=recording)
 
 
 def drive(

@@ -276,6 +276,19 @@ def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
     on_cuda(kv, "plain")
 
 
+def test_what_stands_behind_a_context_does_not_reach_a_recorded_step() -> None:
+    """A page of this request was another's before, whose float16 values overflowed."""
+    kv = KVShape(1, 4, 2, 16, torch.float16)
+    attention = CudaAttention(kv, 4, CPU, "packed")
+
+    def step(position: int, value: float) -> Tensor:
+        batch = make_batch([Row([7], position, [3])])._replace(recorded=True)
+        return attention.write_and_attend(attention.plan(batch), 0, torch.full((1, 8, 16), value).half(), 0.25)
+
+    step(5, torch.inf)
+    assert torch.equal(step(0, 1.0), torch.ones(1, 4, 16).half())
+
+
 def on_cuda(kv: KVShape, way: str) -> None:
     """Chunks of two sequences in the second layer, by the code for CUDA."""
     attention = CudaAttention(kv, 100, CPU, way)

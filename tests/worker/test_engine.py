@@ -43,6 +43,7 @@ class ToyModel:
     vocab_size = VOCAB
     context = TOTAL
     device = CPU
+    unrecordable: str | None = None
     kv = KVShape(1, 1, 1, 1, torch.float32)
     fails = False
 

@@ -126,7 +126,9 @@ class Settings:
     )
     kv_cache_dtype: str | None = setting(None, "Not supported yet, refused.", text, choices=("fp8_e4m3fn", "fp8_e5m2"))
     cuda_graphs: tuple[int, ...] = setting(
-        (), "Batch sizes to capture as CUDA graphs; 0 for none.", integers, ignored="no graphs are captured yet"
+        (),
+        "Batch sizes to capture as CUDA graphs, 0 for none; default powers of two up to --max-batch-size.",
+        integers,
     )
     attention: str | None = setting(
         None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class Batch(NamedTuple):
     query_lengths: list[int]  # host copy: tokens computed per row
     context_lengths: list[int]  # host copy of `context`
     adapted: "Sequence[Span]" = ()  # tokens with an adapter
+    # One token a row, and what is computed may be recorded: the lengths above hold whenever it runs again, so contexts
+    # are what the tensors say, and context_lengths and the page table's width are bounds of them.
+    recorded: bool = False
 
 
 class KVShape(NamedTuple):
@@ -69,6 +72,17 @@ class Attention(Protocol):
         [T, heads, head_dim] in their dtype."""
 
 
+@runtime_checkable
+class Recordable(Attention, Protocol):
+    """A backend that computes recorded batches too."""
+
+    spare: int  # number of a page that no request has
+
+    def bounds(self, rows: int, longest: int) -> list[int]:
+        """The longest contexts that steps of so many rows should be recorded for, ascending. Requests have up to
+        `longest` tokens. Empty if none should."""
+
+
 class Reader(Protocol):
     """Wants the logits of more tokens than those that draw, few at a time: together they might not fit."""
 
@@ -85,6 +99,7 @@ class Model(Protocol):
     context: int  # the most tokens that a sequence may have
     kv: KVShape
     device: torch.device
+    unrecordable: str | None  # why a forward pass on a GPU cannot be recorded, if it cannot
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """Raw logits, float32 [D, vocab_size], where tokens are drawn. A reader is given those that it wants."""

@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from tgi.kernel.messages import Limits, Result, Step
-from tgi.worker.batch import Attention, Model
+from tgi.worker.batch import Attention, Model, Recordable
 from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars
 from tgi.worker.layout import Layout
@@ -19,8 +19,10 @@ from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
+from tgi.worker.recorded import Recorded, Recorder
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import BadStep, Rows, Slots
+from tgi.worker.staging import sent, to_host
 from tgi.worker.tops import Tops, columns
 from tgi.worker.verify import Drafted, begins, count_kept, followed, keep
 from tgi.worker.watermark import Watermark
@@ -41,12 +43,20 @@ class Pending(NamedTuple):
     end: torch.cuda.Event | None
 
 
+class Recording(NamedTuple):
+    """How decode steps are recorded."""
+
+    recorder: Recorder
+    attention: Recordable  # the engine's
+    rows: list[int]  # see recorded.sizes
+
+
 class TorchEngine:
     """A model with its KV cache and slots. Steps are launched in order; on CPU launching computes. A step that is
     launched after one with drafts may have rows of the same slots once the latter is collected.
 
     `tokens` makes the table that grammars need, when the first one comes. `draft` is a draft model, if there is one.
-    `mark` is the watermark of the rows that ask for one.
+    `mark` is the watermark of the rows that ask for one. Decode steps are recorded if `recording` says how.
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class TorchEngine:
         tokens: Callable[[], LLTokenizer] | None = None,
         draft: Draft | None = None,
         mark: Watermark | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self.limits = limits
         self.adapters = Shelf(lambda directory: model.adapter(directory))
@@ -78,6 +89,17 @@ class TorchEngine:
         )
         self._layout = Layout(self._slots, mark or Watermark(model.vocab_size, model.device))
         self._drafter = draft and Drafter(draft, self._slots, self._layout, self._noise)
+        self._recorded = recording and Recorded(
+            model, recording.attention, self._slots, recording.rows, limits.max_total_tokens, recording.recorder
+        )
+
+    def record(self, most: int | None = None) -> int:
+        """Records the decode steps, or the so many largest; see Recorded.record. How many there are in all: 0 if
+        nobody said how to record."""
+        if self._recorded is None:
+            return 0
+        self._recorded.record(most)
+        return len(self._recorded)
 
     def reset(self) -> None:
         """Forgets all requests."""
@@ -144,7 +166,9 @@ class TorchEngine:
             begin.record()
         drafted = self._drafted(step, rows)
         reader = self._reader(rows)
-        logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
+        logits = self._recorded.logits(rows) if self._recorded is not None and reader is None else None
+        if logits is None:
+            logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
         slots = rows.slots[rows.drawing] if drafted is None else drafted.slots
         masks = self._grammars.masks(slots, drafted)
         drawn = self._draw(rows, logits, masks)
@@ -152,7 +176,7 @@ class TorchEngine:
         self._slots.advance(rows)
         if end is not None:
             drawn = _drawn_to_host(drawn)
-            told = told and Told(_to_host(told.logprobs), told.top_n, *map(_to_host, told[2:]))
+            told = told and Told(to_host(told.logprobs), told.top_n, *map(to_host, told[2:]))
             end.record()
         if masks is not None:
             self._grammars.drawn(slots, masks, drawn.ids, end, drafted)
@@ -184,14 +208,14 @@ class TorchEngine:
         there = None
         if rows.drafts.ids is not None:
             drafts = torch.from_numpy(rows.drafts.ids)
-            self._layout.write(slots, position, drafts.to(self._device))
+            self._layout.write(slots, position, sent(rows.drafts.ids, self._device))
         else:
             if self._drafter is None:
                 raise BadStep("drafts without draft_ids, and there is no draft model to find them")
             drafts = self._layout.read(slots, position)
             if self._cuda:
                 there = torch.cuda.Event()
-                drafts = _to_host(drafts)
+                drafts = to_host(drafts)
                 there.record()
         drafted = Drafted(rows.slots[rows.drawing[begins(lengths)]], lengths, drafts)
         self._grammars.look_ahead(drafted, there)
@@ -220,12 +244,7 @@ def _no_tokens() -> LLTokenizer:
     raise RuntimeError("this engine was given no tokens")
 
 
-def _to_host(values: Tensor) -> Tensor:
-    """A copy in pinned memory, under way on the current stream."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-
-
 def _drawn_to_host(drawn: Drawn) -> Drawn:
-    """The same for all that was drawn."""
-    tops = drawn.tops and Tops(drawn.tops.rows, *map(_to_host, drawn.tops[1:]))
-    return Drawn(_to_host(drawn.ids), _to_host(drawn.logprobs), tops)
+    """All that was drawn, on its way there."""
+    tops = drawn.tops and Tops(drawn.tops.rows, *map(to_host, drawn.tops[1:]))
+    return Drawn(to_host(drawn.ids), to_host(drawn.logprobs), tops)

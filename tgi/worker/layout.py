@@ -1,7 +1,6 @@
 """Lays a step's rows out as tensors: what a model computes, and what its rows draw from. Ids are read on the device."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from tgi.worker.lora.deltas import Span
 from tgi.worker.masks import Masks
 from tgi.worker.params import Draws
 from tgi.worker.slots import Rows, Slots
+from tgi.worker.staging import sent_together
 from tgi.worker.watermark import Watermark
 
 Ints = NDArray[np.int64]
@@ -84,8 +84,5 @@ class Layout:
         self._ids[at] = ids.int()
 
     def to_device(self, *columns: Ints) -> list[Tensor]:
-        """Host columns on the device: on CUDA in one copy from pinned memory that does not stall the host."""
-        if self._ids.device.type != "cuda":
-            return [torch.from_numpy(column) for column in columns]
-        packed = torch.from_numpy(np.concatenate(columns)).pin_memory().to(self._ids.device, non_blocking=True)
-        return list(packed.split([len(column) for column in columns]))
+        """Host columns on the device."""
+        return sent_together(columns, self._ids.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgi.worker.params import Draws
 from tgi.worker.rows import put, take
+from tgi.worker.staging import sent
 
 BITS = 32  # of a word
 
@@ -47,8 +48,8 @@ def hold_back_ends(scores: Tensor, draws: Draws) -> None:
     if not len(rows):
         return
     chosen, ends = take(scores, rows), params.end_ids[rows]
-    at = torch.from_numpy(np.repeat(np.arange(len(rows)), [len(ids) for ids in ends])).to(scores.device)
-    ids = torch.from_numpy(np.concatenate(ends)).to(scores.device)
+    at = sent(np.repeat(np.arange(len(rows)), [len(ids) for ids in ends]), scores.device)
+    ids = sent(np.concatenate(ends), scores.device)
     before = chosen[at, ids]
     chosen[at, ids] = -torch.inf
     nothing = chosen.amax(-1) == -torch.inf
@@ -61,6 +62,6 @@ def unset(words: NDArray[np.int32], device: torch.device) -> Tensor:
     if device.type == "cpu":  # numpy's is ten times as fast there
         bits = np.unpackbits((~words).view(np.uint8), axis=-1, bitorder="little")
         return torch.from_numpy(bits).view(torch.bool)
-    there = torch.from_numpy(words).to(device)[:, :, None]
+    there = sent(words, device)[:, :, None]
     bits_there = there >> torch.arange(BITS, dtype=torch.int32, device=device)
     return (bits_there & 1).view(len(words), -1) == 0

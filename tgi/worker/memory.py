@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 # Defaults per device. A step is one piece of work: on CPU a long one holds up everybody's next token.
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 BATCH_SIZE = {"cpu": 128, "cuda": 256}
+# What a recorded step takes on a GPU beside the memory that it shares with the others: a node for each kernel.
+RECORDING_BYTES = 8 << 20
 # On CPU the cache competes with everything else on the host.
 CPU_SHARE = 0.25
 CPU_MOST_BYTES = 4 << 30
@@ -65,7 +67,7 @@ def available_on_host() -> int:
 
 
 def room_on_cuda(free: int, total: int, settings: Settings, activations: int) -> Room:
-    """Room on a GPU with `free` bytes of `total`: less what the user reserves and what a forward pass takes."""
+    """Room on a GPU with `free` bytes of `total`: less what the user reserves and what steps take."""
     most = free - (1.0 - settings.cuda_memory_fraction) * total
     return Room(max(0, int(most * settings.memory_fraction) - activations), max(0, int(most) - activations))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tgi.worker.params import LARGEST_SCORE, Draws
 from tgi.worker.rows import Rows, column, put, take
+from tgi.worker.staging import sent
 
 
 def penalise_repetition(scores: Tensor, draws: Draws) -> None:
@@ -57,9 +58,9 @@ def add_biases(scores: Tensor, draws: Draws) -> None:
     if not len(rows):
         return
     biases = draws.params.bias[rows]
-    at = torch.from_numpy(np.repeat(rows, [len(bias.ids) for bias in biases])).to(scores.device)
-    ids = torch.from_numpy(np.concatenate([bias.ids for bias in biases])).to(scores.device)
-    scores[at, ids] += torch.from_numpy(np.concatenate([bias.values for bias in biases])).to(scores.device)
+    at = sent(np.repeat(rows, [len(bias.ids) for bias in biases]), scores.device)
+    ids = sent(np.concatenate([bias.ids for bias in biases]), scores.device)
+    scores[at, ids] += sent(np.concatenate([bias.values for bias in biases]), scores.device)
 
 
 def _occurrences(scores: Tensor, draws: Draws, rows: Rows, begins: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -70,5 +71,5 @@ def _occurrences(scores: Tensor, draws: Draws, rows: Rows, begins: NDArray[np.in
     """
     ids = draws.history(rows, begins)
     real = np.arange(ids.shape[1]) < (draws.position[rows] - begins)[:, None]
-    counts = torch.zeros_like(scores).scatter_add_(1, ids, torch.from_numpy(real).to(scores))
+    counts = torch.zeros_like(scores).scatter_add_(1, ids, sent(real, scores.device).to(scores.dtype))
     return ids, counts.gather(1, ids)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.worker.slots import Rows, Slots
+from tgi.worker.staging import sent
 from tgi.worker.tops import BLOCK_ROWS, rank
 
 Ints = NDArray[np.int64]
@@ -73,7 +74,7 @@ class PromptReader:
         asking = np.flatnonzero(self._top_n[block])
         if len(asking):
             if len(asking) < len(logprobs):
-                logprobs = logprobs[torch.from_numpy(asking).to(logprobs.device)]
+                logprobs = logprobs[sent(asking, logprobs.device)]
             ids = rank(logprobs, self._width)
             self._top_ids.append(ids.int())
             self._top_logprobs.append(logprobs.gather(1, ids))

@@ -23,6 +23,7 @@ from tgi.worker.noise import Noise, keys
 from tgi.worker.params import Draws
 from tgi.worker.penalties import add_biases, penalise_counts, penalise_frequency, penalise_repetition
 from tgi.worker.rows import put, take
+from tgi.worker.staging import sent
 from tgi.worker.tops import Tops, find_tops
 from tgi.worker.watermark import mark_green
 
@@ -94,7 +95,7 @@ def race(scores: Tensor, row_keys: NDArray[np.int32], noise: Noise) -> Tensor:
     In logarithms, argmax(score - log q): the softmax's denominator is the same for a whole row.
     """
     chosen = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
-    device_keys = torch.from_numpy(row_keys).to(scores.device)
+    device_keys = sent(row_keys, scores.device)
     for begin in range(0, scores.shape[0], noise.rows):
         block = slice(begin, begin + noise.rows)
         q = noise.exponentials(device_keys[block])

@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.messages import MOST_DRAFTS, MOST_PROMPT_TOPS, Sampling, Slot, Step, decode
 from tgi.worker.grammar import Grammars
 from tgi.worker.lora.shelf import Shelf, missing
 from tgi.worker.params import Params
+from tgi.worker.staging import sent, sent_together
 from tgi.worker.verify import begins
 
 EMPTY = -2  # nobody is in the slot
@@ -65,7 +67,9 @@ class Slots:
         self.page_size = page_size
         self._pages = pages
         self.vocab_size = vocab_size
-        self.ids = torch.empty(count, self.width, dtype=torch.int32, device=device)
+        self.spare = count  # a slot that nobody occupies, with the id 0
+        self.ids = torch.empty(count + 1, self.width, dtype=torch.int32, device=device)
+        self.ids[self.spare].zero_()
         self.page_table = np.zeros((count, -(-self.width // page_size)), np.int32)
         self.known = np.zeros(count, np.int64)  # ids, drawn ones included
         self.computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache
@@ -77,6 +81,14 @@ class Slots:
         self.faults: dict[int, str] = {}  # why slots cannot go on
         self._grammars = grammars
         self._shelf = shelf
+        self._table: Tensor | None = None  # of `mirror`
+
+    def mirror(self, page: int) -> Tensor:
+        """Keeps the page table on the device too from now on, before anybody occupies a slot: int32 [count + 1, pages
+        of the longest request]. Whatever nobody has written is `page`, and so all of the spare slot's."""
+        shape = (self.spare + 1, self.page_table.shape[1])
+        self._table = torch.full(shape, page, dtype=torch.int32, device=self.ids.device)
+        return self._table
 
     def reset(self) -> None:
         """Empties all slots."""
@@ -103,6 +115,10 @@ class Slots:
         if places.max() >= self.page_table.shape[1]:
             raise BadStep(f"slot {sorted_owners[places.argmax()]} gets more pages than a request can have")
         self.page_table[sorted_owners, places] = pages[order]
+        if self._table is not None:
+            at = sorted_owners * self.page_table.shape[1] + places
+            at_there, there = sent_together((at, pages[order]), self.ids.device)
+            self._table.view(-1)[at_there] = there.int()
         np.maximum.at(self.held, sorted_owners, places + 1)
 
     def rows(self, step: Step) -> Rows:
@@ -180,7 +196,7 @@ class Slots:
             _need_within(bias.ids, self.vocab_size, "biased token id")
         if (ends := self.params.end_ids[slot]) is not None:
             _need_within(ends, self.vocab_size, "end id")
-        self.ids[slot, : len(ids)] = torch.from_numpy(ids.astype(np.int32)).to(self.ids.device)
+        self.ids[slot, : len(ids)] = sent(ids.astype(np.int32), self.ids.device)
         self.prompt_from[slot] = new.prompt_from
         self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
         self.known[slot] = len(ids)

@@ -1,5 +1,6 @@
 """Starts the torch engine: model, memory, a first step to warm everything up."""
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -18,12 +19,13 @@ from tgi.kernel.messages import Limits
 from tgi.kernel.settings import MADE_AT_LOAD, Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
-from tgi.worker.batch import Model
+from tgi.worker.batch import Model, Recordable
 from tgi.worker.drafting import Draft, need_same_tokens
-from tgi.worker.engine import TorchEngine
+from tgi.worker.engine import Recording, TorchEngine
 from tgi.worker.load import build_model, read_recipe
 from tgi.worker.lora.shelf import stock
 from tgi.worker.native.choose import find_kernels
+from tgi.worker.recorded import CudaGraphs, sizes
 from tgi.worker.threads import choose_threads
 from tgi.worker.warm import WARM_PROMPT, warm_up
 from tgi.worker.watermark import Watermark
@@ -46,14 +48,19 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     device = _device(settings.device)
     models = _load(settings, device, progress)
     progress("sizing the KV cache", 96)
-    limits = memory.choose_limits(settings, _need(models), _room(settings, models), _held(settings.run_dir))
+    graphs = _graphs(settings, models.served)
+    room = _room(settings, models, graphs)
+    limits = memory.choose_limits(settings, _need(models), room, _held(settings.run_dir))
     served = models.served
     mark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
-    engine = _engine(models, limits, partial(_tokens, settings.model_dir, served.vocab_size), mark)
+    engine = _engine(models, limits, graphs, partial(_tokens, settings.model_dir, served.vocab_size), mark)
     progress("warming up", 98)
     rows = min(2, limits.max_batch_size)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
+    if graphs:
+        progress("recording decode steps", 98)
+        engine.record()
     _hold(settings.run_dir, limits.pages)
     if adapters := settings.adapters:
         progress("loading adapters", 99)
@@ -104,16 +111,34 @@ def quantizations(settings: Settings) -> dict[Path, str | None]:
 def _engine(
     models: Models,
     limits: Limits,
+    graphs: list[int],
     tokens: Callable[[], LLTokenizer] | None = None,
     mark: Watermark | None = None,
 ) -> TorchEngine:
-    """The engine over caches of so many pages."""
+    """The engine over caches of so many pages, which will record decode steps of these numbers of rows."""
     served, draft = models
     attention = build_attention(served.kv, limits.pages, served.device)
-    if draft is None:
-        return TorchEngine(served, attention, limits, tokens, mark=mark)
-    second = Draft(draft, build_attention(draft.kv, limits.pages, draft.device))
-    return TorchEngine(served, attention, limits, tokens, second, mark)
+    second = None if draft is None else Draft(draft, build_attention(draft.kv, limits.pages, draft.device))
+    recording = None
+    if graphs and isinstance(attention, Recordable):
+        recording = Recording(CudaGraphs(), attention, graphs)
+    return TorchEngine(served, attention, limits, tokens, second, mark, recording)
+
+
+def _graphs(settings: Settings, served: Model) -> list[int]:
+    """The numbers of rows of the decode steps that are recorded."""
+    if served.device.type != "cuda":
+        if any(settings.cuda_graphs):
+            log.warning("--cuda-graphs has no effect on CPU")
+        return []
+    most = memory.batch_size(settings, "cuda")
+    rows = sizes(settings.cuda_graphs, most)
+    if not rows and 0 not in settings.cuda_graphs:
+        log.warning("no CUDA graphs: --cuda-graphs names no size from 1 to %d, the rows of a step", most)
+    if rows and served.unrecordable is not None:
+        log.warning("decode steps run without CUDA graphs: %s", served.unrecordable)
+        return []
+    return rows
 
 
 def _tokens(directory: Path, vocab_size: int) -> LLTokenizer:
@@ -154,8 +179,9 @@ def _hold(run: Path, pages: int) -> None:
     (run / PAGES_FILE).write_text(f"{os.getppid()} {pages}")
 
 
-def _room(settings: Settings, models: Models) -> memory.Room:
-    """Room for the KV cache. On CUDA after a step as large as any to come, which shows what a step itself takes."""
+def _room(settings: Settings, models: Models, graphs: list[int]) -> memory.Room:
+    """Room for the KV cache. On CUDA after a step as large as any to come, which shows what a step itself takes, and
+    the largest recording, whose memory the others share."""
     device = models.served.device
     if device.type != "cuda":
         return memory.room_on_host()
@@ -166,7 +192,7 @@ def _room(settings: Settings, models: Models) -> memory.Room:
     tokens = max(1, min(total // rows, (settings.max_total_tokens or need.context) - behind))
     pages = rows * -(-(tokens + behind) // need.page_size)
     limits = Limits(
-        tokens + behind,
+        max(settings.max_total_tokens or need.context, tokens + behind),
         tokens,
         pages * need.page_size,
         total,
@@ -179,7 +205,7 @@ def _room(settings: Settings, models: Models) -> memory.Room:
     )
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        engine = _engine(models, limits)
+        engine = _engine(models, limits, graphs)
         before = torch.cuda.memory_allocated(device)
         warm_up(engine, limits, rows, tokens, drafts, models.draft is not None)
     except torch.OutOfMemoryError as error:
@@ -187,8 +213,17 @@ def _room(settings: Settings, models: Models) -> memory.Room:
             f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
         ) from error
     activations = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    unrecorded, _ = torch.cuda.mem_get_info(device)
+    recordings = engine.record(1)
+    free, whole = torch.cuda.mem_get_info(device)
+    recorded = unrecorded - free + recordings * memory.RECORDING_BYTES
     del engine
+    gc.collect()
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info(device)
-    log.info("a step takes up to %.2f GB; %.2f of %.2f GB are free", activations / 1e9, free / 1e9, whole / 1e9)
-    return memory.room_on_cuda(free, whole, settings, activations)
+    log.info(
+        "a step takes up to %.2f GB, %d recorded ones %.2f GB; %.2f of %.2f GB are free",
+        *(activations / 1e9, recordings, recorded / 1e9, free / 1e9, whole / 1e9),
+    )
+    return memory.room_on_cuda(free, whole, settings, activations + recorded)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.kernel.messages import MOST_TOPS
+from tgi.worker.staging import sent
 
 # A flat distribution has as many equals as the vocabulary has tokens. So many are listed beyond the n asked for.
 TIES = 128
@@ -36,7 +37,7 @@ def find_tops(logprobs: Tensor, rows: NDArray[np.int64], top_n: NDArray[np.int64
     longest = np.minimum(wanted + TIES, most)
     ids = torch.cat([rank(block, int(longest.max())) for block in logprobs.split(BLOCK_ROWS)])
     values = logprobs.gather(1, ids)
-    wanted_at, longest_at = torch.from_numpy(np.stack((wanted, longest))).to(ids.device)[:, :, None]
+    wanted_at, longest_at = sent(np.stack((wanted, longest)), ids.device)[:, :, None]
     listed = values >= values.gather(1, wanted_at - 1)
     listed &= values > -torch.inf
     listed &= torch.arange(ids.shape[1], device=ids.device) < longest_at

@@ -8,6 +8,12 @@ package is installed, take its place and read pages where they lie. So there are
 - "plain": float32, which no flash kernel computes, and capped scores, which varlen_attn does not offer. As packed, then
   row by row. It is slow, and takes memory for all scores of a row.
 
+Steps that are recorded (recorded.py) read pages where they lie too, where that is possible: how many blocks of keys a
+row has is counted on the device from `seqused_k`, so what the host says of contexts may be a bound. With a page table,
+FA3 takes its bound from the table's width and leaves `max_k` alone; it serves to choose how keys are split, which
+`num_splits=1` has settled. FA2 wants the keys in one piece, whose length the host must know: for it and for "plain"
+gathered.py stands in.
+
 The arguments are checked on CPU against a reference in place of the kernels. No GPU has run this file yet.
 """
 
@@ -22,6 +28,7 @@ from torch.nn import attention as flash
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
+from tgi.worker.attention import gathered
 from tgi.worker.batch import Batch, KVShape
 
 log = logging.getLogger(__name__)
@@ -43,20 +50,28 @@ class Plan(NamedTuple):
 
 
 class CudaAttention:
-    """The backend. The cache of a layer is two tensors [pages, page_size, kv_heads, head_dim], keys and values."""
+    """The backend. The cache of a layer is two tensors [pages + 1, page_size, kv_heads, head_dim], keys and values. The
+    last page is nobody's."""
 
     page_size = 16
 
     def __init__(self, kv: KVShape, pages: int, device: torch.device, way: str | None = None) -> None:
         self._kv = kv
         self._way = way or _choose(kv, device)
-        shape = (pages, self.page_size, kv.kv_heads, kv.head_dim)
+        self.spare = pages
+        shape = (pages + 1, self.page_size, kv.kv_heads, kv.head_dim)
         self._keys = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
         self._values = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
         log.info("attention on %s is %s", device, self._way)
 
-    def plan(self, batch: Batch) -> Plan:
+    def bounds(self, rows: int, longest: int) -> list[int]:
+        """See Recordable. Pages that are read in place cost nothing where a context does not reach."""
+        return [longest] if self._way == "paged" else gathered.bounds(self._kv, rows, longest, self.page_size)
+
+    def plan(self, batch: Batch) -> Plan | gathered.Plan:
         """See Attention."""
+        if batch.recorded and self._way != "paged":
+            return gathered.plan(batch, self._kv, self.page_size)
         reads = cu_context = None
         if self._way != "paged":
             reads, cu_context = self._reads(batch)
@@ -73,13 +88,17 @@ class CudaAttention:
             context_lengths=batch.context_lengths,
         )
 
-    def write_and_attend(self, plan: Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+    def write_and_attend(self, plan: Plan | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See Attention."""
         query, key, value = qkv.split([self._kv.heads, self._kv.kv_heads, self._kv.kv_heads], dim=1)
         keys, values = self._keys[layer], self._values[layer]
+        if self._kv.dtype is torch.float16:  # an overflow in one request must not reach the next owner of its pages
+            key, value = key.nan_to_num(), value.nan_to_num()
         keys.flatten(0, 1).index_copy_(0, plan.writes, key)
         values.flatten(0, 1).index_copy_(0, plan.writes, value)
         query = query.contiguous()
+        if isinstance(plan, gathered.Plan):
+            return gathered.attend(plan, query, keys, values, scale, self._kv.window(layer), self._kv.softcap)
         paged = plan.reads is None
         if plan.reads is not None:
             keys = keys.flatten(0, 1).index_select(0, plan.reads)

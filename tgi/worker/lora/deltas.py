@@ -21,6 +21,7 @@ from torch import Tensor
 from tgi.worker.layers.mlp import Mlp
 from tgi.worker.linear import ACTIVATIONS, Linear
 from tgi.worker.lora.weights import PLACES, PROJECTIONS, LoraWeights, Shapes
+from tgi.worker.staging import sent
 
 # A multiple of what torch computes at once, and fewer elements than it divides among threads.
 LANES = 64
@@ -156,9 +157,7 @@ def _place(
         size += padded
     everywhere = bool((back[:count] >= 0).all())
     choice = np.where(back < 0, 0 if everywhere else size + np.arange(rows), back)
-    packed = torch.from_numpy(np.concatenate([*tokens, np.where(back < 0, size, back), choice]))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    packed = sent(np.concatenate([*tokens, np.where(back < 0, size, back), choice]), device)
     matrices = [[projection for projection in matrix if projection in shapes] for matrix in PLACES[name]]
     matrices = [matrix for matrix in matrices if matrix]
     x = torch.empty(size, shapes[matrices[0][0]].inputs, dtype=dtype, device=device)

@@ -69,6 +69,7 @@ class Decoder:
         shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
         self.kv = KVShape(*shape, windows, config.attention_cap, kernels)
         self.device = device
+        self.unrecordable = None if config.experts is None else "the host reads which experts its tokens chose"
         self._config = config
         self._weights = weights
         self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]

@@ -93,6 +93,8 @@ def build_fallback(
 class Fallback:
     """A Model around one of transformers'."""
 
+    unrecordable: str | None = "transformers computes it, which nobody has checked for that"
+
     @torch.inference_mode()
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
