@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from scripts import bench_lora
-from tgi.worker import engine, sampling
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.models.decoder import Decoder
 
@@ -81,8 +80,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
     names = operations(model)
     watch = Watch()
     program.run = watch.around("layers", program.run)  # type: ignore[method-assign]
-    model._logits = watch.around("logits", model._logits)  # type: ignore[method-assign]
-    engine.sample = watch.around("sampling", sampling.sample)  # type: ignore[attr-defined]
+    model._weights.head.best = watch.around("head", model._weights.head.best)  # type: ignore[method-assign]
     program.clock = torch.zeros(len(names), dtype=torch.float64)
     weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
     cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
@@ -96,7 +94,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
         spent = defaultdict(float, watch.spent)
         for name, seconds in zip(names, program.clock.tolist(), strict=True):
             spent[name] += 1e3 * seconds
-        spent["rest"] = spent["step"] - spent["layers"] - spent["logits"] - spent["sampling"]
+        spent["rest"] = spent["step"] - spent["layers"] - spent["head"]
         with watch.part("floor"):
             kernels.read(memory)
         spent["floor"] = watch.spent["floor"] * (weights + cached) / memory.nbytes
@@ -127,7 +125,7 @@ def main() -> None:
     parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora")]
     print(f"| ms, {options.shape}, context {options.context} |" + "".join(f" {rows} rows |" for rows in columns))
     print("|---|" + "---|" * len(columns))
-    for name in [*parts, "logits", "sampling", "rest", "step"]:
+    for name in [*parts, "head", "rest", "step"]:
         print(f"| {name} |" + "".join(f" {found[name]:.2f} |" for found, _ in columns.values()))
     print("| floor of memory |" + "".join(f" {floor:.2f} |" for _, floor in columns.values()))
     print("| floor / step |" + "".join(f" {floor / found['step']:.0%} |" for found, floor in columns.values()))

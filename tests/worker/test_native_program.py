@@ -59,7 +59,7 @@ def run(model: Decoder, adapters: tuple[object, ...] = ()) -> list[torch.Tensor]
         reader = Blocks(len(batch.tokens))
         bounds = batch.cu_query.tolist()
         spans = [Span(adapter, *bounds[row : row + 2]) for row, adapter in enumerate(adapters) if adapter is not None]
-        found += [model.forward(batch._replace(adapted=spans), attention, reader), *reader.logits]
+        found += [model.forward(batch._replace(adapted=spans), attention, reader).clone(), *reader.logits]
     return found
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tgi.worker.best import Best
 from tgi.worker.native.kernels import Kernels
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Reader(Protocol):
     blocks: Sequence[Tensor]  # int64 [n] indices into T each
 
     def read(self, logits: Tensor) -> None:
-        """Takes the raw logits float32 [n, vocab_size] of the next block."""
+        """Takes the raw logits float32 [n, vocab_size] of the next block, which may be overwritten afterwards."""
 
 
 class Model(Protocol):
@@ -87,7 +88,12 @@ class Model(Protocol):
     device: torch.device
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
-        """Raw logits, float32 [D, vocab_size], where tokens are drawn. A reader is given those that it wants."""
+        """Raw logits, float32 [D, vocab_size], where tokens are drawn; the next call may overwrite them. A reader is
+        given those that it wants."""
+
+    def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
+        """The best of these logits, where nothing else is needed of them: no bit differs, but there may be less to
+        do."""
 
     def adapter(self, directory: Path) -> Any:
         """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

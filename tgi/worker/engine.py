@@ -144,10 +144,19 @@ class TorchEngine:
             begin.record()
         drafted = self._drafted(step, rows)
         reader = self._reader(rows)
-        logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
-        slots = rows.slots[rows.drawing] if drafted is None else drafted.slots
-        masks = self._grammars.masks(slots, drafted)
-        drawn = self._draw(rows, logits, masks)
+        drawing = rows.slots[rows.drawing]
+        slots = drawing if drafted is None else drafted.slots
+        inputs, masks = (self._layout.batch(rows), self._attention, reader), None
+        if self._slots.params.greedy[drawing].all():
+            best = self._model.best(*inputs)
+            drawn = Drawn(best.ids, best.logprobs(), None)
+        else:
+            logits = self._model.forward(*inputs)
+            masks = self._grammars.masks(slots, drafted)
+            draws = self._layout.draws(drawing, rows.position, masks)
+            drawn = sample(logits, draws, self._noise, self._model.kv.kernels)
+        # Behind a draft that is not accepted nobody reads before it is written again.
+        self._layout.write(drawing, rows.position, drawn.ids)
         told = None if reader is None else reader.told()
         self._slots.advance(rows)
         if end is not None:
@@ -204,16 +213,6 @@ class TorchEngine:
             return None
         at, next_at = self._layout.to_device(found.at, found.next_at)
         return PromptReader(found, at, self._slots.ids.view(-1)[next_at].long())
-
-    def _draw(self, rows: Rows, logits: Tensor, masks: Masks | None) -> Drawn:
-        """Draws for the rows that do, and writes the ids behind those that are known. What is drawn behind a draft that
-        is not accepted comes to stand where nobody reads before it is written again."""
-        if not len(rows.drawing):
-            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
-        slots = rows.slots[rows.drawing]
-        drawn = sample(logits, self._layout.draws(slots, rows.position, masks), self._noise, self._model.kv.kernels)
-        self._layout.write(slots, rows.position, drawn.ids)
-        return drawn
 
 
 def _no_tokens() -> LLTokenizer:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
+from tgi.worker.best import Best
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -70,6 +71,7 @@ class Decoder:
         self.kv = KVShape(*shape, windows, config.attention_cap, kernels)
         self.device = device
         self._config = config
+        self._scoring = config.logit_scale, config.logit_cap
         self._weights = weights
         self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]
         self._program = write_program(config, weights.layers, self._rotaries, self.kv)
@@ -83,7 +85,18 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
-        """See Model. Tokens are padded once here to a number of rows that the linear layers take as it is."""
+        """See Model."""
+        return self._logits(self._computed(batch, attention, reader), batch.draw_at)
+
+    @torch.inference_mode()
+    def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
+        """See Model."""
+        hidden = self._computed(batch, attention, reader)
+        return self._weights.head.best(self._drawing(hidden, batch.draw_at), *self._scoring)
+
+    def _computed(self, batch: Batch, attention: Attention, reader: Reader | None) -> Tensor:
+        """What the layers leave of the tokens, [rows, hidden]: they are padded once here to a number of rows that the
+        linear layers take as it is."""
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
@@ -103,7 +116,7 @@ class Decoder:
         if reader is not None:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
-        return self._logits(hidden, batch.draw_at)
+        return hidden
 
     def _layers(
         self,
@@ -154,11 +167,11 @@ class Decoder:
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
-        scale, cap = self._config.logit_scale, self._config.logit_cap
-        logits = self._weights.head.wide(self._weights.norm(hidden.index_select(0, at)))
-        if scale != 1.0:
-            logits = logits * scale
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self._weights.head.scores(self._drawing(hidden, at), *self._scoring)
+
+    def _drawing(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """What the head takes of these rows."""
+        return self._weights.norm(hidden.index_select(0, at))
 
     def _join(
         self,

@@ -1,4 +1,4 @@
-"""Memory for weights in large pages: a product reads a weight from end to end, and finds its pages sooner."""
+"""Memory in large pages: for weights, which a product reads from end to end and so finds sooner, and for scratch."""
 
 import mmap
 
@@ -26,6 +26,19 @@ class Arena:
         piece = torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=self._used)
         self._used += -(-size // LINE) * LINE
         return piece
+
+
+class Scratch:
+    """Memory that is kept for the next use, as much as the largest took: new memory costs a fault for each page."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """So many bytes, which hold anything, until the next call."""
+        if size > len(self._memory):
+            self._memory = torch.frombuffer(_region(size), dtype=torch.uint8)
+        return self._memory[:size]
 
 
 def _region(size: int) -> mmap.mmap:

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "best.h"
+#include "head.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -42,8 +43,20 @@ void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, 
     linear(*team, {x, {weight, outputs, inputs, Form(form)}, bias, plus, other, y, wide, rows, plus_step, Then(then)});
 }
 
-void tgi_best(Team* team, const float* scores, int64_t* at, float* logs, int64_t rows, int64_t size) {
-    best(*team, {scores, at, logs, rows, size});
+void tgi_best(Team* team, const float* scores, void* room, int64_t* at, float* highest, float* logs, int64_t rows,
+              int64_t size) {
+    best(*team, {scores, Peaks(room, rows, (size + PANEL - 1) / PANEL), {at, highest, logs}, rows, size});
+}
+
+void tgi_scores(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, float scale, float cap,
+                int64_t rows, int64_t inputs, int64_t outputs, float* wide) {
+    scores(*team, {x, {weight, outputs, inputs, Form(form)}, bias, {scale, cap}, rows}, wide);
+}
+
+void tgi_head(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, float scale, float cap,
+              int64_t rows, int64_t inputs, int64_t outputs, void* room, int64_t* at, float* highest, float* logs) {
+    const Packed packed{weight, outputs, inputs, Form(form)};
+    head(*team, {x, packed, bias, {scale, cap}, rows}, Peaks(room, rows, packed.panels()), {at, highest, logs});
 }
 
 void tgi_read(Team* team, const void* at, int64_t bytes, int64_t* sum) { *sum = read(*team, at, bytes); }
