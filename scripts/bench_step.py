@@ -79,8 +79,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
     assert kernels is not None
     names = operations(model)
     watch = Watch()
-    program.run = watch.around("layers", program.run)  # type: ignore[method-assign]
-    model._weights.head.best = watch.around("head", model._weights.head.best)  # type: ignore[method-assign]
+    program.run = watch.around("program", program.run)  # type: ignore[method-assign]
     program.clock = torch.zeros(len(names), dtype=torch.float64)
     weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
     cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
@@ -94,7 +93,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
         spent = defaultdict(float, watch.spent)
         for name, seconds in zip(names, program.clock.tolist(), strict=True):
             spent[name] += 1e3 * seconds
-        spent["rest"] = spent["step"] - spent["layers"] - spent["head"]
+        spent["rest"] = spent["step"] - spent["program"]
         with watch.part("floor"):
             kernels.read(memory)
         spent["floor"] = watch.spent["floor"] * (weights + cached) / memory.nbytes
@@ -122,10 +121,10 @@ def main() -> None:
     for rows in map(int, options.rows.split(",")):
         columns[rows] = measure(options.shape, rows, options.context, options.rounds)
     first = next(iter(columns.values()))[0]
-    parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora")]
+    parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora", "head")]
     print(f"| ms, {options.shape}, context {options.context} |" + "".join(f" {rows} rows |" for rows in columns))
     print("|---|" + "---|" * len(columns))
-    for name in [*parts, "head", "rest", "step"]:
+    for name in [*parts, "rest", "step"]:
         print(f"| {name} |" + "".join(f" {found[name]:.2f} |" for found, _ in columns.values()))
     print("| floor of memory |" + "".join(f" {floor:.2f} |" for _, floor in columns.values()))
     print("| floor / step |" + "".join(f" {floor / found['step']:.0%} |" for found, floor in columns.values()))

@@ -39,7 +39,7 @@ def test_the_best_of_scores_and_the_logarithm_of_their_sum(kernels: Kernels, siz
     assert torch.equal(found.ids, exact.ids)
     assert found.ids[2:5].tolist() == [0, 1, size - 1]
     assert torch.equal(found.highest, scores.amax(-1))
-    assert (found.logs - exact.logs).abs().max() < 2e-6
+    assert (found.logprobs - exact.logprobs).abs().max() < 2e-6
     for row in range(len(scores)):
         assert same(kernels.best(scores[row : row + 1]), [part[row : row + 1] for part in found])
 
@@ -55,7 +55,7 @@ def test_what_is_no_number_is_never_the_best(kernels: Kernels) -> None:
     found = kernels.best(scores)
     assert same(kernels.best(clean[None]), [part[:1] for part in found])
     assert found.ids[1:4].tolist() == [0, 0, 66]
-    assert found.logprobs().isnan().tolist() == [False, True, True, True, False]
+    assert found.logprobs.isnan().tolist() == [False, True, True, True, False]
     assert same(kernels.best(scores[4:]), [part[4:] for part in found])
 
 

@@ -7,22 +7,23 @@ from torch import Tensor
 
 
 class Best(NamedTuple):
-    """Of n rows of scores. A token's logprob is its score - highest - logs."""
+    """Of n rows of scores. Another token's logprob is its score - highest + logprob."""
 
     ids: Tensor  # int64 [n] the lowest among those of the highest score
     highest: Tensor  # float32 [n]
-    logs: Tensor  # float32 [n] log(sum over all tokens of e^(score - highest))
+    logprobs: Tensor  # float32 [n] -log(sum over all tokens of e^(score - highest)); NaN if `highest` is infinite
 
-    def logprobs(self) -> Tensor:
-        """Of these tokens, float32 [n]. No number where the highest score is none or infinite."""
-        return self.highest - self.highest - self.logs
+    @classmethod
+    def empty(cls, rows: int) -> "Best":
+        """Room for so many rows on the host."""
+        return cls(torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows))
 
 
 def find_best(scores: Tensor) -> Best:
     """By torch, of scores float32 [n, vocab]. Kernels.best is our own."""
     ids = argmax(scores)
     highest = scores.gather(1, ids[:, None])
-    return Best(ids, highest[:, 0], -torch.log_softmax(scores, -1).gather(1, ids[:, None])[:, 0])
+    return Best(ids, highest[:, 0], torch.log_softmax(scores, -1).gather(1, ids[:, None])[:, 0])
 
 
 def argmax(scores: Tensor) -> Tensor:

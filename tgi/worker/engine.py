@@ -149,7 +149,7 @@ class TorchEngine:
         inputs, masks = (self._layout.batch(rows), self._attention, reader), None
         if self._slots.params.greedy[drawing].all():
             best = self._model.best(*inputs)
-            drawn = Drawn(best.ids, best.logprobs(), None)
+            drawn = Drawn(best.ids, best.logprobs, None)
         else:
             logits = self._model.forward(*inputs)
             masks = self._grammars.masks(slots, drafted)

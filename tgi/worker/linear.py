@@ -160,6 +160,10 @@ class Linear:
         other._call = other._plain if self._call == self._plain else other._reordered
         return other
 
+    def write_best(self, program: Program, x: int, y: int, norm: tuple, scale: float, cap: float | None) -> None:
+        """Writes `best` of normed rows down; y is scratch as wide as x."""
+        program.head(x, y, norm, self._weight, self._bias, scale, cap)
+
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]
         return _run(x, self._weight, self._bias, name, [], variant)

@@ -59,11 +59,11 @@ def sample(scores: Tensor, draws: Draws, noise: Noise, kernels: Kernels | None =
     process(scores, draws)
     best = find_best(scores) if kernels is None else kernels.best(scores)
     ids = _raced(best.ids, scores, draws, noise)
-    logprobs = scores.gather(1, ids[:, None])[:, 0] - best.highest - best.logs
+    logprobs = scores.gather(1, ids[:, None])[:, 0] - best.highest + best.logprobs
     asking = np.flatnonzero(draws.params.top_n > 0)
     tops = None
     if len(asking):
-        asked = take(scores, asking) - take(best.highest[:, None], asking) - take(best.logs[:, None], asking)
+        asked = take(scores, asking) - take(best.highest[:, None], asking) + take(best.logprobs[:, None], asking)
         tops = find_tops(asked, asking, draws.params.top_n[asking])
     return Drawn(ids, logprobs, tops)
 

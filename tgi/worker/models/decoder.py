@@ -74,7 +74,7 @@ class Decoder:
         self._scoring = config.logit_scale, config.logit_cap
         self._weights = weights
         self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]
-        self._program = write_program(config, weights.layers, self._rotaries, self.kv)
+        self._program = write_program(config, weights, self._rotaries, self.kv)
         # As transformers does it: rounded to the number format of the weights.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
@@ -86,17 +86,22 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """See Model."""
-        return self._logits(self._computed(batch, attention, reader), batch.draw_at)
+        hidden, _ = self._computed(batch, attention, reader)
+        return self._logits(hidden, batch.draw_at)
 
     @torch.inference_mode()
     def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
         """See Model."""
-        hidden = self._computed(batch, attention, reader)
+        hidden, best = self._computed(batch, attention, reader, batch.draw_at)
+        if best is not None:
+            return best
         return self._weights.head.best(self._drawing(hidden, batch.draw_at), *self._scoring)
 
-    def _computed(self, batch: Batch, attention: Attention, reader: Reader | None) -> Tensor:
-        """What the layers leave of the tokens, [rows, hidden]: they are padded once here to a number of rows that the
-        linear layers take as it is."""
+    def _computed(
+        self, batch: Batch, attention: Attention, reader: Reader | None, draw_at: Tensor | None = None
+    ) -> tuple[Tensor, Best | None]:
+        """What the layers leave of the tokens, [rows, hidden], and, from a program, the best at `draw_at`. Tokens are
+        padded once here to a number of rows that the linear layers take as it is."""
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
@@ -110,13 +115,14 @@ class Decoder:
         if self._program is not None and isinstance(attention, NativeAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             tables = [table for table, _ in angles]
-            self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted)
+            best = self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted, draw_at)
         else:
+            best = None
             hidden = self._layers(hidden, angles, count, attention, plan, deltas)
         if reader is not None:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
-        return hidden
+        return hidden, best
 
     def _layers(
         self,

@@ -53,11 +53,6 @@ def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _best(rows: int) -> Best:
-    """Room for the best of so many rows."""
-    return Best(torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows))
-
-
 class Packed(NamedTuple):
     """A weight [outputs, inputs] as `linear` takes it."""
 
@@ -181,7 +176,7 @@ class Kernels:
     def best(self, scores: Tensor) -> Best:
         """The best of scores float32 [n, size]. NaN counts as minus infinity."""
         rows, size = scores.shape
-        best, peaks = _best(rows), self._peaks.take(PEAK * rows * -(-size // PANEL))
+        best, peaks = Best.empty(rows), self.peaks(rows, size)
         self._best(scores.data_ptr(), peaks.data_ptr(), *map(_at, best), rows, size)
         return best
 
@@ -200,12 +195,16 @@ class Kernels:
         """`best` of these scores, to the bit. They are not written down."""
         x = x.contiguous()
         rows, (memory, outputs, inputs, form) = len(x), weight
-        best, peaks = _best(rows), self._peaks.take(PEAK * rows * -(-outputs // PANEL))
+        best, peaks = Best.empty(rows), self.peaks(rows, outputs)
         self._head(
             x.data_ptr(), memory.data_ptr(), form, _at(bias), scale, cap or 0.0, rows, inputs, outputs,
             peaks.data_ptr(), *map(_at, best),
         )  # fmt: skip
         return best
+
+    def peaks(self, rows: int, size: int) -> Tensor:
+        """Room in which the best of so many rows of so many scores is found, until it is."""
+        return self._peaks.take(PEAK * rows * -(-size // PANEL))
 
     def read(self, memory: Tensor) -> int:
         """Reads memory of any dtype, a multiple of 64 bytes, as fast as it goes, to know how fast that is. Returns the

@@ -36,7 +36,8 @@ struct GatherJob final : Job {
         _mm512_mask_storeu_ps(best.highest + first, there, most);
         _mm512_mask_storeu_epi64(best.at + first, there, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(at)));
         _mm512_mask_storeu_epi64(best.at + first + 8, there >> 8, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(at, 1)));
-        for (int64_t row = 0; row < rows; row++) best.logs[first + row] = std::log(total[row]);
+        for (int64_t row = first; row < first + rows; row++)
+            best.logprobs[row] = best.highest[row] - best.highest[row] - std::log(total[row - first]);
     }
 
     const Peaks& peaks;

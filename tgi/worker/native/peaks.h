@@ -14,11 +14,12 @@ namespace tgi {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// Of each row of scores its highest one, the first among equals, and log(sum over all of e^(score - highest)).
+// Of each row of scores its highest one, the first among equals, and -log(sum over all of e^(score - highest)), which is no
+// number if that is infinite.
 struct Best {
-    int64_t* at;     // [rows]
-    float* highest;  // [rows]
-    float* logs;     // [rows]
+    int64_t* at;      // [rows]
+    float* highest;   // [rows]
+    float* logprobs;  // [rows]
 };
 
 // e^x for x <= 0, off by less than 1e-6 of it where that counts beside 1.
