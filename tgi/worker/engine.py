@@ -147,6 +147,7 @@ class TorchEngine:
         drawing = rows.slots[rows.drawing]
         slots = drawing if drafted is None else drafted.slots
         inputs, masks = (self._layout.batch(rows), self._attention, reader), None
+        places = self._layout.places(drawing, rows.position)
         if self._slots.params.greedy[drawing].all():
             best = self._model.best(*inputs)
             drawn = Drawn(best.ids, best.logprobs, None)
@@ -156,7 +157,7 @@ class TorchEngine:
             draws = self._layout.draws(drawing, rows.position, masks)
             drawn = sample(logits, draws, self._noise, self._model.kv.kernels)
         # Behind a draft that is not accepted nobody reads before it is written again.
-        self._layout.write(drawing, rows.position, drawn.ids)
+        self._layout.write(places, drawn.ids)
         told = None if reader is None else reader.told()
         self._slots.advance(rows)
         if end is not None:
@@ -189,15 +190,15 @@ class TorchEngine:
             return None
         lengths = rows.drafts.lengths
         compared = followed(lengths)
-        slots, position = rows.slots[rows.drawing[compared]], rows.position[compared]
+        places = self._layout.places(rows.slots[rows.drawing[compared]], rows.position[compared])
         there = None
         if rows.drafts.ids is not None:
             drafts = torch.from_numpy(rows.drafts.ids)
-            self._layout.write(slots, position, drafts.to(self._device))
+            self._layout.write(places, drafts.to(self._device))
         else:
             if self._drafter is None:
                 raise BadStep("drafts without draft_ids, and there is no draft model to find them")
-            drafts = self._layout.read(slots, position)
+            drafts = self._layout.read(places)
             if self._cuda:
                 there = torch.cuda.Event()
                 drafts = _to_host(drafts)

@@ -67,7 +67,7 @@ void tgi_turn(Team* team, bf16* x, const float* angles, const int64_t* positions
 }
 
 void tgi_attend(Team* team, bf16* cache, int64_t heads, int64_t kv_heads, int64_t head_dim, const int64_t* places,
-                const int64_t* bounds, const int64_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
+                const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
                 const bf16* qkv, bf16* y, int64_t window, float scale, float softcap) {
     attend(*team, {cache, heads, kv_heads, head_dim}, {places, bounds, contexts, pages, rows, width},
            {qkv, y, window, scale, softcap});
@@ -125,8 +125,8 @@ void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scale
 }
 
 void tgi_program_run(Program* program, Team* team, bf16* rows, const int64_t* positions, const float* const* angles,
-                     bf16* const* caches, const Adapted* adapted, const int64_t* places, const int64_t* bounds,
-                     const int64_t* contexts, const int32_t* pages, int64_t count, int64_t width, const Drawing* drawing,
+                     bf16* const* caches, const Adapted* adapted, const int64_t* places, const int32_t* bounds,
+                     const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width, const Drawing* drawing,
                      double* clock) {
     const Step step{places, bounds, contexts, pages, count, width};
     program->run(*team, {rows, positions, angles, caches, adapted, drawing, step}, clock);

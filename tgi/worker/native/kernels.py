@@ -66,8 +66,8 @@ class Rows(NamedTuple):
     """The rows of a step, by the addresses of their columns."""
 
     places: int  # int64 [T] where each token's key and value go: page * PAGE + offset
-    bounds: int  # int64 [R + 1] row r has tokens bounds[r] to bounds[r + 1],
-    contexts: int  # int64 [R] sees so many positions,
+    bounds: int  # int32 [R + 1] row r has tokens bounds[r] to bounds[r + 1],
+    contexts: int  # int32 [R] sees so many positions,
     pages: int  # int32 [R, width] in these pages
     rows: int
     width: int
