@@ -29,7 +29,8 @@ class Layout:
         """Lays the rows' tokens back to back."""
         state, size = self._state, self._state.page_size
         counts = rows.ends - rows.starts
-        bounds = np.concatenate(([0], np.cumsum(counts)))
+        bounds = np.zeros(len(counts) + 1, np.int64)
+        counts.cumsum(out=bounds[1:])
         if bounds[-1] == len(counts):  # a token each
             slots, positions = rows.slots, rows.starts
         else:

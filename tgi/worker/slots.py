@@ -136,7 +136,7 @@ class Slots:
                 f"the row of slot {slots[row]} {list(faults)[fault]}: positions {starts[row]} to {reach[row] - 1}, "
                 f"{known[row]} ids known, {computed[row]} computed, {self.held[slots[row]]} pages"
             )
-        drawing = np.flatnonzero(draws)
+        (drawing,) = draws.nonzero()
         if drafts is None:
             return Rows(slots, starts, ends, drawing, ends[drawing])
         places = np.arange(drafts.lengths.sum()) - np.repeat(begins(drafts.lengths), drafts.lengths)
@@ -227,9 +227,9 @@ def _drafts(step: Step, draws: NDArray[np.uint8], vocab_size: int) -> Drafts | N
 
 
 def _need_within(values: Ints, limit: int, what: str) -> None:
-    if values.min() < 0 or values.max() >= limit:
-        worst = values.min() if values.min() < 0 else values.max()
-        raise BadStep(f"{what} {worst} is not within 0 to {limit - 1}")
+    wrong = (values < 0) | (values >= limit)
+    if wrong.any():
+        raise BadStep(f"{what} {values[wrong.argmax()]} is not within 0 to {limit - 1}")
 
 
 def _ints(column: bytes) -> Ints:

@@ -83,13 +83,11 @@ class Decoder:
         self._bare: list[Linear | None] = []
         self._adapter_dtype = number_format(dtype, device)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """See Model."""
         hidden, _ = self._computed(batch, attention, reader)
         return self._logits(hidden, batch.draw_at)
 
-    @torch.inference_mode()
     def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
         """See Model."""
         hidden, best = self._computed(batch, attention, reader, batch.draw_at)

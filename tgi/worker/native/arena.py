@@ -35,10 +35,10 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """So many bytes, which hold anything, until the next call."""
-        if size > len(self._memory):
+        """So many bytes or more, which hold anything, until the next call."""
+        if size > self._memory.nbytes:
             self._memory = torch.frombuffer(_region(size), dtype=torch.uint8)
-        return self._memory[:size]
+        return self._memory
 
 
 def _region(size: int) -> mmap.mmap:

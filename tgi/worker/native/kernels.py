@@ -185,7 +185,7 @@ class Kernels:
         memory that the next call overwrites."""
         x = x.contiguous()
         rows, (memory, outputs, inputs, form) = len(x), weight
-        y = self._kept_scores.take(4 * rows * outputs).view(torch.float32).view(rows, outputs)
+        y = self._kept_scores.take(4 * rows * outputs).view(torch.float32)[: rows * outputs].view(rows, outputs)
         self._scores(
             x.data_ptr(), memory.data_ptr(), form, _at(bias), scale, cap or 0.0, rows, inputs, outputs, y.data_ptr()
         )
