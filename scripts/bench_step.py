@@ -3,9 +3,10 @@
 
     .venv/bin/python -m scripts.bench_step [--shape 135m] [--rows 1,8,32] [--context 200] [--rounds 60]
 
-The model has the shape of SmolLM2-135M or of Qwen2.5-0.5B, a vocabulary of 32,000 and random weights. Each number is
-the median over the rounds. The floor is the time in which the same threads, at the same moments, read as many bytes as
-the step has to: all weights once, and the keys and values of the contexts. What else runs on the machine disturbs both.
+The model has the layers of SmolLM2-135M or of Qwen2.5-0.5B, or two of width 64, a vocabulary of 32,000 and random
+weights. Each number is the median over the rounds. The floor is the time in which the same threads, at the same
+moments, read as many bytes as the step has to: all weights once, and the keys and values of the contexts. What else
+runs on the machine disturbs both.
 """
 
 import argparse
@@ -29,6 +30,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "two-layer": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "num_key_value_heads": 2,
     },
 }
