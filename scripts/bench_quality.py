@@ -155,7 +155,7 @@ def logits(model: Model, attention: Attention, ids: Sequence[int]) -> Tensor:
         query_lengths=[count],
         context_lengths=[count],
     )
-    return model.forward(batch, attention).clone()
+    return model.forward(batch, attention)
 
 
 def windows(directory: Path, count: int, length: int) -> list[list[int]]:

@@ -45,7 +45,7 @@ def make_batch(rows: Sequence[Row], page_size: int = PAGE) -> Batch:
 
 def prefill(model: Model, attention: Attention, ids: Sequence[int], pages: Sequence[int]) -> torch.Tensor:
     """Logits [vocab] behind all of `ids`, computed in one go."""
-    return model.forward(make_batch([Row(ids, 0, pages)]), attention)[0].clone()
+    return model.forward(make_batch([Row(ids, 0, pages)]), attention)[0]
 
 
 def in_chunks(
@@ -55,6 +55,6 @@ def in_chunks(
     assert sum(sizes) == len(ids)
     done, found = 0, []
     for size in sizes:
-        found.append(model.forward(make_batch([Row(ids[done : done + size], done, pages)]), attention)[0].clone())
+        found.append(model.forward(make_batch([Row(ids[done : done + size], done, pages)]), attention)[0])
         done += size
     return torch.stack(found)

@@ -12,7 +12,7 @@ from tgi.worker.native.build import library
 from tgi.worker.native.kernels import Kernels, Packed
 from tgi.worker.quantization.quantize import quantized
 
-ROWS = (1, 2, 15, 17, 32, 33, 64, 100)
+ROWS = (0, 1, 2, 15, 17, 32, 33, 64, 100)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -74,7 +74,7 @@ def test_what_leaves_the_product_is_the_best_of_its_scores(
     x, bias = numbers(ROWS[-1], inputs, seed=1), torch.randn(outputs, generator=torch.Generator().manual_seed(2))
     x[5] = 0  # all scores are the bias
     for weight, plus in zip(heads(kernels, outputs, inputs), (None, bias, None), strict=True):
-        scores = kernels.scores(x, weight, plus, scale, cap).clone()
+        scores = kernels.scores(x, weight, plus, scale, cap)
         sums = kernels.linear(x, weight, plus, wide=True).double() * scale
         expected = sums if cap is None else (sums / cap).tanh() * cap
         assert (scores - expected).abs().max() < 1e-5 * max(1.0, cap or 1.0)
@@ -93,7 +93,12 @@ def test_what_is_no_number_leaves_the_product_alike(kernels: Kernels) -> None:
     assert same(kernels.head(x, packed, None, 1.0, None), kernels.best(scores))
 
 
-def test_scores_are_written_where_those_before_stood(kernels: Kernels) -> None:
+def test_the_memory_of_scores_that_nobody_has_any_more_is_used_again(kernels: Kernels) -> None:
     packed, x = kernels.pack(numbers(100, 64)), numbers(9, 64, seed=1)
-    first = kernels.scores(x, packed, None, 1.0, None).data_ptr()
-    assert kernels.scores(x[:3], packed, None, 1.0, None).data_ptr() == first
+    first = kernels.scores(x, packed, None, 1.0, None)
+    some, place, kept = first[3:5], first.data_ptr(), first[3:5].clone()
+    del first
+    assert kernels.scores(-x, packed, None, 1.0, None).data_ptr() != place
+    assert torch.equal(some, kept)
+    place = kernels.scores(x, packed, None, 1.0, None).data_ptr()
+    assert kernels.scores(x[:3], packed, None, 1.0, None).data_ptr() == place

@@ -76,7 +76,7 @@ class Reader(Protocol):
     blocks: Sequence[Tensor]  # int64 [n] indices into T each
 
     def read(self, logits: Tensor) -> None:
-        """Takes the raw logits float32 [n, vocab_size] of the next block, which may be overwritten afterwards."""
+        """Takes the raw logits float32 [n, vocab_size] of the next block."""
 
 
 class Model(Protocol):
@@ -88,8 +88,7 @@ class Model(Protocol):
     device: torch.device
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
-        """Raw logits, float32 [D, vocab_size], where tokens are drawn; the next call may overwrite them. A reader is
-        given those that it wants."""
+        """Raw logits, float32 [D, vocab_size], where tokens are drawn. A reader is given those that it wants."""
 
     def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
         """The best of these logits, where nothing else is needed of them: no bit differs, but there may be less to

@@ -1,5 +1,7 @@
 """Lays a step's rows out as tensors: what a model computes, and what its rows draw from. Ids are read on the device."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -96,7 +98,7 @@ class Layout:
         else:
             self._here[places.numpy()] = ids.numpy()
 
-    def to_device(self, *columns: Ints) -> list[Tensor]:
+    def to_device(self, *columns: NDArray[Any]) -> list[Tensor]:
         """Host columns on the device: on CUDA in one copy from pinned memory that does not stall the host."""
         if self._ids.device.type != "cuda":
             return [torch.from_numpy(column) for column in columns]

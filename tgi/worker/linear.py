@@ -139,7 +139,7 @@ class Linear:
 
     def scores(self, x: Tensor, scale: float = 1.0, cap: float | None = None) -> Tensor:
         """cap * tanh(scale * y / cap), or scale * y without a cap, where y = linear(x); float32 [rows, outputs]. Our
-        own kernels do not round in between, and overwrite what they gave before."""
+        own kernels do not round in between."""
         if self._kernels is not None:
             return self._kernels.scores(x, self._weight, self._bias, scale, cap)
         y = self(x).to(torch.float32)

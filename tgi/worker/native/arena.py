@@ -1,6 +1,7 @@
 """Memory in large pages: for weights, which a product reads from end to end and so finds sooner, and for scratch."""
 
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -29,16 +30,18 @@ class Arena:
 
 
 class Scratch:
-    """Memory that is kept for the next use, as much as the largest took: new memory costs a fault for each page."""
+    """Memory that is used again and again, since new memory costs a fault for each page."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._region = _region(LINE)
 
     def take(self, size: int) -> Tensor:
-        """So many bytes or more, which hold anything, until the next call."""
-        if size > self._memory.nbytes:
-            self._memory = torch.frombuffer(_region(size), dtype=torch.uint8)
-        return self._memory
+        """So many bytes, which may hold anything. They are handed out again when no tensor is left of them; while there
+        is one, others get new memory."""
+        mine = 2  # references: this object's, and that of the call that counts them
+        if len(self._region) < size or sys.getrefcount(self._region) > mine:
+            self._region = _region(size)
+        return torch.frombuffer(self._region, dtype=torch.uint8)[:size]
 
 
 def _region(size: int) -> mmap.mmap:

@@ -181,11 +181,10 @@ class Kernels:
         return best
 
     def scores(self, x: Tensor, weight: Packed, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
-        """cap * tanh(y / cap), or y without a cap, where y = scale * (x @ weight.T + bias): float32 [rows, outputs], in
-        memory that the next call overwrites."""
+        """cap * tanh(y / cap), or y without a cap, where y = scale * (x @ weight.T + bias): float32 [rows, outputs]."""
         x = x.contiguous()
         rows, (memory, outputs, inputs, form) = len(x), weight
-        y = self._kept_scores.take(4 * rows * outputs).view(torch.float32)[: rows * outputs].view(rows, outputs)
+        y = self._kept_scores.take(4 * rows * outputs).view(torch.float32).view(rows, outputs)
         self._scores(
             x.data_ptr(), memory.data_ptr(), form, _at(bias), scale, cap or 0.0, rows, inputs, outputs, y.data_ptr()
         )
@@ -203,7 +202,7 @@ class Kernels:
         return best
 
     def peaks(self, rows: int, size: int) -> Tensor:
-        """Room in which the best of so many rows of so many scores is found, until it is."""
+        """Room in which the best of so many rows of so many scores is found."""
         return self._peaks.take(PEAK * rows * -(-size // PANEL))
 
     def read(self, memory: Tensor) -> int:
