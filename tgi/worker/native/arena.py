@@ -40,7 +40,7 @@ class Scratch:
         is one, others get new memory."""
         mine = 2  # references: this object's, and that of the call that counts them
         if len(self._region) < size or sys.getrefcount(self._region) > mine:
-            self._region = _region(size)
+            self._region = _region(max(size, LINE))
         return torch.frombuffer(self._region, dtype=torch.uint8)[:size]
 
 
