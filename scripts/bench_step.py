@@ -22,6 +22,7 @@ import torch
 from scripts import bench_lora
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.models.decoder import Decoder
+from tgi.worker.native.arena import Arena
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {},
@@ -91,7 +92,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
     program.clock = torch.zeros(len(names), dtype=torch.float64)
     weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
     cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
-    memory = torch.ones(READ, dtype=torch.uint8)
+    memory = Arena().take(READ).fill_(1)  # in large pages, as the weights are
     measured = []
     for number in range(rounds + 5):
         program.clock.zero_()

@@ -1,12 +1,12 @@
 """Attention on CPU by our own kernels, which read the pages in place. See native/attention.cpp."""
 
-import mmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgi.worker.batch import Batch, KVShape
+from tgi.worker.native.arena import region
 from tgi.worker.native.kernels import PAGE, Kernels, Rows
 
 
@@ -32,7 +32,7 @@ class NativeAttention:
     def _memory(self) -> Tensor:
         """One layer's cache: zeros that take memory once written to."""
         pages, heads, size = self._shape
-        zeros = mmap.mmap(-1, pages * heads * size * self._kv.dtype.itemsize)
+        zeros = region(pages * heads * size * self._kv.dtype.itemsize)
         return torch.frombuffer(zeros, dtype=self._kv.dtype).view(self._shape)
 
     def plan(self, batch: Batch) -> Plan:

@@ -1,12 +1,13 @@
-"""Memory in large pages: for weights, which a product reads from end to end and so finds sooner, and for scratch."""
+"""Memory in large pages, which the processor finds sooner: for weights, for keys and values, and for scratch."""
 
 import mmap
 import sys
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-REGION = 64 << 20  # bytes that are asked for at once; only what is written to takes memory
+REGION = 64 << 20  # bytes that are asked for at once
 LARGE = REGION // 4  # a piece of more has a region of its own
 LINE = 64  # every piece begins at a multiple of this
 
@@ -21,9 +22,9 @@ class Arena:
     def take(self, size: int) -> Tensor:
         """So many bytes, at a multiple of LINE. They may hold anything."""
         if size > LARGE:
-            return torch.frombuffer(_region(size), dtype=torch.uint8)
+            return torch.frombuffer(region(size), dtype=torch.uint8)
         if self._region is None or self._used + size > REGION:
-            self._region, self._used = _region(REGION), 0
+            self._region, self._used = region(REGION), 0
         piece = torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=self._used)
         self._used += -(-size // LINE) * LINE
         return piece
@@ -33,20 +34,22 @@ class Scratch:
     """Memory that is used again and again, since new memory costs a fault for each page."""
 
     def __init__(self) -> None:
-        self._region = _region(LINE)
+        self._region = region(LINE)
 
     def take(self, size: int) -> Tensor:
         """So many bytes, which may hold anything. They are handed out again when no tensor is left of them; while there
         is one, others get new memory."""
         mine = 2  # references: this object's, and that of the call that counts them
         if len(self._region) < size or sys.getrefcount(self._region) > mine:
-            self._region = _region(max(size, LINE))
+            self._region = region(max(size, LINE))
         return torch.frombuffer(self._region, dtype=torch.uint8)[:size]
 
 
-def _region(size: int) -> mmap.mmap:
+def region(size: int) -> mmap.mmap:
+    """So many bytes, all 0, which take memory once they are written to."""
     # Private, since the system gives large pages for shared memory, Python's own choice, only where it is told to.
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return region
+        with suppress(OSError):  # of a system that has none
+            found.madvise(mmap.MADV_HUGEPAGE)
+    return found

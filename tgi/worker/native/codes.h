@@ -32,9 +32,8 @@ class Codes {
   public:
     static constexpr int64_t step = 32, right = 512;  // as `tiled` columns
 
-    // What is read is asked for up to `end`.
-    Codes(const Packed& packed, const uint8_t* panel, const uint8_t* end)
-        : group_(packed.form.group), at_(panel), end_(end), left_(packed.inputs) {}
+    Codes(const Packed& packed, const uint8_t* panel)
+        : group_(packed.form.group), at_(panel), left_(packed.inputs) {}
 
     // The next 32 inputs, in memory of its own.
     const bf16* block() {
@@ -48,8 +47,8 @@ class Codes {
 
     // Writes the next 32 inputs.
     void next(bf16* to) {
-        constexpr int64_t TILE = 64 * bits, AHEAD = 2048;  // bytes
-        if (at_ + AHEAD < end_) ask(at_ + AHEAD, 2 * TILE / LINE + 1);
+        constexpr int64_t TILE = 64 * bits;  // bytes
+        for (int64_t line = 0; line <= 2 * TILE; line += LINE) soon(at_ + AHEAD + line);
         left_ -= 32;
         if (group_ == 16) {
             const uint8_t* codes = at_ + 2 * SCALES;
@@ -106,7 +105,7 @@ class Codes {
     }
 
     const int64_t group_;
-    const uint8_t *at_, *const end_;
+    const uint8_t* at_;
     int64_t left_, inside_ = 0;
     bool ahead_ = false;
     int room_ = 0;

@@ -5,6 +5,8 @@
 // first cache, while the rows stay in its second one; their sums wait in float32, which changes no bit of them.
 #include "linear.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -21,9 +23,13 @@ __m512 score(__m512 sum, const Scoring& how) {
 
 constexpr int64_t PART = 256;         // inputs of a panel that are computed together
 constexpr int64_t MOST = 256;         // rows of a chunk,
-constexpr int64_t LEAST = 64;         // or fewer, so that no more than some
-constexpr int64_t NUMBERS = 1 << 19;  // numbers of x have to stay in the second cache
-constexpr int64_t AHEAD = 8192;       // bytes of the weight that few rows ask for ahead
+constexpr int64_t LEAST = 64;         // or fewer, so that x stays in the core's second cache
+
+// Bytes of a core's second cache.
+int64_t second_cache() {
+    static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
+    return size;
+}
 
 // What becomes of the sums [rows][32] of some rows, for the outputs from `at` on.
 template <Then then>
@@ -66,7 +72,7 @@ void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, con
 // and the last ones few, so that all threads are done at about the same time (Hummel, Schonberg and Flynn, 1992).
 struct LinearJob final : Job {
     LinearJob(const LinearCall& called, int64_t threads) : call(called), w(call.weight) {
-        const int64_t most = std::clamp(NUMBERS / w.inputs, LEAST, MOST);
+        const int64_t most = std::clamp(second_cache() * 3 / 4 / (int64_t)sizeof(bf16) / w.inputs, LEAST, MOST);
         const int64_t tiles = (call.rows + MOST_ROWS - 1) / MOST_ROWS, least = (call.rows + most - 1) / most;
         height = (tiles + least - 1) / least * MOST_ROWS;
         groups = (call.rows + height - 1) / height;
@@ -90,10 +96,10 @@ struct LinearJob final : Job {
         for (int64_t number = first; number < last; number++) {
             const uint8_t* at = w.panel(number);
             if (w.form.bits == 16) panel(number, row, rows, tiled((const bf16*)at, at + AHEAD, end));
-            else if (w.form.bits == 8 && w.form.shifts) panel(number, row, rows, Codes<8, true>(w, at, end));
-            else if (w.form.bits == 8) panel(number, row, rows, Codes<8, false>(w, at, end));
-            else if (w.form.shifts) panel(number, row, rows, Codes<4, true>(w, at, end));
-            else panel(number, row, rows, Codes<4, false>(w, at, end));
+            else if (w.form.bits == 8 && w.form.shifts) panel(number, row, rows, Codes<8, true>(w, at));
+            else if (w.form.bits == 8) panel(number, row, rows, Codes<8, false>(w, at));
+            else if (w.form.shifts) panel(number, row, rows, Codes<4, true>(w, at));
+            else panel(number, row, rows, Codes<4, false>(w, at));
         }
     }
 
@@ -111,6 +117,7 @@ struct LinearJob final : Job {
             for (int64_t done = 0; done < rows; done += MOST_ROWS) {
                 const int64_t count = std::min(rows - done, MOST_ROWS);
                 if (done == 0 || count < MOST_ROWS) prepare(count);
+                if (k + PART >= w.inputs) expect(row + done, count, number * PANEL);
                 const bf16* x = call.x + (row + done) * w.inputs + k;
                 if (k) product<true>(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
                 else product(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
@@ -118,6 +125,11 @@ struct LinearJob final : Job {
                 columns.at -= depth * PANEL;
             }
         }
+    }
+
+    // Asks for what will be written, while there is something to compute.
+    void expect(int64_t row, int64_t rows, int64_t at) const {
+        for (int64_t to = row * w.outputs + at; call.y && rows > 0; rows--, to += w.outputs) __builtin_prefetch(call.y + to, 1);
     }
 
     // The next inputs of a panel, for so many products. Each asks for its share of those that follow.

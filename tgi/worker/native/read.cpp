@@ -1,10 +1,10 @@
 // See read.h.
 #include "read.h"
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <atomic>
+
+#include "product.h"
 
 namespace tgi {
 namespace {
@@ -17,8 +17,10 @@ struct ReadJob final : Job {
     void run(int64_t chunk) const override {
         __m512i sum = _mm512_setzero_si512();
         const int64_t last = std::min((chunk + 1) * SHARE, bytes);
-        for (int64_t from = chunk * SHARE; from < last; from += 64)
+        for (int64_t from = chunk * SHARE; from < last; from += LINE) {
+            ask((const uint8_t*)at + from + AHEAD, 1);
             sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + from));
+        }
         total.fetch_add(_mm512_reduce_add_epi64(sum), std::memory_order_relaxed);
     }
 

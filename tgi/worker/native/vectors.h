@@ -16,6 +16,10 @@ inline __m512 load(const bf16* at) {
 // Rounded to the nearest, to even among two.
 inline void store(bf16* at, __m512 x) { _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x)); }
 
+inline void store(bf16* at, __m512 first, __m512 second) {
+    _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+
 // e^x, off by at most two units in the last place; 0 below -87.3 and infinity above 88.7.
 inline __m512 exp(__m512 x) {
     const __m512 clamped = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(89.f)), _mm512_set1_ps(-104.f));
@@ -43,6 +47,21 @@ inline __m512 power(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931512952e-01f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
     return _mm512_scalef_ps(p, x);
+}
+
+// The largest number of each of 16 vectors, in their order.
+inline __m512 maxima(const __m512 (&x)[16]) {
+    const auto both = [](__m512 a, __m512 b) { return _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    const auto four = [&](const __m512* of) {
+        const __m512d a = (__m512d)both(of[0], of[1]), b = (__m512d)both(of[2], of[3]);
+        return _mm512_max_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+    };
+    const auto eight = [&](const __m512* of) {
+        const __m512 a = four(of), b = four(of + 4);
+        return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    };
+    const __m512 a = eight(x), b = eight(x + 8);
+    return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
 inline __m512 sigmoid(__m512 x) {
