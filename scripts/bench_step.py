@@ -3,9 +3,10 @@
 
     .venv/bin/python -m scripts.bench_step [--shape 135m] [--rows 1,8,32] [--context 200] [--rounds 60]
 
-The model has the shape of SmolLM2-135M or of Qwen2.5-0.5B, a vocabulary of 32,000 and random weights. Each number is
-the median over the rounds. The floor is the time in which the same threads, at the same moments, read as many bytes as
-the step has to: all weights once, and the keys and values of the contexts. What else runs on the machine disturbs both.
+The model has the layers of SmolLM2-135M or of Qwen2.5-0.5B, or two of width 64, a vocabulary of 32,000 and random
+weights. Each number is the median over the rounds. The floor is the time in which the same threads, at the same
+moments, read as many bytes as the step has to: all weights once, and the keys and values of the contexts. What else
+runs on the machine disturbs both.
 """
 
 import argparse
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 
 from scripts import bench_lora
-from tgi.worker import engine, sampling
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.native.arena import Arena
@@ -31,6 +31,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "two-layer": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "num_key_value_heads": 2,
     },
 }
@@ -81,9 +88,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
     assert kernels is not None
     names = operations(model)
     watch = Watch()
-    program.run = watch.around("layers", program.run)  # type: ignore[method-assign]
-    model._logits = watch.around("logits", model._logits)  # type: ignore[method-assign]
-    engine.sample = watch.around("sampling", sampling.sample)  # type: ignore[attr-defined]
+    program.run = watch.around("program", program.run)  # type: ignore[method-assign]
     program.clock = torch.zeros(len(names), dtype=torch.float64)
     weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
     cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
@@ -97,7 +102,7 @@ def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str,
         spent = defaultdict(float, watch.spent)
         for name, seconds in zip(names, program.clock.tolist(), strict=True):
             spent[name] += 1e3 * seconds
-        spent["rest"] = spent["step"] - spent["layers"] - spent["logits"] - spent["sampling"]
+        spent["rest"] = spent["step"] - spent["program"]
         with watch.part("floor"):
             kernels.read(memory)
         spent["floor"] = watch.spent["floor"] * (weights + cached) / memory.nbytes
@@ -125,10 +130,10 @@ def main() -> None:
     for rows in map(int, options.rows.split(",")):
         columns[rows] = measure(options.shape, rows, options.context, options.rounds)
     first = next(iter(columns.values()))[0]
-    parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora")]
+    parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora", "head")]
     print(f"| ms, {options.shape}, context {options.context} |" + "".join(f" {rows} rows |" for rows in columns))
     print("|---|" + "---|" * len(columns))
-    for name in [*parts, "logits", "sampling", "rest", "step"]:
+    for name in [*parts, "rest", "step"]:
         print(f"| {name} |" + "".join(f" {found[name]:.2f} |" for found, _ in columns.values()))
     print("| floor of memory |" + "".join(f" {floor:.2f} |" for _, floor in columns.values()))
     print("| floor / step |" + "".join(f" {floor / found['step']:.0%} |" for found, floor in columns.values()))

@@ -134,6 +134,7 @@ def test_a_step_that_fails_leaves_it_where_it_can_go_on(monkeypatch: pytest.Monk
     for failing in (model, draft, model):
         with monkeypatch.context() as patch:
             patch.setattr(failing, "forward", fail)
+            patch.setattr(failing, "best", fail)
             with pytest.raises(RuntimeError, match="it fails"):
                 engine.launch(step(2, [(0, 32, 1, 1)], drafts=[3]))
     result = engine.collect(engine.launch(step(5, [(0, 32, 1, 1)], drafts=[3])))

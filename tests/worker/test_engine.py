@@ -12,6 +12,7 @@ from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Limits, Result, Sampling, encode
 from tgi.kernel.pack import floats, ints
 from tgi.worker.batch import Batch, KVShape
+from tgi.worker.best import Best, find_best
 from tgi.worker.engine import TorchEngine
 from tgi.worker.noise import Noise
 from tgi.worker.sampling import sample
@@ -63,6 +64,9 @@ class ToyModel:
             ids = attention.memory[batch.page_table[row].long()[positions // SIZE] * SIZE + positions % SIZE]
             logits.append(toy_logits(ids.tolist()))
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
+
+    def best(self, batch: Batch, attention: Any, reader: Any = None) -> Best:
+        return find_best(self.forward(batch, attention, reader))
 
 
 def toy_logits(ids: list[int]) -> torch.Tensor:
@@ -196,6 +200,26 @@ def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
     assert split_tops(again) == [second]
     plain = engine.collect(engine.launch(step(2, [(3, 0, 9, 1)], [slot(3, PROMPT)], [(3, n) for n in range(4)])))
     assert (plain.top_counts, plain.top_ids, plain.top_logprobs) == (b"", b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "enough"),
+    [
+        (Sampling(7, choice=2), True),
+        (Sampling(0, top_n=2), False),
+        (Sampling(0, do_sample=True), False),
+        (Sampling(0, repetition_penalty=1.2), False),
+    ],
+)
+def test_a_model_is_asked_for_the_best_alone_where_that_is_enough_for_all(
+    monkeypatch: pytest.MonkeyPatch, sampling: Sampling, enough: bool
+) -> None:
+    found = Best(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2))
+    monkeypatch.setattr(ToyModel, "best", lambda *_: found)
+    news = [slot(0, [3, 4]), slot(1, [3, 4], encode(sampling))]
+    engine = make_engine()
+    result = engine.collect(engine.launch(step(1, [(0, 0, 2, 1), (1, 0, 2, 1)], news, [(0, 0), (1, 1)])))
+    assert (good(result) == [5, 6]) is enough
 
 
 def test_the_answers_of_one_seed_differ() -> None:

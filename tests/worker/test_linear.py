@@ -121,7 +121,7 @@ def test_elsewhere_than_on_cpu_a_quantized_weight_stays_in_its_bits() -> None:
     linear = Linear(weight, None, "add", dtype=torch.bfloat16)
     x, other = (torch.empty(5, size, dtype=torch.bfloat16, device="meta") for size in (64, 96))
     assert linear(x, other).shape == (5, 96)
-    assert linear.wide(x).dtype is torch.float32
+    assert linear.scores(x).dtype is torch.float32
     assert linear.bare()(x).shape == (5, 96)
     assert linear._weight is weight
     assert choose_rows([linear]) is ANY_ROWS

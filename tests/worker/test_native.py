@@ -101,23 +101,6 @@ def test_turning_is_torchs(kernels: Kernels, neighbours: bool, dim: int) -> None
     assert torch.equal(y[..., dim:], x[..., dim:])
 
 
-@pytest.mark.parametrize("size", [512, 1003, 3])
-def test_the_best_of_scores_and_the_logarithm_of_their_sum(kernels: Kernels, size: int) -> None:
-    scores = 5 * torch.randn(9, size, generator=torch.Generator().manual_seed(1))
-    scores[1, size // 2 :] = -torch.inf
-    scores[2] = 7.5
-    scores[3, 2] = scores[3, 1] = 90.0
-    ids, logs = kernels.best(scores)
-    assert torch.equal(ids, scores.argmax(-1))
-    assert ids[2:4].tolist() == [0, 1]
-    expected = (scores.double() - scores.double().amax(-1, keepdim=True)).exp().sum(-1).log()
-    assert (logs - expected).abs().max() < 1e-5
-    for row in range(len(scores)):
-        alone = kernels.best(scores[row : row + 1])
-        assert (alone[0], alone[1]) == (ids[row], logs[row])
-    assert kernels.best(torch.full((1, size), torch.nan))[0] == 0
-
-
 def test_all_memory_is_read(kernels: Kernels) -> None:
     memory = torch.randint(-100, 100, (200, 1000), generator=torch.Generator().manual_seed(1))
     assert kernels.read(memory) == memory.sum()

@@ -51,6 +51,7 @@ def test_a_model_is_computed_as_well_as_by_torch_and_bit_for_bit_the_same(kind: 
     exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind))
     off, allowed = (logprobs(ours) - exact).abs(), (torchs - exact).abs()
     assert off.mean() <= 1.25 * allowed.mean() + 1e-4
+    # Greedy rows among themselves do without logits.
     samplings = [Sampling(0), Sampling(7, temperature=0.8), Sampling(3, top_k=5), Sampling(0)]
     together = drive(engine, prompts(), 8, samplings, chunk=23, stagger=1)
     alone = [drive(engine, [ids], 8, [asked])[0] for ids, asked in zip(prompts(), samplings, strict=True)]

@@ -59,7 +59,11 @@ def run(model: Decoder, adapters: tuple[object, ...] = ()) -> list[torch.Tensor]
         reader = Blocks(len(batch.tokens))
         bounds = batch.cu_query.tolist()
         spans = [Span(adapter, *bounds[row : row + 2]) for row, adapter in enumerate(adapters) if adapter is not None]
-        found += [model.forward(batch._replace(adapted=spans), attention, reader), *reader.logits]
+        inputs = batch._replace(adapted=spans), attention
+        logits, best = model.forward(*inputs, reader), model.best(*inputs)
+        assert model.kv.kernels is not None
+        assert all(map(torch.equal, best, model.kv.kernels.best(logits)))
+        found += [logits, *reader.logits]
     return found
 
 

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from tgi.kernel.messages import Sampling
 from tgi.kernel.pack import FLOAT32, INT32, floats, ints, pack
+from tgi.worker.best import argmax
 from tgi.worker.filters import NUCLEUS
 from tgi.worker.noise import Noise, keys
 from tgi.worker.params import Draws, Params
-from tgi.worker.sampling import argmax, sample
+from tgi.worker.sampling import sample
 from tgi.worker.watermark import PRIME, Watermark
 
 CPU = torch.device("cpu")

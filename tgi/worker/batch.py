@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from tgi.worker.best import Best
 from tgi.worker.native.kernels import Kernels
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
         """Raw logits, float32 [D, vocab_size], where tokens are drawn. A reader is given those that it wants."""
+
+    def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
+        """The best of these logits, where nothing else is needed of them: no bit differs, but there may be less to
+        do."""
 
     def adapter(self, directory: Path) -> Any:
         """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

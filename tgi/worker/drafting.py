@@ -85,7 +85,7 @@ class Drafter:
             slots, position, wanted = slots[drawing], now.position, wanted[drawing] - 1
             if len(slots):
                 ids = choose(self._fitted(logits), self._layout.draws(slots, position, None), self._noise)
-                self._layout.write(slots, position, ids)
+                self._layout.write(self._layout.places(slots, position), ids)
             left = wanted > 0
             slots, starts, ends, wanted = slots[left], position[left], position[left] + 1, wanted[left]
 

@@ -166,12 +166,21 @@ class TorchEngine:
             begin.record()
         drafted = self._drafted(step, rows)
         reader = self._reader(rows)
+        drawing = rows.slots[rows.drawing]
+        slots = drawing if drafted is None else drafted.slots
+        places, masks = self._layout.places(drawing, rows.position), None
         logits = self._recorded.logits(rows) if self._recorded is not None and reader is None else None
-        if logits is None:
-            logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
-        slots = rows.slots[rows.drawing] if drafted is None else drafted.slots
-        masks = self._grammars.masks(slots, drafted)
-        drawn = self._draw(rows, logits, masks)
+        if logits is None and self._slots.params.greedy[drawing].all():
+            best = self._model.best(self._layout.batch(rows), self._attention, reader)
+            drawn = Drawn(best.ids, best.logprobs, None)
+        else:
+            if logits is None:
+                logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
+            masks = self._grammars.masks(slots, drafted)
+            draws = self._layout.draws(drawing, rows.position, masks)
+            drawn = sample(logits, draws, self._noise, self._model.kv.kernels)
+        # Behind a draft that is not accepted nobody reads before it is written again.
+        self._layout.write(places, drawn.ids)
         told = None if reader is None else reader.told()
         self._slots.advance(rows)
         if end is not None:
@@ -204,15 +213,15 @@ class TorchEngine:
             return None
         lengths = rows.drafts.lengths
         compared = followed(lengths)
-        slots, position = rows.slots[rows.drawing[compared]], rows.position[compared]
+        places = self._layout.places(rows.slots[rows.drawing[compared]], rows.position[compared])
         there = None
         if rows.drafts.ids is not None:
             drafts = torch.from_numpy(rows.drafts.ids)
-            self._layout.write(slots, position, sent(rows.drafts.ids, self._device))
+            self._layout.write(places, sent(rows.drafts.ids, self._device))
         else:
             if self._drafter is None:
                 raise BadStep("drafts without draft_ids, and there is no draft model to find them")
-            drafts = self._layout.read(slots, position)
+            drafts = self._layout.read(places)
             if self._cuda:
                 there = torch.cuda.Event()
                 drafts = to_host(drafts)
@@ -228,16 +237,6 @@ class TorchEngine:
             return None
         at, next_at = self._layout.to_device(found.at, found.next_at)
         return PromptReader(found, at, self._slots.ids.view(-1)[next_at].long())
-
-    def _draw(self, rows: Rows, logits: Tensor, masks: Masks | None) -> Drawn:
-        """Draws for the rows that do, and writes the ids behind those that are known. What is drawn behind a draft that
-        is not accepted comes to stand where nobody reads before it is written again."""
-        if not len(rows.drawing):
-            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), None)
-        slots = rows.slots[rows.drawing]
-        drawn = sample(logits, self._layout.draws(slots, rows.position, masks), self._noise, self._model.kv.kernels)
-        self._layout.write(slots, rows.position, drawn.ids)
-        return drawn
 
 
 def _no_tokens() -> LLTokenizer:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.best import Best, find_best
 from tgi.worker.native.kernels import THEN, Kernels
 from tgi.worker.native.program import Delta, Program
 from tgi.worker.quantization.weight import Weight, plain
@@ -136,11 +137,21 @@ class Linear:
         place of `plus`. For our own kernels."""
         program.linear(x, y, self._weight, self._bias, THEN[self.then], other, delta)
 
-    def wide(self, x: Tensor) -> Tensor:
-        """The same in float32. Our own kernels do not round in between."""
+    def scores(self, x: Tensor, scale: float = 1.0, cap: float | None = None) -> Tensor:
+        """cap * tanh(scale * y / cap), or scale * y without a cap, where y = linear(x); float32 [rows, outputs]. Our
+        own kernels do not round in between."""
         if self._kernels is not None:
-            return self._kernels.linear(x, self._weight, self._bias, wide=True)
-        return self(x).to(torch.float32)
+            return self._kernels.scores(x, self._weight, self._bias, scale, cap)
+        y = self(x).to(torch.float32)
+        if scale != 1.0:
+            y = y * scale
+        return y if cap is None else torch.tanh(y / cap) * cap
+
+    def best(self, x: Tensor, scale: float = 1.0, cap: float | None = None) -> Best:
+        """The best of these scores. Our own kernels do without them, and find the same bits."""
+        if self._kernels is not None:
+            return self._kernels.head(x, self._weight, self._bias, scale, cap)
+        return find_best(self.scores(x, scale, cap))
 
     def bare(self) -> "Linear":
         """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
@@ -148,6 +159,10 @@ class Linear:
         other.then, other.rows = "none", ONE_TILE if self.rows.sizes else ANY_ROWS
         other._call = other._plain if self._call == self._plain else other._reordered
         return other
+
+    def write_best(self, program: Program, x: int, y: int, norm: tuple, scale: float, cap: float | None) -> None:
+        """Writes `best` of normed rows down; y is scratch as wide as x."""
+        program.head(x, y, norm, self._weight, self._bias, scale, cap)
 
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]

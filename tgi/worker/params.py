@@ -48,7 +48,7 @@ class Bias(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Columns [N]; all but the last four hold the fields of Sampling that have their names."""
+    """Columns [N]; all but the last five hold the fields of Sampling that have their names."""
 
     samples: NDArray[np.bool_]  # at random; greedy otherwise
     temperature: NDArray[np.float32]
@@ -64,7 +64,8 @@ class Params(NamedTuple):
     top_n: NDArray[np.int64]
     watermark: NDArray[np.bool_]
     min_new_tokens: NDArray[np.int64]
-    plain: NDArray[np.bool_]  # scores stay as the model made them
+    plain: NDArray[np.bool_]  # scores stay as the model made them,
+    greedy: NDArray[np.bool_]  # and only the likeliest token is asked for
     prompt_tokens: NDArray[np.int64]  # ids from here on were generated
     bias: NDArray[np.object_]  # Bias | None
     end_ids: NDArray[np.object_]  # int64 [E] | None: not to be drawn before min_new_tokens are
@@ -88,6 +89,7 @@ class Params(NamedTuple):
             watermark=np.zeros(count, np.bool_),
             min_new_tokens=np.zeros(count, np.int64),
             plain=np.ones(count, np.bool_),
+            greedy=np.ones(count, np.bool_),
             prompt_tokens=np.zeros(count, np.int64),
             bias=np.full(count, None),
             end_ids=np.full(count, None),
@@ -100,7 +102,8 @@ class Params(NamedTuple):
         self.end_ids[at] = np.array(ends, np.int64) if len(ends) else None
         self.prompt_tokens[at] = prompt_tokens
         self.plain[at] = sampling._replace(**NOT_ABOUT_SCORES) == PLAIN
-        for name in self._fields[:-4]:
+        self.greedy[at] = self.plain[at] and not sampling.samples and not sampling.top_n
+        for name in self._fields[:-5]:
             getattr(self, name)[at] = getattr(sampling, name)
         self.top_n[at] = min(sampling.top_n, MOST_TOPS)
 

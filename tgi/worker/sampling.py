@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tgi.worker.best import argmax, find_best
 from tgi.worker.filters import apply_temperature, keep_top_k, keep_top_p, keep_typical_p
 from tgi.worker.masks import forbid, hold_back_ends
 from tgi.worker.native.kernels import Kernels
@@ -57,14 +58,13 @@ def sample(scores: Tensor, draws: Draws, noise: Noise, kernels: Kernels | None =
     find the best token and the sums of a row in one go, and subtract only where somebody asks.
     """
     process(scores, draws)
-    best, sums = _measured(scores) if kernels is None else kernels.best(scores)
-    highest = scores.gather(1, best[:, None])
-    ids = _raced(best, scores, draws, noise)
-    logprobs = (scores.gather(1, ids[:, None]) - highest)[:, 0] - sums
+    best = find_best(scores) if kernels is None else kernels.best(scores)
+    ids = _raced(best.ids, scores, draws, noise)
+    logprobs = scores.gather(1, ids[:, None])[:, 0] - best.highest + best.logprobs
     asking = np.flatnonzero(draws.params.top_n > 0)
     tops = None
     if len(asking):
-        asked = take(scores, asking) - take(highest, asking) - take(sums[:, None], asking)
+        asked = take(scores, asking) - take(best.highest[:, None], asking) + take(best.logprobs[:, None], asking)
         tops = find_tops(asked, asking, draws.params.top_n[asking])
     return Drawn(ids, logprobs, tops)
 
@@ -80,13 +80,6 @@ def process(scores: Tensor, draws: Draws) -> None:
     if not draws.params.plain.all():
         for one in PROCESSORS:
             one(scores, draws)
-
-
-def argmax(scores: Tensor) -> Tensor:
-    """The lowest id among the highest scores of each row, int64 [D]."""
-    if scores.device.type == "cpu":  # numpy's is vectorised, torch's is ten times slower
-        return torch.from_numpy(scores.numpy().argmax(-1))
-    return scores.argmax(-1)
 
 
 def race(scores: Tensor, row_keys: NDArray[np.int32], noise: Noise) -> Tensor:
@@ -111,9 +104,3 @@ def _raced(best: Tensor, scores: Tensor, draws: Draws, noise: Noise) -> Tensor:
     row_keys = keys(draws.params.seed[rows], draws.position[rows], draws.params.choice[rows])
     put(ids, rows, race(take(scores, rows), row_keys, noise))
     return ids
-
-
-def _measured(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernels.best by torch."""
-    best = argmax(scores)
-    return best, -torch.log_softmax(scores, -1).gather(1, best[:, None])[:, 0]

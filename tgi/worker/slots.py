@@ -130,28 +130,29 @@ class Slots:
         if not len(slots):
             raise BadStep("no rows")
         self._need_occupied(slots)
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise BadStep("a slot has two rows")
         ends = starts + counts
         drafts = _drafts(step, draws, self.vocab_size) if step.drafts else None
         reach = ends if drafts is None else ends + drafts.counts
         computed, known = self.computed[slots], self.known[slots]
         begun = np.where(computed == NEW, starts, computed)
-        for name, wrong in (
-            ("has no token to compute", counts < 1),
-            ("does not start where its computed tokens end", (starts != begun) | (starts < 0)),
-            ("goes beyond its known ids", ends > known),
-            ("goes beyond its pages", reach > self.held[slots] * self.page_size),
-            ("draws before its last known id", (draws != 0) & (ends != known)),
-            ("draws beyond the longest request", (draws != 0) & (reach >= self.width)),
-        ):
-            if wrong.any():
-                row = int(wrong.argmax())
-                raise BadStep(
-                    f"the row of slot {slots[row]} {name}: positions {starts[row]} to {reach[row] - 1}, "
-                    f"{known[row]} ids known, {computed[row]} computed, {self.held[slots[row]]} pages"
-                )
-        drawing = np.flatnonzero(draws)
+        faults = {
+            "has no token to compute": counts < 1,
+            "does not start where its computed tokens end": (starts != begun) | (starts < 0),
+            "goes beyond its known ids": ends > known,
+            "goes beyond its pages": reach > self.held[slots] * self.page_size,
+            "draws before its last known id": (draws != 0) & (ends != known),
+            "draws beyond the longest request": (draws != 0) & (reach >= self.width),
+        }
+        wrong = np.array(list(faults.values()))
+        if wrong.any():
+            fault, row = np.argwhere(wrong)[0]
+            raise BadStep(
+                f"the row of slot {slots[row]} {list(faults)[fault]}: positions {starts[row]} to {reach[row] - 1}, "
+                f"{known[row]} ids known, {computed[row]} computed, {self.held[slots[row]]} pages"
+            )
+        (drawing,) = draws.nonzero()
         if drafts is None:
             return Rows(slots, starts, ends, drawing, ends[drawing])
         places = np.arange(drafts.lengths.sum()) - np.repeat(begins(drafts.lengths), drafts.lengths)
@@ -242,9 +243,9 @@ def _drafts(step: Step, draws: NDArray[np.uint8], vocab_size: int) -> Drafts | N
 
 
 def _need_within(values: Ints, limit: int, what: str) -> None:
-    if values.min() < 0 or values.max() >= limit:
-        worst = values.min() if values.min() < 0 else values.max()
-        raise BadStep(f"{what} {worst} is not within 0 to {limit - 1}")
+    wrong = (values < 0) | (values >= limit)
+    if wrong.any():
+        raise BadStep(f"{what} {values[wrong.argmax()]} is not within 0 to {limit - 1}")
 
 
 def _ints(column: bytes) -> Ints:

@@ -27,7 +27,7 @@ def sent(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def sent_together(columns: tuple[NDArray[Any], ...], device: torch.device) -> list[Tensor]:
-    """Columns [n] of one type, each there; off the CPU in one copy."""
+    """Columns [n] of integers, each there; off the CPU in one copy, all as wide as the widest."""
     if device.type == "cpu":
         return [torch.from_numpy(column) for column in columns]
     return list(sent(np.concatenate(columns), device).split([len(column) for column in columns]))

@@ -37,7 +37,7 @@ class NativeAttention:
 
     def plan(self, batch: Batch) -> Plan:
         """See Attention."""
-        columns = (batch.cache_at, batch.cu_query.long(), batch.context.long(), batch.page_table.contiguous())
+        columns = (batch.cache_at, batch.cu_query, batch.context, batch.page_table)
         places, bounds, contexts, pages = (column.data_ptr() for column in columns)
         return Plan(Rows(places, bounds, contexts, pages, *batch.page_table.shape), columns)
 

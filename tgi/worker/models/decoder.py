@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
+from tgi.worker.best import Best
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -71,9 +72,10 @@ class Decoder:
         self.device = device
         self.unrecordable = None if config.experts is None else "the host reads which experts its tokens chose"
         self._config = config
+        self._scoring = config.logit_scale, config.logit_cap
         self._weights = weights
         self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]
-        self._program = write_program(config, weights.layers, self._rotaries, self.kv)
+        self._program = write_program(config, weights, self._rotaries, self.kv)
         # As transformers does it: rounded to the number format of the weights.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
@@ -82,9 +84,23 @@ class Decoder:
         self._bare: list[Linear | None] = []
         self._adapter_dtype = number_format(dtype, device)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
-        """See Model. Tokens are padded once here to a number of rows that the linear layers take as it is."""
+        """See Model."""
+        hidden, _ = self._computed(batch, attention, reader)
+        return self._logits(hidden, batch.draw_at)
+
+    def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
+        """See Model."""
+        hidden, best = self._computed(batch, attention, reader, batch.draw_at)
+        if best is not None:
+            return best
+        return self._weights.head.best(self._drawing(hidden, batch.draw_at), *self._scoring)
+
+    def _computed(
+        self, batch: Batch, attention: Attention, reader: Reader | None, draw_at: Tensor | None = None
+    ) -> tuple[Tensor, Best | None]:
+        """What the layers leave of the tokens, [rows, hidden], and, from a program, the best at `draw_at`. Tokens are
+        padded once here to a number of rows that the linear layers take as it is."""
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
@@ -98,13 +114,14 @@ class Decoder:
         if self._program is not None and isinstance(attention, NativeAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             tables = [table for table, _ in angles]
-            self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted)
+            best = self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted, draw_at)
         else:
+            best = None
             hidden = self._layers(hidden, angles, count, attention, plan, deltas)
         if reader is not None:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
-        return self._logits(hidden, batch.draw_at)
+        return hidden, best
 
     def _layers(
         self,
@@ -155,11 +172,11 @@ class Decoder:
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """Of some rows of `hidden`, float32 [n, vocab]."""
-        scale, cap = self._config.logit_scale, self._config.logit_cap
-        logits = self._weights.head.wide(self._weights.norm(hidden.index_select(0, at)))
-        if scale != 1.0:
-            logits = logits * scale
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return self._weights.head.scores(self._drawing(hidden, at), *self._scoring)
+
+    def _drawing(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """What the head takes of these rows."""
+        return self._weights.norm(hidden.index_select(0, at))
 
     def _join(
         self,

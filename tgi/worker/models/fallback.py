@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tgi.kernel.errors import UserError
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
+from tgi.worker.best import Best, find_best
 from tgi.worker.linear import ANY_ROWS, Linear, choose_rows
 
 log = logging.getLogger(__name__)
@@ -140,6 +141,10 @@ class Fallback:
                 for block in reader.blocks:
                     reader.read(self._run(tokens, positions, block, step).float())
         return logits[: len(batch.draw_at)].float()
+
+    def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
+        """See Model."""
+        return find_best(self.forward(batch, attention, reader))
 
     def adapter(self, directory: Path) -> Any:
         """See Model. None fits: nobody knows what the projections of this model are called."""

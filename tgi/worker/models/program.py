@@ -1,4 +1,4 @@
-"""Writes a decoder's layers down as a program for our own kernels: what Decoder.forward does, in the same order."""
+"""Writes a decoder's layers and head down as a program for our own kernels: what Decoder does, in the same order."""
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
@@ -14,7 +14,7 @@ from tgi.worker.models.config import DecoderConfig
 from tgi.worker.native.program import Delta, Program
 
 if TYPE_CHECKING:
-    from tgi.worker.models.decoder import Layer
+    from tgi.worker.models.decoder import Layer, Weights
 
 
 class Buffer(IntEnum):
@@ -28,11 +28,10 @@ class Buffer(IntEnum):
     FOUND = auto()  # what a part finds, before it is added to HIDDEN
 
 
-def write_program(
-    config: DecoderConfig, layers: "Sequence[Layer]", rotaries: Sequence[Rotary], kv: KVShape
-) -> Program | None:
-    """The layers as a program. None where it cannot be: without our kernels; with experts, since who computes what
-    shows only as a step runs; and where the MLP takes what attention took, and that is HIDDEN itself."""
+def write_program(config: DecoderConfig, weights: "Weights", rotaries: Sequence[Rotary], kv: KVShape) -> Program | None:
+    """The layers and the head as a program. None where it cannot be: without our kernels; with experts, since who
+    computes what shows only as a step runs; and where the MLP takes what attention took, and that is HIDDEN itself."""
+    layers = weights.layers
     dense = all(isinstance(layer.mlp, Mlp) for layer in layers)
     kept = not config.parallel or all(layer.attention_before is not None for layer in layers)
     if kv.kernels is None or not dense or not kept:
@@ -50,6 +49,8 @@ def write_program(
     writer = _Writer(program, config, rotaries, kv)
     for number, layer in enumerate(layers):
         writer.layer(number, layer)
+    scoring = config.logit_scale, config.logit_cap
+    weights.head.write_best(program, Buffer.HIDDEN, Buffer.NORMED, weights.norm[:4], *scoring)
     return program
 
 

@@ -1,6 +1,7 @@
-"""Memory in large pages, which the processor finds sooner: for weights, and for keys and values."""
+"""Memory in large pages, which the processor finds sooner: for weights, for keys and values, and for scratch."""
 
 import mmap
+import sys
 from contextlib import suppress
 
 import torch
@@ -27,6 +28,21 @@ class Arena:
         piece = torch.frombuffer(self._region, dtype=torch.uint8, count=size, offset=self._used)
         self._used += -(-size // LINE) * LINE
         return piece
+
+
+class Scratch:
+    """Memory that is used again and again, since new memory costs a fault for each page."""
+
+    def __init__(self) -> None:
+        self._region = region(LINE)
+
+    def take(self, size: int) -> Tensor:
+        """So many bytes, which may hold anything. They are handed out again when no tensor is left of them; while there
+        is one, others get new memory."""
+        mine = 2  # references: this object's, and that of the call that counts them
+        if len(self._region) < size or sys.getrefcount(self._region) > mine:
+            self._region = region(max(size, LINE))
+        return torch.frombuffer(self._region, dtype=torch.uint8)[:size]
 
 
 def region(size: int) -> mmap.mmap:

@@ -37,7 +37,7 @@ struct AttendJob final : Job {
         for (int64_t row = 0; row < step.rows; row++) {
             const int64_t rows = (step.bounds[row + 1] - step.bounds[row]) * group;
             first.push_back(first.back() + (rows + TILE - 1) / TILE);
-            longest = std::max(longest, step.contexts[row]);
+            longest = std::max<int64_t>(longest, step.contexts[row]);
         }
         tiles = first.back() * cache.kv_heads;
         if (tiles > FEW || longest <= PART) return;

@@ -18,8 +18,8 @@ struct Cache {
 // Row r has the tokens bounds[r] to bounds[r + 1] and sees contexts[r] positions, whose pages are pages[r * width], …
 struct Step {
     const int64_t* places;  // [tokens] where each token's key and value go: page * PAGE + offset
-    const int64_t* bounds;
-    const int64_t* contexts;
+    const int32_t* bounds;
+    const int32_t* contexts;
     const int32_t* pages;
     int64_t rows, width;
 };

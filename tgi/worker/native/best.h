@@ -2,15 +2,15 @@
 #pragma once
 #include <cstdint>
 
+#include "peaks.h"
 #include "team.h"
 
 namespace tgi {
 
-// Of each row of scores its highest one, the first among equals, and log(sum over all of e^(score - highest)).
 struct BestCall {
     const float* scores;  // [rows, size]
-    int64_t* at;          // [rows]
-    float* logs;          // [rows]
+    Peaks peaks;          // room for all of them
+    Best best;
     int64_t rows, size;
 };
 

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "best.h"
+#include "head.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -42,8 +43,20 @@ void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, 
     linear(*team, {x, {weight, outputs, inputs, Form(form)}, bias, plus, other, y, wide, rows, plus_step, Then(then)});
 }
 
-void tgi_best(Team* team, const float* scores, int64_t* at, float* logs, int64_t rows, int64_t size) {
-    best(*team, {scores, at, logs, rows, size});
+void tgi_best(Team* team, const float* scores, void* room, int64_t* at, float* highest, float* logprobs, int64_t rows,
+              int64_t size) {
+    best(*team, {scores, Peaks(room, rows, (size + PANEL - 1) / PANEL), {at, highest, logprobs}, rows, size});
+}
+
+void tgi_scores(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, float scale, float cap,
+                int64_t rows, int64_t inputs, int64_t outputs, float* wide) {
+    scores(*team, {x, {weight, outputs, inputs, Form(form)}, bias, {scale, cap}, rows}, wide);
+}
+
+void tgi_head(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, float scale, float cap,
+              int64_t rows, int64_t inputs, int64_t outputs, void* room, int64_t* at, float* highest, float* logprobs) {
+    const Packed packed{weight, outputs, inputs, Form(form)};
+    head(*team, {x, packed, bias, {scale, cap}, rows}, Peaks(room, rows, packed.panels()), {at, highest, logprobs});
 }
 
 void tgi_read(Team* team, const void* at, int64_t bytes, int64_t* sum) { *sum = read(*team, at, bytes); }
@@ -54,7 +67,7 @@ void tgi_turn(Team* team, bf16* x, const float* angles, const int64_t* positions
 }
 
 void tgi_attend(Team* team, bf16* cache, int64_t heads, int64_t kv_heads, int64_t head_dim, const int64_t* places,
-                const int64_t* bounds, const int64_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
+                const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
                 const bf16* qkv, bf16* y, int64_t window, float scale, float softcap) {
     attend(*team, {cache, heads, kv_heads, head_dim}, {places, bounds, contexts, pages, rows, width},
            {qkv, y, window, scale, softcap});
@@ -103,9 +116,19 @@ void tgi_program_attend(Program* program, int64_t qkv, int64_t y, int64_t layer,
 
 void tgi_program_add(Program* program, int64_t x, int64_t y, float scale) { program->add(x, y, scale); }
 
+void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scales, const float* shifts, int64_t size,
+                      int64_t centred, float epsilon, const uint8_t* weight, int64_t form, const float* bias, int64_t outputs,
+                      float scale, float cap) {
+    const Packed packed{weight, outputs, size, Form(form)};
+    program->head(x, y, {nullptr, scales, shifts, nullptr, 0, 0, 1, size, centred != 0, epsilon},
+                  {nullptr, packed, bias, {scale, cap}, 0});
+}
+
 void tgi_program_run(Program* program, Team* team, bf16* rows, const int64_t* positions, const float* const* angles,
-                     bf16* const* caches, const Adapted* adapted, const int64_t* places, const int64_t* bounds,
-                     const int64_t* contexts, const int32_t* pages, int64_t count, int64_t width, double* clock) {
-    program->run(*team, {rows, positions, angles, caches, adapted, {places, bounds, contexts, pages, count, width}}, clock);
+                     bf16* const* caches, const Adapted* adapted, const int64_t* places, const int32_t* bounds,
+                     const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width, const Drawing* drawing,
+                     double* clock) {
+    const Step step{places, bounds, contexts, pages, count, width};
+    program->run(*team, {rows, positions, angles, caches, adapted, drawing, step}, clock);
 }
 }

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker.native.arena import Arena
+from tgi.worker.best import Best
+from tgi.worker.native.arena import Arena, Scratch
 from tgi.worker.native.build import Unavailable
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
@@ -23,6 +24,7 @@ DEPTH = 32  # inputs must be a multiple of this
 PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
 MOST_ROWS = 32  # of a product
+PEAK = 12  # bytes of Peaks in native/peaks.h, for each panel of a row
 # So often a helper looks for the next job before it sleeps: some 50 microseconds.
 SPINS = 1000
 
@@ -35,7 +37,9 @@ _SIGNATURES = {
     "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
-    "tgi_best": (*[c_void_p] * 3, c_int64, c_int64),
+    "tgi_best": (*[c_void_p] * 5, c_int64, c_int64),
+    "tgi_scores": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, c_void_p),
+    "tgi_head": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, *[c_void_p] * 4),
     "tgi_read": (c_void_p, c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attend": (
@@ -62,8 +66,8 @@ class Rows(NamedTuple):
     """The rows of a step, by the addresses of their columns."""
 
     places: int  # int64 [T] where each token's key and value go: page * PAGE + offset
-    bounds: int  # int64 [R + 1] row r has tokens bounds[r] to bounds[r + 1],
-    contexts: int  # int64 [R] sees so many positions,
+    bounds: int  # int32 [R + 1] row r has tokens bounds[r] to bounds[r + 1],
+    contexts: int  # int32 [R] sees so many positions,
     pages: int  # int32 [R, width] in these pages
     rows: int
     width: int
@@ -99,7 +103,8 @@ class Kernels:
             functions.append(partial(function, team))
         self._arena = Arena()
         self._pack, self._pack_quantized, self._linear, self._norm, self._turn, *others = functions
-        self._best, self._read, self._lora, self._attend = others
+        self._best, self._scores, self._head, self._read, self._lora, self._attend = others
+        self._kept_scores, self._peaks = Scratch(), Scratch()
 
     def pack(self, weight: Tensor) -> Packed:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -168,12 +173,37 @@ class Kernels:
             angles.shape[2], neighbours,
         )  # fmt: skip
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of scores float32 [n, size] the lowest id among the highest of each row, int64 [n], and the logarithm of
-        sum(e^(score - highest)), float32 [n]: a token's logprob is its score - highest - this."""
-        ids, logs = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
-        self._best(scores.data_ptr(), ids.data_ptr(), logs.data_ptr(), *scores.shape)
-        return ids, logs
+    def best(self, scores: Tensor) -> Best:
+        """The best of scores float32 [n, size]. NaN counts as minus infinity."""
+        rows, size = scores.shape
+        best, peaks = Best.empty(rows), self.peaks(rows, size)
+        self._best(scores.data_ptr(), peaks.data_ptr(), *map(_at, best), rows, size)
+        return best
+
+    def scores(self, x: Tensor, weight: Packed, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
+        """cap * tanh(y / cap), or y without a cap, where y = scale * (x @ weight.T + bias): float32 [rows, outputs]."""
+        x = x.contiguous()
+        rows, (memory, outputs, inputs, form) = len(x), weight
+        y = self._kept_scores.take(4 * rows * outputs).view(torch.float32).view(rows, outputs)
+        self._scores(
+            x.data_ptr(), memory.data_ptr(), form, _at(bias), scale, cap or 0.0, rows, inputs, outputs, y.data_ptr()
+        )
+        return y
+
+    def head(self, x: Tensor, weight: Packed, bias: Tensor | None, scale: float, cap: float | None) -> Best:
+        """`best` of these scores, to the bit. They are not written down."""
+        x = x.contiguous()
+        rows, (memory, outputs, inputs, form) = len(x), weight
+        best, peaks = Best.empty(rows), self.peaks(rows, outputs)
+        self._head(
+            x.data_ptr(), memory.data_ptr(), form, _at(bias), scale, cap or 0.0, rows, inputs, outputs,
+            peaks.data_ptr(), *map(_at, best),
+        )  # fmt: skip
+        return best
+
+    def peaks(self, rows: int, size: int) -> Tensor:
+        """Room in which the best of so many rows of so many scores is found."""
+        return self._peaks.take(PEAK * rows * -(-size // PANEL))
 
     def read(self, memory: Tensor) -> int:
         """Reads memory of any dtype, a multiple of 64 bytes, as fast as it goes, to know how fast that is. Returns the

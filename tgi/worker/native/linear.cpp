@@ -16,6 +16,11 @@
 namespace tgi {
 namespace {
 
+__m512 score(__m512 sum, const Scoring& how) {
+    const __m512 scaled = _mm512_mul_ps(sum, _mm512_set1_ps(how.scale));
+    return how.cap ? _mm512_mul_ps(tanh(_mm512_mul_ps(scaled, _mm512_set1_ps(1 / how.cap))), _mm512_set1_ps(how.cap)) : scaled;
+}
+
 constexpr int64_t PART = 256;         // inputs of a panel that are computed together
 constexpr int64_t MOST = 256;         // rows of a chunk,
 constexpr int64_t LEAST = 64;         // or fewer, so that x stays in the core's second cache
@@ -48,6 +53,7 @@ void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, con
             if (then == Then::silu) y[half] = silu(y[half]);
             if (then == Then::gelu) y[half] = gelu(y[half]);
             if (then == Then::gelu_tanh) y[half] = gelu_tanh(y[half]);
+            if (then == Then::score) y[half] = score(y[half], call.scoring);
             if (then == Then::add || then == Then::mul) {
                 const __m256i bits = _mm256_maskz_loadu_epi16(there[half], call.other + to + 16 * half);
                 const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -55,7 +61,10 @@ void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, con
             }
             if (call.wide) _mm512_mask_storeu_ps(call.wide + to + 16 * half, there[half], y[half]);
         }
-        if (!call.wide) _mm512_mask_storeu_epi16(call.y + to, all, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
+        if (call.peaks) {
+            for (int half = 0; half < 2; half++) y[half] = _mm512_mask_mov_ps(_mm512_set1_ps(LOWEST), there[half], y[half]);
+            call.peaks->put(row, at / PANEL, y[0], y[1]);
+        } else if (!call.wide) _mm512_mask_storeu_epi16(call.y + to, all, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
     }
 }
 
@@ -146,6 +155,7 @@ struct LinearJob final : Job {
             case Then::gelu_tanh: return finish<Then::gelu_tanh>(call, row, rows, at, sums);
             case Then::add: return finish<Then::add>(call, row, rows, at, sums);
             case Then::mul: return finish<Then::mul>(call, row, rows, at, sums);
+            case Then::score: return finish<Then::score>(call, row, rows, at, sums);
         }
     }
 

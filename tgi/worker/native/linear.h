@@ -3,14 +3,20 @@
 #include <cstdint>
 
 #include "packed.h"
+#include "peaks.h"
 #include "team.h"
 
 namespace tgi {
 
-enum class Then : int64_t { none, silu, gelu, gelu_tanh, add, mul };
+enum class Then : int64_t { none, silu, gelu, gelu_tanh, add, mul, score };
+
+// What makes scores of the head's sums: cap * tanh(scale * sum / cap), or scale * sum if cap is 0.
+struct Scoring {
+    float scale, cap;
+};
 
 // One product. Matrices are row-major and, but for `plus` [rows, outputs], dense; bfloat16 but for `plus`, `bias` [outputs] and `wide`.
-// Either `y` or `wide` [rows, outputs] takes the result. `plus` and `bias` may be null.
+// One of `y`, `wide` [rows, outputs] and `peaks` takes the result. `plus` and `bias` may be null.
 struct LinearCall {
     const bf16* x;  // [rows, inputs]
     Packed weight;
@@ -21,6 +27,8 @@ struct LinearCall {
     float* wide;
     int64_t rows, plus_step;
     Then then;
+    Scoring scoring;  // for score
+    const Peaks* peaks;
 };
 
 void linear(Team& team, const LinearCall& call);

@@ -94,6 +94,20 @@ void Program::add(Buffer x, Buffer y, float scale) {
     });
 }
 
+void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
+    operations_.push_back([=, width = widths_[x]](const Run& run) mutable {
+        if (!run.inputs.drawing) return;
+        const Drawing& drawing = *run.inputs.drawing;
+        bf16* const rows = run.buffers[y];
+        for (int64_t row = 0; row < drawing.count; row++)
+            std::copy_n(run.buffers[x] + drawing.at[row] * width, width, rows + row * width);
+        norm.x = norm.y = rows, norm.rows = drawing.count, norm.step = width;
+        tgi::norm(run.team, norm);
+        head.x = rows, head.rows = drawing.count;
+        tgi::head(run.team, head, Peaks(drawing.room, drawing.count, head.weight.panels()), drawing.best);
+    });
+}
+
 void Program::run(Team& team, const Inputs& inputs, double* clock) {
     const int64_t tokens = inputs.step.bounds[inputs.step.rows];
     need(tokens);

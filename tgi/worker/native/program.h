@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "head.h"
 #include "large.h"
 #include "linear.h"
 #include "lora.h"
@@ -31,12 +32,21 @@ struct Adapted {
     Place places[4];
 };
 
+// The tokens behind which is drawn, where nothing but the best of their scores is needed.
+struct Drawing {
+    const int64_t* at;  // [count]
+    int64_t count;
+    void* room;  // of the Peaks
+    Best best;
+};
+
 struct Inputs {
     bf16* rows;  // buffer 0: what the first layer takes, and the last one leaves
     const int64_t* positions;    // [tokens]
     const float* const* angles;  // of each rope, as in TurnCall
     bf16* const* caches;         // of each layer
     const Adapted* adapted;      // may be null
+    const Drawing* drawing;      // may be null
     Step step;
 };
 
@@ -56,6 +66,8 @@ class Program {
     void turn(Buffer x, int64_t rope, TurnCall call);
     void attend(Buffer qkv, Buffer y, int64_t layer, Cache cache, Attention call);
     void add(Buffer x, Buffer y, float scale);  // y + scale * x to y
+
+    void head(Buffer x, Buffer y, NormCall norm, HeadCall head);  // of the tokens of `drawing`, if there is one; y is scratch
 
     // `clock`, unless null, is where the seconds of each operation are added.
     void run(Team& team, const Inputs& inputs, double* clock);

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tgi.worker.best import Best
 from tgi.worker.native.kernels import Kernels, Packed, Rows, Tiles
 
 # Behind the program, which is the first argument of all.
@@ -22,7 +23,11 @@ _SIGNATURES = {
     "tgi_program_turn": (*[c_int64] * 6,),
     "tgi_program_attend": (*[c_int64] * 7, c_float, c_float),
     "tgi_program_add": (c_int64, c_int64, c_float),
-    "tgi_program_run": (*[c_void_p] * 10, c_int64, c_int64, c_void_p),
+    "tgi_program_head": (
+        *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
+        *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float),
+    ),
+    "tgi_program_run": (*[c_void_p] * 10, c_int64, c_int64, c_void_p, c_void_p),
 }
 NOWHERE = -1
 
@@ -54,6 +59,9 @@ def adapted(tiles: Tiles, adapters: int, places: Sequence["tuple[Tensor, Tensor,
     return Adapted(torch.tensor(fields), (tiles, places))
 
 
+_Drawing = c_int64 * 6  # native/program.h's struct Drawing
+
+
 class Program:
     """Buffers of these widths, and what is done with them. Buffer 0 is the caller's, the others are scratch, which
     grows to the largest step. Weights that are written down have to stay where they are."""
@@ -65,6 +73,7 @@ class Program:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
+        self._outputs = 0  # scores of a token
         self.operations: list[str] = []  # their names, in their order
         self.clock: Tensor | None = None  # float64 [operations]: runs add the seconds of each to it
         self._library = library
@@ -128,6 +137,26 @@ class Program:
         assert self._widths[x] == self._widths[y]
         self._write("add", x, y, scale)
 
+    def head(
+        self,
+        x: int,
+        y: int,
+        norm: tuple[Tensor, Tensor | None, float, bool],
+        weight: Packed,
+        bias: Tensor | None,
+        scale: float,
+        cap: float | None,
+    ) -> None:
+        """Kernels.head of the tokens that `run` is to find the best for, normed as in Kernels.norm; y is scratch."""
+        scales, shifts, epsilon, centred = norm
+        memory, self._outputs, inputs, form = weight
+        assert self._widths[x] == self._widths[y] == inputs
+        addresses = [None if one is None else one.data_ptr() for one in (scales, shifts, memory, bias)]
+        self._write(
+            "head", x, y, *addresses[:2], inputs, centred, epsilon, addresses[2], form, addresses[3], self._outputs,
+            scale, cap or 0.0,
+        )  # fmt: skip
+
     def run(
         self,
         rows: Tensor,
@@ -136,16 +165,24 @@ class Program:
         caches: Tensor,
         step: Rows,
         adapted: Adapted | None = None,
-    ) -> None:
-        """Replays the program on rows, buffer 0, in place. `angles` has the table of each rope, as Kernels.turn takes
-        it; `caches` int64 [layers] their addresses."""
+        draw_at: Tensor | None = None,
+    ) -> Best | None:
+        """Replays the program on rows, buffer 0, in place, and returns what `head` finds for draw_at (int64 [D] among
+        the rows), if that is given. `angles` has the table of each rope, as Kernels.turn takes it; `caches` int64
+        [layers] their addresses."""
         assert rows.is_contiguous()
+        best = drawing = None
+        if draw_at is not None:
+            best, peaks = Best.empty(len(draw_at)), self._kernels.peaks(len(draw_at), self._outputs)
+            columns = (column.data_ptr() for column in (peaks, *best))
+            drawing = _Drawing(draw_at.data_ptr(), len(draw_at), *columns)
         tables = (c_void_p * len(angles))(*(table.data_ptr() for table in angles))
         self._library.tgi_program_run(
             self._at, self._team, rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(),
-            None if adapted is None else adapted.fields.data_ptr(), *step,
+            None if adapted is None else adapted.fields.data_ptr(), *step, drawing,
             None if self.clock is None else self.clock.data_ptr(),
         )  # fmt: skip
+        return best
 
     def _write(self, name: str, *arguments: object) -> None:
         self.operations.append(name)

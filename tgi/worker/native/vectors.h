@@ -69,6 +69,11 @@ inline __m512 sigmoid(__m512 x) {
     return _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
+inline __m512 tanh(__m512 x) {
+    const __m512 two = _mm512_set1_ps(2.f);
+    return _mm512_fmsub_ps(two, sigmoid(_mm512_mul_ps(two, x)), _mm512_set1_ps(1.f));
+}
+
 inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written with 1 + tanh(u) = 2 sigmoid(2 u).
