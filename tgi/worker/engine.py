@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from llguidance import LLTokenizer
-from torch import Tensor
 
 from tgi.kernel.messages import Limits, Result, Step
 from tgi.worker.batch import Attention, Model, Recordable
