@@ -56,10 +56,11 @@ class Case(NamedTuple):
 )
 def case(request: pytest.FixtureRequest) -> Case:
     """Float64 takes far longer than the kernels: both variants are held against the same."""
-    *_, window, cap = sizes = request.param
-    kv = shape(*sizes[:3], "best", window, cap)
+    heads, kv_heads, head_dim, window, cap = request.param
+    kv = shape(heads, kv_heads, head_dim, "best", window, cap)
     sequences = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
-    return Case(*sizes, sequences, [[expected(one, window=sees, cap=cap) for one in sequences] for sees in kv.windows])
+    right = [[expected(one, window=sees, cap=cap) for one in sequences] for sees in kv.windows]
+    return Case(heads, kv_heads, head_dim, window, cap, sequences, right)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
