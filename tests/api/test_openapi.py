@@ -1,16 +1,20 @@
 """The OpenAPI document: valid, no less than TGI's, and true."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from tgi.api import openapi
+from tgi.api.shapes.chat import ToolChoiceObject
 from tgi.cli import main
 
 TGI = json.loads((Path(__file__).parent / "openapi-tgi.json").read_text())
@@ -32,6 +36,25 @@ def test_the_command_prints_it() -> None:
         printed = CliRunner().invoke(main, ["print-schema", *flags])
         assert printed.exit_code == 0
         assert json.loads(printed.output) == openapi.document(with_kserve)
+
+
+@pytest.mark.parametrize(
+    ("choice", "right"),
+    [
+        ({"function": {"name": "a"}}, True),
+        ({"type": "function", "function": {"name": "a"}, "allowed_tools": None}, True),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, True),
+        ({"type": "function", "allowed_tools": None}, False),
+        ({"type": "function", "function": None}, False),
+        ({"type": "allowed_tools", "function": {"name": "a"}}, False),
+    ],
+    ids=str,
+)
+def test_what_a_choice_of_tools_must_have_is_what_the_parser_wants(choice: dict[str, Any], right: bool) -> None:
+    described = {"$ref": "#/components/schemas/ToolChoiceObject", "components": OURS["components"]}
+    assert Draft202012Validator(described).is_valid(choice) == right
+    with contextlib.nullcontext() if right else pytest.raises(msgspec.ValidationError):
+        msgspec.convert(choice, ToolChoiceObject)
 
 
 def test_operation_ids_are_unique() -> None:

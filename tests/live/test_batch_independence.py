@@ -1,4 +1,4 @@
-"""200 random requests over HTTP, one after the other and all at once, with drafts: the same answers, to the digit."""
+"""120 random requests over HTTP, one after the other and all at once, with drafts: the same answers, to the digit."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from tests.live.server import Server
 from tests.models import model
 from tests.worker.loras import make_adapter
 
-COUNT = 200
+COUNT = 120
 AT_ONCE = 64
 ADAPTER = "mine"
 TEXT = "The river runs through the city and nobody knows the answer, but everyone asks: what is it? 1984 Straße"

@@ -118,12 +118,12 @@ def shaped(ctx: Any, response: Response, case: Case) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_the_document_allows(schema: Schema, name: str) -> None:
-    send(schema, ALL[name], GenerationMode.POSITIVE, 8, shaped)
+    send(schema, ALL[name], GenerationMode.POSITIVE, 5, shaped)
 
 
 @pytest.mark.parametrize("name", POSTS)
 def test_what_the_document_does_not_allow(schema: Schema, name: str) -> None:
-    send(schema, ALL[name], GenerationMode.NEGATIVE, 10, *(() if name in LENIENT else (negative_data_rejection,)))
+    send(schema, ALL[name], GenerationMode.NEGATIVE, 6, *(() if name in LENIENT else (negative_data_rejection,)))
 
 
 def test_other_methods_are_refused_everywhere(server: Server) -> None:

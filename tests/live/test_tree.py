@@ -75,10 +75,14 @@ def test_streams_tokens_over_http(standing: Server) -> None:
     assert [token["id"] for token in whole["details"]["tokens"]] == ids(events)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(standing: Server) -> list[Any]:
+    return all_streams(standing, 60)
+
+
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
-def test_kill_9_in_the_middle_and_every_stream_goes_on(standing: Server, victim: str) -> None:
+def test_kill_9_in_the_middle_and_every_stream_goes_on(standing: Server, undisturbed: list[Any], victim: str) -> None:
     """Half of the streams are greedy, half have a seed."""
-    undisturbed = all_streams(standing, 60)
     killed = standing.processes()[victim].pid
     resumed_before = standing.metric("tgi_resumed_tokens")
     disturbed = all_streams(standing, 60, act=lambda: standing.kill(victim))
@@ -268,7 +272,6 @@ def test_a_floor_with_another_model_is_refused(tiny_llama: Path, tmp_path: Path)
     with Server(tmp_path / "run", *SCRIPTED) as server:
         for role, kind in (("scheduler", "llama"), ("worker", "llama"), ("tokenizer", "qwen2"), ("api", "llama")):
             server.start(role, "--model-id", str(model(kind)))
-            time.sleep(1.0)
         server.until(lambda: "it serves another model" in server.said(), "the tokenizer is refused in words")
         assert not server.healthy()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
 from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
-from tgi.worker.attention.cpu import CpuAttention, choose_shapes
+from tgi.worker.attention.cpu import CpuAttention, agreeing, choose_shapes
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.tiles import KEY_BLOCK
 from tgi.worker.batch import Attention, KVShape
@@ -194,7 +194,13 @@ def test_shapes_hold_a_group_and_end_with_a_whole_block(dtype: torch.dtype, grou
     shapes = choose_shapes(KVShape(1, 2 * group, 2, 64, dtype))
     assert group <= shapes.thin <= shapes.wide
     assert shapes.last_blocks[-1] == KEY_BLOCK
-    assert shapes == choose_shapes(KVShape(1, 2 * group, 2, 64, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_agrees_is_found_again(dtype: torch.dtype) -> None:
+    found = agreeing(64, dtype)
+    agreeing.cache_clear()
+    assert agreeing(64, dtype) == found
 
 
 def test_pages_take_what_is_said() -> None:

@@ -107,13 +107,21 @@ def test_all_memory_is_read(kernels: Kernels) -> None:
 
 
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """By a compiler that is quick, as it writes down its arguments alone."""
+    (compiler := tmp_path / "compiler").write_text(
+        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\ncp "$0" "$last"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = library()
-    made = path.stat().st_mtime_ns
-    monkeypatch.setattr(build, "_compile", None)
+    assert path.read_bytes() == compiler.read_bytes()
     assert library() == path
-    assert path.stat().st_mtime_ns == made
+    (call,) = (tmp_path / "compiler.calls").read_text().splitlines()
+    assert call.startswith(" ".join(build.FLAGS))
     assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert library("-g") != path
+    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
 
 
 def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,12 @@ REFINED: dict[str, dict[str, Any]] = {
     "ToolCall": {
         "allOf": [{"properties": {"function": {"anyOf": [{"required": ["arguments"]}, {"required": ["parameters"]}]}}}],
     },
-    "ToolChoiceObject": {"anyOf": [{"required": ["function"]}, {"required": ["type", "allowed_tools"]}]},
+    "ToolChoiceObject": {
+        "anyOf": [
+            _object(["function"], type=_type("function"), function=ref("FunctionName")),
+            _object(["type", "allowed_tools"], type=_type("allowed_tools"), allowed_tools=ref("AllowedTools")),
+        ],
+    },
     "GrammarType": {
         "anyOf": [
             _object(["type", "value"], type=_type("json"), value=_JSON_SCHEMA),

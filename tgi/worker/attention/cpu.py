@@ -12,13 +12,13 @@ the order of their positions and sums in float32. What a query gets out depends 
 The kernel has no cap for scores. Models with one are computed in float32 out of products of matrices, again with tiles
 of a fixed number of rows over whole blocks of keys in order.
 
-`choose_shapes` finds the numbers of rows and of keys that agree bit for bit on this machine, and no others are used.
+`agreeing` finds the numbers of rows and of keys that agree bit for bit on this machine, and no others are used.
 So a token's result is the same in prefill and in decode, in any chunk, beside any other row, with any thread count.
 """
 
 import logging
 import mmap
-from functools import reduce
+from functools import cache, reduce
 
 import torch
 import torch.nn.functional as F
@@ -125,41 +125,51 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
 
 
 def choose_shapes(kv: KVShape) -> Shapes:
-    """Finds the shapes that give the same bits as a base tile over whole blocks of keys, by trying.
-
-    What is drawn for the trial is fixed, so a restart chooses the same.
-    """
+    """The shapes that give the same bits as a base tile over whole blocks of keys."""
     group = kv.heads // kv.kv_heads
     if kv.softcap is not None:
         rows = -(-group // BASE_TILE) * BASE_TILE
         return Shapes(rows, rows, (KEY_BLOCK,))
+    tiles, blocks = agreeing(kv.head_dim, kv.dtype)
+    fitting = [size for size in tiles if size >= group] or [-(-group // tiles[-1]) * tiles[-1]]
+    return Shapes(fitting[0], fitting[-1], blocks)
+
+
+@cache
+def agreeing(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows of tiles, and the keys of last blocks, that give the same bits as the base; found by trying.
+
+    What is drawn for the trial is fixed, so a restart finds the same.
+    """
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(8, 1, WIDEST_TILE, kv.head_dim, generator=generator).to(kv.dtype)
-    keys, values = torch.randn(2, 8, 1, 2 * KEY_BLOCK, kv.head_dim, generator=generator).to(kv.dtype)
+    query = torch.randn(8, 1, WIDEST_TILE, head_dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 8, 1, 2 * KEY_BLOCK, head_dim, generator=generator).to(dtype)
 
     def attend(rows: int, seen: int, length: int) -> Tensor:
         """With tiles of `rows` rows, the first `seen` of `length` keys."""
-        mask = torch.zeros(1, 1, 1, length, dtype=kv.dtype)
+        mask = torch.zeros(1, 1, 1, length, dtype=dtype)
         mask[..., seen:] = float("-inf")
         key, value = keys[:, :, :length], values[:, :, :length]
         tiles = query.split(rows, dim=2)
         return torch.cat([_flash(tile, key, value, 0.0, False, attn_mask=mask, scale=0.1)[0] for tile in tiles], 2)
 
+    @cache
+    def base(seen: int) -> Tensor:
+        """What all are compared with: whole blocks, the last of them the one that holds the last key that is seen."""
+        return attend(BASE_TILE, seen, -(-seen // KEY_BLOCK) * KEY_BLOCK)
+
     def agrees(rows: int, block: int) -> bool:
         for before in (0, KEY_BLOCK):
             for seen in (before + 1, before + block // 2 + 1, before + block):
-                if not torch.equal(attend(rows, seen, before + block), attend(BASE_TILE, seen, before + KEY_BLOCK)):
+                if not torch.equal(attend(rows, seen, before + block), base(seen)):
                     return False
         return True
 
-    tiles = [size for size in TILES if agrees(size, KEY_BLOCK)]
-    blocks = [size for size in SHORT_BLOCKS if all(agrees(tile, size) for tile in tiles)]
-    fitting = [size for size in tiles if size >= group] or [-(-group // tiles[-1]) * tiles[-1]]
-    shapes = Shapes(fitting[0], fitting[-1], (*blocks, KEY_BLOCK))
+    tiles = tuple(size for size in TILES if agrees(size, KEY_BLOCK))
+    blocks = (*(size for size in SHORT_BLOCKS if all(agrees(tile, size) for tile in tiles)), KEY_BLOCK)
     log.info(
-        "attention runs with tiles of %d and %d rows over last blocks of %s keys, which agree bit for bit",
-        shapes.thin,
-        shapes.wide,
-        ", ".join(map(str, shapes.last_blocks)),
+        "attention with tiles of %s rows over last blocks of %s keys agrees bit for bit",
+        ", ".join(map(str, tiles)),
+        ", ".join(map(str, blocks)),
     )
-    return shapes
+    return tiles, blocks

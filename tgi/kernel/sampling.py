@@ -1,0 +1,37 @@
+"""The generation parameters of a request on their way from the api, which checks them, to the worker, which obeys."""
+
+from typing import NamedTuple
+
+
+class Sampling(NamedTuple):
+    """How one request draws its tokens. Off values are the defaults; formulas in worker/sampling.py.
+
+    Travels from api to worker; the scheduler hands it on undecoded (encoded as a message of its own).
+    """
+
+    seed: int  # uint64; always given, drawn by the api when the client sent none
+    do_sample: bool = False  # draw at temperature 1 even if no field below asks for sampling
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    top_n: int = 0  # with each token, this many of the likeliest ones (more where several share the last place)
+    choice: int = 0  # which of several answers to one prompt; each has noise of its own from the same seed
+    typical_p: float = 1.0
+    frequency_penalty: float = 0.0  # TGI's: by a token's share of all ids so far
+    count_penalty: float = 0.0  # OpenAI's frequency_penalty: by how often a token was generated
+    presence_penalty: float = 0.0  # OpenAI's: once for each token that was generated
+    bias_ids: bytes = b""  # int32, each id once: OpenAI's logit_bias
+    biases: bytes = b""  # float32, same length
+    grammar: str = ""  # what the generated text must match, as worker/grammar.py reads it; "": anything
+    watermark: bool = False
+    min_new_tokens: int = 0  # until so many are generated, none of `end_ids` is drawn
+    end_ids: bytes = b""  # int32; filled in by the tokenizer, and only where min_new_tokens asks for it
+    adapter: str = ""  # the name of a LoRA adapter; "": the model alone
+    adapter_digest: bytes = b""  # Adapter.digest, as the api knows it; the tokenizer corrects it unless ids are resumed
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn at random (sampling.md, "which requests sample"); greedy otherwise."""
+        limited = self.top_k > 0 or self.top_p < 1.0 or self.typical_p < 1.0
+        return self.do_sample or self.temperature != 1.0 or limited
