@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_file_in_bfloat16(place: Path, kind: str, block:
     assert torch.equal(packed, plain)
 
 
-@pytest.mark.parametrize("block", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("block", ["Q8_0", "Q4_0", "Q4_1", "BF16"])
 def test_a_model_takes_hardly_more_memory_than_its_file(place: Path, block: str) -> None:
     """On our own kernels: the packed weights, of which the head is the embedding too, so nothing of the directory stays
     mapped, whatever tokens come."""
