@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import shlex
 import sys
 import tarfile
 import tempfile
@@ -27,6 +28,8 @@ BUILD = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+# Compiled in front of each source: without it, some compilers spoil its AMX kernels.
+TILES = Path(__file__).parent / "tiles.h"
 
 
 def environment(name: str) -> Path:
@@ -51,16 +54,18 @@ def llama_cpp() -> Path:
     python = environment("llama.cpp")
     directory = PEERS / "llama.cpp"
     build, stamp = directory / "build", directory / "built"
-    wanted = " ".join((LLAMA_CPP, *BUILD))
+    wanted = " ".join((LLAMA_CPP, *BUILD, hashlib.sha256(TILES.read_bytes()).hexdigest()))
     with _alone("llama.cpp"):
         if stamp.exists() and stamp.read_text() == wanted:
             return build / "bin"
         print(f"Building {LLAMA_CPP}'s llama.cpp in {directory} (once; many minutes) ...", file=sys.stderr, flush=True)
         source = _source(python, directory / "source")
-        cmake, ninja = python.parent / "cmake", python.parent / "ninja"
-        run(cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", "-S", source, "-B", build, *BUILD)
+        cmake = (python, "-m", "cmake")  # its program stops working where the environment is moved
+        how = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.parent / 'ninja'}")
+        tiles = f"-DCMAKE_CXX_FLAGS=-include {shlex.quote(str(TILES))}"
+        run(*cmake, "--fresh", *how, "-S", source, "-B", build, *BUILD, tiles)
         targets = ("llama-server", "llama-quantize")
-        run(cmake, "--build", build, "--target", *targets, "--parallel", str(os.cpu_count()))
+        run(*cmake, "--build", build, "--target", *targets, "--parallel", str(os.cpu_count()))
         stamp.write_text(wanted)
     return build / "bin"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.worker.test_native import VARIANTS, numbers
 from tgi.worker.native.build import library
-from tgi.worker.native.kernels import THEN, Kernels
+from tgi.worker.native.kernels import THEN, Kernels, Packed
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
 
@@ -41,6 +41,27 @@ def test_products_are_those_of_the_dequantized_weight(kernels: Kernels, bits: in
     assert_as_dequantized(kernels, quantized(bits, group, shifts, 64, 384), tuple(range(1, 71)))
     assert_as_dequantized(kernels, quantized(bits, group, shifts, 33, 1152), (1, 17, 32, 300))
     assert_as_dequantized(kernels, quantized(bits, group, shifts, 7, 128), (1, 33))
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_those_of_the_dequantized_weight(kernels: Kernels, bits: int, group: int, shifts: bool) -> None:
+    for outputs, inputs in ((1, 128), (33, 384), (71, 1152)):
+        weight = quantized(bits, group, shifts, outputs, inputs)
+        assert_rows(kernels, kernels.pack_quantized(weight), weight.dequantized(torch.bfloat16))
+
+
+def test_rows_of_a_plain_weight_are_as_they_were(kernels: Kernels) -> None:
+    for outputs, inputs in ((1, 32), (33, 96), (71, 1152)):
+        assert_rows(kernels, kernels.pack(numbers(outputs, inputs)), numbers(outputs, inputs))
+
+
+def assert_rows(kernels: Kernels, packed: Packed, weight: Tensor) -> None:
+    """One, all in order, more than there are, every other of a list of ids, and none."""
+    several = torch.arange(100).mul(29).remainder(len(weight))
+    for ids in (torch.tensor([len(weight) - 1]), torch.arange(len(weight)), several, several[::2], several[:0]):
+        assert torch.equal(kernels.rows(packed, ids).view(torch.int16), weight[ids].view(torch.int16))
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 16)])

@@ -153,6 +153,11 @@ class Linear:
             return self._kernels.head(x, self._weight, self._bias, scale, cap)
         return find_best(self.scores(x, scale, cap))
 
+    def lookup(self, outputs: Tensor) -> Tensor:
+        """The weights of some outputs, int64 [n]: [n, inputs]. For our own kernels."""
+        assert self._kernels is not None
+        return self._kernels.rows(self._weight, outputs)
+
     def bare(self) -> "Linear":
         """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
         other = copy.copy(self)

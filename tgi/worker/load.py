@@ -15,7 +15,7 @@ from tgi.worker.models.config import DecoderConfig, Unsupported
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.reading import decoder_config
-from tgi.worker.models.weights import WeightReader, embedding
+from tgi.worker.models.weights import WeightReader, stored_embedding
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.quantization.scheme import Scheme, read_scheme
 
@@ -113,9 +113,9 @@ def _build_decoder(
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         reader = WeightReader(scheme.source(checkpoint), config, dtype, device, kernels)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
-    if device.type == "cpu":
+    if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
-            weights = weights._replace(embedding=embedding(scheme.stored_source(checkpoint), config, dtype))
+            weights = weights._replace(embedding=stored_embedding(scheme.stored_source(checkpoint), config, dtype))
     progress("measuring kernels", 95)
     return Decoder(config, weights, dtype, device, kernels)

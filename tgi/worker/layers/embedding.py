@@ -1,20 +1,29 @@
-"""The first layer: each token's row of a matrix, which stays as it lies in the file, quantized or not."""
+"""The first layer: each token's row of a matrix, quantized or not."""
 
 import torch
 from torch import Tensor
 
+from tgi.worker.linear import Linear
 from tgi.worker.quantization.weight import Weight, plain
 
 
 class Embedding:
-    """Rows of a weight [vocab, hidden], converted when they are looked up: of a mapped file no others are read."""
+    """Rows of a weight [vocab, hidden], converted when they are looked up: either as it lies in the file, of which, if
+    it is mapped, no others are read, or as a linear layer of our own kernels has it, whose weight it is."""
 
-    def __init__(self, weight: Weight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight | Linear, dtype: torch.dtype) -> None:
         self._weight = weight
         self._dtype = dtype
 
+    @property
+    def shared(self) -> bool:
+        """Whether a linear layer keeps the weight, so that the file is needed no more."""
+        return isinstance(self._weight, Linear)
+
     def __call__(self, tokens: Tensor) -> Tensor:
-        """[tokens, hidden] for ids [tokens]."""
+        """[tokens, hidden] for ids [tokens], which are below vocab."""
+        if isinstance(self._weight, Linear):
+            return self._weight.lookup(tokens)
         if isinstance(self._weight, Tensor):
             return self._weight.index_select(0, tokens).to(self._dtype)
         return plain(self._weight.rows(tokens), self._dtype)

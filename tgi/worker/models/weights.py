@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Part = tuple[str, int]  # what the checkpoint calls a matrix, and its outputs
 
 
-def embedding(source: Source, config: DecoderConfig, dtype: torch.dtype) -> Embedding:
+def stored_embedding(source: Source, config: DecoderConfig, dtype: torch.dtype) -> Embedding:
     """The embedding as it lies in the file."""
     return Embedding(source.weight(EMBEDDING, config.vocab_size, config.hidden), dtype)
 
@@ -53,13 +53,15 @@ class WeightReader:
             layers.append(self._layer(number))
             progress(100 * len(layers) // len(config.layers))
         found = self._source.weight(EMBEDDING, config.vocab_size, config.hidden).to(self._device)
-        if config.tied or f"{HEAD}.weight" not in self._source:
+        tied = config.tied or f"{HEAD}.weight" not in self._source
+        if tied:
             head = self._made(self._converted(found), None, "none")
         else:
             head = self._linear(False, config.hidden, (HEAD, config.vocab_size))
+        embedding = Embedding(head if tied and self._kernels is not None else found, self._dtype)
         norm = self._norm("model.norm", config.hidden)
         self._tell()
-        return Weights(Embedding(found, self._dtype), layers, norm, head)
+        return Weights(embedding, layers, norm, head)
 
     def _layer(self, number: int) -> Layer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."

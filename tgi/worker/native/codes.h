@@ -6,6 +6,8 @@
 #pragma once
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "packed.h"
 #include "product.h"
 
@@ -112,5 +114,16 @@ class Codes {
     Spread scale_, shift_;
     alignas(64) bf16 rooms_[2][1024];
 };
+
+// Calls `use` with the two arguments that Codes takes for this form, as constants.
+template <class Use>
+void with_form(const Form& form, Use use) {
+    using Eight = std::integral_constant<int, 8>;
+    using Four = std::integral_constant<int, 4>;
+    using Yes = std::true_type;
+    using No = std::false_type;
+    if (form.bits == 8) form.shifts ? use(Eight(), Yes()) : use(Eight(), No());
+    else form.shifts ? use(Four(), Yes()) : use(Four(), No());
+}
 
 }  // namespace tgi

@@ -10,6 +10,7 @@
 #include "norm.h"
 #include "program.h"
 #include "read.h"
+#include "rows.h"
 #include "team.h"
 #include "turn.h"
 
@@ -41,6 +42,11 @@ void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, 
                 const bf16* other, bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs, int64_t plus_step,
                 int64_t then) {
     linear(*team, {x, {weight, outputs, inputs, Form(form)}, bias, plus, other, y, wide, rows, plus_step, Then(then)});
+}
+
+void tgi_rows(Team* team, const uint8_t* weight, int64_t form, const int64_t* ids, bf16* y, int64_t count, int64_t inputs,
+              int64_t outputs) {
+    rows(*team, {{weight, outputs, inputs, Form(form)}, ids, y, count});
 }
 
 void tgi_best(Team* team, const float* scores, void* room, int64_t* at, float* highest, float* logprobs, int64_t rows,

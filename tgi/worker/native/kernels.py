@@ -35,6 +35,7 @@ _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
     "tgi_pack_quantized": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p),
     "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
+    "tgi_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 3),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_turn": (*[c_void_p] * 3, *[c_int64] * 6),
     "tgi_best": (*[c_void_p] * 5, c_int64, c_int64),
@@ -102,7 +103,7 @@ class Kernels:
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
         self._arena = Arena()
-        self._pack, self._pack_quantized, self._linear, self._norm, self._turn, *others = functions
+        self._pack, self._pack_quantized, self._linear, self._rows, self._norm, self._turn, *others = functions
         self._best, self._scores, self._head, self._read, self._lora, self._attend = others
         self._kept_scores, self._peaks = Scratch(), Scratch()
 
@@ -151,6 +152,15 @@ class Kernels:
             x.data_ptr(), memory.data_ptr(), form, _at(bias), _at(plus), _at(other), None if wide else y.data_ptr(),
             y.data_ptr() if wide else None, rows, inputs, outputs, 0 if plus is None else plus.stride(0), then,
         )  # fmt: skip
+        return y
+
+    def rows(self, weight: Packed, ids: Tensor) -> Tensor:
+        """The rows of a weight that have these numbers, int64 [n] and all below its outputs: [n, inputs]. As if picked
+        from the tensor that was packed, or from `dequantized(torch.bfloat16)` of the codes."""
+        memory, outputs, inputs, form = weight
+        ids = ids.contiguous()
+        y = torch.empty(len(ids), inputs, dtype=torch.bfloat16)
+        self._rows(memory.data_ptr(), form, ids.data_ptr(), y.data_ptr(), len(ids), inputs, outputs)
         return y
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:

@@ -96,10 +96,7 @@ struct LinearJob final : Job {
         for (int64_t number = first; number < last; number++) {
             const uint8_t* at = w.panel(number);
             if (w.form.bits == 16) panel(number, row, rows, tiled((const bf16*)at, at + AHEAD, end));
-            else if (w.form.bits == 8 && w.form.shifts) panel(number, row, rows, Codes<8, true>(w, at));
-            else if (w.form.bits == 8) panel(number, row, rows, Codes<8, false>(w, at));
-            else if (w.form.shifts) panel(number, row, rows, Codes<4, true>(w, at));
-            else panel(number, row, rows, Codes<4, false>(w, at));
+            else with_form(w.form, [&](auto bits, auto shifts) { panel(number, row, rows, Codes<bits, shifts>(w, at)); });
         }
     }
 
