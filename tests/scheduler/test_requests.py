@@ -1,5 +1,6 @@
 """How a request begins and ends: validation, cancels, stops, usage and durations, and what its tokenizers hear."""
 
+import gc
 import logging
 
 import pytest
@@ -219,3 +220,16 @@ def test_the_line_keeps_the_order_of_arrival() -> None:
     with pytest.raises(ValueError, match="illegal transition"):
         made[1].become("chunk")
     assert made[1].state is State.ENDED
+
+
+def test_who_ends_while_waiting_is_not_kept_in_the_line() -> None:
+    client, queue = Client(House(SCRIPT).tokenizers[0].peer), Queue()
+    first = Request(client, Add(0, b"", 1, b""), 0, 0.0)
+    queue.push(first)
+    for n in range(1, 10_000):
+        request = Request(client, Add(n, b"", 1, b""), n, 0.0)
+        queue.push(request)
+        queue.leave()
+        request.become("end")
+    assert sum(isinstance(one, Request) for one in gc.get_objects()) < 500
+    assert queue.waiting() == [first]

@@ -6,6 +6,8 @@ from collections import deque
 from tgi.kernel.states import QUEUED
 from tgi.scheduler.request import SUSPECT, Request
 
+ENDED_AT_LEAST = 64  # requests in the line before it is swept; then half of it or more, so that sweeping costs each little
+
 
 class Queue:
     """Suspects of a worker's death come first, one after the other, since everybody waits until they are cleared."""
@@ -43,8 +45,10 @@ class Queue:
         return request
 
     def leave(self) -> None:
-        """Somebody in the line has ended. Its entry is dropped when it comes to the front."""
+        """Somebody in the line ends. Who has ended goes when it comes to the front, or when too many others have too."""
         self._waiting -= 1
+        if len(self._line) > 2 * self._waiting + ENDED_AT_LEAST:
+            self._line = deque(self.waiting())
 
     def waiting(self) -> list[Request]:
         """Everybody in the line, in its order."""
