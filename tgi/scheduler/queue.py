@@ -6,7 +6,7 @@ from collections import deque
 from tgi.kernel.states import QUEUED
 from tgi.scheduler.request import SUSPECT, Request
 
-ENDED_AT_LEAST = 64  # requests in the line before it is swept; then half of it or more, so that sweeping costs each little
+SWEPT = 64  # ended requests that the line may hold beside as many as wait: sweeping it then costs each of them little
 
 
 class Queue:
@@ -45,9 +45,9 @@ class Queue:
         return request
 
     def leave(self) -> None:
-        """Somebody in the line ends. Who has ended goes when it comes to the front, or when too many others have too."""
+        """Somebody in the line ends. It goes when it comes to the front, or when too many have ended."""
         self._waiting -= 1
-        if len(self._line) > 2 * self._waiting + ENDED_AT_LEAST:
+        if len(self._line) > 2 * self._waiting + SWEPT:
             self._line = deque(self.waiting())
 
     def waiting(self) -> list[Request]:
