@@ -114,7 +114,6 @@ struct LinearJob final : Job {
             for (int64_t done = 0; done < rows; done += MOST_ROWS) {
                 const int64_t count = std::min(rows - done, MOST_ROWS);
                 if (done == 0 || count < MOST_ROWS) prepare(count);
-                if (k + PART >= w.inputs) expect(row + done, count, number * PANEL);
                 const bf16* x = call.x + (row + done) * w.inputs + k;
                 if (k) product<true>(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
                 else product(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
@@ -122,11 +121,6 @@ struct LinearJob final : Job {
                 columns.at -= depth * PANEL;
             }
         }
-    }
-
-    // Asks for what will be written, while there is something to compute.
-    void expect(int64_t row, int64_t rows, int64_t at) const {
-        for (int64_t to = row * w.outputs + at; call.y && rows > 0; rows--, to += w.outputs) __builtin_prefetch(call.y + to, 1);
     }
 
     // The next inputs of a panel, for so many products. Each asks for its share of those that follow.
