@@ -127,9 +127,12 @@ void Program::run(Team& team, const Inputs& inputs, double* clock) {
 void Program::need(int64_t tokens) {
     if (tokens <= room_) return;
     room_ = (tokens + ALIGNED - 1) / ALIGNED * ALIGNED;  // so that every buffer is aligned
-    int64_t size = 0;
+    int64_t size = ALIGNED;
     for (size_t buffer = 1; buffer < widths_.size(); buffer++) size += room_ * widths_[buffer];
-    auto* next = (bf16*)scratch_.renew(size * sizeof(bf16));
+    scratch_.reset();
+    scratch_.reset(new bf16[size]);
+    const auto start = reinterpret_cast<uintptr_t>(scratch_.get());
+    bf16* next = scratch_.get() + (64 - start % 64) % 64 / sizeof(bf16);
     for (size_t buffer = 1; buffer < widths_.size(); buffer++) {
         buffers_[buffer] = next;
         next += room_ * widths_[buffer];

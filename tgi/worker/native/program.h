@@ -2,11 +2,11 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "attention.h"
 #include "head.h"
-#include "large.h"
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
@@ -85,7 +85,7 @@ class Program {
 
     std::vector<int64_t> widths_;
     std::vector<Operation> operations_;
-    Large scratch_;
+    std::unique_ptr<bf16[]> scratch_;
     int64_t room_ = 0;  // tokens
     std::vector<bf16*> buffers_;
 };
