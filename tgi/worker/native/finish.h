@@ -1,0 +1,64 @@
+// What becomes of a product's sums: bias, what adapters add, `then`, and the rounding to where they go.
+#pragma once
+#include <algorithm>
+
+#include "linear.h"
+#include "product.h"
+
+namespace tgi {
+
+inline __m512 score(__m512 sum, const Scoring& how) {
+    const __m512 scaled = _mm512_mul_ps(sum, _mm512_set1_ps(how.scale));
+    return how.cap ? _mm512_mul_ps(tanh(_mm512_mul_ps(scaled, _mm512_set1_ps(1 / how.cap))), _mm512_set1_ps(how.cap)) : scaled;
+}
+
+// The sums [rows][32] of some rows from `first` on, for the outputs from `at` on.
+template <Then then>
+void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
+    const int64_t outputs = call.weight.outputs, left = std::min(outputs - at, PANEL);
+    const __mmask32 all = (1ull << left) - 1;
+    const __mmask16 there[2] = {(__mmask16)all, (__mmask16)(all >> 16)};
+    __m512 bias[2] = {};
+    for (int half = 0; call.bias && half < 2; half++)
+        bias[half] = _mm512_maskz_loadu_ps(there[half], call.bias + at + 16 * half);
+    for (int64_t row = first; row < first + rows; row++, sums += COLUMNS) {
+        const int64_t to = row * outputs + at;
+        __m512 y[2];
+        for (int half = 0; half < 2; half++) {
+            y[half] = _mm512_load_ps(sums + 16 * half);
+            if (call.bias) y[half] = _mm512_add_ps(y[half], bias[half]);
+            if (call.plus) {
+                const float* plus = call.plus + row * call.plus_step + at + 16 * half;
+                y[half] = _mm512_add_ps(y[half], _mm512_maskz_loadu_ps(there[half], plus));
+            }
+            if (then == Then::silu) y[half] = silu(y[half]);
+            if (then == Then::gelu) y[half] = gelu(y[half]);
+            if (then == Then::gelu_tanh) y[half] = gelu_tanh(y[half]);
+            if (then == Then::score) y[half] = score(y[half], call.scoring);
+            if (then == Then::add || then == Then::mul) {
+                const __m256i bits = _mm256_maskz_loadu_epi16(there[half], call.other + to + 16 * half);
+                const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+                y[half] = then == Then::add ? _mm512_add_ps(y[half], other) : _mm512_mul_ps(y[half], other);
+            }
+            if (call.wide) _mm512_mask_storeu_ps(call.wide + to + 16 * half, there[half], y[half]);
+        }
+        if (call.peaks) {
+            for (int half = 0; half < 2; half++) y[half] = _mm512_mask_mov_ps(_mm512_set1_ps(LOWEST), there[half], y[half]);
+            call.peaks->put(row, at / PANEL, y[0], y[1]);
+        } else if (!call.wide) _mm512_mask_storeu_epi16(call.y + to, all, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
+    }
+}
+
+inline void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
+    switch (call.then) {
+        case Then::none: return finish<Then::none>(call, first, rows, at, sums);
+        case Then::silu: return finish<Then::silu>(call, first, rows, at, sums);
+        case Then::gelu: return finish<Then::gelu>(call, first, rows, at, sums);
+        case Then::gelu_tanh: return finish<Then::gelu_tanh>(call, first, rows, at, sums);
+        case Then::add: return finish<Then::add>(call, first, rows, at, sums);
+        case Then::mul: return finish<Then::mul>(call, first, rows, at, sums);
+        case Then::score: return finish<Then::score>(call, first, rows, at, sums);
+    }
+}
+
+}  // namespace tgi
