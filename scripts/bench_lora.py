@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tgi.kernel.messages import Adapter, Limits, Sampling, Slot, Step, encode
+from tgi.kernel.messages import Sampling, Slot, Step, encode
 from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.kernel.presence import Adapter, Limits
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.engine import TorchEngine
 from tgi.worker.load import Recipe

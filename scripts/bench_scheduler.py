@@ -28,8 +28,9 @@ from collections import deque
 from collections.abc import Callable
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import PROTOCOL, Add, Hello, Limits, Result, Sampling, Status, Step, encode
+from tgi.kernel.messages import Add, Result, Sampling, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
+from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
 from tgi.scheduler.core import Config, Core
 from tgi.scheduler.main import GARBAGE
 from tgi.scheduler.pages import PagePool

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints docs/wire-protocol.md, made from tgi/kernel/messages.py (redirect it into that file)."""
+"""Prints docs/wire-protocol.md, made from tgi/kernel/messages.py and presence.py (redirect it into that file)."""
 
 import ast
 import inspect
@@ -8,13 +8,14 @@ import re
 import sys
 import tokenize
 
-from tgi.kernel import messages
+from tgi.kernel import messages, presence
 from tgi.kernel.codec import MAX_FRAME_BYTES
 from tgi.kernel.states import TRANSITIONS
 
 HEAD = """# Wire protocol
 
-<!-- Made by scripts/wire_protocol.py from tgi/kernel/messages.py; a test holds them together. Do not edit. -->
+<!-- Made by scripts/wire_protocol.py from messages.py and presence.py in tgi/kernel; a test holds them together. Do
+not edit. -->
 
 Processes exchange frames over ZeroMQ. A frame is one message: a msgpack array `[tag, *fields]`. One ZeroMQ multipart
 message carries all frames that a process has for one neighbour at that moment, so a step costs one send per neighbour.
@@ -39,7 +40,7 @@ def main() -> None:
 
 def page() -> str:
     """The whole page as Markdown."""
-    parts = [HEAD.format(frame=MAX_FRAME_BYTES >> 20, version=messages.PROTOCOL)]
+    parts = [HEAD.format(frame=MAX_FRAME_BYTES >> 20, version=presence.PROTOCOL)]
     module_doc = inspect.getdoc(messages) or ""
     parts.append(
         "## Who sends what\n\n```\n" + module_doc.split("\n\n")[2].replace("\n    ", "\n").strip() + "\n```\n\n"
@@ -48,7 +49,7 @@ def page() -> str:
     parts.append("## Messages\n\n")
     for tag, cls in enumerate(messages.MESSAGES):
         parts.append(_section(f"### {tag} `{cls.__name__}`", cls))
-    inner = (messages.Limits, messages.Adapter, messages.Part, messages.Slot)
+    inner = (presence.Limits, presence.Adapter, messages.Part, messages.Slot)
     parts += [_section(f"### `{cls.__name__}` (inside other messages)", cls) for cls in inner]
     parts.append("## Why a request ended\n\n" + _enum(messages.Reason) + "\n")
     parts.append("## What a part of an answer is\n\n" + _enum(messages.Kind) + "\n")

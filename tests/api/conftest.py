@@ -21,23 +21,10 @@ from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Link
-from tgi.kernel.messages import (
-    PROTOCOL,
-    Adapt,
-    Adapted,
-    Cancel,
-    End,
-    Generate,
-    Hello,
-    Limits,
-    Reason,
-    Status,
-    Texts,
-    Tokenize,
-    Tokenized,
-)
+from tgi.kernel.messages import Adapt, Adapted, Cancel, End, Generate, Reason, Texts, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 from tgi.kernel.permits import Permits
+from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
 from tgi.kernel.settings import Settings
 
 LIMITS = Limits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")

@@ -10,7 +10,8 @@ import pytest
 from tests.api.conftest import LIMITS, READY, Front, request
 from tests.golden.reader import Exchange
 from tests.golden.scripts import SCRIPTS
-from tgi.kernel.messages import Cancel, Generate, Status
+from tgi.kernel.messages import Cancel, Generate
+from tgi.kernel.presence import Status
 from tgi.kernel.settings import Settings
 
 LOADING = Status(False, True, "loading weights", 40)

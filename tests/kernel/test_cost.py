@@ -13,8 +13,9 @@ import pytest
 
 from tests.counting import cost, per_item
 from tgi.kernel.link import Link, Peer
-from tgi.kernel.messages import PROTOCOL, Hello, Texts, Tokens, decode, encode
+from tgi.kernel.messages import Texts, Tokens, decode, encode
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
+from tgi.kernel.presence import PROTOCOL, Hello
 
 
 def tokens(count: int) -> Tokens:

@@ -12,7 +12,8 @@ import zmq
 
 from tgi.kernel.errors import UserError
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import PROTOCOL, Cancel, Hello
+from tgi.kernel.messages import Cancel
+from tgi.kernel.presence import PROTOCOL, Hello
 
 
 def hello(role: str, place: int = 0, model: str = "", protocol: int = PROTOCOL) -> Hello:

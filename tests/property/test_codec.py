@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import MESSAGES, Cancel, Hello, decode, encode
+from tgi.kernel.messages import MESSAGES, Cancel, decode, encode
 from tgi.kernel.pack import floats, ints, pack, uints
+from tgi.kernel.presence import Hello
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),

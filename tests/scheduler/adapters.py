@@ -7,7 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tgi.kernel.messages import Adapt, Adapted, Adapter, Status
+from tgi.kernel.messages import Adapt, Adapted
+from tgi.kernel.presence import Adapter, Status
 from tgi.worker.lora.shelf import Shelf, Unread
 
 if TYPE_CHECKING:

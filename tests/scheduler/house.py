@@ -11,23 +11,9 @@ from tests.scheduler.adapters import PATHS, Changes
 from tests.scheduler.tokenizers import GREEDY, Asked, Tokenizer
 from tests.tops import Tops, split_tops
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import (
-    PROTOCOL,
-    Adapted,
-    Adapter,
-    Add,
-    Cancel,
-    Hello,
-    Reason,
-    Result,
-    Sampling,
-    Slot,
-    Step,
-    Stop,
-    decode,
-    encode,
-)
+from tgi.kernel.messages import Adapted, Add, Cancel, Reason, Result, Sampling, Slot, Step, Stop, decode, encode
 from tgi.kernel.pack import FLOAT32, INT32, UINT8, floats, ints, pack
+from tgi.kernel.presence import PROTOCOL, Adapter, Hello
 from tgi.scheduler.core import Config, Core
 from tgi.worker.scripted import Script, ScriptedWorker
 

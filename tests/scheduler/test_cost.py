@@ -10,8 +10,9 @@ import pytest
 
 from tests.counting import cost, per_item
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import PROTOCOL, Add, Hello, Limits, Result, Sampling, Status, Step, encode
+from tgi.kernel.messages import Add, Result, Sampling, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
+from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
 from tgi.scheduler.core import Config, Core
 
 WORKER = Peer("worker", 0, b"worker")

@@ -6,8 +6,9 @@ import pytest
 
 from tests.scheduler.house import House, ok
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import PROTOCOL, End, Hello, Reason, Result, Status
+from tgi.kernel.messages import End, Reason, Result
 from tgi.kernel.pack import ints
+from tgi.kernel.presence import PROTOCOL, Hello, Status
 from tgi.worker.scripted import Script, ScriptedWorker
 
 SCRIPT = Script(pages=64, page_size=4, slots=8, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=256)

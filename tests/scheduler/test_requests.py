@@ -7,8 +7,9 @@ import pytest
 
 from tests.scheduler.house import House, ok
 from tests.scheduler.tokenizers import GREEDY, Asked
-from tgi.kernel.messages import Add, Cancel, End, Reason, Status, Stop, Tokens
+from tgi.kernel.messages import Add, Cancel, End, Reason, Stop, Tokens
 from tgi.kernel.pack import INT32, pack
+from tgi.kernel.presence import Status
 from tgi.kernel.states import State
 from tgi.scheduler.core import Config
 from tgi.scheduler.queue import Queue

@@ -4,15 +4,9 @@ from typing import Any
 
 from tests.tops import Tops, split_tops
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import (
-    End,
-    PromptLogprobs,
-    Sampling,
-    Status,
-    Tokens,
-    encode,
-)
+from tgi.kernel.messages import End, PromptLogprobs, Sampling, Tokens, encode
 from tgi.kernel.pack import floats, ints, uints
+from tgi.kernel.presence import Status
 
 GREEDY = Sampling(1)
 

@@ -4,20 +4,9 @@ from typing import Any
 
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import (
-    PROTOCOL,
-    Add,
-    End,
-    Generate,
-    Hello,
-    Limits,
-    Reason,
-    Sampling,
-    Status,
-    Texts,
-    Tokens,
-)
+from tgi.kernel.messages import Add, End, Generate, Reason, Sampling, Texts, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, floats, ints, pack, uints
+from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.pool import Pool
 from tgi.tokenizer.template import ChatTemplates

@@ -4,8 +4,9 @@ import pytest
 
 from tests.tokenizer.house import API, LIMITS, OTHER, READY, House, ids_of
 from tgi.kernel.link import Gone
-from tgi.kernel.messages import Adapt, Adapted, Adapter, Generate, Reason, Sampling, decode
+from tgi.kernel.messages import Adapt, Adapted, Generate, Reason, Sampling, decode
 from tgi.kernel.pack import INT32, pack
+from tgi.kernel.presence import Adapter
 
 POEMS, CODE = Adapter("poems", "/lora/poems", b"\1" * 16), Adapter("code", "/lora/code", b"\2" * 16)
 ASKS = Sampling(5, adapter="poems")

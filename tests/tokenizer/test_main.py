@@ -16,23 +16,9 @@ from tokenizers import Tokenizer
 
 from tests.tokenizer.house import READY, ends, shown
 from tgi.kernel.link import Link
-from tgi.kernel.messages import (
-    PROTOCOL,
-    Add,
-    Cancel,
-    End,
-    Generate,
-    Hello,
-    Reason,
-    Sampling,
-    Status,
-    Stop,
-    Texts,
-    Tokenize,
-    Tokenized,
-    Tokens,
-)
+from tgi.kernel.messages import Add, Cancel, End, Generate, Reason, Sampling, Stop, Texts, Tokenize, Tokenized, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
+from tgi.kernel.presence import PROTOCOL, Hello, Status
 from tgi.kernel.rundir import create
 from tgi.kernel.settings import Settings
 from tgi.kernel.spawn import Child, Spec

@@ -7,8 +7,9 @@ import torch
 
 from tests.tops import split_tops
 from tests.worker.test_scripted import slot, step
-from tgi.kernel.messages import Limits, Sampling, encode
+from tgi.kernel.messages import Sampling, encode
 from tgi.kernel.pack import floats, ints
+from tgi.kernel.presence import Limits
 from tgi.worker.attention import build_attention
 from tgi.worker.batch import Attention, Model
 from tgi.worker.drafting import Draft

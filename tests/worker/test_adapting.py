@@ -9,7 +9,8 @@ import pytest
 from tests.worker.test_loop import Running
 from tests.worker.test_scripted import SCRIPT, good, slot, step
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Adapt, Adapted, Adapter, Sampling, Status, encode
+from tgi.kernel.messages import Adapt, Adapted, Sampling, encode
+from tgi.kernel.presence import Adapter, Status
 from tgi.worker.lora import shelf as shelves
 from tgi.worker.lora.shelf import Shelf, Unread, stock
 from tgi.worker.scripted import ScriptedEngine, ScriptedWorker

@@ -15,8 +15,9 @@ from tests.worker.loras import make_adapter
 from tgi.hub.card import read_card
 from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
-from tgi.kernel.messages import Adapter, Reason, Result, Sampling, Step, Tokens
+from tgi.kernel.messages import Reason, Result, Sampling, Step, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, floats, pack, uints
+from tgi.kernel.presence import Adapter
 from tgi.scheduler.core import Config
 from tgi.worker.attention import build_attention
 from tgi.worker.engine import TorchEngine

@@ -9,8 +9,9 @@ import torch
 from tests.tops import split_tops
 from tests.worker.test_sampling import bias, draws
 from tests.worker.test_scripted import slot, step
-from tgi.kernel.messages import Limits, Result, Sampling, encode
+from tgi.kernel.messages import Result, Sampling, encode
 from tgi.kernel.pack import floats, ints
+from tgi.kernel.presence import Limits
 from tgi.worker.batch import Batch, KVShape
 from tgi.worker.best import Best, find_best
 from tgi.worker.engine import TorchEngine

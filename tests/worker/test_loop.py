@@ -14,7 +14,8 @@ from tests.models import model
 from tests.worker.test_scripted import SCRIPT, good, slot, step
 from tgi.kernel import rundir
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import PROTOCOL, Hello, Result, Status, Step
+from tgi.kernel.messages import Result, Step
+from tgi.kernel.presence import PROTOCOL, Hello, Status
 from tgi.kernel.settings import Settings
 from tgi.kernel.spawn import Child, Spec
 from tgi.worker.loop import DEPTH, Loop, Poisoned

@@ -14,8 +14,9 @@ from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
 from tests.worker.test_scripted import good, slot, step
 from tgi.kernel import rundir
-from tgi.kernel.messages import Sampling, Status, encode
+from tgi.kernel.messages import Sampling, encode
 from tgi.kernel.pack import floats
+from tgi.kernel.presence import Status
 from tgi.kernel.settings import Settings
 from tgi.kernel.spawn import FATAL, Child, Spec, last_words
 from tgi.worker import memory

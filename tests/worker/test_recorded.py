@@ -15,8 +15,9 @@ from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.test_attention import reference
 from tests.worker.test_scripted import slot, step
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Limits, Sampling, encode
+from tgi.kernel.messages import Sampling, encode
 from tgi.kernel.pack import floats, ints
+from tgi.kernel.presence import Limits
 from tgi.worker.attention import cuda, gathered
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.batch import KVShape, Model, Recordable

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tgi.api.calls import Generation
 from tgi.api.errors import ApiError
 from tgi.kernel import metrics
-from tgi.kernel.messages import End, Generate, Limits, Reason
+from tgi.kernel.messages import End, Generate, Reason
 from tgi.kernel.pack import ints
+from tgi.kernel.presence import Limits
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span

@@ -15,7 +15,8 @@ import zmq
 
 from tgi.kernel.codec import MAX_FRAME_BYTES
 from tgi.kernel.errors import ProtocolError, UserError
-from tgi.kernel.messages import PROTOCOL, Hello, Ping, Refused, decode, encode
+from tgi.kernel.messages import decode, encode
+from tgi.kernel.presence import PROTOCOL, Hello, Ping, Refused
 from tgi.kernel.rundir import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)

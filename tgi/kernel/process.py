@@ -15,7 +15,7 @@ import zmq
 
 from tgi.kernel import rundir
 from tgi.kernel.link import Link
-from tgi.kernel.messages import PROTOCOL, Hello
+from tgi.kernel.presence import PROTOCOL, Hello
 from tgi.kernel.settings import MADE_AT_LOAD, Settings
 
 # An idle loop wakes this often to beat: the cost of 200 idle streams is this wake-up.

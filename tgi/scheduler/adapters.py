@@ -4,7 +4,8 @@ import logging
 from itertools import count
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Adapt, Adapted, Adapter
+from tgi.kernel.messages import Adapt, Adapted
+from tgi.kernel.presence import Adapter
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import logging
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Limits, Status
+from tgi.kernel.presence import Limits, Status
 from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.deployment import shortfall
 from tgi.scheduler.status import ADAPTING, REFUSED, WAITING

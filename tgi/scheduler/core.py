@@ -7,20 +7,8 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import (
-    Adapt,
-    Adapted,
-    Add,
-    Cancel,
-    End,
-    Hello,
-    Limits,
-    Reason,
-    Result,
-    Status,
-    Step,
-    Stop,
-)
+from tgi.kernel.messages import Adapt, Adapted, Add, Cancel, End, Reason, Result, Step, Stop
+from tgi.kernel.presence import Hello, Limits, Status
 from tgi.kernel.states import DECODE, PREFILL, QUEUED
 from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone

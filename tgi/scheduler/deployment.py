@@ -1,6 +1,6 @@
 """The limits of a deployment: set by the first worker, held by every later one."""
 
-from tgi.kernel.messages import Limits
+from tgi.kernel.presence import Limits
 from tgi.scheduler.request import Request
 
 AT_LEAST = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tokens", "max_batch_size", "pages")

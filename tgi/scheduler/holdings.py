@@ -4,7 +4,7 @@ The worker is kept busy first, the books are kept after: that pages can be found
 free, is noted by `settle`, between two plans. So whatever is found was computed by steps that were sent before.
 """
 
-from tgi.kernel.messages import Limits
+from tgi.kernel.presence import Limits
 from tgi.scheduler.pages import PagePool
 from tgi.scheduler.request import Request
 

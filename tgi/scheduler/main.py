@@ -6,7 +6,8 @@ import time
 
 from tgi.kernel import tracing
 from tgi.kernel.link import Gone, Link
-from tgi.kernel.messages import Hello, Result
+from tgi.kernel.messages import Result
+from tgi.kernel.presence import Hello
 from tgi.kernel.process import Process
 from tgi.scheduler.core import Config, Core
 from tgi.scheduler.meter import Meter

@@ -2,8 +2,9 @@
 
 from array import array
 
-from tgi.kernel.messages import Limits, Slot
+from tgi.kernel.messages import Slot
 from tgi.kernel.pack import INT32
+from tgi.kernel.presence import Limits
 from tgi.kernel.states import PREFILL, QUEUED
 from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.batch import Batch

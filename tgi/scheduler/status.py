@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tgi.kernel.messages import Adapter, Limits, Status
+from tgi.kernel.presence import Adapter, Limits, Status
 
 WAITING = Status(False, True, "waiting for the worker", 0)
 ADAPTING = Status(False, True, "loading adapters", 99)

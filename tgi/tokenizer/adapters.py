@@ -1,7 +1,8 @@
 """The adapters that requests may choose among, and the requests to change that, each until it is answered."""
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Adapt, Adapted, Adapter, Sampling
+from tgi.kernel.messages import Adapt, Adapted, Sampling
+from tgi.kernel.presence import Adapter
 
 
 class Adapters:

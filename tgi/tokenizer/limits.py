@@ -1,6 +1,6 @@
 """The rules on token counts that a prompt must keep, in their order, with TGI's messages, and what is generated."""
 
-from tgi.kernel.messages import Limits
+from tgi.kernel.presence import Limits
 
 # TGI generates in chunks of this many tokens and admits a request if its first chunk fits. Longer generations are
 # served in one go here, but a client that asks for more than the context still gets what fits, as it does there.

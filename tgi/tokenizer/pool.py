@@ -16,17 +16,15 @@ from tgi.kernel.messages import (
     Cancel,
     End,
     Generate,
-    Hello,
-    Limits,
     Prompted,
     PromptLogprobs,
     Reason,
-    Status,
     Stop,
     Tokenize,
     Tokenized,
     Tokens,
 )
+from tgi.kernel.presence import Hello, Limits, Status
 from tgi.tokenizer import limits
 from tgi.tokenizer.adapters import Adapters
 from tgi.tokenizer.chat import Chats

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from llguidance import LLTokenizer
 
-from tgi.kernel.messages import Limits, Result, Step
+from tgi.kernel.messages import Result, Step
+from tgi.kernel.presence import Limits
 from tgi.worker.batch import Attention, Model, Recordable
 from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars

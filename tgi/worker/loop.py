@@ -6,7 +6,8 @@ from collections import deque
 from typing import Any, Protocol
 
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Adapt, Hello, Limits, Result, Status, Step
+from tgi.kernel.messages import Adapt, Result, Step
+from tgi.kernel.presence import Hello, Limits, Status
 from tgi.kernel.process import BEAT_SECONDS, Process
 from tgi.worker.adapting import Adapting
 from tgi.worker.lora.shelf import Shelf

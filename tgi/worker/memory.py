@@ -7,7 +7,7 @@ from typing import NamedTuple
 import psutil
 
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Limits
+from tgi.kernel.presence import Limits
 from tgi.kernel.settings import Settings
 
 log = logging.getLogger(__name__)

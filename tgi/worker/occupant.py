@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from tgi.kernel.messages import MOST_PROMPT_TOPS, Limits, Sampling, Slot, decode
+from tgi.kernel.messages import MOST_PROMPT_TOPS, Sampling, Slot, decode
 from tgi.kernel.pack import floats, ints
+from tgi.kernel.presence import Limits
 from tgi.worker.lora.shelf import Shelf, Unread, missing
 from tgi.worker.sayings import noise_of
 

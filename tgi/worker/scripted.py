@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import MOST_DRAFTS, Limits, Result, Step
+from tgi.kernel.messages import MOST_DRAFTS, Result, Step
 from tgi.kernel.pack import ints
+from tgi.kernel.presence import Limits
 from tgi.worker.lora.shelf import Shelf, Unread
 from tgi.worker.occupant import Occupant, Violation, need, occupant_of
 from tgi.worker.sayings import PROMPT, Said, guess, ids_of, result_of, say, tell

@@ -15,7 +15,7 @@ from tgi.hub.card import read_card
 from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Limits
+from tgi.kernel.presence import Limits
 from tgi.kernel.settings import MADE_AT_LOAD, Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from tgi.kernel.messages import Limits, Sampling, Slot, Step, encode
+from tgi.kernel.messages import Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, UINT8, pack
+from tgi.kernel.presence import Limits
 from tgi.worker.engine import TorchEngine
 
 WARM_PROMPT = 20  # tokens: more than one page

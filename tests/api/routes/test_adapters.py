@@ -7,7 +7,8 @@ import pytest
 
 from tests.api.conftest import READY, Front, standard, two_tokens
 from tests.api.test_lifecycle import Stream
-from tgi.kernel.messages import Adapt, Adapted, Adapter, Generate
+from tgi.kernel.messages import Adapt, Adapted, Generate
+from tgi.kernel.presence import Adapter
 
 POEMS, CODE = Adapter("poems", "/lora/poems", b"\1" * 16), Adapter("org/code", "/lora/code", b"\2" * 16)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

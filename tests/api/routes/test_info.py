@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from tests.api.conftest import LIMITS, READY, Front
-from tgi.kernel.messages import Status
+from tgi.kernel.presence import Status
 
 UNHEALTHY = b'{"error":"unhealthy","error_type":"healthcheck"}'
 

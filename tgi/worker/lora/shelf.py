@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Adapter
+from tgi.kernel.presence import Adapter
 from tgi.worker.lora.files import digest_of
 
 MOST = 128  # adapters
