@@ -49,6 +49,9 @@ void tgi_rows(Team* team, const uint8_t* weight, int64_t form, const int64_t* id
     rows(*team, {{weight, outputs, inputs, Form(form)}, ids, y, count});
 }
 
+// Of the room that finding the best takes, for each panel of a row.
+int64_t tgi_peak_bytes() { return Peaks::BYTES; }
+
 void tgi_best(Team* team, const float* scores, void* room, int64_t* at, float* highest, float* logprobs, int64_t rows,
               int64_t size) {
     best(*team, {scores, Peaks(room, rows, (size + PANEL - 1) / PANEL), {at, highest, logprobs}, rows, size});

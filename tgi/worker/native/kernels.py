@@ -24,7 +24,6 @@ DEPTH = 32  # inputs must be a multiple of this
 PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
 MOST_ROWS = 32  # of a product
-PEAK = 12  # bytes of Peaks in native/peaks.h, for each panel of a row
 # So often a helper looks for the next job before it sleeps: some 50 microseconds.
 SPINS = 1000
 
@@ -92,6 +91,7 @@ class Kernels:
             raise Unavailable(f"{path} cannot be loaded: {error}") from error
         library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_void_p
         library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
+        library.tgi_peak_bytes.argtypes, library.tgi_peak_bytes.restype = (), c_int64
         team = library.tgi_start(threads, SPINS)
         if team is None:
             raise Unavailable("the system does not let this process use AMX")
@@ -106,6 +106,7 @@ class Kernels:
         self._pack, self._pack_quantized, self._linear, self._rows, self._norm, self._turn, *others = functions
         self._best, self._scores, self._head, self._read, self._lora, self._attend = others
         self._kept_scores, self._peaks = Scratch(), Scratch()
+        self._peak_bytes = library.tgi_peak_bytes()  # for each panel of a row
 
     def pack(self, weight: Tensor) -> Packed:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
@@ -213,7 +214,7 @@ class Kernels:
 
     def peaks(self, rows: int, size: int) -> Tensor:
         """Room in which the best of so many rows of so many scores is found."""
-        return self._peaks.take(PEAK * rows * -(-size // PANEL))
+        return self._peaks.take(self._peak_bytes * rows * -(-size // PANEL))
 
     def read(self, memory: Tensor) -> int:
         """Reads memory of any dtype, a multiple of 64 bytes, as fast as it goes, to know how fast that is. Returns the

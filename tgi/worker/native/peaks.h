@@ -33,7 +33,7 @@ struct Peaks {
         : highest((float*)memory), sums(highest + rows * panels), at((int32_t*)(sums + rows * panels)), rows(rows),
           panels(panels) {}
 
-    static constexpr int64_t BYTES = 12;
+    static constexpr int64_t BYTES = sizeof(float) + sizeof(float) + sizeof(int32_t);
 
     // A panel's scores of a row; those behind the last one are LOWEST.
     void put(int64_t row, int64_t panel, __m512 left, __m512 right) const {
