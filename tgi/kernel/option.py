@@ -64,23 +64,35 @@ def boolean(value: str) -> bool:
     raise ValueError(f"{value!r} is neither true nor false")
 
 
-def integer(value: str) -> int:
-    """0, 1, 2, …"""
-    if not (value.isascii() and value.isdecimal()):
+def _whole(value: str) -> int:
+    """A whole number, which may be below 0."""
+    if not (value.isascii() and value.removeprefix("-").isdecimal()):
         raise ValueError(f"{value!r} is not a whole number")
     return int(value)
 
 
+def integer(value: str) -> int:
+    """0, 1, 2, …"""
+    if (found := _whole(value)) < 0:
+        raise ValueError(f"{value!r} is below 0")
+    return found
+
+
 def count(value: str) -> int:
     """1, 2, 3, …"""
-    if (number := integer(value)) == 0:
+    if (found := _whole(value)) <= 0:
         raise ValueError(f"{value!r} is not above 0")
-    return number
+    return found
 
 
-def integers(value: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them."""
-    return tuple(integer(part.strip()) for part in value.split(","))
+def batch_sizes(value: str) -> tuple[int, ...]:
+    """Whole numbers above 0 with commas between them, or 0 alone."""
+    if value.strip() == "0":
+        return (0,)
+    try:
+        return tuple(count(part.strip()) for part in value.split(","))
+    except ValueError as error:
+        raise ValueError(f"{error}; give numbers above 0 with commas between them, or 0 alone for none") from error
 
 
 def number(value: str) -> float:
@@ -117,8 +129,8 @@ def proper_share(value: str) -> float:
 
 def tcp_port(value: str) -> int:
     """The number of a TCP port; 0 takes any that is free."""
-    if (found := integer(value)) > 65535:
-        raise ValueError(f"{value!r} is not a port number")
+    if not 0 <= (found := _whole(value)) <= 65535:
+        raise ValueError(f"{value!r} is not a port number: they go from 0 to 65535")
     return found
 
 

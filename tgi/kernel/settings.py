@@ -9,10 +9,10 @@ from tgi.kernel.option import (
     OPTION,
     Option,
     address,
+    batch_sizes,
     boolean,
     count,
     integer,
-    integers,
     number,
     proper_share,
     seconds,
@@ -128,7 +128,7 @@ class Settings:
     cuda_graphs: tuple[int, ...] = setting(
         (),
         "Batch sizes to capture as CUDA graphs, 0 for none; default powers of two up to --max-batch-size.",
-        integers,
+        batch_sizes,
     )
     attention: str | None = setting(
         None,

@@ -62,7 +62,7 @@ class Take(NamedTuple):
 
 
 def sizes(asked: tuple[int, ...], most: int) -> list[int]:
-    """The numbers of rows that steps are padded to, ascending; none if 0 is asked for.
+    """The numbers of rows that steps are padded to, ascending; none if 0 is asked for, which stands alone.
 
     By default powers of two up to the `most` rows of a step. Reading the weights takes most of a decode step's time up
     to some hundred rows, so rows too many cost little, and each recording costs time at start and memory.
@@ -70,7 +70,7 @@ def sizes(asked: tuple[int, ...], most: int) -> list[int]:
     if 0 in asked:
         return []
     if asked:
-        return sorted({rows for rows in asked if 0 < rows <= most})
+        return sorted({rows for rows in asked if rows <= most})
     return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
 
 
