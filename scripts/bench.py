@@ -22,6 +22,7 @@ from typing import Any
 from scripts.beside import against
 from scripts.beside.servers import Failed, Server, cpu_seconds, free_port
 from scripts.beside.streams import BadStream, Stream, burst, median
+from tgi.kernel.option import count, counts
 
 SOME_TEXT = """river mountain city answer question evening water people walk light number theory music history science
 garden table window letter ocean bridge forest engine market doctor teacher winter summer morning story picture road"""
@@ -93,10 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-id", help="model to serve; default: the demo model")
     parser.add_argument("--scripted", action="store_true", help="the stack alone: a worker without a model")
-    parser.add_argument("--concurrency", default="1,8,32", help="streams at once, comma separated")
-    parser.add_argument("--input-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--concurrency", type=counts, default="1,8,32", help="streams at once, comma separated")
+    parser.add_argument("--input-tokens", type=count, default=128)
+    parser.add_argument("--output-tokens", type=count, default=128)
+    parser.add_argument("--repetitions", type=count, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("server", nargs="*", help="more arguments for `tgi up`, after --")
     against.options(parser)
@@ -107,7 +108,7 @@ def main() -> None:
         with start(arguments) as server:
             server.wait(ROUTE, bodies(1, 0, 16, 1)[0])
             burst(server.port, ROUTE, bodies(2, 1, 16, 8))  # first use of every path
-            results = {n: measure(server, n, arguments) for n in map(int, arguments.concurrency.split(","))}
+            results = {n: measure(server, n, arguments) for n in arguments.concurrency}
             memory = {
                 name: sum(p.memory_info().rss for p in found) / 2**20 for name, found in server.processes().items()
             }

@@ -142,8 +142,9 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="torch's kernels alone")
     options = parser.parse_args()
     kinds = [(spread, int(rank)) for rank in options.ranks.split(",") for spread in options.adapters.split(",")]
-    bench = Bench(kinds, options.prompt, options.rounds, options.plain)
-    measured = [[bench.decode(kind) for kind in range(len(kinds) + 1)] for _ in range(options.rounds)][1:]
+    bench = Bench(kinds, options.prompt, options.rounds + 1, options.plain)
+    measured = [[bench.decode(kind) for kind in range(len(kinds) + 1)] for _ in range(options.rounds + 1)]
+    del measured[0]  # in which all is used for the first time
     plain = 1000 * statistics.median(row[0] for row in measured)
     print(f"{ROWS} rows; without adapters {plain:.1f} ms")
     print("| rank | adapters | ms | ratio |\n|---|---|---|---|")

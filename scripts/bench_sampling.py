@@ -1,6 +1,6 @@
 """Measures what a step spends from logits to tokens: greedy, drawn, each processor by itself, and all of them.
 
-    python scripts/bench_sampling.py [--rows 256] [--vocab 49152] [--repetitions 15]
+    .venv/bin/python scripts/bench_sampling.py [--rows 256] [--vocab 49152] [--repetitions 15]
 
 Every row has 128 ids of a prompt and 128 of an answer, and all rows ask for the same. Kinds are measured in turn, a
 round after the other, so that other work on the machine disturbs them alike. Printed are the median in ms of the CPU

@@ -1,7 +1,7 @@
 """Measures the scheduler's pass for one step: handle the result, plan the next step, encode it for the worker.
 
-    python scripts/bench_scheduler.py [--rows 64,256,1024] [--changing 0.1] [--prompt 128]
-    python scripts/bench_scheduler.py --prefix 200000
+    .venv/bin/python scripts/bench_scheduler.py [--rows 64,256,1024] [--changing 0.1] [--prompt 128]
+    .venv/bin/python scripts/bench_scheduler.py --prefix 200000
 
 Every step computes about `--rows` rows. In each pass a share of them, `--changing`, draws its last token and ends, and
 as many new requests arrive, each with a prompt of its own, and are admitted: 10 % of 256 rows are 26 requests that end

@@ -1,6 +1,6 @@
 """Measures what speculation gains: the same requests in turn to a server with `--speculate` and to one without.
 
-    python scripts/bench_speculation.py [--speculate 4] [--concurrency 1,8] [-- more arguments for `tgi up`]
+    .venv/bin/python scripts/bench_speculation.py [--speculate 4] [--concurrency 1,8] [-- more arguments for `tgi up`]
 
 Three tasks: to copy a text that stands in the prompt, which looking up is made for; to write a story, in which there
 is little to look up; and to write the same at random, where a draft is right by chance. Each round asks both servers,
@@ -26,6 +26,8 @@ from contextlib import ExitStack, contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+from tgi.kernel.option import count, counts
 
 TEXT = """The old bridge at the end of our street was built in 1874 by two brothers from the north. They had carried
 every stone from the quarry behind the hill, nearly four miles away, with a cart and a patient grey horse. When the
@@ -123,18 +125,21 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speculate", type=int, default=4)
-    parser.add_argument("--concurrency", default="1", help="requests at once, comma separated")
+    parser.add_argument("--concurrency", type=counts, default="1", help="requests at once, comma separated")
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma separated")
     parser.add_argument("--tokens", type=int, default=160, help="of each answer, at most")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("server", nargs="*", help="more arguments for both servers, after --")
     arguments = parser.parse_args()
+    tasks = arguments.tasks.split(",")
+    if unknown := set(tasks) - set(TASKS):
+        parser.error(f"argument --tasks: {', '.join(sorted(unknown))} is not known; there are {', '.join(TASKS)}")
     with ExitStack() as stack:
         drafts = ["--speculate", str(arguments.speculate)]
         servers = [stack.enter_context(running([*arguments.server, *more])) for more in ([], drafts)]
         print(f"{'task':<8} {'requests':>8} {'without/s':>10} {'with/s':>10} {'gain':>6} {'accepted':>14}")
-        for at_once in map(int, arguments.concurrency.split(",")):
-            for task in arguments.tasks.split(","):
+        for at_once in arguments.concurrency:
+            for task in tasks:
                 print(compare(servers, task, at_once, arguments), flush=True)
 
 

@@ -109,7 +109,7 @@ def test_a_mistake_is_told_in_one_message(arguments: list[str], code: int, said:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tokenizer-config-path", "/nowhere"], "/nowhere cannot be read"),
+        (["--tokenizer-config-path", "/nowhere"], "/nowhere is no file"),
         (["--weights-cache-override", "/nowhere"], "/nowhere is not a directory"),
         (["--model-id", "/nowhere"], "'/nowhere' does not exist"),
     ],

@@ -34,7 +34,10 @@ def main() -> None:
 @main.command()
 @settings_options
 def up(**flags: Any) -> None:
-    """Run the whole server: front ends, tokenizers, scheduler and worker, supervised."""
+    """Run the whole server.
+
+    That is front ends, tokenizers, scheduler and worker, supervised.
+    """
     from tgi.tree import ROLES, run
 
     run(load(flags), ROLES)
@@ -49,7 +52,7 @@ def _role_command(role: str, help: str) -> None:
         run(load(flags), (role,))
 
 
-_role_command("api", "Run the front ends alone (the other roles are started elsewhere with the same TGI_RUN).")
+_role_command("api", "Run the front ends alone. The other roles are started elsewhere with the same TGI_RUN.")
 _role_command("tokenizer", "Run the tokenizer pool alone.")
 _role_command("scheduler", "Run the scheduler alone.")
 _role_command("worker", "Run the worker alone.")
@@ -58,7 +61,10 @@ _role_command("worker", "Run the worker alone.")
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def ps(as_json: bool) -> None:
-    """List the running servers of this user: processes, pids, states, boot ids, memory."""
+    """List the running servers of this user.
+
+    Of each process: pid, state, boot id, memory.
+    """
     from tgi.kernel import rundir
 
     rows = [row for run in rundir.all_of_user() for row in _processes(run)]
@@ -156,7 +162,10 @@ def download_weights(
     logger_level: str,
     json_output: bool,
 ) -> None:
-    """Fetch MODEL_ID from the Hub into the cache, as far as it is not there, and print its directory."""
+    """Fetch MODEL_ID from the Hub into the cache.
+
+    What is there is not fetched again. Prints the directory.
+    """
     from tgi.hub.card import read_card
     from tgi.hub.resolve import model_directory
     from tgi.kernel import log
@@ -195,7 +204,9 @@ def print_schema(kserve: bool) -> None:
 def watermark(
     file: IO[str], model_id: str | None, revision: str | None, gamma: float, device: str, as_json: bool
 ) -> None:
-    """Tell whether the text in FILE (without it: on standard input) was generated with `watermark`.
+    """Tell whether a text was generated with `watermark`.
+
+    The text is in FILE, or without it on standard input.
 
     Model, gamma and kind of device must be those of the server that made the text: each gives other green tokens.
     Without the prompt: give the generated text alone.

@@ -75,7 +75,7 @@ def test_a_template_may_be_a_file_of_its_own(tiny_llama: Path, tmp_path: Path) -
     (template := tmp_path / "mine.jinja").write_text("mine")
     card = read_card(changed(tiny_llama, Changes(tokenizer_config=template), tmp_path))
     assert dict(card.chat_templates) == {"default": "mine"}
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="is no file"):
         changed(tiny_llama, Changes(tokenizer_config=tmp_path / "other.jinja"), tmp_path)
 
 

@@ -63,7 +63,7 @@ REFUSED = [
     ({"ngrok": True, "ngrok_authtoken": "t", "ngrok_edge": "e"}, "ngrok tunnels are not supported"),
     ({"lora_adapters": "a, b=c=d"}, "Invalid LoRA adapter format: b=c=d"),
     ({"lora_adapters": "a@b@c"}, "Invalid LoRA adapter format: a@b@c"),
-    ({"lora_adapters": "a,"}, "Invalid LoRA adapter format: "),
+    ({"lora_adapters": "a,"}, "Invalid LoRA adapter format: an empty name. Give ID, "),
     ({"lora_adapters": "a= @c"}, "Invalid LoRA adapter format: a= @c"),
     ({"lora_adapters": "tgi=/lora"}, "No LoRA adapter can be called tgi"),
     ({"lora_adapters": "a=b,c,a@d"}, "Two LoRA adapters are called a"),

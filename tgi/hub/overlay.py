@@ -89,9 +89,9 @@ def _with_rope(path: Path, factor: float) -> str:
 
 def _with_tokenizer_config(files: Files, directory: Path, path: Path) -> Files:
     """The given entries over the model's own; a chat template among them replaces all that the model brings."""
+    if not path.is_file():
+        raise UserError(f"`tokenizer_config_path` {path} is no file. Name a tokenizer_config.json or a .jinja file.")
     if path.suffix == ".jinja":
-        if not path.is_file():
-            raise UserError(f"`tokenizer_config_path` {path} does not exist.")
         return {name: kept for name, kept in files.items() if name not in TEMPLATES} | {"chat_template.jinja": path}
     given = _object(path)
     own = _object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}

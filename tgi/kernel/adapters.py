@@ -21,7 +21,7 @@ def named_adapters(text: str | None) -> list[Named]:
         matched = _ITEM.fullmatch(item)
         if matched is None or not all(part is None or part.strip() for part in matched.groups()):
             forms = "ID, ID@REVISION, NAME=PATH or NAME=PATH@REVISION, with commas between them"
-            raise ValueError(f"Invalid LoRA adapter format: {item.strip()}. Give {forms}")
+            raise ValueError(f"Invalid LoRA adapter format: {item.strip() or 'an empty name'}. Give {forms}")
         name, path, revision = (part and part.strip() for part in matched.group("name", "path", "revision"))
         if name == "tgi":
             raise ValueError("No LoRA adapter can be called tgi: as a model's name that means the base model")

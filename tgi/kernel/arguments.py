@@ -140,8 +140,10 @@ def _keys(file: str | None) -> tuple[str, ...]:
         return ()
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _invalid(f"`api_key_file` {file} cannot be read: {error}") from error
+    except OSError as error:
+        raise _invalid(f"`api_key_file` {file} cannot be read: {error.strerror}. Name a file with keys.") from error
+    except UnicodeDecodeError as error:
+        raise _invalid(f"`api_key_file` {file} is no text in UTF-8. Write one key per line.") from error
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise _invalid(f"`api_key_file` {file} holds no key. Write one per line.")

@@ -85,12 +85,17 @@ def count(value: str) -> int:
     return found
 
 
+def counts(value: str) -> tuple[int, ...]:
+    """Whole numbers above 0 with commas between them."""
+    return tuple(count(part.strip()) for part in value.split(","))
+
+
 def batch_sizes(value: str) -> tuple[int, ...]:
-    """Whole numbers above 0 with commas between them, or 0 alone."""
+    """The same, or 0 alone."""
     if value.strip() == "0":
         return (0,)
     try:
-        return tuple(count(part.strip()) for part in value.split(","))
+        return counts(value)
     except ValueError as error:
         raise ValueError(f"{error}; give numbers above 0 with commas between them, or 0 alone for none") from error
 
@@ -139,7 +144,7 @@ def address(value: str) -> str:
     try:
         ip_address(value)
     except ValueError:
-        raise ValueError(f"{value!r} is not an IP address") from None
+        raise ValueError(f"{value!r} is not an IP address, such as 127.0.0.1") from None
     return value
 
 
