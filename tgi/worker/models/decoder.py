@@ -1,7 +1,6 @@
 """One decoder for many families of models: what differs between them is data in DecoderConfig."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,47 +9,18 @@ from torch import Tensor
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Attention, Batch, KVShape, Reader
 from tgi.worker.best import Best
-from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
-from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import Rotary
 from tgi.worker.linear import Linear, choose_rows
-from tgi.worker.lora.deltas import Deltas, LayerDeltas
-from tgi.worker.lora.packed import PackedDeltas, PackedLayerDeltas, PackedWeights
+from tgi.worker.lora.deltas import Deltas
+from tgi.worker.lora.packed import PackedDeltas, PackedWeights
 from tgi.worker.lora.reading import read_adapter
 from tgi.worker.lora.weights import LoraWeights, number_format, shapes
 from tgi.worker.models.config import DecoderConfig
+from tgi.worker.models.layer import Layer, Weights, run_layer
 from tgi.worker.models.program import write_program
+from tgi.worker.models.tensors import Step
 from tgi.worker.native.kernels import Kernels
-
-Angles = tuple[Tensor, Tensor]
-
-
-class Layer(NamedTuple):
-    """The weights of one layer. Projections of the same input that are used together are one matrix.
-
-    The last matrix of each part adds the residual, where nothing comes between.
-    """
-
-    attention_before: Norm | None
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    head_norm: Norm | None  # scales [heads + kv_heads, head_dim] of the query heads, then of the key heads
-    query_norm: Norm | None  # over all query heads
-    key_norm: Norm | None  # over all key heads
-    output: Linear
-    attention_after: Norm | None
-    mlp_before: Norm | None
-    mlp: Mlp | Experts
-    mlp_after: Norm | None
-
-
-class Weights(NamedTuple):
-    """All weights of a model. Norms are float32."""
-
-    embedding: Embedding  # [vocab, hidden]
-    layers: list[Layer]
-    norm: Norm
-    head: Linear  # [vocab, hidden]
 
 
 class Decoder:
@@ -117,36 +87,13 @@ class Decoder:
             best = self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted, draw_at)
         else:
             best = None
-            hidden = self._layers(hidden, angles, count, attention, plan, deltas)
+            step = Step(self._config, self.kv, self._rotaries, angles, count, attention, plan, deltas)
+            for number, layer in enumerate(self._weights.layers):
+                hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
         if reader is not None:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
         return hidden, best
-
-    def _layers(
-        self,
-        hidden: Tensor,
-        angles: list[Angles],
-        count: int,
-        attention: Attention,
-        plan: Any,
-        deltas: Deltas | PackedDeltas | None,
-    ) -> Tensor:
-        """What the last layer leaves of `hidden` [rows, hidden]. models/program.py says the same to our kernels."""
-        config = self._config
-        for number, layer in enumerate(self._weights.layers):
-            lora = None if deltas is None else deltas.of(number)
-            normed = _normed(layer.attention_before, hidden)
-            mixed = self._mix(number, layer, normed, angles, count, attention, plan, lora)
-            hidden = self._join(layer.output, mixed, layer.attention_after, hidden, lora, "output")
-            if not config.parallel:
-                normed = _normed(layer.mlp_before, hidden)
-            if isinstance(layer.mlp, Mlp):
-                inner = layer.mlp.inner(normed) if lora is None else lora.inner(layer.mlp, normed)
-                hidden = self._join(layer.mlp.down, inner, layer.mlp_after, hidden, lora, "down")
-            else:
-                hidden = self._add(layer.mlp(normed, count), layer.mlp_after, hidden)
-        return hidden
 
     def adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""
@@ -177,62 +124,6 @@ class Decoder:
     def _drawing(self, hidden: Tensor, at: Tensor) -> Tensor:
         """What the head takes of these rows."""
         return self._weights.norm(hidden.index_select(0, at))
-
-    def _join(
-        self,
-        linear: Linear,
-        x: Tensor,
-        after: Norm | None,
-        hidden: Tensor,
-        lora: LayerDeltas | PackedLayerDeltas | None,
-        place: str,
-    ) -> Tensor:
-        """hidden + residual_scale * after(linear(x)), the linear layer with what adapters add."""
-        residual = hidden if linear.then == "add" else None
-        found = linear(x, residual) if lora is None else lora.through(place, linear, x, residual)
-        return self._add(found, after, hidden) if residual is None else found
-
-    def _add(self, found: Tensor, after: Norm | None, hidden: Tensor) -> Tensor:
-        """hidden + residual_scale * after(found)."""
-        found = _normed(after, found)
-        if self._config.residual_scale != 1.0:
-            found = found * self._config.residual_scale
-        return hidden + found
-
-    def _mix(
-        self,
-        number: int,
-        layer: Layer,
-        normed: Tensor,
-        angles: list[Angles],
-        count: int,
-        attention: Attention,
-        plan: Any,
-        lora: LayerDeltas | PackedLayerDeltas | None,
-    ) -> Tensor:
-        """What the layer's attention finds for each row of `normed` [rows, hidden]: [rows, heads * head_dim].
-
-        The first `count` rows are tokens, the others padding.
-        """
-        heads, kv_heads, head_dim = self.kv.heads, self.kv.kv_heads, self.kv.head_dim
-        found = layer.qkv(normed) if lora is None else lora.through("attention", layer.qkv, normed)
-        qkv = found.view(-1, heads + 2 * kv_heads, head_dim)
-        query, key = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-        if layer.head_norm is not None:
-            qkv[:, : heads + kv_heads] = layer.head_norm(qkv[:, : heads + kv_heads])
-        elif layer.query_norm is not None and layer.key_norm is not None:
-            query.copy_(layer.query_norm(query.flatten(1)).view(query.shape))
-            key.copy_(layer.key_norm(key.flatten(1)).view(key.shape))
-        rope = self._config.layers[number].rope
-        if rope is not None:
-            self._rotaries[rope].rotate(qkv, heads + kv_heads, angles[rope])
-        found = attention.write_and_attend(plan, number, qkv[:count], self._config.attention_scale)
-        found = found.reshape(count, heads * head_dim)
-        return found if count == len(normed) else F.pad(found, (0, 0, 0, len(normed) - count))
-
-
-def _normed(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 def _first(mlp: Mlp | Experts) -> Linear | None:

@@ -11,7 +11,7 @@ from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.linear import Linear
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.models.decoder import Layer, Weights
+from tgi.worker.models.layer import Layer, Weights
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.source import EMBEDDING, HEAD, Source
