@@ -52,6 +52,7 @@ REFUSED = [
      "Both `max_input_tokens` (1) and `max_input_length` (2) are set. Please define only `max_input_tokens` as "),
     ({"max_total_tokens": 10, "max_batch_total_tokens": 9},
      "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 10 and 9"),
+    ({"max_total_tokens": 1}, "`max_total_tokens` must be >= 2"),
     ({"validation_workers": 0}, "`validation_workers` must be > 0"),
     ({"max_top_n_tokens": 1025}, "`max_top_n_tokens` must be <= 1024. Given: 1025"),
     ({"sharded": "true", "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),

@@ -101,6 +101,14 @@ def test_what_the_user_must_mend_ends_it_for_good(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize("least", [{"max_batch_prefill_tokens": 1}, {"max_total_tokens": 2}, {"max_batch_size": 1}])
+def test_the_least_that_can_be_asked_for_is_enough_to_start(least: dict[str, int], tmp_path: Path) -> None:
+    values = {"max_batch_size": 4, "max_total_tokens": 64, "speculate": 4} | least
+    settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", **values)
+    limits = start_engine(settings, lambda stage, percent: None).limits
+    assert all(getattr(limits, name) == value for name, value in least.items())
+
+
 def test_a_restarted_worker_has_as_many_pages_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits hold for a deployment's life: a worker that finds a little less memory free does not come up smaller."""
     settings = Settings(model_dir=model("llama"), run_dir=tmp_path, max_batch_size=4096, device="cpu")

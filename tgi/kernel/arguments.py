@@ -76,6 +76,8 @@ def _check(settings: Settings) -> None:
     tokens = tokens or length
     if tokens is not None and total is not None and tokens >= total:
         raise _invalid(f"`max_input_tokens`({tokens}) must be < `max_total_tokens`({total})")
+    if total == 1:
+        raise _invalid("`max_total_tokens` must be >= 2: a prompt and what is generated have a token each. Given: 1")
     if settings.validation_workers == 0:
         raise _invalid("`validation_workers` must be > 0")
     batch = settings.max_batch_total_tokens

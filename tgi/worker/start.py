@@ -55,7 +55,7 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     mark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     engine = _engine(models, limits, graphs, partial(_tokens, settings.model_dir, served.vocab_size), mark)
     progress("warming up", 98)
-    rows = min(2, limits.max_batch_size)
+    rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
     tokens = min(WARM_PROMPT, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
     warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
     if graphs:
