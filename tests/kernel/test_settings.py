@@ -75,7 +75,7 @@ REFUSED = [
     ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache has the model's type"),
     ({"rope_scaling": "dynamic"}, "Use --rope-scaling linear"),
     ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
-    ({"aip_health_route": "health"}, "must begin with a slash"),
+    ({"aip_health_route": "health"}, "`aip_health_route` must begin with a slash"),
     ({"api_key_file": "/nowhere/keys"}, "`api_key_file` /nowhere/keys cannot be read"),
 ]
 UNREADABLE = [

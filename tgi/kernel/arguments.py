@@ -100,9 +100,9 @@ def _check(settings: Settings) -> None:
         raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
     if settings.draft_model_revision is not None and settings.draft_model_id is None:
         raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
-    for route in (settings.aip_predict_route, settings.aip_health_route):
-        if route is not None and not route.startswith("/"):
-            raise _invalid(f"a route must begin with a slash. Given: {route}")
+    for name in ("aip_predict_route", "aip_health_route"):
+        if (route := getattr(settings, name)) is not None and not route.startswith("/"):
+            raise _invalid(f"`{name}` must begin with a slash. Given: {route}")
 
 
 def _refuse_unbuilt(settings: Settings) -> None:

@@ -103,8 +103,8 @@ def choose_limits(settings: Settings, need: Need, room: Room, held: int | None =
     most_input = settings.max_input_tokens or longest - 1
     if most_input >= longest:
         raise UserError(
-            f"`max_input_tokens` must be < `max_total_tokens`. Given: {most_input} and {longest}, which is what model and "
-            "KV cache allow. Lower --max-input-tokens."
+            f"`max_input_tokens` must be < `max_total_tokens`. Given: {most_input} and {longest}, which is what model "
+            "and KV cache allow. Lower --max-input-tokens."
         )
     if settings.max_batch_prefill_tokens and settings.max_batch_prefill_tokens > capacity:
         raise UserError(
