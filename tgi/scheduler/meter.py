@@ -8,7 +8,6 @@ from tgi.kernel.messages import Result, Step
 from tgi.scheduler.core import Core
 from tgi.scheduler.counters import StepDone
 
-
 # Steps in which nobody comes or goes are written down with the first turn after so long: to do so takes longer than to
 # plan one.
 KEPT_SECONDS = 1.0
