@@ -11,6 +11,7 @@ from tgi.kernel.messages import Result, Sampling, Step, encode
 from tgi.kernel.pack import ints
 from tgi.worker.batch import Model
 from tgi.worker.engine import TorchEngine
+from tgi.worker.repeated import FURTHER_PAGES
 from tgi.worker.slots import BadStep
 
 COUNT = 80  # tokens, over several pages
@@ -64,6 +65,22 @@ def begun(model: Model, prompt: int = 9) -> tuple[TorchEngine, Watched, list[Any
     pending += [engine.launch(step(2 + at, [(0, prompt + at, 1, 1), (1, prompt + at, 1, 1)])) for at in range(3)]
     assert watched.went_on == 2
     return engine, watched, pending
+
+
+def test_pages_may_come_on_the_way(model: Model) -> None:
+    engine, never = make_engine(model, pages=64), make_engine(model, pages=64)
+    watched, _ = Watched(engine), Watched(never, never=True)
+    size, starts = engine.limits.page_size, [9, 25]
+    new = [slot(at, list(range(3, 3 + start)), encode(Sampling(0))) for at, start in enumerate(starts)]
+    both = [(0, 0, starts[0], 1), (1, 0, starts[1], 1)]
+    count = (FURTHER_PAGES + 2) * size
+    for number in range(count):
+        pages = [(at, number + at) for at, (_, start, _, _) in enumerate(both) if start % size == 0]
+        asked = step(number + 1, both, new, [(at, page % 64) for at, page in pages])
+        results = [one.collect(one.launch(asked)) for one in (engine, never)]
+        assert results[0][:5] == results[1][:5]
+        new, both = [], [(at, starts[at] + number, 1, 1) for at in range(2)]
+    assert count - watched.went_on < 6
 
 
 def test_results_may_be_collected_later(model: Model) -> None:

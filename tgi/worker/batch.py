@@ -118,8 +118,7 @@ class Model(Protocol):
         do."""
 
     def again(self, batch: Batch, attention: Attention) -> "Again | None":
-        """For steps of these rows, one token each, that go on in the last of their pages. None: it would save
-        nothing."""
+        """For steps of these rows, one token each, as far as the page table is wide. None: it would save nothing."""
 
     def adapter(self, directory: Path) -> Any:
         """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

@@ -9,11 +9,15 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from tgi.kernel.messages import Result, Step
 from tgi.worker.batch import Again, Attention, Batch, Model
 from tgi.worker.best import Best
 from tgi.worker.slots import Rows, Slots
+
+# A streak goes on over so many more pages than its longest row has. Then its columns are made anew.
+FURTHER_PAGES = 8
 
 
 class Latest(NamedTuple):
@@ -26,40 +30,49 @@ class Latest(NamedTuple):
 
 
 class Streak:
-    """The steps that follow one of these rows. Their columns lie where those of the first lay."""
+    """The steps that follow one of these rows. Their columns lie where those of `batch` lay, whose page table is wide
+    enough for longer contexts. `settle` lets the slots know what they have come to."""
 
     def __init__(self, latest: Latest, slots: Slots, again: Again) -> None:
-        step, rows, batch, best = latest
+        step, rows, _, best = latest
+        batch = again.batch
         self._slots = slots
         self._rows = rows
         self._again = again
         self._same = step.rows, step.counts, step.draws
-        self._context, self._positions, self._cache_at, self._tokens = (
-            column.numpy() for column in (batch.context, batch.positions, batch.cache_at, batch.tokens)
+        self._context, self._positions, self._cache_at, self._pages, self._tokens = (
+            column.numpy()
+            for column in (batch.context, batch.positions, batch.cache_at, batch.page_table, batch.tokens)
         )
         self._tokens[:] = best.ids.numpy()
         self._logprobs = again.best.logprobs.numpy()
         self._ids = again.best.ids.numpy()
-        self._drawn: list[bytes] = []  # the ids of each step
-        # Until a row comes to the end of its page, or of the longest request.
-        self._left = min(int((-rows.ends % slots.page_size).min()), slots.width - 1 - int(rows.ends.max()))
+        self._longest = int(rows.ends.max())
+        self._most = min(batch.page_table.shape[1] * slots.page_size, slots.width - 1)
+        self._in_page = self._until_a_page_ends()
+        self._drawn: list[bytes] = []  # the ids of each step of which the slots do not know
+        self._since = rows.ends + 1  # the contexts of the first of these
 
     def goes_on(self, step: Step) -> bool:
         """Whether this is the next one."""
         return (
-            self._left > 0
+            self._longest < self._most
             and (step.rows, step.counts, step.draws) == self._same
             and step.starts == self._context.tobytes()
-            and not _changes(step)
+            and not (step.slots or step.drafts)
         )
 
     def result(self, step: Step) -> Result:
-        """Computes the next one."""
+        """Computes the next one. Raises BadStep if a page is missing."""
         began = time.monotonic()
-        self._left -= 1
-        self._context += 1
-        self._positions += 1
-        self._cache_at += 1
+        if self._in_page == 0 or step.page_slots:
+            self._turn_pages(step)
+        else:
+            self._in_page -= 1
+            self._context += 1
+            self._positions += 1
+            self._cache_at += 1
+        self._longest += 1
         for call in self._again.calls:
             call()
         self._tokens[:] = self._ids
@@ -68,14 +81,30 @@ class Streak:
         forward_us = int((time.monotonic() - began) * 1e6)
         return Result(step.number, step.epoch, step.draws, ids, self._logprobs.tobytes(), forward_us)
 
-    def end(self) -> None:
-        """Lets the slots know what has been computed and drawn."""
-        rows, count = self._rows, len(self._drawn)
-        if count:
+    def settle(self) -> None:
+        """Of all steps so far."""
+        if count := len(self._drawn):
             drawn = np.frombuffer(b"".join(self._drawn), np.int32).reshape(count, -1)
-            places = rows.slots * self._slots.width + rows.position + np.arange(1, count + 1)[:, None]
+            places = self._rows.slots * self._slots.width + self._since + np.arange(count)[:, None]
             self._slots.ids.view(-1).numpy()[places] = drawn
-            self._slots.advance(rows._replace(ends=rows.ends + count))
+            self._since = self._since + count
+            self._slots.advance(self._rows._replace(ends=self._since - 1))
+            self._drawn.clear()
+
+    def _turn_pages(self, step: Step) -> None:
+        """Some rows go on in another page."""
+        self.settle()
+        self._slots.apply(step)
+        rows = self._slots.rows(step)
+        self._context[:] = rows.ends
+        self._positions[:] = rows.starts
+        self._cache_at[:] = self._slots.cache_at(rows.slots, rows.starts)
+        self._pages[:] = self._slots.page_table[rows.slots, : self._pages.shape[1]]
+        self._in_page = self._until_a_page_ends()
+
+    def _until_a_page_ends(self) -> int:
+        """How many further tokens all rows have room for."""
+        return int((-self._context % self._slots.page_size).min())
 
 
 class Repeated:
@@ -85,6 +114,7 @@ class Repeated:
         self._model = model
         self._attention = attention
         self._slots = slots
+        self._able = True  # the model is
         self._latest: Latest | None = None
         self._streak: Streak | None = None
 
@@ -95,25 +125,29 @@ class Repeated:
     def result(self, step: Step) -> Result | None:
         """What the step draws, if it goes on. None: it is to be laid out. Then the slots know all that was drawn."""
         latest, self._latest = self._latest, None
-        if latest is not None and step.rows == latest.step.rows and not _changes(step):
-            again = self._model.again(latest.batch, self._attention)
-            self._streak = again and Streak(latest, self._slots, again)
+        if latest is not None and step.rows == latest.step.rows and not (step.slots or step.drafts):
+            again = self._model.again(self._wide(latest), self._attention)
+            if again is None:
+                self._able = False
+            else:
+                self._streak = Streak(latest, self._slots, again)
         streak = self._streak
         if streak is None:
             return None
         if streak.goes_on(step):
             return streak.result(step)
         self._streak = None
-        streak.end()
+        streak.settle()
         return None
 
     def computed(self, step: Step, rows: Rows, batch: Batch, best: Best) -> None:
         """A step has been laid out and computed that wanted nothing but the likeliest tokens."""
         one_each = len(batch.tokens) == len(rows.slots) == len(rows.drawing)
-        if one_each and rows.drafts is None and not batch.adapted and not self._slots.faults:
+        if self._able and one_each and rows.drafts is None and not batch.adapted and not self._slots.faults:
             self._latest = Latest(step, rows, batch, best)
 
-
-def _changes(step: Step) -> bool:
-    """Whether it has more to say than which rows to compute."""
-    return bool(step.slots or step.page_slots or step.drafts)
+    def _wide(self, latest: Latest) -> Batch:
+        """The batch with room for further pages."""
+        width = latest.batch.page_table.shape[1] + FURTHER_PAGES
+        pages = self._slots.page_table[latest.rows.slots, :width]
+        return latest.batch._replace(page_table=torch.from_numpy(pages))

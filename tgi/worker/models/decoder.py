@@ -106,7 +106,7 @@ class Decoder:
         calls = [self._weights.embedding.into(batch.tokens, hidden)]
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
-        angles = self._angles(batch.positions, max(batch.context_lengths) + attention.page_size)
+        angles = self._angles(batch.positions, batch.page_table.shape[1] * attention.page_size)
         rows = attention.plan(batch).rows
         ready = program.ready(hidden, batch.positions, angles, attention.caches, rows, None, batch.draw_at)
         assert ready.best is not None
