@@ -44,7 +44,7 @@ class Meter:
     def publish(self, core: Core, now: float) -> None:
         """To be called at the end of a turn."""
         counters = core.counters
-        crowd = core.queued, core.running, counters.begun, counters.ended, counters.worker_losses, core.adapters
+        crowd = core.queued, counters.begun, counters.ended, counters.worker_losses, core.adapters
         if crowd == self._crowd and now < self._due:
             return
         self._crowd = crowd
