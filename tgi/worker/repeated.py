@@ -131,13 +131,17 @@ class Repeated:
                 self._able = False
             else:
                 self._streak = Streak(latest, self._slots, again)
-        streak = self._streak
+        streak, self._streak = self._streak, None
         if streak is None:
             return None
-        if streak.goes_on(step):
-            return streak.result(step)
-        self._streak = None
-        streak.settle()
+        try:
+            if streak.goes_on(step):
+                result = streak.result(step)
+                self._streak = streak
+                return result
+        finally:
+            if self._streak is None:
+                streak.settle()
         return None
 
     def computed(self, step: Step, rows: Rows, batch: Batch, best: Best) -> None:
