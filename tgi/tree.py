@@ -29,7 +29,6 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
     log.configure("tgi", settings)
     for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a supervisor: as Ctrl-C, with everything cleaned up
         signal.signal(number, signal.default_int_handler)
-    _announce(settings)
     tracing.check(settings)
     rundir.create(settings.run_dir)
     first = not rundir.holders(settings.run_dir)
@@ -51,6 +50,7 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
             from tgi.kernel.exposition import Exposition  # most servers do without its HTTP library
 
             exposition = Exposition(settings.hostname, settings.prometheus_port, settings.run_dir / "metrics")
+    _announce(settings)  # a start that is refused before shows its reason alone
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)

@@ -5,15 +5,19 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.counting import cost, per_item
+from tgi.kernel import metrics
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import Add, Result, Sampling, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
+from tgi.kernel.samples import Store
 from tgi.scheduler.core import Config, Core
+from tgi.scheduler.meter import Meter
 
 WORKER = Peer("worker", 0, b"worker")
 TOKENIZERS = [Peer("tokenizer", place, b"tokenizer") for place in range(2)]
@@ -88,6 +92,34 @@ def decoding(rows: int) -> Callable[[], None]:
     return work
 
 
+def turning(rows: int) -> Callable[[], None]:
+    """The whole of the loop's turns in these passes, but for links and processes."""
+    desk, meter = Desk(rows, 4 * STEPS), Meter()
+    desk.arrive()
+    desk.plan()
+    results = desk.results(3 + STEPS)
+
+    def turn(result: Result, now: float) -> None:
+        desk.steps.popleft()
+        desk.core.deadline(now)
+        meter.result(desk.core, result, WORKER, now)
+        while (step := meter.plan(desk.core, now)) is not None:
+            encode(step)
+            desk.steps.append(step)
+        desk.core.tick(now)
+        desk.tell()
+        meter.publish(desk.core, now)
+
+    for result in results[:3]:
+        turn(result, 0.0)
+
+    def work() -> None:
+        for number, result in enumerate(results[3:]):
+            turn(result, number / 100)
+
+    return work
+
+
 def waiting(rows: int) -> Callable[[], object]:
     """A turn of the loop while all slots are taken and the rest wait."""
     desk = Desk(rows, 4, slots=16)
@@ -157,6 +189,15 @@ def test_a_pass(rows: int, calls: int, instructions: int) -> None:
     each = cost(decoding(rows)) / STEPS
     assert each.calls <= calls
     assert each.instructions <= instructions
+
+
+def test_a_turn_for_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics included, which are written when somebody comes or goes, and else once a second."""
+    monkeypatch.setattr(metrics._here, "store", Store(tmp_path))
+    monkeypatch.setattr(metrics._here, "made", {})
+    each = cost(turning(1)) / STEPS
+    assert each.calls <= 211
+    assert each.instructions <= 2_510
 
 
 @pytest.mark.parametrize(

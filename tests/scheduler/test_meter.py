@@ -10,7 +10,7 @@ from tgi.kernel import metrics
 from tgi.kernel.messages import Result
 from tgi.kernel.samples import Store
 from tgi.scheduler.core import Core
-from tgi.scheduler.meter import Meter
+from tgi.scheduler.meter import KEPT_SECONDS, Meter
 from tgi.worker.scripted import Script
 
 SCRIPT = Script(pages=64, page_size=4, slots=2, vocab_size=128, max_total_tokens=64)
@@ -57,14 +57,14 @@ def test_sums_and_gauges(metered: tuple[House, Meter]) -> None:
     for first in (1, 1, 2, 99):
         house.add([first, 2, 3, 4, 5], 6)
         house.step()
-        meter.publish(house.core)
+        meter.publish(house.core, house.now)
     house.worker_up()
     house.run()
-    meter.publish(house.core)
-    meter.publish(house.core)
+    meter.publish(house.core, house.now)
+    meter.publish(house.core, house.now)
     house.add([1, 2, 3, 4, 5], 6)
     house.step()
-    meter.publish(house.core)
+    meter.publish(house.core, house.now)
     found = samples()
     methods = ["prefill", "decode"]
     started, ended, broken = [
@@ -97,11 +97,11 @@ def test_an_idle_batch_is_nothing(metered: tuple[House, Meter]) -> None:
     for _ in range(5):
         house.add([1, 2, 3], 4)
     house.step()
-    meter.publish(house.core)
+    meter.publish(house.core, house.now)
     assert (samples()["tgi_queue_size"], samples()["tgi_batch_current_size"]) == (3, 2)
     house.run()
     house.settle()
-    meter.publish(house.core)
+    meter.publish(house.core, house.now)
     found = samples()
     for name in ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens", "tgi_pages_used"):
         assert found[name] == 0, name
@@ -115,5 +115,28 @@ def test_requests_that_yield_their_pages_are_counted(metered: tuple[House, Meter
     for _ in range(2):
         house.add([1, 2, 3], 15)
     house.run()
-    meter.publish(house.core)
+    meter.publish(house.core, house.now)
     assert samples()["tgi_preemptions"] > 0
+
+
+def test_while_nobody_comes_or_goes_steps_are_written_down_now_and_then(metered: tuple[House, Meter]) -> None:
+    house, meter = metered
+    name = 'tgi_batch_inference_success{method="decode"}'
+    house.worker_up()
+    house.add([1, 2, 3], 20)
+    for _ in range(4):
+        house.step()
+        meter.publish(house.core, house.now)
+    written = samples().get(name, 0.0)
+    for _ in range(5):
+        house.step()
+        meter.publish(house.core, house.now)
+    assert samples().get(name, 0.0) == written
+    meter.publish(house.core, house.now + KEPT_SECONDS)
+    now_and_then = samples()[name]
+    assert now_and_then >= written + 5
+    house.run()
+    meter.publish(house.core, house.now)  # it has ended
+    found = samples()
+    assert found[name] > now_and_then
+    assert found['tgi_batch_inference_duration_count{method="decode"}'] == found[name]

@@ -69,6 +69,9 @@ class ToyModel:
     def best(self, batch: Batch, attention: Any, reader: Any = None) -> Best:
         return find_best(self.forward(batch, attention, reader))
 
+    def again(self, batch: Batch, attention: Any) -> None:
+        return None
+
 
 def toy_logits(ids: list[int]) -> torch.Tensor:
     """What the toy model says after these ids."""

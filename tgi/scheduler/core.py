@@ -160,9 +160,12 @@ class Core:
         return self._outbox.take()
 
     def deadline(self, now: float) -> float:
-        """When `tick` has something to do even if no message comes."""
-        times = [now + 3600.0, self.under_way.overdue(now), self._report.due(self._load())]
-        return max(now, min(time for time in times if time is not None))
+        """When the next `tick` has something to do even if no message comes."""
+        soonest = now + 3600.0
+        for due in (self.under_way.overdue(now), self._report.due):
+            if due is not None and due < soonest:
+                soonest = due
+        return max(now, soonest)
 
     @property
     def queued(self) -> int:

@@ -82,7 +82,7 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None
     back.flush()
     front.flush()
     core.settle()
-    meter.publish(core)
+    meter.publish(core, now)
 
 
 def _agree(model: str, *links: Link) -> None:

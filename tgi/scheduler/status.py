@@ -43,16 +43,14 @@ class Report:
         self._told = WAITING
         self._told_load = Load(0, 0, 0, 0)
         self._told_at = 0.0
+        self.due: float | None = None  # when a load that has changed since may be told
 
     def is_news(self, status: Status, load: Load, now: float) -> bool:
         """Whether to tell everybody now; if so, it counts as told."""
+        self.due = self._told_at + LOAD_SECONDS if load.differs(self._told_load) else None
         same = status[:5] == self._told[:5] and status.adapters == self._told.adapters
-        if same and not (now >= self._told_at + LOAD_SECONDS and load.differs(self._told_load)):
+        if same and (self.due is None or now < self.due):
             return False
         self._told, self._told_load = status, load
-        self._told_at = now
+        self._told_at, self.due = now, None
         return True
-
-    def due(self, load: Load) -> float | None:
-        """When a changed load may be told; None if it has not changed."""
-        return self._told_at + LOAD_SECONDS if load.differs(self._told_load) else None

@@ -1,6 +1,6 @@
 """What one forward pass needs: the tokens of a step, back to back, and where their keys and values live."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -93,6 +93,14 @@ class Reader(Protocol):
         """Takes the raw logits float32 [n, vocab_size] of the next block."""
 
 
+class Again(NamedTuple):
+    """Computes `Model.best` of whatever the columns of a batch hold by then."""
+
+    batch: Batch
+    calls: tuple[Callable[[], object], ...]  # one after the other
+    best: Best  # what they leave is always here
+
+
 class Model(Protocol):
     """A causal language model over a paged cache."""
 
@@ -108,6 +116,9 @@ class Model(Protocol):
     def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
         """The best of these logits, where nothing else is needed of them: no bit differs, but there may be less to
         do."""
+
+    def again(self, batch: Batch, attention: Attention) -> "Again | None":
+        """For steps of these rows, one token each, as far as the page table is wide. None: it would save nothing."""
 
     def adapter(self, directory: Path) -> Any:
         """The LoRA adapter in a directory, ready to compute with this model. Raises UserError where there is none."""

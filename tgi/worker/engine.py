@@ -20,6 +20,7 @@ from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.recorded import Recorded, Recorder
+from tgi.worker.repeated import Repeated
 from tgi.worker.sampling import Drawn, sample
 from tgi.worker.slots import BadStep, Rows, Slots
 from tgi.worker.staging import sent, to_host
@@ -88,6 +89,7 @@ class TorchEngine:
             self.adapters,
         )
         self._layout = Layout(self._slots, mark or Watermark(model.vocab_size, model.device))
+        self._repeated = Repeated(model, attention, self._slots)
         self._drafter = draft and Drafter(draft, self._slots, self._layout, self._noise)
         self._recorded = recording and Recorded(
             model, recording.attention, self._slots, recording.rows, limits.max_total_tokens, recording.recorder
@@ -103,13 +105,16 @@ class TorchEngine:
 
     def reset(self) -> None:
         """Forgets all requests."""
+        self._repeated.forget()
         self._slots.reset()
 
-    def launch(self, step: Step) -> Pending:
+    def launch(self, step: Step) -> Pending | Result:
         """Starts a step. Raises BadStep where it does not fit, and Poisoned where the device is lost.
 
         After any other error the rows of this step count as not computed, and those of other slots go on.
         """
+        if (result := self._repeated.result(step)) is not None:
+            return result
         began = time.monotonic()
         try:
             with torch.inference_mode():
@@ -120,12 +125,14 @@ class TorchEngine:
         except torch.AcceleratorError as error:
             raise Poisoned(str(error)) from error
 
-    def done(self, pending: Pending) -> bool:
+    def done(self, pending: Pending | Result) -> bool:
         """Whether the step's result is on the host."""
-        return pending.end is None or pending.end.query()
+        return isinstance(pending, Result) or pending.end is None or pending.end.query()
 
-    def collect(self, pending: Pending) -> Result:
+    def collect(self, pending: Pending | Result) -> Result:
         """Waits for the step and packs what it drew."""
+        if isinstance(pending, Result):
+            return pending
         forward_us = pending.forward_us
         if pending.begin is not None and pending.end is not None:
             try:
@@ -171,8 +178,10 @@ class TorchEngine:
         places, masks = self._layout.places(drawing, rows.position), None
         logits = self._recorded.logits(rows) if self._recorded is not None and reader is None else None
         if logits is None and self._slots.params.greedy[drawing].all():
-            best = self._model.best(self._layout.batch(rows), self._attention, reader)
+            batch = self._layout.batch(rows)
+            best = self._model.best(batch, self._attention, reader)
             drawn = Drawn(best.ids, best.logprobs, None)
+            self._repeated.computed(step, rows, batch, best)
         else:
             if logits is None:
                 logits = self._model.forward(self._layout.batch(rows), self._attention, reader)

@@ -39,13 +39,12 @@ class Layout:
         else:
             slots = np.repeat(rows.slots, counts)
             positions = np.arange(bounds[-1]) + np.repeat(rows.starts - bounds[:-1], counts)
-        page, offset = np.divmod(positions, size)
         longest = -(-int(rows.ends.max()) // size)
         table = state.page_table[rows.slots, :longest]
         ids_at, positions_at, cache_at, cu_query, context, pages, draw_at = self.to_device(
             slots * state.width + positions,
             positions,
-            state.page_table[slots, page] * np.int64(size) + offset,
+            state.cache_at(slots, positions),
             bounds.astype(np.int32),
             rows.ends.astype(np.int32),
             table.ravel(),

@@ -158,6 +158,11 @@ class Linear:
         assert self._kernels is not None
         return self._kernels.rows(self._weight, outputs)
 
+    def lookup_into(self, outputs: Tensor, found: Tensor) -> Callable[[], object]:
+        """What leaves these in `found`, whatever `outputs` holds when it is called. For our own kernels."""
+        assert self._kernels is not None
+        return self._kernels.rows_into(self._weight, outputs, found)
+
     def bare(self) -> "Linear":
         """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
         other = copy.copy(self)

@@ -159,6 +159,11 @@ class Slots:
         drawing = np.repeat(drawing, drafts.lengths)
         return Rows(slots, starts, reach, drawing, ends[drawing] + places, drafts)
 
+    def cache_at(self, slots: Ints, positions: Ints) -> Ints:
+        """Where the keys and values of these positions [n] of these slots [n] go, as Batch.cache_at."""
+        page, offset = np.divmod(positions, self.page_size)
+        return self.page_table[slots, page] * np.int64(self.page_size) + offset
+
     def advance(self, rows: Rows) -> None:
         """The rows are computed, or will be before anything that is launched later; those that draw have one token
         more. Of their drafts `accept` tells."""

@@ -1,5 +1,7 @@
 """The first layer: each token's row of a matrix, quantized or not."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,9 @@ class Embedding:
         if isinstance(self._weight, Tensor):
             return self._weight.index_select(0, tokens).to(self._dtype)
         return plain(self._weight.rows(tokens), self._dtype)
+
+    def into(self, tokens: Tensor, found: Tensor) -> Callable[[], object]:
+        """What does so with whatever is in `tokens` when it is called, and leaves it in `found`."""
+        if isinstance(self._weight, Linear):
+            return self._weight.lookup_into(tokens, found)
+        return lambda: found.copy_(self(tokens))

@@ -1,5 +1,6 @@
 """One decoder for many families of models: what differs between them is data in DecoderConfig."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.native import NativeAttention
-from tgi.worker.batch import Attention, Batch, KVShape, Reader
+from tgi.worker.batch import Again, Attention, Batch, KVShape, Reader
 from tgi.worker.best import Best
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.rotary import Rotary
@@ -66,6 +67,21 @@ class Decoder:
             return best
         return self._weights.head.best(self._drawing(hidden, batch.draw_at), *self._scoring)
 
+    def again(self, batch: Batch, attention: Attention) -> Again | None:
+        """See Model."""
+        program = self._program
+        if program is None or not isinstance(attention, NativeAttention):
+            return None
+        hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
+        calls = [self._weights.embedding.into(batch.tokens, hidden)]
+        if self._embedding_scale != 1.0:
+            calls.append(partial(hidden.mul_, self._embedding_scale))
+        angles = self._angles(batch.positions, batch.page_table.shape[1] * attention.page_size)
+        rows = attention.plan(batch).rows
+        ready = program.ready(hidden, batch.positions, angles, attention.caches, rows, None, batch.draw_at)
+        assert ready.best is not None
+        return Again(batch, (*calls, partial(program.run, ready)), ready.best)
+
     def _computed(
         self, batch: Batch, attention: Attention, reader: Reader | None, draw_at: Tensor | None = None
     ) -> tuple[Tensor, Best | None]:
@@ -74,8 +90,7 @@ class Decoder:
         count = batch.tokens.shape[0]
         pad = (0, self._rows.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
-        longest, heads = max(batch.context_lengths), self.kv.heads + self.kv.kv_heads
-        angles = [rotary.angles(positions, longest, heads) for rotary in self._rotaries]
+        angles = self._angles(positions, max(batch.context_lengths))
         hidden = self._weights.embedding(tokens)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
@@ -83,8 +98,9 @@ class Decoder:
         deltas = self._deltas(batch, len(tokens)) if batch.adapted else None
         if self._program is not None and isinstance(attention, NativeAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
-            tables = [table for table, _ in angles]
-            best = self._program.run(hidden, positions, tables, attention.caches, plan.rows, adapted, draw_at)
+            best = self._program.run(
+                self._program.ready(hidden, positions, angles, attention.caches, plan.rows, adapted, draw_at)
+            )
         else:
             best = None
             step = Step(self._config, self.kv, self._rotaries, angles, count, attention, plan, deltas)
@@ -94,6 +110,10 @@ class Decoder:
             for block in reader.blocks:
                 reader.read(self._logits(hidden, block))
         return hidden, best
+
+    def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
+        """What each rope turns tokens by, at positions [rows] below `longest`."""
+        return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
 
     def adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""

@@ -146,6 +146,10 @@ class Fallback:
         """See Model."""
         return find_best(self.forward(batch, attention, reader))
 
+    def again(self, batch: Batch, attention: Attention) -> None:
+        """See Model."""
+        return None
+
     def adapter(self, directory: Path) -> Any:
         """See Model. None fits: nobody knows what the projections of this model are called."""
         raise UserError(

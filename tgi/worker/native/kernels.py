@@ -6,6 +6,7 @@ A call computes on the calling thread and its helpers, and returns when it is do
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
@@ -158,11 +159,16 @@ class Kernels:
     def rows(self, weight: Packed, ids: Tensor) -> Tensor:
         """The rows of a weight that have these numbers, int64 [n] and all below its outputs: [n, inputs]. As if picked
         from the tensor that was packed, or from `dequantized(torch.bfloat16)` of the codes."""
-        memory, outputs, inputs, form = weight
         ids = ids.contiguous()
-        y = torch.empty(len(ids), inputs, dtype=torch.bfloat16)
-        self._rows(memory.data_ptr(), form, ids.data_ptr(), y.data_ptr(), len(ids), inputs, outputs)
+        y = torch.empty(len(ids), weight.inputs, dtype=torch.bfloat16)
+        self.rows_into(weight, ids, y)()
         return y
+
+    def rows_into(self, weight: Packed, ids: Tensor, y: Tensor) -> Callable[[], None]:
+        """What leaves these rows in `y`, which is dense, for whatever is in `ids` then. Both must stay."""
+        memory, outputs, inputs, form = weight
+        addresses = memory.data_ptr(), form, ids.data_ptr(), y.data_ptr()
+        return partial(self._rows, *addresses, len(ids), inputs, outputs)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
         """The norm of x [rows, size] or [rows, parts, size] over its last dimension. `weight` and `bias` are float32,

@@ -62,6 +62,14 @@ def adapted(tiles: Tiles, adapters: int, places: Sequence["tuple[Tensor, Tensor,
 _Drawing = c_int64 * 6  # native/program.h's struct Drawing
 
 
+class Ready(NamedTuple):
+    """A step for a program, which may be run again when its columns have become those of another."""
+
+    best: Best | None
+    arguments: tuple[object, ...]
+    kept: object  # what these are the addresses of
+
+
 class Program:
     """Buffers of these widths, and what is done with them. Buffer 0 is the caller's, the others are scratch, which
     grows to the largest step. Weights that are written down have to stay where they are."""
@@ -157,32 +165,37 @@ class Program:
             scale, cap or 0.0,
         )  # fmt: skip
 
-    def run(
+    def ready(
         self,
         rows: Tensor,
         positions: Tensor,
-        angles: Sequence[Tensor],
+        angles: Sequence[tuple[Tensor, Tensor]],
         caches: Tensor,
         step: Rows,
         adapted: Adapted | None = None,
         draw_at: Tensor | None = None,
-    ) -> Best | None:
-        """Replays the program on rows, buffer 0, in place, and returns what `head` finds for draw_at (int64 [D] among
-        the rows), if that is given. `angles` has the table of each rope, as Kernels.turn takes it; `caches` int64
-        [layers] their addresses."""
+    ) -> Ready:
+        """What `run` takes for these rows, buffer 0, which are computed in place, and, if draw_at (int64 [D] among the
+        rows) is given, what `head` finds for those. `angles` are those of each rope (Rotary.angles);
+        `caches` has their addresses, int64 [layers]."""
         assert rows.is_contiguous()
-        best = drawing = None
+        best = peaks = drawing = None
         if draw_at is not None:
             best, peaks = Best.empty(len(draw_at)), self._kernels.peaks(len(draw_at), self._outputs)
             columns = (column.data_ptr() for column in (peaks, *best))
             drawing = _Drawing(draw_at.data_ptr(), len(draw_at), *columns)
-        tables = (c_void_p * len(angles))(*(table.data_ptr() for table in angles))
-        self._library.tgi_program_run(
-            self._at, self._team, rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(),
+        tables = (c_void_p * len(angles))(*(table.data_ptr() for table, _ in angles))
+        arguments = (
+            rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(),
             None if adapted is None else adapted.fields.data_ptr(), *step, drawing,
-            None if self.clock is None else self.clock.data_ptr(),
         )  # fmt: skip
-        return best
+        return Ready(best, arguments, (rows, positions, angles, caches, adapted, draw_at, peaks))
+
+    def run(self, ready: Ready) -> Best | None:
+        """Replays the program on what stands there now. What it has found is written to the same memory each time."""
+        clock = None if self.clock is None else self.clock.data_ptr()
+        self._library.tgi_program_run(self._at, self._team, *ready.arguments, clock)
+        return ready.best
 
     def _write(self, name: str, *arguments: object) -> None:
         self.operations.append(name)
