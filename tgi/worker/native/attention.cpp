@@ -110,8 +110,8 @@ struct AttendJob final : Job {
 }  // namespace
 
 void attend(Team& team, const Cache& cache, const Step& step, const Attention& call) {
-    // Where every row has one token, whoever sees its key and value also writes them.
-    const bool alone = step.bounds[step.rows] == step.rows;
+    // Where every row has one token, whoever sees its key and value also writes them, if that is one tile alone.
+    const bool alone = step.bounds[step.rows] == step.rows && cache.heads / cache.kv_heads <= TILE;
     const PlaceJob placing(cache, step, call.qkv);
     if (!alone) team.run(placing, placing.chunks());
     static thread_local Shared shared;
