@@ -20,17 +20,18 @@ namespace {
 
 constexpr int64_t PART = 576;  // inputs of a panel that are computed together: 36 KB of a first cache of 48
 constexpr int64_t MOST = 512;  // rows of a chunk,
-constexpr int64_t LEAST = 64;  // or fewer, so that x stays in the core's second cache
+constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
+constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of the second cache
 
-// Bytes of a core's second cache.
-int64_t second_cache() {
+// Rows of so many inputs that stay in half of a core's second cache.
+int64_t held(int64_t inputs) {
     static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
-    return size;
+    return size / 2 / (int64_t)sizeof(bf16) / inputs;
 }
 
-// Rows of a chunk, so that they stay in the core's second cache, in as few groups as can be.
+// Rows of a chunk, in as few groups as can be.
 int64_t height(const LinearCall& call) {
-    const int64_t most = std::clamp(second_cache() / 2 / (int64_t)sizeof(bf16) / call.weight.inputs, LEAST, MOST);
+    const int64_t most = std::clamp(held(call.weight.inputs), LEAST, MOST);
     const int64_t tiles = (call.rows + MOST_ROWS - 1) / MOST_ROWS, least = (call.rows + most - 1) / most;
     return (tiles + least - 1) / least * MOST_ROWS;
 }
@@ -57,33 +58,41 @@ struct LinearJob final : Job {
     // as high as the others; what others have finished, it leaves alone.
     template <Then then>
     void many(int64_t row, int64_t rows, int64_t first, int64_t last) const {
-        alignas(64) static thread_local float sums[MOST][COLUMNS];
+        alignas(64) static thread_local float sums[WAITING][COLUMNS];
         const int64_t high = std::min(rows, MOST_ROWS), blocks = (rows + high - 1) / high;
         const int64_t parts = (w.inputs + PART - 1) / PART, part = (w.inputs / 32 + parts - 1) / parts * 32;
-        const auto* at = (const bf16*)w.panel(first);
+        // If the second cache holds the rows, one panel after the other; if not, a part of the rows times several panels.
+        const int64_t together = rows <= held(w.inputs) ? 1 : WAITING / (blocks * high);
         Unfinished<then> before(call);
         prepare(high);
-        for (int64_t number = first; number < last; number++)
+        for (int64_t from = first, to; from < last; from = to) {
+            to = std::min(from + together, last);
             for (int64_t k = 0; k < w.inputs; k += part) {
                 const int64_t depth = std::min(part, w.inputs - k), some = (high * 32 + depth - 1) / depth;
-                // Each block asks for its share of the next part.
-                Columns columns = tiled(at, (const uint8_t*)(at + depth * PANEL), w.panel(last));
-                columns.lines = (columns.lines + blocks - 1) / blocks;
-                for (int64_t block = 0; block < blocks; block++, columns.at = at) {
-                    const int64_t done = block * high, from = std::min(done, rows - high);
-                    const PassingRows x{{call.x + (row + from) * w.inputs + k, w.inputs}};
-                    float* c = sums[part < w.inputs ? done : block % 2 * high];
-                    const auto meanwhile = [&] { before.some(some); };
-                    if (k) product<true>(x, high, columns, depth, c, COLUMNS, meanwhile);
-                    else product(x, high, columns, depth, c, COLUMNS, meanwhile);
-                    before.rest();
-                    if (k + part >= w.inputs)
-                        before.put(row + done, std::min(rows - done, high), number * PANEL, c + (done - from) * COLUMNS);
+                for (int64_t number = from; number < to; number++) {
+                    const auto* next = number + 1 < to ? place(number + 1, k) : k + part < w.inputs ? place(from, k + part) : place(to, 0);
+                    // Each block asks for its share of what is computed with next.
+                    Columns columns = tiled(place(number, k), (const uint8_t*)next, std::min((const uint8_t*)(next + part * PANEL), w.panel(last)));
+                    columns.lines = (columns.lines + blocks - 1) / blocks;
+                    for (int64_t block = 0; block < blocks; block++, columns.at -= depth * PANEL) {
+                        const int64_t done = block * high, start = std::min(done, rows - high);
+                        const PassingRows x{{call.x + (row + start) * w.inputs + k, w.inputs}};
+                        float* c = sums[(parts > 1 ? (number - from) * blocks + block : block % 2) * high];
+                        const auto meanwhile = [&] { before.some(some); };
+                        if (k) product<true>(x, high, columns, depth, c, COLUMNS, meanwhile);
+                        else product(x, high, columns, depth, c, COLUMNS, meanwhile);
+                        before.rest();
+                        if (k + part >= w.inputs)
+                            before.put(row + done, std::min(rows - done, high), number * PANEL, c + (done - start) * COLUMNS);
+                    }
                 }
-                at += depth * PANEL;
             }
+        }
         before.rest();
     }
+
+    // Where the inputs from `k` on of a panel of numbers stand.
+    const bf16* place(int64_t number, int64_t k) const { return (const bf16*)w.panel(number) + k * PANEL; }
 
     // The rows from `row` on times one panel.
     template <class Source>
