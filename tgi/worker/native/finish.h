@@ -74,9 +74,13 @@ class Unfinished {
   public:
     explicit Unfinished(const LinearCall& call) : call_(call) {}
 
-    // What `finish` takes; there may be nothing left of what was put before.
+    // What `finish` takes; nothing may be left of what was put before. Asks for what is to be added or multiplied: its rows
+    // are far apart, and a large prompt's come from memory.
     void put(int64_t first, int64_t rows, int64_t at, const float* sums) {
         first_ = first, rows_ = rows, at_ = at, sums_ = sums;
+        if (then != Then::add && then != Then::mul) return;
+        for (int64_t row = first; row < first + rows; row++)
+            soon((const uint8_t*)(call_.other + row * call_.weight.outputs + at));
     }
 
     void some(int64_t most) {

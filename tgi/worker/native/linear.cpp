@@ -19,9 +19,9 @@ namespace tgi {
 namespace {
 
 constexpr int64_t PART = 576;  // inputs of a panel that are computed together: 36 KB of a first cache of 48
-constexpr int64_t MOST = 512;  // rows of a chunk,
+constexpr int64_t MOST = 512;  // rows of a chunk: weights come from memory once for each,
 constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
-constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of the second cache
+constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of a second cache of 2 MB
 
 // Rows of so many inputs that stay in half of a core's second cache.
 int64_t held(int64_t inputs) {
@@ -70,9 +70,11 @@ struct LinearJob final : Job {
             for (int64_t k = 0; k < w.inputs; k += part) {
                 const int64_t depth = std::min(part, w.inputs - k), some = (high * 32 + depth - 1) / depth;
                 for (int64_t number = from; number < to; number++) {
-                    const auto* next = number + 1 < to ? place(number + 1, k) : k + part < w.inputs ? place(from, k + part) : place(to, 0);
-                    // Each block asks for its share of what is computed with next.
-                    Columns columns = tiled(place(number, k), (const uint8_t*)next, std::min((const uint8_t*)(next + part * PANEL), w.panel(last)));
+                    // Each block asks for its share of what comes next.
+                    const auto* next = (const uint8_t*)(number + 1 < to       ? place(number + 1, k)
+                                                        : k + part < w.inputs ? place(from, k + part)
+                                                                              : place(to, 0));
+                    Columns columns = tiled(place(number, k), next, std::min(next + part * PANEL * 2, w.panel(last)));
                     columns.lines = (columns.lines + blocks - 1) / blocks;
                     for (int64_t block = 0; block < blocks; block++, columns.at -= depth * PANEL) {
                         const int64_t done = block * high, start = std::min(done, rows - high);
@@ -82,8 +84,8 @@ struct LinearJob final : Job {
                         if (k) product<true>(x, high, columns, depth, c, COLUMNS, meanwhile);
                         else product(x, high, columns, depth, c, COLUMNS, meanwhile);
                         before.rest();
-                        if (k + part >= w.inputs)
-                            before.put(row + done, std::min(rows - done, high), number * PANEL, c + (done - start) * COLUMNS);
+                        if (k + part < w.inputs) continue;
+                        before.put(row + done, std::min(rows - done, high), number * PANEL, c + (done - start) * COLUMNS);
                     }
                 }
             }

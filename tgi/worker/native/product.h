@@ -53,14 +53,14 @@ inline Columns tiled(const bf16* at, const uint8_t* later = nullptr, const uint8
     return {at, 32, 512, 1024, later, end, 32};
 }
 
-// Rows of a that are read again soon, and those that the columns are read again for: these leave the core's first cache to
-// the columns. In numbers from one row to the next `step`.
+// Where rows of a stand, in numbers from one to the next `step`.
 struct Rows {
     static constexpr bool passing = false;
     const bf16* at;
     int64_t step;
 };
 
+// Rows that are many for the same columns. They pass the core's first cache by, so that the columns stay in it.
 struct PassingRows : Rows {
     static constexpr bool passing = true;
 };
