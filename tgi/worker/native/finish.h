@@ -1,6 +1,7 @@
 // What becomes of a product's sums: bias, what adapters add, `then`, and the rounding to where they go.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "linear.h"
 #include "product.h"
@@ -49,16 +50,51 @@ void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, con
     }
 }
 
-inline void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
-    switch (call.then) {
-        case Then::none: return finish<Then::none>(call, first, rows, at, sums);
-        case Then::silu: return finish<Then::silu>(call, first, rows, at, sums);
-        case Then::gelu: return finish<Then::gelu>(call, first, rows, at, sums);
-        case Then::gelu_tanh: return finish<Then::gelu_tanh>(call, first, rows, at, sums);
-        case Then::add: return finish<Then::add>(call, first, rows, at, sums);
-        case Then::mul: return finish<Then::mul>(call, first, rows, at, sums);
-        case Then::score: return finish<Then::score>(call, first, rows, at, sums);
+// Calls `use` with `then` as a constant.
+template <class Use>
+inline void with_then(Then then, const Use& use) {
+    switch (then) {
+        case Then::none: return use(std::integral_constant<Then, Then::none>());
+        case Then::silu: return use(std::integral_constant<Then, Then::silu>());
+        case Then::gelu: return use(std::integral_constant<Then, Then::gelu>());
+        case Then::gelu_tanh: return use(std::integral_constant<Then, Then::gelu_tanh>());
+        case Then::add: return use(std::integral_constant<Then, Then::add>());
+        case Then::mul: return use(std::integral_constant<Then, Then::mul>());
+        case Then::score: return use(std::integral_constant<Then, Then::score>());
     }
 }
+
+inline void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
+    with_then(call.then, [&](auto then) { finish<then>(call, first, rows, at, sums); });
+}
+
+// Sums that are finished a few rows at a time, while the next ones are computed.
+template <Then then>
+class Unfinished {
+  public:
+    explicit Unfinished(const LinearCall& call) : call_(call) {}
+
+    // What `finish` takes; nothing may be left of what was put before. Asks for what is to be added or multiplied: its rows
+    // are far apart, and a large prompt's come from memory.
+    void put(int64_t first, int64_t rows, int64_t at, const float* sums) {
+        first_ = first, rows_ = rows, at_ = at, sums_ = sums;
+        if (then != Then::add && then != Then::mul) return;
+        for (int64_t row = first; row < first + rows; row++)
+            soon((const uint8_t*)(call_.other + row * call_.weight.outputs + at));
+    }
+
+    void some(int64_t most) {
+        const int64_t rows = std::min(most, rows_);
+        finish<then>(call_, first_, rows, at_, sums_);
+        first_ += rows, rows_ -= rows, sums_ += rows * COLUMNS;
+    }
+
+    void rest() { some(rows_); }
+
+  private:
+    const LinearCall& call_;
+    int64_t first_ = 0, rows_ = 0, at_ = 0;
+    const float* sums_ = nullptr;
+};
 
 }  // namespace tgi

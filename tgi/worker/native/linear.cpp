@@ -2,7 +2,8 @@
 //
 // A row's sums run over the inputs in the same order however many rows there are, so its result depends on nothing but
 // the row. Few rows read a panel of the weight once, from end to end. Many go over it in parts that stay in the core's
-// first cache, while the rows stay in its second one; their sums wait in float32, which changes no bit of them.
+// first cache, while the rows stay in its second one and pass the first by; if there are several parts, sums wait in
+// float32, which changes no bit of them. AMX computes the sums of some rows while those of the rows before are finished.
 #include "linear.h"
 
 #include <unistd.h>
@@ -17,19 +18,20 @@
 namespace tgi {
 namespace {
 
-constexpr int64_t PART = 256;  // inputs of a panel that are computed together
-constexpr int64_t MOST = 256;  // rows of a chunk,
-constexpr int64_t LEAST = 64;  // or fewer, so that x stays in the core's second cache
+constexpr int64_t PART = 576;  // inputs of a panel that are computed together: 36 KB of a first cache of 48
+constexpr int64_t MOST = 512;  // rows of a chunk: weights come from memory once for each,
+constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
+constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of a second cache of 2 MB
 
-// Bytes of a core's second cache.
-int64_t second_cache() {
+// Rows of so many inputs that stay in half of a core's second cache.
+int64_t held(int64_t inputs) {
     static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
-    return size;
+    return size / 2 / (int64_t)sizeof(bf16) / inputs;
 }
 
-// Rows of a chunk, so that they stay in the core's second cache, in as few groups as can be.
+// Rows of a chunk, in as few groups as can be.
 int64_t height(const LinearCall& call) {
-    const int64_t most = std::clamp(second_cache() * 3 / 4 / (int64_t)sizeof(bf16) / call.weight.inputs, LEAST, MOST);
+    const int64_t most = std::clamp(held(call.weight.inputs), LEAST, MOST);
     const int64_t tiles = (call.rows + MOST_ROWS - 1) / MOST_ROWS, least = (call.rows + most - 1) / most;
     return (tiles + least - 1) / least * MOST_ROWS;
 }
@@ -42,6 +44,8 @@ struct LinearJob final : Job {
         const auto [row, rows, first, last] = shares.chunk(chunk);
         const uint8_t* end = w.panel(last);
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
+        if (rows > ROWS_AT_ONCE && w.form.bits == 16)
+            return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
         if (rows <= ROWS_AT_ONCE) prepare(rows);
         for (int64_t number = first; number < last; number++) {
             const uint8_t* at = w.panel(number);
@@ -49,6 +53,48 @@ struct LinearJob final : Job {
             else with_form(w.form, [&](auto bits, auto shifts) { panel(number, row, rows, Codes<bits, shifts>(w, at)); });
         }
     }
+
+    // Many rows from `row` on times some panels of numbers, in blocks of rows. The last block begins early enough to be
+    // as high as the others; what others have finished, it leaves alone.
+    template <Then then>
+    void many(int64_t row, int64_t rows, int64_t first, int64_t last) const {
+        alignas(64) static thread_local float sums[WAITING][COLUMNS];
+        const int64_t high = std::min(rows, MOST_ROWS), blocks = (rows + high - 1) / high;
+        const int64_t parts = (w.inputs + PART - 1) / PART, part = (w.inputs / 32 + parts - 1) / parts * 32;
+        // If the second cache holds the rows, one panel after the other; if not, a part of the rows times several panels.
+        const int64_t together = rows <= held(w.inputs) ? 1 : WAITING / (blocks * high);
+        Unfinished<then> before(call);
+        prepare(high);
+        for (int64_t from = first, to; from < last; from = to) {
+            to = std::min(from + together, last);
+            for (int64_t k = 0; k < w.inputs; k += part) {
+                const int64_t depth = std::min(part, w.inputs - k), some = (high * 32 + depth - 1) / depth;
+                for (int64_t number = from; number < to; number++) {
+                    // Each block asks for its share of what comes next.
+                    const auto* next = (const uint8_t*)(number + 1 < to       ? place(number + 1, k)
+                                                        : k + part < w.inputs ? place(from, k + part)
+                                                                              : place(to, 0));
+                    Columns columns = tiled(place(number, k), next, std::min(next + part * PANEL * 2, w.panel(last)));
+                    columns.lines = (columns.lines + blocks - 1) / blocks;
+                    for (int64_t block = 0; block < blocks; block++, columns.at -= depth * PANEL) {
+                        const int64_t done = block * high, start = std::min(done, rows - high);
+                        const PassingRows x{{call.x + (row + start) * w.inputs + k, w.inputs}};
+                        float* c = sums[(parts > 1 ? (number - from) * blocks + block : block % 2) * high];
+                        const auto meanwhile = [&] { before.some(some); };
+                        if (k) product<true>(x, high, columns, depth, c, COLUMNS, meanwhile);
+                        else product(x, high, columns, depth, c, COLUMNS, meanwhile);
+                        before.rest();
+                        if (k + part < w.inputs) continue;
+                        before.put(row + done, std::min(rows - done, high), number * PANEL, c + (done - start) * COLUMNS);
+                    }
+                }
+            }
+        }
+        before.rest();
+    }
+
+    // Where the inputs from `k` on of a panel of numbers stand.
+    const bf16* place(int64_t number, int64_t k) const { return (const bf16*)w.panel(number) + k * PANEL; }
 
     // The rows from `row` on times one panel.
     template <class Source>

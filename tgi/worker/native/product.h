@@ -53,6 +53,22 @@ inline Columns tiled(const bf16* at, const uint8_t* later = nullptr, const uint8
     return {at, 32, 512, 1024, later, end, 32};
 }
 
+// Where rows of a stand, in numbers from one to the next `step`.
+struct Rows {
+    static constexpr bool passing = false;
+    const bf16* at;
+    int64_t step;
+};
+
+// Rows that are many for the same columns. They pass the core's first cache by, so that the columns stay in it.
+struct PassingRows : Rows {
+    static constexpr bool passing = true;
+};
+
+struct Nothing {
+    void operator()() const {}
+};
+
 #if defined(__AMX_BF16__)
 
 constexpr int64_t ROWS_AT_ONCE = MOST_ROWS;  // these go through b together
@@ -73,11 +89,13 @@ inline void prepare(int64_t rows) {
     asm volatile("ldtilecfg %0" : : "m"(config));
 }
 
-// After `prepare(rows)`. `a_step`: numbers from one row of a to the next; depth is a multiple of 32; b is Columns or what
-// gives its blocks as they do. `add`: to what is in c [rows][c_step].
-template <bool add = false, class B>
-inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
-    const int64_t a_bytes = a_step * sizeof(bf16), b_bytes = b.step * sizeof(bf16), c_bytes = c_step * sizeof(float);
+// After `prepare(rows)`. `a` is Rows or PassingRows; depth is a multiple of 32; b is Columns or what gives its blocks as
+// they do. `add`: to what is in c [rows][c_step]. `meanwhile` is called once for every 32 inputs: AMX computes while the
+// core does what can be done in between.
+template <bool add = false, class A, class B, class Meanwhile = Nothing>
+inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
+    const bf16* a = all.at;
+    const int64_t a_step = all.step, a_bytes = a_step * sizeof(bf16), b_bytes = b.step * sizeof(bf16), c_bytes = c_step * sizeof(float);
     const bool two = rows > 16;
     if (add) {
         _tile_loadd(0, c, c_bytes);
@@ -94,16 +112,19 @@ inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t 
     }
     for (int64_t k = 0; k < depth; k += 32, a += 32) {
         const bf16* pairs = b.block();
-        _tile_loadd(4, a, a_bytes);
+        if (A::passing) _tile_stream_loadd(4, a, a_bytes);
+        else _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, pairs, b_bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, pairs + b.right, b_bytes);
         _tile_dpbf16ps(1, 4, 7);
         if (two) {
-            _tile_loadd(5, a + 16 * a_step, a_bytes);
+            if (A::passing) _tile_stream_loadd(5, a + 16 * a_step, a_bytes);
+            else _tile_loadd(5, a + 16 * a_step, a_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        meanwhile();
     }
     _tile_stored(0, c, c_bytes);
     _tile_stored(1, c + 16, c_bytes);
@@ -119,8 +140,8 @@ constexpr int64_t ROWS_AT_ONCE = 8;
 
 inline void prepare(int64_t) {}
 
-template <bool add, int M, class B>
-inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, float* c, int64_t c_step) {
+template <bool add, int M, class B, class Meanwhile>
+inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, float* c, int64_t c_step, Meanwhile& meanwhile) {
     __m512 sums[M][2];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < 2; n++)
@@ -138,30 +159,39 @@ inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, float* c, 
                 sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, second);
             }
         }
+        meanwhile();
     }
     for (int m = 0; m < M; m++)
         for (int n = 0; n < 2; n++) _mm512_storeu_ps(c + m * c_step + 16 * n, sums[m][n]);
 }
 
-template <bool add = false, class B>
-inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
+template <bool add = false, class A, class B, class Meanwhile = Nothing>
+inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
+    const bf16* a = all.at;
+    const int64_t a_step = all.step;
     for (; rows > 8; rows -= 8, a += 8 * a_step, c += 8 * c_step) {
         auto again = b;
-        strip<add, 8>(a, a_step, again, depth, c, c_step);
+        strip<add, 8>(a, a_step, again, depth, c, c_step, meanwhile);
     }
     switch (rows) {
-        case 8: return strip<add, 8>(a, a_step, b, depth, c, c_step);
-        case 7: return strip<add, 7>(a, a_step, b, depth, c, c_step);
-        case 6: return strip<add, 6>(a, a_step, b, depth, c, c_step);
-        case 5: return strip<add, 5>(a, a_step, b, depth, c, c_step);
-        case 4: return strip<add, 4>(a, a_step, b, depth, c, c_step);
-        case 3: return strip<add, 3>(a, a_step, b, depth, c, c_step);
-        case 2: return strip<add, 2>(a, a_step, b, depth, c, c_step);
-        case 1: return strip<add, 1>(a, a_step, b, depth, c, c_step);
+        case 8: return strip<add, 8>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 7: return strip<add, 7>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 6: return strip<add, 6>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 5: return strip<add, 5>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 4: return strip<add, 4>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 3: return strip<add, 3>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 2: return strip<add, 2>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 1: return strip<add, 1>(a, a_step, b, depth, c, c_step, meanwhile);
     }
 }
 
 #endif
+
+// The same for rows that are read again soon.
+template <bool add = false, class B>
+inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
+    product<add>(Rows{a, a_step}, rows, b, depth, c, c_step);
+}
 
 // The same with columns that stand beside others.
 template <bool add = false>

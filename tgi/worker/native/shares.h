@@ -10,33 +10,28 @@ namespace tgi {
 // and the last ones few, so that all threads are done at about the same time (Hummel, Schonberg and Flynn, 1992).
 class Shares {
   public:
-    // Chunks of up to `height` rows.
-    Shares(int64_t rows, int64_t height, int64_t panels, int64_t threads)
-        : rows_(rows), height_(height), groups_((rows + height - 1) / height) {
-        for (int64_t left = panels; left > 0;) {
-            const int64_t share = (left + 2 * threads - 1) / (2 * threads);
-            for (int64_t n = 0; n < threads && left > 0; n++, left -= share) ends_.push_back(left);
-        }
-        std::reverse(ends_.begin(), ends_.end());
-        ends_.insert(ends_.begin(), 0);
-    }
-
     struct Chunk {
         int64_t row, rows, first, last;  // of the panels, the last one is not in it
     };
 
-    int64_t chunks() const { return count() * groups_; }
-
-    Chunk chunk(int64_t number) const {
-        const int64_t row = number / count() * height_, share = number % count();
-        return {row, std::min(rows_ - row, height_), ends_[share], ends_[share + 1]};
+    // Chunks of up to `height` rows.
+    Shares(int64_t rows, int64_t height, int64_t panels, int64_t threads) {
+        for (int64_t groups = (rows + height - 1) / height; groups > 0; groups--) {
+            const int64_t row = (groups - 1) * height;
+            for (int64_t left = panels; left > 0;) {
+                const int64_t all = left + (groups - 1) * panels, share = (all + 2 * threads - 1) / (2 * threads);
+                for (int64_t n = 0; n < threads && left > 0; n++, left -= share)
+                    chunks_.push_back({row, std::min(rows - row, height), std::max<int64_t>(left - share, 0), left});
+            }
+        }
+        std::reverse(chunks_.begin(), chunks_.end());
     }
 
-  private:
-    int64_t count() const { return ends_.size() - 1; }
+    int64_t chunks() const { return chunks_.size(); }
+    const Chunk& chunk(int64_t number) const { return chunks_[number]; }
 
-    const int64_t rows_, height_, groups_;
-    std::vector<int64_t> ends_;  // 0, and the panels before the end of each share
+  private:
+    std::vector<Chunk> chunks_;  // the last one is begun first
 };
 
 }  // namespace tgi
