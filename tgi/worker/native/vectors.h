@@ -20,23 +20,7 @@ inline void store(bf16* at, __m512 first, __m512 second) {
     _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-// e^x, off by at most two units in the last place; 0 below -87.3 and infinity above 88.7.
-inline __m512 exp(__m512 x) {
-    const __m512 clamped = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(89.f)), _mm512_set1_ps(-104.f));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), clamped);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-    __m512 p = _mm512_set1_ps(1.f / 720);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f / 120));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f / 24));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f / 6));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
-    return _mm512_scalef_ps(p, n);
-}
-
-// 2^x for x <= 0, off by less than 3e-7 of it. With r, by which x is above the next lower whole number, 2^r is a
+// 2^x for x < 128, off by less than 3e-7 of it. With r, by which x is above the next lower whole number, 2^r is a
 // polynomial.
 inline __m512 power(__m512 x) {
     const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
@@ -64,9 +48,16 @@ inline __m512 maxima(const __m512 (&x)[16]) {
     return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
+// 1 / x for 1 <= x < 2^127, off by less than 2^-22 of it: a step of Newton's method, a fifth of the time of a division.
+inline __m512 reciprocal(__m512 x) {
+    const __m512 near = _mm512_rcp14_ps(x);
+    return _mm512_mul_ps(near, _mm512_fnmadd_ps(x, near, _mm512_set1_ps(2.f)));
+}
+
+// 1 / (1 + e^-x), off by less than 1e-6 of it where x > -10; not 0 but 2^-126 where it is less. NaN stays NaN.
 inline __m512 sigmoid(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.f);
-    return _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    const __m512 power_of_e = _mm512_min_ps(_mm512_set1_ps(126.f), _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
+    return reciprocal(_mm512_add_ps(_mm512_set1_ps(1.f), power(power_of_e)));
 }
 
 inline __m512 tanh(__m512 x) {
