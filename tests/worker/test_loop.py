@@ -119,6 +119,26 @@ def start(tmp_path: Path) -> Iterator[Callable[[Any], Running]]:
         one.scheduler.link.close()
 
 
+class Saving(ScriptedEngine):
+    """An engine that has something to do while nobody waits, in three parts, after every step."""
+
+    def __init__(self) -> None:
+        super().__init__(SCRIPT)
+        self.left = 3
+        self.finished = threading.Event()
+
+    def launch(self, step: Step) -> Result:
+        self.left = 3
+        self.finished.clear()
+        return super().launch(step)
+
+    def spare(self) -> bool:
+        self.left = max(self.left - 1, 0)
+        if not self.left:
+            self.finished.set()
+        return self.left > 0
+
+
 class Queueing(ScriptedEngine):
     """An engine whose device takes its time: steps are done when the test says so."""
 
@@ -203,6 +223,17 @@ def test_two_steps_are_under_way_and_no_third(start: Callable[[Any], Running]) -
     assert engine.launched == DEPTH
     engine.finish.set()
     assert [good(running.scheduler.result()) for _ in steps] == expected(*steps)
+
+
+def test_what_saves_time_later_is_done_while_nobody_waits(start: Callable[[Any], Running]) -> None:
+    engine = Saving()
+    running = start(engine)
+    running.scheduler.ready()
+    assert engine.finished.wait(TIMEOUT)
+    for one in (PROMPT, NEXT):
+        running.scheduler.send(one)
+        assert running.scheduler.result().number == one.number
+        assert engine.finished.wait(TIMEOUT)
 
 
 def test_a_step_that_raises_is_answered_and_the_worker_goes_on(start: Callable[[Any], Running]) -> None:

@@ -1,6 +1,8 @@
 """Attention by our own kernels: right, and the same bits in any chunk, batch and number of threads."""
 
 import math
+import mmap
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +14,7 @@ from tests.worker.test_native import VARIANTS
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import KVShape
+from tgi.worker.native.arena import LARGE_PAGE
 from tgi.worker.native.build import library
 from tgi.worker.native.kernels import PAGE, Kernels
 
@@ -108,3 +111,28 @@ def test_pages_take_what_is_said() -> None:
     kv = shape(4, 2, 64)
     assert page_size(kv, CPU) == PAGE
     assert page_bytes(kv, CPU) == 2 * 2 * 2 * 64 * 2 * PAGE
+
+
+def test_memory_is_had_before_it_is_needed_and_what_is_in_use_stays() -> None:
+    kv = shape(2, 1, 64)
+    attention = NativeAttention(kv, 2000, kv.kernels)  # 8 KB a page and layer: 256 pages are a large one
+    used = [cache[:300] for cache in attention._cache]
+    for pages in used:
+        pages.fill_(1.0)
+    before = resident()
+    calls = 0
+    while attention.ready(300, 600):
+        calls += 1
+    assert calls == 2 * 2  # pages 512 to 1024 of two layers; those up to 512 came with the ones in use
+    assert resident() - before >= 4 * LARGE_PAGE
+    assert all(bool((pages == 1.0).all()) for pages in used)
+    assert all(not cache[300:].any() for cache in attention._cache)
+    # Others have come into use meanwhile, up to the last page.
+    assert attention.ready(1025, 600)
+    while attention.ready(1025, 10_000):
+        pass
+    assert not attention.ready(2000, 600)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

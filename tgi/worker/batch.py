@@ -84,6 +84,15 @@ class Recordable(Attention, Protocol):
         `longest` tokens. Empty if none should."""
 
 
+@runtime_checkable
+class Readied(Attention, Protocol):
+    """A backend whose memory the system gives when it is first written to, which takes long."""
+
+    def ready(self, used: int, further: int) -> bool:
+        """Has the system give some of the memory of so many further pages behind the first `used`; nobody has written
+        to any page behind those. False: it has given all."""
+
+
 class Reader(Protocol):
     """Wants the logits of more tokens than those that draw, few at a time: together they might not fit."""
 

@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 
 from tgi.kernel.messages import Result, Step
 from tgi.kernel.presence import Limits
-from tgi.worker.batch import Attention, Model, Recordable
+from tgi.worker.batch import Attention, Model, Readied, Recordable
 from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars
 from tgi.worker.layout import Layout
@@ -27,6 +27,9 @@ from tgi.worker.staging import sent, to_host
 from tgi.worker.tops import Tops, columns
 from tgi.worker.verify import Drafted, begins, count_kept, followed, keep
 from tgi.worker.watermark import Watermark
+
+# The system takes long to give memory for keys and values, so this much stands ready while nobody waits.
+READY_TOKENS = 4096
 
 
 class Pending(NamedTuple):
@@ -107,6 +110,13 @@ class TorchEngine:
         """Forgets all requests."""
         self._repeated.forget()
         self._slots.reset()
+
+    def spare(self) -> bool:
+        """Uses a moment in which nobody wants anything to have memory for the next READY_TOKENS, at most some
+        milliseconds of it. False: there is enough."""
+        if not isinstance(self._attention, Readied):
+            return False
+        return self._attention.ready(self._slots.used, -(-READY_TOKENS // self.limits.page_size))
 
     def launch(self, step: Step) -> Pending | Result:
         """Starts a step. Raises BadStep where it does not fit, and Poisoned where the device is lost.

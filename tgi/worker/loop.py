@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 DEPTH = 2
 # While the device computes and no step waits: how long to listen for the next before looking at the device again.
 GLANCE_SECONDS = 0.001
+# After so long without anything to do there is time for what nobody waits for.
+QUIET_SECONDS = 0.01
 
 
 class Engine(Protocol):
@@ -28,6 +30,9 @@ class Engine(Protocol):
 
     def reset(self) -> None:
         """Forgets all requests."""
+
+    def spare(self) -> bool:
+        """Does a little of what saves time later, while nobody waits. False: nothing is left of it."""
 
     def launch(self, step: Step) -> Any:
         """Starts a step and returns it as pending. On a device without a queue of its own this computes it."""
@@ -54,6 +59,7 @@ class Loop:
         self._pending: deque[tuple[Step, Any]] = deque()
         self._epoch = 0
         self._scheduler: Peer | None = None
+        self._spare = True  # the engine may have something to do while nobody waits
         self._early: list[tuple[Peer, Adapt]] = []  # came while the model was loading
         process.watch(link)
 
@@ -86,20 +92,29 @@ class Loop:
             adapting.ask(peer, message)
         while not self._process.stopping:
             self._process.wait(self._patience())
-            self._listen(engine, adapting)
+            quiet = not self._listen(engine, adapting)
             self._adapt(engine, adapting)
             self._launch(engine)
             self._collect(engine)
+            if not quiet:
+                self._spare = True
+            elif self._spare and not (self._steps or self._pending):
+                self._spare = engine.spare()
         self._process.state("draining")
         self._drain(engine)
 
     def _patience(self) -> float:
         if self._steps:
             return 0.0
-        return GLANCE_SECONDS if self._pending else BEAT_SECONDS
+        if self._pending:
+            return GLANCE_SECONDS
+        return QUIET_SECONDS if self._spare else BEAT_SECONDS
 
-    def _listen(self, engine: Engine, adapting: Adapting) -> None:
+    def _listen(self, engine: Engine, adapting: Adapting) -> bool:
+        """Whether there was anything to hear."""
+        heard = False
         for peer, message in self._link.receive():
+            heard = True
             if isinstance(message, Hello):
                 log.info("%s is up", peer)
                 self._forget(engine)
@@ -120,6 +135,7 @@ class Loop:
                 adapting.ask(peer, message)
             else:
                 log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
+        return heard
 
     def _adapt(self, engine: Engine, adapting: Adapting) -> None:
         """Lists and answers what has been loaded."""

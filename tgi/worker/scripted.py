@@ -259,6 +259,10 @@ class ScriptedEngine:
         """Forgets all requests."""
         self._worker.reset()
 
+    def spare(self) -> bool:
+        """False: it has nothing to do beside its steps."""
+        return False
+
     def launch(self, step: Step) -> Result:
         """Runs the step, taking as long as the script says."""
         begin = time.monotonic()

@@ -74,6 +74,7 @@ class Slots:
         self.known = np.zeros(count, np.int64)  # ids, drawn ones included
         self.computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache
         self.held = np.zeros(count, np.int64)  # pages
+        self.used = 0  # pages from the first on to the last one that anybody has had
         self.params = Params.empty(count)
         self.prompt_from = np.zeros(count, np.int64)  # Slot's fields
         self.prompt_top_n = np.zeros(count, np.int64)
@@ -108,6 +109,7 @@ class Slots:
             return
         self._need_occupied(owners)
         _need_within(pages, self._pages, "page")
+        self.used = max(self.used, int(pages.max()) + 1)
         # The n-th page of a slot in this step goes n places behind those that it holds.
         order = np.argsort(owners, kind="stable")
         sorted_owners = owners[order]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.batch import Batch, KVShape
-from tgi.worker.native.arena import region
+from tgi.worker.native.arena import LARGE_PAGE, SMALL_PAGE, region
 from tgi.worker.native.kernels import PAGE, Kernels, Rows
 
 
@@ -21,6 +21,8 @@ class NativeAttention:
     """The backend. The cache of a layer is [pages, kv_heads, 2 * PAGE * head_dim], as the kernel writes it."""
 
     page_size = PAGE
+    _ready = 0  # bytes at the beginning of each layer's cache that the system has given,
+    _next = 0  # and of the next LARGE_PAGE those of so many layers
 
     def __init__(self, kv: KVShape, pages: int, kernels: Kernels) -> None:
         self._kv = kv
@@ -34,6 +36,21 @@ class NativeAttention:
         pages, heads, size = self._shape
         zeros = region(pages * heads * size * self._kv.dtype.itemsize)
         return torch.frombuffer(zeros, dtype=self._kv.dtype).view(self._shape)
+
+    def ready(self, used: int, further: int) -> bool:
+        """See Readied. A large page of one layer takes a call."""
+        pages, heads, size = self._shape
+        page = heads * size * self._kv.dtype.itemsize
+        if (begun := -(-used * page // LARGE_PAGE) * LARGE_PAGE) > self._ready:
+            self._ready, self._next = begun, 0
+        if self._ready >= min(used + further, pages) * page:
+            return False
+        memory = self._cache[self._next].view(-1).view(torch.uint8)
+        memory[self._ready : self._ready + LARGE_PAGE : SMALL_PAGE] = 0
+        self._next += 1
+        if self._next == len(self._cache):
+            self._ready, self._next = self._ready + LARGE_PAGE, 0
+        return True
 
     def plan(self, batch: Batch) -> Plan:
         """See Attention."""

@@ -9,6 +9,8 @@ from torch import Tensor
 
 REGION = 64 << 20  # bytes that are asked for at once
 LARGE = REGION // 4  # a piece of more has a region of its own
+LARGE_PAGE = 2 << 20  # bytes that the system gives at once, if it can,
+SMALL_PAGE = 4 << 10  # and if it cannot
 LINE = 64  # every piece begins at a multiple of this
 
 
