@@ -181,7 +181,8 @@ class TorchEngine:
             batch = self._layout.batch(rows)
             best = self._model.best(batch, self._attention, reader)
             drawn = Drawn(best.ids, best.logprobs, None)
-            self._repeated.computed(step, rows, batch, best)
+            if self._drafter is None:  # which has to see every step
+                self._repeated.computed(step, rows, batch, best)
         else:
             if logits is None:
                 logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
