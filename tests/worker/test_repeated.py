@@ -132,5 +132,5 @@ def test_a_row_that_lost_its_adapter_is_laid_out_and_those_after_it_go_on(model:
         new = [slot(at, [5, 6, 7], sampling)]
         results = [engine.collect(engine.launch(step(1, [(at, 0, 3, 1)], new, [(at, at)])))]
         results += [engine.collect(engine.launch(step(2 + n, [(at, 3 + n, 1, 1)]))) for n in range(4)]
-        assert all(any(result.faults) == (at == 1) for result in results)
+        assert all(bool(result.faults) == (at == 1) for result in results)
     assert watched.went_on == 3

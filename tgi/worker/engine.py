@@ -212,7 +212,7 @@ class TorchEngine:
         if masks is not None and stuck:
             for row, fault in zip(np.flatnonzero(np.frombuffer(step.draws, np.uint8)), masks.faults, strict=True):
                 faults[row] = faults[row] or fault
-        return faults
+        return faults if any(faults) else []  # the lost one may have ended
 
     def _drafted(self, step: Step, rows: Rows) -> Drafted | None:
         """Writes the rows' drafts behind what is known, if they have any. On CUDA they come to the host too, and the
