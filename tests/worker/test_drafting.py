@@ -10,6 +10,7 @@ import pytest
 
 from tests.models import model as make
 from tests.worker.driving import drive, make_engine
+from tests.worker.test_native_models import load as load_native
 from tests.worker.test_scripted import slot, step
 from tests.worker.test_speculation import COUNT, VOCAB, engine_of, load, requests
 from tgi.kernel.errors import UserError
@@ -117,6 +118,18 @@ def test_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.collect(engine.launch(step(100, [(5, 37, 1, 1)])))
     engine.collect(engine.launch(step(101, [(5, 38, 1, 1)], drafts=[3])))
     assert seen == [[5], [2], [1], [1]]
+
+
+def test_no_step_goes_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On our own kernels, too, where steps like the one before need not be laid out."""
+    model, draft = load_native("llama", native=True), load_native("llama", native=True)
+    seen: list[int] = []
+    forward = draft.forward
+    monkeypatch.setattr(
+        draft, "forward", lambda batch, cache: (seen.extend(batch.query_lengths), forward(batch, cache))[1]
+    )
+    drive(make_engine(model, draft=draft), [[7]], 3 * LAG, guess=lambda _, drawn: int(drawn == 3 * LAG - 2))
+    assert max(seen) == LAG
 
 
 def test_a_step_that_fails_leaves_it_where_it_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

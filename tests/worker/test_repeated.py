@@ -121,3 +121,16 @@ def test_beyond_its_pages_no_row_goes_on(model: Model) -> None:
     engine.reset()
     with pytest.raises(BadStep, match="is empty"):
         engine.launch(step(41, [(0, 32, 1, 1), (1, 32, 1, 1)]))
+
+
+def test_a_row_that_lost_its_adapter_is_laid_out_and_those_after_it_go_on(model: Model) -> None:
+    engine = make_engine(model, pages=64)
+    watched = Watched(engine)
+    lost = encode(Sampling(0, adapter="lost", adapter_digest=b"1"))
+    for at, sampling in ((1, lost), (0, encode(Sampling(0)))):
+        assert watched.went_on == 0
+        new = [slot(at, [5, 6, 7], sampling)]
+        results = [engine.collect(engine.launch(step(1, [(at, 0, 3, 1)], new, [(at, at)])))]
+        results += [engine.collect(engine.launch(step(2 + n, [(at, 3 + n, 1, 1)]))) for n in range(4)]
+        assert all(bool(result.faults) == (at == 1) for result in results)
+    assert watched.went_on == 3

@@ -191,7 +191,8 @@ class TorchEngine:
             batch = self._layout.batch(rows)
             best = self._model.best(batch, self._attention, reader)
             drawn = Drawn(best.ids, best.logprobs, None)
-            self._repeated.computed(step, rows, batch, best)
+            if self._drafter is None:  # which has to see every step
+                self._repeated.computed(step, rows, batch, best)
         else:
             if logits is None:
                 logits = self._model.forward(self._layout.batch(rows), self._attention, reader)
@@ -221,7 +222,7 @@ class TorchEngine:
         if masks is not None and stuck:
             for row, fault in zip(np.flatnonzero(np.frombuffer(step.draws, np.uint8)), masks.faults, strict=True):
                 faults[row] = faults[row] or fault
-        return faults
+        return faults if any(faults) else []  # the lost one may have ended
 
     def _drafted(self, step: Step, rows: Rows) -> Drafted | None:
         """Writes the rows' drafts behind what is known, if they have any. On CUDA they come to the host too, and the

@@ -147,7 +147,8 @@ class Repeated:
     def computed(self, step: Step, rows: Rows, batch: Batch, best: Best) -> None:
         """A step has been laid out and computed that wanted nothing but the likeliest tokens."""
         one_each = len(batch.tokens) == len(rows.slots) == len(rows.drawing)
-        if self._able and one_each and rows.drafts is None and not batch.adapted and not self._slots.faults:
+        plain = rows.drafts is None and not batch.adapted and self._slots.faults.keys().isdisjoint(rows.slots.tolist())
+        if self._able and one_each and plain:
             self._latest = Latest(step, rows, batch, best)
 
     def _wide(self, latest: Latest) -> Batch:
