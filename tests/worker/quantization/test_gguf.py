@@ -104,8 +104,8 @@ def mapped(directory: Path) -> int:
 @pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
 def test_mixed_k_types_lose_little_beside_bfloat16(place: Path, native: bool) -> None:
     """As such files are: values and what leads out of an MLP in Q6_K, the rest in Q4_K. What is taken for exact has
-    the rounded weights of the plain import, and so favours that. Roundings on the way differ from kernel to kernel: what
-    is off is 1.3 to 1.6 times as much."""
+    the rounded weights of the plain import, and so favours that. Roundings on the way differ from kernel to kernel:
+    what is off is 1.3 to 1.6 times as much."""
     packed, plain = (load(imported(place, "qwen2", "K", way), "bfloat16", native) for way in (True, False))
     exact = logits(load(imported(place, "qwen2", "K", False), "float32", False))
     off, allowed = (logits(packed) - exact).norm(), (logits(plain) - exact).norm()
