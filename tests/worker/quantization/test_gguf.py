@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -48,11 +49,11 @@ def load(directory: Path, dtype: str, native: bool) -> Model:
     return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
 
-def logits(model: Model) -> torch.Tensor:
-    """Behind each of some prompts, [prompts, vocab]."""
+def logits(model: Model, lengths: Sequence[int] = (90, 1, 17)) -> torch.Tensor:
+    """Behind each of some prompts of up to 100 tokens, [prompts, vocab]."""
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in (90, 1, 17)]
-    attention = build_attention(model.kv, 100, model.device)
+    prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in lengths]
+    attention = build_attention(model.kv, 20 * len(lengths) + 40, model.device)
     rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts)]
     return model.forward(make_batch(rows, attention.page_size), attention)
 
@@ -104,12 +105,15 @@ def mapped(directory: Path) -> int:
 @pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
 def test_mixed_k_types_lose_little_beside_bfloat16(place: Path, native: bool) -> None:
     """As such files are: values and what leads out of an MLP in Q6_K, the rest in Q4_K. What is taken for exact has
-    the rounded weights of the plain import, and so favours that. Roundings on the way differ from kernel to kernel:
-    what is off is 1.3 to 1.6 times as much."""
+    the rounded weights of the plain import, and so favours that. Many prompts: of a few, what is off depends on
+    single roundings; so the median."""
     packed, plain = (load(imported(place, "qwen2", "K", way), "bfloat16", native) for way in (True, False))
-    exact = logits(load(imported(place, "qwen2", "K", False), "float32", False))
-    off, allowed = (logits(packed) - exact).norm(), (logits(plain) - exact).norm()
-    assert 0 < off < 2 * allowed
+    exact, *others = (
+        logits(model, range(1, 100, 4))
+        for model in (load(imported(place, "qwen2", "K", False), "float32", False), packed, plain)
+    )
+    off, allowed = ((other - exact).norm(dim=-1).median() for other in others)
+    assert 0 < off < 1.6 * allowed
 
 
 def test_packed_weights_are_never_left_to_transformers(place: Path, tmp_path: Path) -> None:
