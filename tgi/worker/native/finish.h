@@ -13,20 +13,28 @@ inline __m512 score(__m512 sum, const Scoring& how) {
     return how.cap ? _mm512_mul_ps(tanh(_mm512_mul_ps(scaled, _mm512_set1_ps(1 / how.cap))), _mm512_set1_ps(how.cap)) : scaled;
 }
 
-// The sums [rows][32] of some rows from `first` on, for the outputs from `at` on.
-template <Then then>
-void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
+// Sums [rows][32] as they are computed.
+struct Sums {
+    __m512 of(int half) const { return _mm512_load_ps(at + 16 * half); }
+    void next(int64_t rows) { at += rows * COLUMNS; }
+
+    const float* at;
+};
+
+// The sums of some rows from `first` on, for the outputs from `at` on.
+template <Then then, class Found>
+void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, Found sums) {
     const int64_t outputs = call.weight.outputs, left = std::min(outputs - at, PANEL);
     const __mmask32 all = (1ull << left) - 1;
     const __mmask16 there[2] = {(__mmask16)all, (__mmask16)(all >> 16)};
     __m512 bias[2] = {};
     for (int half = 0; call.bias && half < 2; half++)
         bias[half] = _mm512_maskz_loadu_ps(there[half], call.bias + at + 16 * half);
-    for (int64_t row = first; row < first + rows; row++, sums += COLUMNS) {
+    for (int64_t row = first; row < first + rows; row++, sums.next(1)) {
         const int64_t to = row * outputs + at;
         __m512 y[2];
         for (int half = 0; half < 2; half++) {
-            y[half] = _mm512_load_ps(sums + 16 * half);
+            y[half] = sums.of(half);
             if (call.bias) y[half] = _mm512_add_ps(y[half], bias[half]);
             if (call.plus) {
                 const float* plus = call.plus + row * call.plus_step + at + 16 * half;
@@ -64,19 +72,20 @@ inline void with_then(Then then, const Use& use) {
     }
 }
 
-inline void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const float* sums) {
+template <class Found>
+inline void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const Found& sums) {
     with_then(call.then, [&](auto then) { finish<then>(call, first, rows, at, sums); });
 }
 
 // Sums that are finished a few rows at a time, while the next ones are computed.
-template <Then then>
+template <Then then, class Found>
 class Unfinished {
   public:
     explicit Unfinished(const LinearCall& call) : call_(call) {}
 
     // What `finish` takes; nothing may be left of what was put before. Asks for what is to be added or multiplied: its rows
     // are far apart, and a large prompt's come from memory.
-    void put(int64_t first, int64_t rows, int64_t at, const float* sums) {
+    void put(int64_t first, int64_t rows, int64_t at, const Found& sums) {
         first_ = first, rows_ = rows, at_ = at, sums_ = sums;
         if (then != Then::add && then != Then::mul) return;
         for (int64_t row = first; row < first + rows; row++)
@@ -86,7 +95,7 @@ class Unfinished {
     void some(int64_t most) {
         const int64_t rows = std::min(most, rows_);
         finish<then>(call_, first_, rows, at_, sums_);
-        first_ += rows, rows_ -= rows, sums_ += rows * COLUMNS;
+        first_ += rows, rows_ -= rows, sums_.next(rows);
     }
 
     void rest() { some(rows_); }
@@ -94,7 +103,7 @@ class Unfinished {
   private:
     const LinearCall& call_;
     int64_t first_ = 0, rows_ = 0, at_ = 0;
-    const float* sums_ = nullptr;
+    Found sums_{};
 };
 
 }  // namespace tgi

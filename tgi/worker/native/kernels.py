@@ -34,6 +34,7 @@ THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gel
 _SIGNATURES = {
     "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
     "tgi_pack_quantized": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p),
+    "tgi_pack_whole": (*[c_void_p] * 4, *[c_int64] * 3, c_void_p),
     "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
     "tgi_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 3),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),

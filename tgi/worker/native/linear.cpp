@@ -14,6 +14,7 @@
 #include "finish.h"
 #include "product.h"
 #include "shares.h"
+#include "whole.h"
 
 namespace tgi {
 namespace {
@@ -22,6 +23,7 @@ constexpr int64_t PART = 576;  // inputs of a panel that are computed together: 
 constexpr int64_t MOST = 512;  // rows of a chunk: weights come from memory once for each,
 constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
 constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of a second cache of 2 MB
+constexpr int64_t FEW = 4;  // rows of whole numbers that are quicker without AMX
 
 // Rows of so many inputs that stay in half of a core's second cache.
 int64_t held(int64_t inputs) {
@@ -36,56 +38,113 @@ int64_t height(const LinearCall& call) {
     return (tiles + least - 1) / least * MOST_ROWS;
 }
 
+// Rows of bfloat16, and sums in float32.
+struct Floats {
+    using Sum = float;
+    using Found = Sums;
+    static constexpr int64_t HIGH = MOST_ROWS;  // rows of a block
+
+    Rows rows(int64_t row, int64_t count) const { return rows_at(call.x + row * call.weight.inputs, call.weight.inputs, count); }
+    Found found(const float* sums, int64_t, const uint8_t*) const { return {sums}; }
+
+    template <class Use>
+    void stream(const uint8_t* panel, const uint8_t* end, const Use& use) const {
+        if (call.weight.form.bits == 16) return use(tiled((const bf16*)panel, panel + AHEAD, end));
+        with_form(call.weight.form, [&](auto bits, auto shifts) { use(Codes<bits, shifts>(call.weight, panel)); });
+    }
+
+    const LinearCall& call;
+};
+
+// The same as whole numbers, and sums of bytes: a row is two, so blocks have half as many.
+struct Wholes {
+    using Sum = int32_t;
+    using Found = WholeSums;
+    static constexpr int64_t HIGH = MOST_ROWS / 2;
+
+    Rows rows(int64_t row, int64_t count) const { return planes.rows(row, count); }
+    Found found(const int32_t* sums, int64_t row, const uint8_t* panel) const {
+        return {sums, HIGH * COLUMNS, planes.units + row, panel};
+    }
+
+    template <class Use>
+    void stream(const uint8_t* panel, const uint8_t* end, const Use& use) const {
+        if (call.weight.form.bits == 4) return use(Nibbles(call.weight, panel, 0));
+        const uint8_t* at = panel + call.weight.form.head(call.weight.inputs);
+        use(tiled((const bf16*)at, at + AHEAD, end));
+    }
+
+    const LinearCall& call;
+    const Planes planes;
+};
+
+// Inputs are counted in pairs of bytes: each is a number of bfloat16, or two of the whole ones.
+template <class Numbers>
 struct LinearJob final : Job {
-    LinearJob(const LinearCall& called, int64_t threads)
-        : call(called), w(call.weight), shares(call.rows, height(call), w.panels(), threads) {}
+    using Sum = typename Numbers::Sum;
+    static constexpr int64_t HIGH = Numbers::HIGH;
+
+    LinearJob(const LinearCall& called, const Numbers& numbers, int64_t threads)
+        : call(called), numbers(numbers), w(call.weight), all(w.form.whole ? w.form.filled(w.inputs) / 2 : w.inputs),
+          shares(call.rows, height(call), w.panels(), threads) {}
 
     void run(int64_t chunk) const override {
         const auto [row, rows, first, last] = shares.chunk(chunk);
         const uint8_t* end = w.panel(last);
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
-        if (rows > ROWS_AT_ONCE && w.form.bits == 16)
-            return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
-        if (rows <= ROWS_AT_ONCE) prepare(rows);
+        if (rows > std::min(HIGH, ROWS_AT_ONCE)) return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
+        const Rows x = numbers.rows(row, rows);
+        prepare(x);
         for (int64_t number = first; number < last; number++) {
-            const uint8_t* at = w.panel(number);
-            if (w.form.bits == 16) panel(number, row, rows, tiled((const bf16*)at, at + AHEAD, end));
-            else with_form(w.form, [&](auto bits, auto shifts) { panel(number, row, rows, Codes<bits, shifts>(w, at)); });
+            alignas(64) Sum sums[MOST_ROWS][COLUMNS];
+            auto found = numbers.found(sums[0], row, w.panel(number));
+            numbers.stream(w.panel(number), end, [&](auto&& source) {
+                if constexpr (std::is_same_v<Sum, int32_t>)
+                    if (call.rows <= FEW) {
+                        found.apart = rows * COLUMNS;
+                        return strips(x.at, x.step, 2 * rows, source, all, sums[0], COLUMNS);
+                    }
+                product(x, source, all, sums[0], COLUMNS);
+            });
+            finish(call, row, rows, number * PANEL, found);
         }
     }
 
-    // Many rows from `row` on times some panels of numbers, in blocks of rows. The last block begins early enough to be
+    // Many rows from `row` on times some panels, in blocks of rows. The last block begins early enough to be
     // as high as the others; what others have finished, it leaves alone.
     template <Then then>
     void many(int64_t row, int64_t rows, int64_t first, int64_t last) const {
-        alignas(64) static thread_local float sums[WAITING][COLUMNS];
-        const int64_t high = std::min(rows, MOST_ROWS), blocks = (rows + high - 1) / high;
-        const int64_t parts = (w.inputs + PART - 1) / PART, part = (w.inputs / 32 + parts - 1) / parts * 32;
+        alignas(64) static thread_local Sum sums[WAITING][COLUMNS];
+        const int64_t high = std::min(rows, HIGH), blocks = (rows + high - 1) / high;
+        const int64_t unit = w.form.group ? w.form.unit() : 32, parts = (all + PART - 1) / PART;
+        const int64_t part = (all / unit + parts - 1) / parts * unit;
         // If the second cache holds the rows, one panel after the other; if not, a part of the rows times several panels.
-        const int64_t together = rows <= held(w.inputs) ? 1 : WAITING / (blocks * high);
-        Unfinished<then> before(call);
-        prepare(high);
+        const int64_t together = rows <= held(all) ? 1 : WAITING / (blocks * MOST_ROWS);
+        Unfinished<then, typename Numbers::Found> before(call);
+        prepare(numbers.rows(row, high));
         for (int64_t from = first, to; from < last; from = to) {
             to = std::min(from + together, last);
-            for (int64_t k = 0; k < w.inputs; k += part) {
-                const int64_t depth = std::min(part, w.inputs - k), some = (high * 32 + depth - 1) / depth;
+            for (int64_t k = 0; k < all; k += part) {
+                const int64_t depth = std::min(part, all - k), some = (high * 32 + depth - 1) / depth;
                 for (int64_t number = from; number < to; number++) {
+                    const auto* next = (const uint8_t*)(number + 1 < to ? place(number + 1, k)
+                                                        : k + part < all ? place(from, k + part)
+                                                                         : place(to, 0));
+                    Columns columns = this->columns(number, k, depth, next, w.panel(last));
                     // Each block asks for its share of what comes next.
-                    const auto* next = (const uint8_t*)(number + 1 < to       ? place(number + 1, k)
-                                                        : k + part < w.inputs ? place(from, k + part)
-                                                                              : place(to, 0));
-                    Columns columns = tiled(place(number, k), next, std::min(next + part * PANEL * 2, w.panel(last)));
                     columns.lines = (columns.lines + blocks - 1) / blocks;
                     for (int64_t block = 0; block < blocks; block++, columns.at -= depth * PANEL) {
                         const int64_t done = block * high, start = std::min(done, rows - high);
-                        const PassingRows x{{call.x + (row + start) * w.inputs + k, w.inputs}};
-                        float* c = sums[(parts > 1 ? (number - from) * blocks + block : block % 2) * high];
+                        PassingRows x{numbers.rows(row + start, high)};
+                        x.at += k;
+                        Sum* c = sums[(parts > 1 ? (number - from) * blocks + block : block % 2) * MOST_ROWS];
                         const auto meanwhile = [&] { before.some(some); };
-                        if (k) product<true>(x, high, columns, depth, c, COLUMNS, meanwhile);
-                        else product(x, high, columns, depth, c, COLUMNS, meanwhile);
+                        if (k) product<true>(x, columns, depth, c, COLUMNS, meanwhile);
+                        else product(x, columns, depth, c, COLUMNS, meanwhile);
                         before.rest();
-                        if (k + part < w.inputs) continue;
-                        before.put(row + done, std::min(rows - done, high), number * PANEL, c + (done - start) * COLUMNS);
+                        if (k + part < all) continue;
+                        const auto found = numbers.found(c + (done - start) * COLUMNS, row + done, w.panel(number));
+                        before.put(row + done, std::min(rows - done, high), number * PANEL, found);
                     }
                 }
             }
@@ -94,57 +153,39 @@ struct LinearJob final : Job {
     }
 
     // Where the inputs from `k` on of a panel of numbers stand.
-    const bf16* place(int64_t number, int64_t k) const { return (const bf16*)w.panel(number) + k * PANEL; }
+    const bf16* place(int64_t number, int64_t k) const { return (const bf16*)(w.panel(number) + w.form.head(w.inputs)) + k * PANEL; }
 
-    // The rows from `row` on times one panel.
-    template <class Source>
-    void panel(int64_t number, int64_t row, int64_t rows, Source source) const {
-        alignas(64) static thread_local float sums[MOST][COLUMNS];
-        if (rows <= ROWS_AT_ONCE) {
-            product(call.x + row * w.inputs, w.inputs, rows, source, w.inputs, sums[0], COLUMNS);
-            return finish(call, row, rows, number * PANEL, sums[0]);
-        }
-        for (int64_t k = 0; k < w.inputs; k += PART) {
-            const int64_t depth = std::min(PART, w.inputs - k);
-            Columns columns = part(source, depth, (rows + MOST_ROWS - 1) / MOST_ROWS);
-            for (int64_t done = 0; done < rows; done += MOST_ROWS) {
-                const int64_t count = std::min(rows - done, MOST_ROWS);
-                if (done == 0 || count < MOST_ROWS) prepare(count);
-                const bf16* x = call.x + (row + done) * w.inputs + k;
-                if (k) product<true>(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
-                else product(x, w.inputs, count, columns, depth, sums[done], COLUMNS);
-                if (k + PART >= w.inputs) finish(call, row + done, count, number * PANEL, sums[done]);
-                columns.at -= depth * PANEL;
-            }
-        }
-    }
-
-    // The next inputs of a panel, for so many products. Each asks for its share of those that follow.
-    static Columns part(Columns& source, int64_t depth, int64_t products) {
-        Columns found = tiled(source.at, (const uint8_t*)(source.at + depth * PANEL), source.end);
-        found.lines = (found.lines + products - 1) / products;
-        source.at += depth * PANEL;
-        return found;
-    }
-
-    template <int bits, bool shifts>
-    static Columns part(Codes<bits, shifts>& source, int64_t depth, int64_t) {
-        alignas(64) static thread_local bf16 room[PART * PANEL];
-        for (int64_t k = 0; k < depth; k += 32) source.next(room + k * PANEL);
+    // So many inputs from `k` on of a panel, `next` being what is needed after them.
+    Columns columns(int64_t number, int64_t k, int64_t depth, const uint8_t* next, const uint8_t* end) const {
+        if (w.form.bits == 16 || (w.form.whole && w.form.bits == 8)) return tiled(place(number, k), next, std::min(next + depth * PANEL * 2, end));
+        alignas(64) static thread_local bf16 room[(PART + 128) * PANEL];
+        const auto fill = [&](auto source) {
+            for (int64_t done = 0; done < depth; done += 32) source.next(room + done * PANEL);
+        };
+        if constexpr (std::is_same_v<Sum, int32_t>) fill(Nibbles(w, w.panel(number), 2 * k));
+        else with_form(w.form, [&](auto bits, auto shifts) { fill(Codes<bits, shifts>(w, w.panel(number) + w.form.bytes(k))); });
         return tiled(room);
     }
 
     const LinearCall call;
+    const Numbers numbers;
     const Packed& w;
+    const int64_t all;
     const Shares shares;
 };
+
+template <class Numbers>
+void run(Team& team, const LinearCall& call, const Numbers& numbers) {
+    const LinearJob<Numbers> job(call, numbers, team.threads());
+    team.run(job, job.shares.chunks());
+}
 
 }  // namespace
 
 void linear(Team& team, const LinearCall& call) {
     if (call.rows == 0) return;
-    const LinearJob job(call, team.threads());
-    team.run(job, job.shares.chunks());
+    if (call.weight.form.whole) run(team, call, Wholes{call, planes(team, call)});
+    else run(team, call, Floats{call});
 }
 
 }  // namespace tgi

@@ -7,6 +7,8 @@
 // lane i being input i % 2 of output i / 2.
 #include "packed.h"
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -82,6 +84,58 @@ struct QuantizedJob final : Job {
     const Form form;
 };
 
+// Whole numbers, 64 inputs at a time. Row j of a tile has the inputs 4 j to 4 j + 3 of each output side by side; numbers of
+// 8 bits lie so, codes of 4 bits with those of the other tile in their upper halves. Of 64 inputs the choices of the first
+// 32 are in the lower half of an output's byte.
+struct WholeJob final : Job {
+    WholeJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table, const Packed& packed)
+        : codes(codes), scales(scales), choices(choices), table(table), packed(packed) {}
+
+    void run(int64_t chunk) const override {
+        const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
+        auto* const at = (uint8_t*)packed.panel(chunk);
+        memset(at, 0, packed.form.bytes(inputs));
+        auto* const to = at + packed.form.head(inputs);
+        if (packed.form.bits == 4) memset(to, ZERO << 4 | ZERO, packed.form.filled(inputs) * PANEL / 2);
+        for (int64_t n = 0; n < there; n++) {
+            const int64_t sum = packed.form.bits == 8 ? wide(first + n, n, to) : narrow(first + n, n, at + 2 * 4 * PANEL, to);
+            ((float*)at)[n] = _cvtsh_ss(scales[first + n]);
+            ((int32_t*)at)[PANEL + n] = -128 * sum;
+        }
+    }
+
+    // Each writes the output that is the n-th of its panel, and returns the sum of its numbers.
+    int64_t wide(int64_t output, int64_t n, uint8_t* to) const {
+        const auto* from = (const int8_t*)codes + output * packed.inputs;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < packed.inputs; k++) sum += from[k];
+        for (int64_t k = 0; k < packed.inputs; k += 4) memcpy(to + k / 64 * 2048 + n / TILE * 1024 + k % 64 * TILE + n % TILE * 4, from + k, 4);
+        return sum;
+    }
+
+    int64_t narrow(int64_t output, int64_t n, uint8_t* chosen, uint8_t* to) const {
+        const uint8_t *from = codes + output * packed.inputs / 2, *choice = choices + output * packed.inputs / 32;
+        const int64_t shift = n / TILE * 4;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < packed.inputs; k += 2, from++) {
+            const int8_t* numbers = table + choice[k / 32] * 16;
+            const uint8_t low = *from & 15, high = *from >> 4;
+            sum += numbers[low] + numbers[high];
+            uint8_t* at = to + k / 64 * 1024 + k % 64 / 4 * 64 + n % TILE * 4 + k % 4;
+            at[0] ^= (low ^ ZERO) << shift, at[1] ^= (high ^ ZERO) << shift;
+        }
+        for (int64_t k = 0; k < packed.inputs; k += 32) chosen[k / 64 * PANEL + n] |= choice[k / 32] << k % 64 / 32 * 4;
+        return sum;
+    }
+
+    static constexpr uint8_t ZERO = 8;  // the code of 4 bits that stands for 0, by any choice
+    const uint8_t* codes;
+    const uint16_t* scales;
+    const uint8_t* choices;
+    const int8_t* table;
+    const Packed packed;
+};
+
 }  // namespace
 
 void pack(Team& team, const bf16* weight, const Packed& packed) { team.run(PackJob(weight, packed), packed.panels()); }
@@ -89,6 +143,12 @@ void pack(Team& team, const bf16* weight, const Packed& packed) { team.run(PackJ
 void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
                     const Packed& packed) {
     team.run(QuantizedJob(codes, scales, shifts, packed), packed.panels());
+}
+
+void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table,
+                const Packed& packed) {
+    if (packed.form.table()) memcpy((uint8_t*)packed.at, table, Form::TABLE);
+    team.run(WholeJob(codes, scales, choices, table, packed), packed.panels());
 }
 
 }  // namespace tgi

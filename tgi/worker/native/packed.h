@@ -11,24 +11,39 @@ using bf16 = uint16_t;
 constexpr int64_t PANEL = 32;  // outputs that are computed together
 
 // What stands for a number: itself in bfloat16 (16 bits, no group), or a code of 8 or 4 bits with a float16 scale, and
-// perhaps a shift, of each output and `group` inputs.
+// perhaps a shift, of each output and `group` inputs. Whole numbers (see whole.h) have one scale for all inputs of an
+// output, and in 4 bits the choice of one among 8 ways to read the codes of 32 inputs.
 struct Form {
-    explicit Form(int64_t number) : bits(number & 255), group(number >> 8 & 255), shifts(number >> 16 & 1) {}
+    explicit Form(int64_t number) : bits(number & 255), group(number >> 8 & 255), shifts(number >> 16 & 1), whole(number >> 17 & 1) {}
 
     // Inputs that stand together: in front the scales and shifts of 32 outputs, then their codes.
     int64_t unit() const { return group > 32 ? group : 32; }
-    // Bytes of `inputs` inputs of 32 outputs; `inputs` is a multiple of `unit`.
-    int64_t bytes(int64_t inputs) const {
-        return inputs * PANEL * bits / 8 + (group ? inputs / group * PANEL * 2 * (1 + shifts) : 0);
+
+    // Inputs of a panel, with those that fill it up.
+    int64_t filled(int64_t inputs) const { return whole ? (inputs + 63) / 64 * 64 : inputs; }
+
+    // Bytes in front of a weight: what the codes of whole numbers stand for.
+    int64_t table() const { return whole && bits == 4 ? TABLE : 0; }
+
+    // Bytes in front of the codes of 32 outputs of whole numbers: scales, what is taken off their sums, and the choices.
+    int64_t head(int64_t inputs) const {
+        return whole ? 2 * 4 * PANEL + (bits == 4 ? (filled(inputs) / 64 * PANEL + 63) / 64 * 64 : 0) : 0;
     }
 
-    int64_t bits, group, shifts;
+    // Bytes of `inputs` inputs of 32 outputs; `inputs` is a multiple of `unit`.
+    int64_t bytes(int64_t inputs) const {
+        return head(inputs) + filled(inputs) * PANEL * bits / 8 + (group ? inputs / group * PANEL * 2 * (1 + shifts) : 0);
+    }
+
+    static constexpr int64_t TABLE = 128;
+    int64_t bits, group, shifts, whole;
 };
 
 // A weight [outputs, inputs] in panels of 32 outputs, the last one filled up with zeros.
 struct Packed {
-    const uint8_t* panel(int64_t number) const { return at + number * form.bytes(inputs); }
+    const uint8_t* panel(int64_t number) const { return at + form.table() + number * form.bytes(inputs); }
     int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+    int64_t bytes() const { return form.table() + panels() * form.bytes(inputs); }
 
     const uint8_t* at;
     int64_t outputs, inputs;
@@ -40,5 +55,9 @@ void pack(Team& team, const bf16* weight, const Packed& packed);
 // Codes, scales and shifts (null if the form has none) as QuantizedWeight has them.
 void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
                     const Packed& packed);
+// Whole numbers: codes and one scale of each output; in 4 bits also the choice for 32 inputs [outputs, inputs / 32] and
+// the numbers that codes stand for by each choice [8][16].
+void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table,
+                const Packed& packed);
 
 }  // namespace tgi

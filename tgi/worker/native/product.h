@@ -4,6 +4,7 @@
 // b[2 j][n], b[2 j + 1][n] side by side, which is what AMX tiles and AVX-512 dot products of pairs both take. Each c is
 // summed over k in the same order whatever the number of rows, and whether at once or in parts of multiples of 32.
 #pragma once
+#include <algorithm>
 #include <cstring>
 
 #include "vectors.h"
@@ -53,12 +54,18 @@ inline Columns tiled(const bf16* at, const uint8_t* later = nullptr, const uint8
     return {at, 32, 512, 1024, later, end, 32};
 }
 
-// Where rows of a stand, in numbers from one to the next `step`.
+// Where rows of a stand: up to 16, in numbers from one to the next `step`, and up to 16 more, `apart` behind the first ones.
 struct Rows {
     static constexpr bool passing = false;
     const bf16* at;
-    int64_t step;
+    int64_t step, first, second, apart;
 };
+
+// So many rows, one after the other.
+inline Rows rows_at(const bf16* at, int64_t step, int64_t rows) {
+    const int64_t first = rows < 16 ? rows : 16;
+    return {at, step, first, rows - first, 16 * step};
+}
 
 // Rows that are many for the same columns. They pass the core's first cache by, so that the columns stay in it.
 struct PassingRows : Rows {
@@ -69,7 +76,93 @@ struct Nothing {
     void operator()() const {}
 };
 
-#if defined(__AMX_BF16__)
+// What is multiplied: pairs of bfloat16 with sums in float32, or four bytes in place of each pair, those of a without a
+// sign and those of b with one, with sums in int32.
+template <class Sum>
+struct Kind;
+
+template <>
+struct Kind<float> {
+    static __m512 none() { return _mm512_setzero_ps(); }
+    static __m512 load(const float* at) { return _mm512_loadu_ps(at); }
+    static void store(float* at, __m512 sums) { _mm512_storeu_ps(at, sums); }
+    static __m512 dot(__m512 sums, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
+
+    // The same with three AMX tiles of these numbers.
+    template <int c, int a, int b>
+    static void tiles() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    }
+};
+
+template <>
+struct Kind<int32_t> {
+    static __m512i none() { return _mm512_setzero_si512(); }
+    static __m512i load(const int32_t* at) { return _mm512_loadu_si512(at); }
+    static void store(int32_t* at, __m512i sums) { _mm512_storeu_si512(at, sums); }
+    static __m512i dot(__m512i sums, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sums, a, b); }
+
+    template <int c, int a, int b>
+    static void tiles() {
+        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    }
+};
+
+// The next 32 inputs of b, row by row: pairs of the first 16 columns and of the others.
+template <class B>
+struct Block {
+    explicit Block(B& b) : at(b.block()), step(b.step), right(b.right) {}
+    __m512i first(int row) const { return _mm512_loadu_si512(at + row * step); }
+    __m512i second(int row) const { return _mm512_loadu_si512(at + row * step + right); }
+
+    const bf16* at;
+    const int64_t step, right;
+};
+
+template <bool add, int M, class Sum, class B, class Meanwhile>
+inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, Sum* c, int64_t c_step, Meanwhile& meanwhile) {
+    using Of = Kind<Sum>;
+    decltype(Of::none()) sums[M][2];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < 2; n++) sums[m][n] = add ? Of::load(c + m * c_step + 16 * n) : Of::none();
+    for (int64_t k = 0; k < depth; k += 32) {
+        const Block<B> block(b);
+#pragma GCC unroll 16
+        for (int row = 0; row < 16; row++) {
+            const __m512i first = block.first(row), second = block.second(row);
+            for (int m = 0; m < M; m++) {
+                int32_t pair;
+                memcpy(&pair, a + m * a_step + k + 2 * row, 4);
+                const __m512i both = _mm512_set1_epi32(pair);
+                sums[m][0] = Of::dot(sums[m][0], both, first);
+                sums[m][1] = Of::dot(sums[m][1], both, second);
+            }
+        }
+        meanwhile();
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < 2; n++) Of::store(c + m * c_step + 16 * n, sums[m][n]);
+}
+
+constexpr int64_t STRIP = 8;  // rows that go through b together without AMX
+
+// The sums of up to STRIP rows, without AMX.
+template <bool add = false, class Sum, class B, class Meanwhile = Nothing>
+inline void strips(const bf16* a, int64_t a_step, int64_t rows, B& b, int64_t depth, Sum* c, int64_t c_step,
+                   Meanwhile&& meanwhile = {}) {
+    switch (rows) {
+        case 8: return strip<add, 8>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 7: return strip<add, 7>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 6: return strip<add, 6>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 5: return strip<add, 5>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 4: return strip<add, 4>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 3: return strip<add, 3>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 2: return strip<add, 2>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 1: return strip<add, 1>(a, a_step, b, depth, c, c_step, meanwhile);
+    }
+}
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
 constexpr int64_t ROWS_AT_ONCE = MOST_ROWS;  // these go through b together
 
@@ -80,23 +173,23 @@ struct alignas(64) TileConfig {
 };
 
 // Makes the tiles fit products of so many rows, until it is called again. Tiles 0 to 3 are sums, 4 and 5 rows of a, 6 and
-// 7 columns of b; rows behind the 16th go through 2, 3 and 5.
-inline void prepare(int64_t rows) {
+// 7 columns of b; the second rows go through 2, 3 and 5.
+inline void prepare(const Rows& a) {
     TileConfig config;
-    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
+    const uint8_t first = a.first, second = a.second ? a.second : 1;
     const uint8_t tiles[8] = {first, first, second, second, first, second, 16, 16};
     for (int tile = 0; tile < 8; tile++) config.rows[tile] = tiles[tile], config.bytes[tile] = 64;
     asm volatile("ldtilecfg %0" : : "m"(config));
 }
 
-// After `prepare(rows)`. `a` is Rows or PassingRows; depth is a multiple of 32; b is Columns or what gives its blocks as
-// they do. `add`: to what is in c [rows][c_step]. `meanwhile` is called once for every 32 inputs: AMX computes while the
-// core does what can be done in between.
-template <bool add = false, class A, class B, class Meanwhile = Nothing>
-inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
+// After `prepare` of as many rows. `a` is Rows or PassingRows; depth is a multiple of 32; b is Columns or what gives its
+// blocks as they do. `add`: to what is in c [32][c_step], of which the second rows have those from the 16th on.
+// `meanwhile` is called once for every 32 inputs: AMX computes while the core does what can be done in between.
+template <bool add = false, class Sum, class A, class B, class Meanwhile = Nothing>
+inline void product(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
     const bf16* a = all.at;
-    const int64_t a_step = all.step, a_bytes = a_step * sizeof(bf16), b_bytes = b.step * sizeof(bf16), c_bytes = c_step * sizeof(float);
-    const bool two = rows > 16;
+    const int64_t a_bytes = all.step * sizeof(bf16), b_bytes = b.step * sizeof(bf16), c_bytes = c_step * sizeof(Sum);
+    const bool two = all.second > 0;
     if (add) {
         _tile_loadd(0, c, c_bytes);
         _tile_loadd(1, c + 16, c_bytes);
@@ -115,14 +208,14 @@ inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, 
         if (A::passing) _tile_stream_loadd(4, a, a_bytes);
         else _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, pairs, b_bytes);
-        _tile_dpbf16ps(0, 4, 6);
+        Kind<Sum>::template tiles<0, 4, 6>();
         _tile_loadd(7, pairs + b.right, b_bytes);
-        _tile_dpbf16ps(1, 4, 7);
+        Kind<Sum>::template tiles<1, 4, 7>();
         if (two) {
-            if (A::passing) _tile_stream_loadd(5, a + 16 * a_step, a_bytes);
-            else _tile_loadd(5, a + 16 * a_step, a_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            if (A::passing) _tile_stream_loadd(5, a + all.apart, a_bytes);
+            else _tile_loadd(5, a + all.apart, a_bytes);
+            Kind<Sum>::template tiles<2, 5, 6>();
+            Kind<Sum>::template tiles<3, 5, 7>();
         }
         meanwhile();
     }
@@ -136,52 +229,20 @@ inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, 
 
 #else
 
-constexpr int64_t ROWS_AT_ONCE = 8;
+constexpr int64_t ROWS_AT_ONCE = STRIP;
 
-inline void prepare(int64_t) {}
+inline void prepare(const Rows&) {}
 
-template <bool add, int M, class B, class Meanwhile>
-inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, float* c, int64_t c_step, Meanwhile& meanwhile) {
-    __m512 sums[M][2];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < 2; n++)
-            sums[m][n] = add ? _mm512_loadu_ps(c + m * c_step + 16 * n) : _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += 32) {
-        const bf16* pairs = b.block();
-        for (int64_t j = k; j < k + 32; j += 2, pairs += b.step) {
-            const __m512bh first = (__m512bh)_mm512_loadu_si512(pairs);
-            const __m512bh second = (__m512bh)_mm512_loadu_si512(pairs + b.right);
-            for (int m = 0; m < M; m++) {
-                int32_t pair;
-                memcpy(&pair, a + m * a_step + j, 4);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, first);
-                sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, second);
-            }
-        }
-        meanwhile();
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < 2; n++) _mm512_storeu_ps(c + m * c_step + 16 * n, sums[m][n]);
-}
-
-template <bool add = false, class A, class B, class Meanwhile = Nothing>
-inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
+template <bool add = false, class Sum, class A, class B, class Meanwhile = Nothing>
+inline void product(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
     const bf16* a = all.at;
-    const int64_t a_step = all.step;
-    for (; rows > 8; rows -= 8, a += 8 * a_step, c += 8 * c_step) {
-        auto again = b;
-        strip<add, 8>(a, a_step, again, depth, c, c_step, meanwhile);
-    }
-    switch (rows) {
-        case 8: return strip<add, 8>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 7: return strip<add, 7>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 6: return strip<add, 6>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 5: return strip<add, 5>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 4: return strip<add, 4>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 3: return strip<add, 3>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 2: return strip<add, 2>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 1: return strip<add, 1>(a, a_step, b, depth, c, c_step, meanwhile);
+    if (!all.second && all.first <= STRIP) return strips<add>(a, all.step, all.first, b, depth, c, c_step, meanwhile);
+    for (int64_t rows : {all.first, all.second}) {
+        for (int64_t row = 0; row < rows; row += STRIP) {
+            auto again = b;
+            strips<add>(a + row * all.step, all.step, std::min(rows - row, STRIP), again, depth, c + row * c_step, c_step, meanwhile);
+        }
+        a += all.apart, c += 16 * c_step;
     }
 }
 
@@ -190,7 +251,7 @@ inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, 
 // The same for rows that are read again soon.
 template <bool add = false, class B>
 inline void product(const bf16* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
-    product<add>(Rows{a, a_step}, rows, b, depth, c, c_step);
+    product<add>(rows_at(a, a_step, rows), b, depth, c, c_step);
 }
 
 // The same with columns that stand beside others.
@@ -199,5 +260,8 @@ inline void product(const bf16* a, int64_t a_step, int64_t rows, const bf16* b, 
                     int64_t c_step) {
     product<add>(a, a_step, rows, beside(b, columns), depth, c, c_step);
 }
+
+// Before products of so many rows, one after the other.
+inline void prepare(int64_t rows) { prepare(rows_at(nullptr, 0, rows)); }
 
 }  // namespace tgi
