@@ -1,11 +1,11 @@
 """The whole numbers that 4 bits stand for in weights made at load: a code says which level, a factor how far apart the
 levels are.
 
-A kernel can multiply whole numbers of 8 bits exactly, and needs but one scale for each output then. The levels are those
-that leave the least squared error, with these factors, where weights are distributed normally: each is the mean of the
-weights that are drawn to it (Lloyd, "Least squares quantization in PCM", 1982). They reach further on one side, so the
-wider factors come with both signs and the largest number of a group can be on the side that suits it. The narrower ones
-are for outputs of which few weights are much larger than the rest.
+A kernel can multiply whole numbers of 8 bits exactly, and needs but one scale for each output then. The levels are
+those that leave the least squared error, with these factors, where weights are distributed normally: each is the mean of
+the weights that are drawn to it (Lloyd, "Least squares quantization in PCM", 1982). They reach further on one side, so
+the wider factors come with both signs and the largest number of a group can be on the side that suits it. The narrower
+factors are for outputs of which few weights are much larger than the rest.
 """
 
 import torch
