@@ -2,8 +2,8 @@
 its largest magnitude is 127.
 
 8 bits hold any such number. 4 bits hold those of the codebook: each group of 32 inputs gets the factor that leaves the
-least squared error. Nothing is clipped: a smaller scale can leave an output less squared error, but models were found no
-better for it.
+least squared error. Nothing is clipped: a smaller scale can leave an output less squared error, but the model that was
+tried was no better for it.
 """
 
 from collections import deque

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization.codebook import TABLE
+from tgi.worker.quantization.codebook import TABLE, table_on
 
 GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
 PIECE = 1 << 24  # elements dequantized at once
@@ -78,7 +78,7 @@ class QuantizedWeight(NamedTuple):
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
         if self.factors is not None:
             places = codes.view(*self.factors.shape, -1) + self.factors[:, :, None] * TABLE.shape[1]
-            return TABLE.to(self.device).view(-1).index_select(0, places.int().view(-1)).view(self.shape)
+            return table_on(self.device).view(-1).index_select(0, places.int().view(-1)).view(self.shape)
         return codes.to(torch.int8) - (8 if self.shifts is None else 0)
 
     def split(self, outputs: Sequence[int]) -> list["QuantizedWeight"]:
