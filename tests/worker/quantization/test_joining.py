@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.quantization.weights import random_weight
+from tests.worker.quantization.weights import random_weight, random_whole
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
@@ -22,6 +22,20 @@ def test_quantized_weights_are_joined_without_loss(chosen: list[tuple[int, int, 
     assert isinstance(found, QuantizedWeight)
     assert (found.bits, found.group) == (max(form[0] for form in chosen), min(form[1] for form in chosen))
     assert torch.equal(found.dequantized(torch.float32), torch.cat([part.dequantized(torch.float32) for part in parts]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from((4, 8)), min_size=1, max_size=3), forms)
+def test_so_are_those_with_one_scale_for_each_output(whole: list[int], others: list[tuple[int, int, bool]]) -> None:
+    parts = [random_whole(3, 256, bits, seed=number) for number, bits in enumerate(whole)]
+    parts += [random_weight(2, 256, *form, seed=number) for number, form in enumerate(others)]
+    for chosen in (parts, parts[: len(whole)]):
+        found = matrix(chosen, torch.bfloat16)
+        assert isinstance(found, QuantizedWeight)
+        expected = torch.cat([part.dequantized(torch.float32) for part in chosen])
+        assert torch.equal(found.dequantized(torch.float32), expected)
+    assert (found.bits, found.group) == (max(whole), 256)
+    assert (found.factors is None) == (max(whole) == 8)
 
 
 def test_beside_a_plain_weight_all_are_plain() -> None:

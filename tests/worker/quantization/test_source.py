@@ -76,11 +76,21 @@ def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
+def test_an_output_of_zeros_is_quantized_with_the_others(form: str, tmp_path: Path) -> None:
+    weight = torch.randn(4, 64)
+    weight[2] = 0
+    found = QuantizingSource(source(tmp_path, {"x.weight": weight}), form).weight("x", 4, 64)
+    assert isinstance(found, QuantizedWeight)
+    assert not found.dequantized(torch.float32)[2].any()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
 def test_what_scales_in_float16_cannot_hold_stays_plain(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = random_weight(4, 64, 8, 32, False).dequantized(torch.float32)
     each = {"large": 1e8 * weight / weight.abs().max(), "small": 1e-7 * weight / weight.abs().max()}
+    each["infinite"] = torch.full_like(weight, torch.inf)
     read = QuantizingSource(source(tmp_path, {f"{name}.weight": value for name, value in each.items()}), form)
     for name, value in each.items():
         found = read.weight(name, 4, 64)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.worker.quantization.weights import random_weight
+from tests.worker.quantization.weights import random_weight, random_whole
+from tgi.worker.quantization.codebook import TABLE
+from tgi.worker.quantization.weight import joined
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -23,3 +25,25 @@ def test_it_is_scale_times_code_plus_shift(bits: int, shifted: bool, monkeypatch
         assert float(found[output, number]) == pytest.approx(expected, rel=1e-6)
     assert torch.equal(weight.rows(torch.tensor([4, 1, 4])).dequantized(torch.float32), found[[4, 1, 4]])
     assert torch.equal(weight.split([2, 3])[1].dequantized(torch.bfloat16), found[2:].bfloat16())
+
+
+def test_with_factors_it_is_a_scale_for_each_output_times_whole_numbers_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = random_whole(5, 96, 4)
+    assert weight.factors is not None
+    monkeypatch.setattr("tgi.worker.quantization.weight.PIECE", 200)  # two outputs at a time
+    found = weight.dequantized(torch.float32)
+    assert (weight.bits, weight.shape, weight.group, weight.nbytes) == (4, (5, 96), 96, 5 * (48 + 2 + 3))
+    for output, number in ((0, 0), (1, 31), (1, 32), (2, 64), (4, 95)):
+        code = int(weight.codes[output, number // 2]) >> (4 if number % 2 else 0) & 15
+        whole = int(TABLE[int(weight.factors[output, number // 32]), code])
+        assert int(weight.numbers()[output, number]) == whole
+        assert float(found[output, number]) == float(weight.scales[output, 0]) * whole
+    assert torch.equal(weight.rows(torch.tensor([4, 1, 4])).dequantized(torch.float32), found[[4, 1, 4]])
+    assert torch.equal(joined(weight.split([2, 3])[::-1]).dequantized(torch.float32), found[[2, 3, 4, 0, 1]])
+
+
+def test_code_8_of_the_table_is_zero_with_every_factor() -> None:
+    """With which kernels fill panels up."""
+    assert not TABLE[:, 8].any()

@@ -2,6 +2,7 @@
 
 import torch
 
+from tgi.worker.quantization.codebook import TABLE
 from tgi.worker.quantization.weight import QuantizedWeight
 
 
@@ -14,3 +15,12 @@ def random_weight(outputs: int, inputs: int, bits: int, group: int, shifted: boo
     else:
         codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
     return QuantizedWeight(codes, scales, shifts)
+
+
+def random_whole(outputs: int, inputs: int, bits: int, seed: int = 0) -> QuantizedWeight:
+    """With one scale for each output, and 4 bits with factors."""
+    weight, generator = random_weight(outputs, inputs, bits, inputs, False, seed), torch.Generator().manual_seed(seed)
+    if bits == 8:
+        return weight
+    factors = torch.randint(0, len(TABLE), (outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+    return weight._replace(factors=factors)

@@ -1,68 +1,65 @@
-"""Makes weights of 8 or 4 bits from plain ones, in groups of 32 inputs and without shifts.
+"""Makes weights of 8 or 4 bits from plain ones: whole numbers from -127 to 127, and one scale for each output, by which
+its largest magnitude is 127.
 
-8 bits: the largest number of a group becomes 127 or -127. That is near enough that more thought gains nothing.
-
-4 bits: codes reach from -8 to 7, so the number of largest magnitude becomes a negative code, whatever its sign: the
-scale may be negative. Whether it is best drawn to -8, to -7 or beyond the end differs from group to group, so all are
-tried. For the codes found, the scale with the least squared error is known: with weights w and codes c it is w.c / c.c,
-and what it explains of w.w is (w.c)^2 / c.c, by which the best of the three is chosen.
+8 bits hold any such number. 4 bits hold those of the codebook: each group of 32 inputs gets the factor that leaves the
+least squared error. Nothing is clipped: a smaller scale can leave an output less squared error, but the model that was
+tried was no better for it.
 """
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.quantization.codebook import TABLE
 from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.threads import usable_cores
 
-GROUP = 32
-EXTREMES = (-8.0, -7.0, -9.0)  # codes that the number of largest magnitude in a group is drawn to, in 4 bits
+GROUP = 32  # inputs that share a factor
+MOST = 127
 # Elements at once: what is computed on the way stays in a core's cache, and torch does not divide it once more.
 PIECE = 1 << 15
+# What becomes of a weight is looked up, at so many places from one whole number to the next.
+FINE = 4
+_OFF = torch.arange(-MOST * FINE, MOST * FINE + 1)[:, None, None] / FINE - TABLE  # of each place from each number
+ERRORS = _OFF.square().amin(-1)  # float32 [places, factors]
+CODES = _OFF.abs().argmin(-1).to(torch.uint8)  # [places, factors]
 
 
 def quantized(weight: Tensor, form: str) -> QuantizedWeight:
-    """The weight [outputs, inputs] as "int8" or "int4". `inputs` is a multiple of GROUP."""
+    """The weight [outputs, inputs] as "int8" or "int4". `inputs` is a multiple of GROUP. Where a weight is no finite
+    number, the scale of its output is none either."""
     (outputs, inputs), wide = weight.shape, form == "int8"
-    groups = weight.reshape(-1, GROUP)
-    codes = torch.empty(len(groups), GROUP if wide else GROUP // 2, dtype=torch.int8 if wide else torch.uint8)
-    scales = torch.empty(len(groups), dtype=torch.float16)
-    make, some = _int8 if wide else _int4, PIECE // GROUP
+    made = QuantizedWeight(
+        codes=torch.empty(outputs, inputs if wide else inputs // 2, dtype=torch.int8 if wide else torch.uint8),
+        scales=torch.empty(outputs, 1, dtype=torch.float16),
+        shifts=None,
+        factors=None if wide else torch.empty(outputs, inputs // GROUP, dtype=torch.uint8),
+    )
+    pieces = weight.split(max(1, PIECE // inputs))
 
     @torch.inference_mode()  # as the caller may be, which other threads do not know
-    def fill(piece: tuple[Tensor, Tensor, Tensor]) -> None:
-        found, its_codes, its_scales = piece
-        for column, made in zip((its_codes, its_scales), make(found.float()), strict=True):
-            column.copy_(made)
+    def fill(piece: Tensor, its: QuantizedWeight) -> None:
+        numbers = piece.float()
+        its.scales.copy_(numbers.abs().amax(1, keepdim=True) / MOST)
+        scales = its.scales.float()
+        numbers = (numbers * torch.where(scales == 0, 0.0, scales.reciprocal())).nan_to_num_().clamp_(-MOST, MOST)
+        if its.factors is None:
+            its.codes.copy_(numbers.round_())
+        else:
+            _choose(numbers, its.codes, its.factors)
 
     with ThreadPoolExecutor(usable_cores()) as pool:
-        deque(pool.map(fill, zip(groups.split(some), codes.split(some), scales.split(some), strict=True)), maxlen=0)
-    return QuantizedWeight(codes.view(outputs, -1), scales.view(outputs, inputs // GROUP), None)
+        deque(pool.map(fill, pieces, made.split([len(piece) for piece in pieces])), maxlen=0)
+    return made
 
 
-def _int8(groups: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (groups.abs().amax(-1) / 127).to(torch.float16)
-    return _codes(groups, scales.float(), -127, 127).to(torch.int8), scales
-
-
-def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    best, scales = torch.full_like(extreme, -1.0), torch.zeros_like(extreme)
-    for end in EXTREMES:
-        codes = _codes(groups, extreme / end, -8, 7)
-        common, own = (groups * codes).sum(-1), (codes * codes).sum(-1).clamp_min(1.0)
-        explained = common * common / own
-        better = explained > best
-        best = torch.where(better, explained, best)
-        scales = torch.where(better, common / own, scales)
-    scales = scales.to(torch.float16)
-    numbers = (_codes(groups, scales.float(), -8, 7) + 8).to(torch.uint8)
-    return numbers[:, ::2] | numbers[:, 1::2] << 4, scales
-
-
-def _codes(groups: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
-    """The nearest codes of [n, GROUP], as float32. Where a scale is zero they are too."""
-    inverse = torch.where(scales == 0, 0.0, scales.reciprocal())
-    return (groups * inverse[:, None]).round_().clamp_(least, most)
+def _choose(numbers: Tensor, codes: Tensor, factors: Tensor) -> None:
+    """Fills in codes and factors for numbers from -MOST to MOST, float32 [n, inputs]."""
+    places = (numbers * FINE).round_().to(torch.int32).add_(MOST * FINE).view(-1, GROUP)
+    chosen = F.embedding_bag(places, ERRORS, mode="sum").argmin(-1)  # of the sums of all its errors, for each group
+    factors.copy_(chosen.view(factors.shape))
+    found = CODES.view(-1).index_select(0, (places * ERRORS.shape[1] + chosen.int()[:, None]).view(-1))
+    torch.bitwise_or(found[::2], found[1::2] << 4, out=codes.view(-1))

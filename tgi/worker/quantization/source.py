@@ -63,7 +63,7 @@ class PackedSource:
 
 def _need_columns(name: str, found: QuantizedWeight) -> None:
     """Raises UserError unless the columns are those of a QuantizedWeight, and fit each other."""
-    codes, scales, shifts = found
+    codes, scales, shifts, _ = found
     fit = codes.dtype in (torch.int8, torch.uint8) and codes.dim() == scales.dim() == 2 and scales.numel() > 0
     fit = fit and codes.shape[0] == scales.shape[0] and found.shape[1] % scales.shape[1] == 0 and found.group in GROUPS
     for column in (scales, scales if shifts is None else shifts):

@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from tgi.worker.quantization.codebook import TABLE, table_on
+
 GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
 PIECE = 1 << 24  # elements dequantized at once
 
@@ -17,12 +19,18 @@ class QuantizedWeight(NamedTuple):
 
     8 bits: codes are int8 [outputs, inputs]. 4 bits: codes are uint8 [outputs, inputs // 2], of which byte j has input
     2 j in its lower half and 2 j + 1 in its upper one; they count from 0 to 15 with shifts and, without, stand for -8
-    to 7. Every column has a row for each output, so weights are split and joined by outputs as they are.
+    to 7. Where there are factors, there is one scale for each output and there are no shifts, and 4 bits stand for
+    numbers of 8 bits, by their own factor for each 32 inputs:
+
+        weight[o, i] = scales[o, 0] * TABLE[factors[o, i // 32], codes[o, i]].
+
+    Every column has a row for each output, so weights are split and joined by outputs as they are.
     """
 
     codes: Tensor
     scales: Tensor  # float16 [outputs, inputs // group]
     shifts: Tensor | None  # the same; None: all zero
+    factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of TABLE
 
     @property
     def bits(self) -> int:
@@ -67,8 +75,11 @@ class QuantizedWeight(NamedTuple):
         """What the codes stand for, int8 [outputs, inputs]."""
         if self.bits == 8:
             return self.codes
-        numbers = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape).to(torch.int8)
-        return numbers - 8 if self.shifts is None else numbers
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
+        if self.factors is not None:
+            places = codes.view(*self.factors.shape, -1) + self.factors[:, :, None] * TABLE.shape[1]
+            return table_on(self.device).view(-1).index_select(0, places.int().view(-1)).view(self.shape)
+        return codes.to(torch.int8) - (8 if self.shifts is None else 0)
 
     def split(self, outputs: Sequence[int]) -> list["QuantizedWeight"]:
         """Weights of so many outputs each, views."""
