@@ -31,6 +31,7 @@ from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader
 from tgi.worker.native.choose import find_kernels
+from tgi.worker.quantization.source import QuantizingSource, Source
 from tgi.worker.threads import choose_threads
 
 ROWS = 16
@@ -78,12 +79,17 @@ def make_adapter(config: DecoderConfig, rank: int) -> LoraWeights:
 class Bench:
     """An engine with 16 slots for each kind of step."""
 
-    def __init__(self, kinds: list[tuple[str, int]], prompt: int, rounds: int, plain: bool) -> None:
+    def __init__(
+        self, kinds: list[tuple[str, int]], prompt: int, rounds: int, plain: bool, quantize: str | None = None
+    ) -> None:
         config = decoder_config(CONFIG)
         kernels = None if plain else find_kernels([Recipe(config, torch.bfloat16)], "cpu")
         if kernels is None:
             choose_threads()
-        reader = WeightReader(RandomCheckpoint(), config, torch.bfloat16, CPU, kernels)
+        source: Source = RandomCheckpoint()
+        if quantize:
+            source = QuantizingSource(source, quantize)
+        reader = WeightReader(source, config, torch.bfloat16, CPU, kernels)
         with torch.inference_mode():
             model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU, kernels)
         self.prompt = prompt

@@ -2,6 +2,7 @@
 """Shows where a decode step's time goes on our own kernels, beside what memory allows.
 
     .venv/bin/python -m scripts.bench_step [--shape 135m] [--rows 1,8,32] [--context 200] [--rounds 60]
+        [--quantize int8]
 
 The model has the layers of SmolLM2-135M or of Qwen2.5-0.5B, or two of width 64, a vocabulary of 32,000 and random
 weights. Each number is the median over the rounds. The floor is the time in which the same threads, at the same
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from scripts import bench_lora
+from tgi.kernel.settings import MADE_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.native.arena import Arena
@@ -76,11 +78,13 @@ def operations(model: Decoder) -> list[str]:
     return [f"linear: {next(matrices)}" if name == "linear" else name for name in program.operations]
 
 
-def measure(shape: str, rows: int, context: int, rounds: int) -> tuple[dict[str, float], float]:
+def measure(
+    shape: str, rows: int, context: int, rounds: int, quantize: str | None
+) -> tuple[dict[str, float], float]:
     """Milliseconds of each part, the whole included, and of the floor."""
     bench_lora.CONFIG.update(SHAPES[shape], vocab_size=32000, max_position_embeddings=context + 2 * rounds + 64)
     bench_lora.ROWS = rows
-    bench = bench_lora.Bench([], context, rounds + 8, False)
+    bench = bench_lora.Bench([], context, rounds + 8, False, quantize)
     model = bench.engine._model
     assert isinstance(model, Decoder)
     program, kernels = model._program, model.kv.kernels
@@ -125,10 +129,11 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--quantize", choices=list(MADE_AT_LOAD))
     options = parser.parse_args()
     columns = {}
     for rows in map(int, options.rows.split(",")):
-        columns[rows] = measure(options.shape, rows, options.context, options.rounds)
+        columns[rows] = measure(options.shape, rows, options.context, options.rounds, options.quantize)
     first = next(iter(columns.values()))[0]
     parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora", "head")]
     print(f"| ms, {options.shape}, context {options.context} |" + "".join(f" {rows} rows |" for rows in columns))

@@ -18,6 +18,7 @@ from torch import Tensor
 from tgi.worker.best import Best
 from tgi.worker.native.arena import Arena, Scratch
 from tgi.worker.native.build import Unavailable
+from tgi.worker.quantization.codebook import TABLE
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
 PANEL = 32  # outputs are filled up to whole panels of this many
@@ -25,6 +26,7 @@ DEPTH = 32  # inputs must be a multiple of this
 PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
 MOST_ROWS = 32  # of a product
+WHOLE = 1 << 17  # in a form: whole numbers
 # So often a helper looks for the next job before it sleeps: some 50 microseconds.
 SPINS = 1000
 
@@ -63,6 +65,11 @@ class Packed(NamedTuple):
     inputs: int
     form: int  # Form of native/packed.h
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Outputs, inputs and form."""
+        return self.outputs, self.inputs, self.form
+
 
 class Rows(NamedTuple):
     """The rows of a step, by the addresses of their columns."""
@@ -94,6 +101,7 @@ class Kernels:
         library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_void_p
         library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
         library.tgi_peak_bytes.argtypes, library.tgi_peak_bytes.restype = (), c_int64
+        library.tgi_packed_bytes.argtypes, library.tgi_packed_bytes.restype = (c_int64,) * 3, c_int64
         team = library.tgi_start(threads, SPINS)
         if team is None:
             raise Unavailable("the system does not let this process use AMX")
@@ -105,8 +113,8 @@ class Kernels:
             function.argtypes, function.restype = (c_void_p, *arguments), None
             functions.append(partial(function, team))
         self._arena = Arena()
-        self._pack, self._pack_quantized, self._linear, self._rows, self._norm, self._turn, *others = functions
-        self._best, self._scores, self._head, self._read, self._lora, self._attend = others
+        self._pack, self._pack_quantized, self._pack_whole, self._linear, self._rows, self._norm, *others = functions
+        self._turn, self._best, self._scores, self._head, self._read, self._lora, self._attend = others
         self._kept_scores, self._peaks = Scratch(), Scratch()
         self._peak_bytes = library.tgi_peak_bytes()  # for each panel of a row
 
@@ -114,23 +122,34 @@ class Kernels:
         """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
         outputs, inputs = weight.shape
         weight = weight.contiguous()  # by name, since nobody else may keep it until it is packed
-        packed = Packed(self._arena.take(-(-outputs // PANEL) * PANEL * inputs * 2), outputs, inputs, 16)
+        packed = self._room(outputs, inputs, 16)
         self._pack(weight.data_ptr(), outputs, inputs, packed.memory.data_ptr())
         return packed
 
     def pack_quantized(self, weight: QuantizedWeight) -> Packed:
-        """The same of codes, which stay what they are: `linear` computes as with `weight.dequantized(torch.bfloat16)`,
-        to the bit."""
+        """The same of codes, which stay what they are.
+
+        With several scales for an output, or shifts, `linear` computes as with `weight.dequantized(torch.bfloat16)`, to
+        the bit. With one scale it multiplies whole numbers, of 16 bits for each activation: it is off by no more than
+        2**-16 of the largest activation of the row in each of them.
+        """
         (outputs, inputs), group, bits = weight.shape, weight.group, weight.bits
         assert inputs % DEPTH == 0
+        codes, scales, shifts, factors = (None if column is None else column.contiguous() for column in weight)
+        if weight.whole:
+            packed = self._room(outputs, inputs, bits | WHOLE)
+            table = TABLE if bits == 4 else None
+            self._pack_whole(*map(_at, (codes, scales, factors, table)), *packed.shape, packed.memory.data_ptr())
+            return packed
         assert group in GROUPS
-        columns = [None if column is None else column.contiguous() for column in weight]
-        scales = 1 if weight.shifts is None else 2
-        size = -(-outputs // PANEL) * PANEL * (inputs * bits // 8 + inputs // group * 2 * scales)
-        form = bits | group << 8 | (scales == 2) << 16
-        packed = Packed(self._arena.take(size), outputs, inputs, form)
-        self._pack_quantized(*map(_at, columns), outputs, inputs, form, packed.memory.data_ptr())
+        assert factors is None
+        packed = self._room(outputs, inputs, bits | group << 8 | (shifts is not None) << 16)
+        self._pack_quantized(*map(_at, (codes, scales, shifts)), *packed.shape, packed.memory.data_ptr())
         return packed
+
+    def _room(self, outputs: int, inputs: int, form: int) -> Packed:
+        """A weight that is still to be packed."""
+        return Packed(self._arena.take(self.library.tgi_packed_bytes(outputs, inputs, form)), outputs, inputs, form)
 
     def linear(
         self,

@@ -235,14 +235,18 @@ inline void prepare(const Rows&) {}
 
 template <bool add = false, class Sum, class A, class B, class Meanwhile = Nothing>
 inline void product(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_step, Meanwhile&& meanwhile = {}) {
-    const bf16* a = all.at;
-    if (!all.second && all.first <= STRIP) return strips<add>(a, all.step, all.first, b, depth, c, c_step, meanwhile);
-    for (int64_t rows : {all.first, all.second}) {
+    for (const bool second : {false, true}) {
+        const bf16* a = all.at + second * all.apart;
+        const int64_t rows = second ? all.second : all.first;
         for (int64_t row = 0; row < rows; row += STRIP) {
+            const auto some = [&](auto& from) {
+                Sum* to = c + (16 * second + row) * c_step;
+                strips<add>(a + row * all.step, all.step, std::min(rows - row, STRIP), from, depth, to, c_step, meanwhile);
+            };
+            if (row + STRIP >= rows && (second || !all.second)) return some(b);
             auto again = b;
-            strips<add>(a + row * all.step, all.step, std::min(rows - row, STRIP), again, depth, c + row * c_step, c_step, meanwhile);
+            some(again);
         }
-        a += all.apart, c += 16 * c_step;
     }
 }
 

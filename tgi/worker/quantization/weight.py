@@ -48,6 +48,12 @@ class QuantizedWeight(NamedTuple):
         return self.shape[1] // self.scales.shape[1]
 
     @property
+    def whole(self) -> bool:
+        """Whether it is whole numbers of 8 bits times one scale for each output, of more inputs than a group has."""
+        long = self.bits == 8 and self.shifts is None and self.group == self.shape[1] > GROUPS[-1]
+        return long or self.factors is not None
+
+    @property
     def device(self) -> torch.device:
         """Where the columns are."""
         return self.codes.device
