@@ -88,9 +88,13 @@ struct LinearJob final : Job {
         : call(called), numbers(numbers), w(call.weight), all(w.form.whole ? w.form.filled(w.inputs) / 2 : w.inputs),
           shares(call.rows, height(call), w.panels(), threads) {}
 
-    void run(int64_t chunk) const override {
-        const auto [row, rows, first, last] = shares.chunk(chunk);
-        const uint8_t* end = w.panel(last);
+    void run(int64_t thread) const override {
+        for (Shares::Chunk chunk; shares.claim(thread, chunk);) part(chunk);
+    }
+
+    void part(const Shares::Chunk& chunk) const {
+        const auto [row, rows, first, last] = chunk;
+        const uint8_t* end = w.panel(w.panels());
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
         if (rows > std::min(HIGH, ROWS_AT_ONCE)) return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
         const Rows x = numbers.rows(row, rows);
@@ -130,7 +134,7 @@ struct LinearJob final : Job {
                     const auto* next = (const uint8_t*)(number + 1 < to ? place(number + 1, k)
                                                         : k + part < all ? place(from, k + part)
                                                                          : place(to, 0));
-                    Columns columns = this->columns(number, k, depth, next, w.panel(last));
+                    Columns columns = this->columns(number, k, depth, next, w.panel(w.panels()));
                     // Each block asks for its share of what comes next.
                     columns.lines = (columns.lines + blocks - 1) / blocks;
                     for (int64_t block = 0; block < blocks; block++, columns.at -= depth * PANEL) {
@@ -171,13 +175,13 @@ struct LinearJob final : Job {
     const Numbers numbers;
     const Packed& w;
     const int64_t all;
-    const Shares shares;
+    mutable Shares shares;
 };
 
 template <class Numbers>
 void run(Team& team, const LinearCall& call, const Numbers& numbers) {
     const LinearJob<Numbers> job(call, numbers, team.threads());
-    team.run(job, job.shares.chunks());
+    team.run(job, job.shares.threads());
 }
 
 }  // namespace

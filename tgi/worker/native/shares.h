@@ -1,13 +1,16 @@
 // How a product of many rows and panels is divided among threads.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
 namespace tgi {
 
-// A chunk is some rows times some panels. The first ones that are begun have many panels, which are read from end to end,
-// and the last ones few, so that all threads are done at about the same time (Hummel, Schonberg and Flynn, 1992).
+// Panels in the order in which they lie in memory, once for each group of rows. Each thread begins with a stretch of its
+// own and goes through it from end to end, since memory brings what follows sooner than what lies elsewhere. It takes half
+// of what is left of it at once. Who has none left takes half of what somebody else has (Blumofe and Leiserson, 1999), so
+// all are done at about the same time, and nobody waits for a thread that has lost its core.
 class Shares {
   public:
     struct Chunk {
@@ -15,23 +18,58 @@ class Shares {
     };
 
     // Chunks of up to `height` rows.
-    Shares(int64_t rows, int64_t height, int64_t panels, int64_t threads) {
-        for (int64_t groups = (rows + height - 1) / height; groups > 0; groups--) {
-            const int64_t row = (groups - 1) * height;
-            for (int64_t left = panels; left > 0;) {
-                const int64_t all = left + (groups - 1) * panels, share = (all + 2 * threads - 1) / (2 * threads);
-                for (int64_t n = 0; n < threads && left > 0; n++, left -= share)
-                    chunks_.push_back({row, std::min(rows - row, height), std::max<int64_t>(left - share, 0), left});
-            }
-        }
-        std::reverse(chunks_.begin(), chunks_.end());
+    Shares(int64_t rows, int64_t height, int64_t panels, int64_t threads)
+        : rows_(rows), height_(height), panels_(panels), stretches_(threads) {
+        const int64_t all = (rows + height - 1) / height * panels;
+        for (int64_t n = 0; n < threads; n++) stretches_[n].left = pack(all * n / threads, all * (n + 1) / threads);
     }
 
-    int64_t chunks() const { return chunks_.size(); }
-    const Chunk& chunk(int64_t number) const { return chunks_[number]; }
+    int64_t threads() const { return stretches_.size(); }
+
+    // The next chunk of one thread's; false if there is nothing left at all.
+    bool claim(int64_t thread, Chunk& chunk) {
+        std::atomic<uint64_t>& mine = stretches_[thread].left;
+        for (;;) {
+            uint64_t left = mine.load(std::memory_order_relaxed);
+            while (const int64_t count = size(left)) {
+                const int64_t at = begin(left), take = std::min((count + 1) / 2, panels_ - at % panels_);
+                if (!mine.compare_exchange_weak(left, pack(at + take, at + count), std::memory_order_relaxed)) continue;
+                const int64_t row = at / panels_ * height_, first = at % panels_;
+                chunk = {row, std::min(rows_ - row, height_), first, first + take};
+                return true;
+            }
+            if (!steal(mine)) return false;
+        }
+    }
 
   private:
-    std::vector<Chunk> chunks_;  // the last one is begun first
+    struct alignas(64) Stretch {
+        std::atomic<uint64_t> left{0};
+    };
+
+    static uint64_t pack(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+    static int64_t begin(uint64_t left) { return left >> 32; }
+    static int64_t size(uint64_t left) { return int64_t(left & 0xffffffff) - begin(left); }
+
+    // The second half of what the richest has left becomes `mine`.
+    bool steal(std::atomic<uint64_t>& mine) {
+        for (;;) {
+            Stretch* richest = nullptr;
+            uint64_t most = 0;
+            for (Stretch& one : stretches_) {
+                const uint64_t left = one.left.load(std::memory_order_relaxed);
+                if (size(left) > size(most)) most = left, richest = &one;
+            }
+            if (!richest) return false;
+            const uint64_t end = begin(most) + size(most), middle = begin(most) + size(most) / 2;
+            if (!richest->left.compare_exchange_strong(most, pack(begin(most), middle), std::memory_order_relaxed)) continue;
+            mine.store(pack(middle, end), std::memory_order_relaxed);
+            return true;
+        }
+    }
+
+    const int64_t rows_, height_, panels_;
+    std::vector<Stretch> stretches_;
 };
 
 }  // namespace tgi

@@ -71,14 +71,18 @@ struct PlanesJob final : Job {
 };
 
 inline Planes planes(Team& team, const LinearCall& call) {
-    static thread_local std::vector<uint8_t> bytes;
+    struct alignas(LINE) Line {
+        uint8_t bytes[LINE];
+    };
+    static thread_local std::vector<Line> lines;
     static thread_local std::vector<float> units;
     const int64_t step = call.weight.form.filled(call.weight.inputs);
-    if ((int64_t)bytes.size() < 2 * call.rows * step) bytes.resize(2 * call.rows * step);
+    if ((int64_t)lines.size() * LINE < 2 * call.rows * step) lines.resize(2 * call.rows * step / LINE);
+    uint8_t* const bytes = lines[0].bytes;
     if ((int64_t)units.size() < call.rows) units.resize(call.rows);
-    const PlanesJob job(call.x, bytes.data(), bytes.data() + call.rows * step, units.data(), call.rows, call.weight.inputs, step);
+    const PlanesJob job(call.x, bytes, bytes + call.rows * step, units.data(), call.rows, call.weight.inputs, step);
     team.run(job, job.chunks());
-    return {(const bf16*)bytes.data(), units.data(), step / 2, call.rows * step / 2};
+    return {(const bf16*)bytes, units.data(), step / 2, call.rows * step / 2};
 }
 
 // Sums [rows][32] of upper and, `apart` behind them, of lower bytes. Adding 32768 to the activations has added 32768 times
