@@ -51,6 +51,16 @@ def test_a_directory_is_itself(cache: Path) -> None:
     assert not cache.exists()
 
 
+def test_a_revision_of_what_has_none_is_warned_of(source: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in (str(model("llama")), str(source)):
+        model_directory(name, None, cache)
+        assert "has no effect" not in caplog.text
+        model_directory(name, "v1", cache)
+        assert "Revision v1 has no effect" in caplog.text
+        assert name in caplog.text
+        caplog.clear()
+
+
 def test_a_file_that_is_no_gguf_file_is_told_from_one_that_is_missing(cache: Path) -> None:
     with pytest.raises(UserError, match=r"is a file and not a \.gguf file. Name the directory"):
         model_directory(str(model("llama") / "config.json"), cache=cache)
