@@ -45,19 +45,23 @@ class Server:
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
         """Starts `tgi COMMAND`; what it prints is collected in `output`."""
+        here = ("--hostname", "127.0.0.1", "--port", str(self.port))
+        return self.launch(command, [sys.executable, "-m", "tgi", command, *here, *self._common, *arguments], self._env)
+
+    def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
+        """Starts any command that is to be the server, or part of it."""
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tgi", command, "--hostname", "127.0.0.1", "--port", str(self.port)),
-                *(*self._common, *arguments),
-            ],
-            env=self._env,
+            command,
+            env=env,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.commands[command] = process
-        self.output[command] = lines = []
+        self.commands[name] = process
+        lines: list[str] = []
+        self.output[name] = lines
         assert process.stdout is not None
         threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()  # type: ignore[arg-type]
         return self
