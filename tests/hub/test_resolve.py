@@ -13,6 +13,7 @@ import pytest
 from scripts.make_gguf import write_gguf
 from tests.models import model
 from tgi.hub import default
+from tgi.hub.cache import default_cache
 from tgi.hub.card import read_card
 from tgi.hub.resolve import model_directory
 from tgi.kernel.errors import UserError
@@ -64,6 +65,12 @@ def test_a_revision_of_what_has_none_is_warned_of(source: Path, cache: Path, cap
 def test_a_file_that_is_no_gguf_file_is_told_from_one_that_is_missing(cache: Path) -> None:
     with pytest.raises(UserError, match=r"is a file and not a \.gguf file. Name the directory"):
         model_directory(str(model("llama") / "config.json"), cache=cache)
+
+
+def test_the_cache_may_be_named_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TGI_CACHE", "~/models")
+    assert default_cache() == tmp_path / "models"
 
 
 def test_a_gguf_file_is_imported_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
