@@ -40,7 +40,7 @@ TAIL = """## Further environment variables
 | `HF_HUB_OFFLINE` | `1`: nothing is fetched |
 | `HF_ENDPOINT`, `HF_HUB_USER_AGENT_ORIGIN`, `HF_HUB_ENABLE_HF_TRANSFER` | read by the Hub's own library |
 | `CUDA_VISIBLE_DEVICES`, `NVIDIA_VISIBLE_DEVICES`, `ZE_AFFINITY_MASK` | the devices that there are; one is used |
-| `OMP_NUM_THREADS` | the worker's threads on CPU; default: all cores, or with torch's kernels the quickest number in a trial |
+| `OMP_NUM_THREADS` | the worker's threads on CPU; default: all cores, with torch's kernels the quickest of a trial |
 | `PORT` under honcho | ignored: honcho sets one for each process |
 | `HOSTNAME` | ignored: containers set it. `TGI_HOSTNAME` is read |
 
