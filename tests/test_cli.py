@@ -128,6 +128,14 @@ def test_what_is_not_there_is_told_in_one_message(
     assert done.returncode == 1
 
 
+def test_ps_says_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TGI_RUN", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    told = CliRunner().invoke(main, ["ps"])
+    assert (told.stdout, told.stderr, told.exit_code) == ("", "No tgi server of yours is running.\n", 0)
+    assert json.loads(CliRunner().invoke(main, ["ps", "--json"]).stdout) == []
+
+
 def test_the_launcher_is_installed_under_tgi_s_name() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["text-generation-launcher"].partition(":")
