@@ -140,6 +140,7 @@ def test_a_second_signal_ends_what_still_drains(server: Server) -> None:
     server.until(lambda: "draining" in {state.state for state in rundir.read_states(server.run)}, "it drains")
     command.send_signal(signal.SIGINT)
     assert command.wait(PATIENCE_SECONDS) == 0
+    assert "draining: requests in flight may take up to 1000 s; a second signal" in server.said()
     assert "api-0 has not ended, and is to end at once; killing it" in server.said()
     assert "did not end in time" not in server.said()
 

@@ -161,6 +161,8 @@ class Supervisor:
             patient = floor == "api" and not self._failure
             grace = self.settings.graceful_termination_timeout if patient else FLOOR_SECONDS
             deadline = time.monotonic() + grace
+            if patient and self._on(floor):
+                log.info("draining: requests in flight may take up to %g s; a second signal ends them at once", grace)
             for child in self._on(floor):
                 child.signal(signal.SIGTERM)
             while (
