@@ -177,7 +177,7 @@ class WeightReader:
             return
         log.info("matrices take %.2f GB, %.1f bits a weight", self._bytes / 1e9, 8 * self._bytes / self._numbers)
         if self._device.type == "cpu" and self._kernels is None:
-            log.warning("torch's kernels make plain ones of these, so they take the memory of plain weights")
+            log.warning("torch's kernels make weights in few bits plain: they take the memory of plain weights")
 
     def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Weight, Tensor | None]]:
         """Weight and bias of each part. Parts of one name lie in one tensor, one above the other."""
