@@ -41,6 +41,7 @@ class Server:
         self._env = os.environ | {"TGI_RUN": str(run), "HF_HUB_OFFLINE": "1"} | (env or {})
         self.commands: dict[str, subprocess.Popen[str]] = {}
         self.output: dict[str, list[str]] = {}
+        self._readers: dict[str, threading.Thread] = {}
         self.client = httpx.Client(base_url=self.url, **LOCAL)
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
@@ -63,7 +64,9 @@ class Server:
         lines: list[str] = []
         self.output[name] = lines
         assert process.stdout is not None
-        threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()  # type: ignore[arg-type]
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # type: ignore[arg-type]
+        reader.start()
+        self._readers[name] = reader
         return self
 
     def ready(self) -> "Server":
@@ -87,6 +90,10 @@ class Server:
             time.sleep(0.02)
 
     def said(self) -> str:
+        """What all have printed: of those that have ended, to the last word."""
+        for name, process in self.commands.items():
+            if process.poll() is not None:
+                self._readers[name].join(PATIENCE_SECONDS)
         return "".join(line for lines in self.output.values() for line in lines)
 
     def processes(self) -> dict[str, psutil.Process]:
