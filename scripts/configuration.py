@@ -32,13 +32,15 @@ TAIL = """## Further environment variables
 | variable | meaning |
 |---|---|
 | `TGI_RUN` | the run directory ([processes.md](processes.md)); default: one per user and port |
-| `TGI_CACHE` | where imported models are kept; default `~/.cache/tgi` |
+| `TGI_CACHE` | where imported models are kept; default `$XDG_CACHE_HOME/tgi` |
+| `XDG_CACHE_HOME` | where compiled kernels are kept, in `tgi`; default `~/.cache` |
+| `CXX` | what compiles them; default `c++`, `g++` or `clang++`, whichever is there |
 | `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for gated and private models of the Hub |
 | `HF_HOME`, `HF_HUB_CACHE` | where Hub models are kept |
 | `HF_HUB_OFFLINE` | `1`: nothing is fetched |
 | `HF_ENDPOINT`, `HF_HUB_USER_AGENT_ORIGIN`, `HF_HUB_ENABLE_HF_TRANSFER` | read by the Hub's own library |
 | `CUDA_VISIBLE_DEVICES`, `NVIDIA_VISIBLE_DEVICES`, `ZE_AFFINITY_MASK` | the devices that there are; one is used |
-| `OMP_NUM_THREADS` | threads of the worker on CPU; default: the quickest number in a short trial |
+| `OMP_NUM_THREADS` | the worker's threads on CPU; default: all cores, with torch's kernels the quickest of a trial |
 | `PORT` under honcho | ignored: honcho sets one for each process |
 | `HOSTNAME` | ignored: containers set it. `TGI_HOSTNAME` is read |
 

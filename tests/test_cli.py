@@ -40,7 +40,8 @@ FLAGS: list[tuple[str, list[str], Any]] = [
     ("--master-addr", ["h"], "h"), ("--master-port", ["1"], 1), ("--huggingface-hub-cache", ["/d"], "/d"),
     ("--weights-cache-override", ["/w"], "/w"), ("--disable-custom-kernels", [], True),
     ("--cuda-memory-fraction", ["0.5"], 0.5), ("--rope-scaling", ["linear"], "linear"), ("--rope-factor", ["2"], 2.0),
-    ("--json-output", [], True), ("--otlp-endpoint", ["http://o"], "http://o"), ("--otlp-service-name", ["n"], "n"),
+    ("--json-output", [], True), ("--otlp-endpoint", ["http://o:1"], "http://o:1"),
+    ("--otlp-service-name", ["n"], "n"),
     ("--cors-allow-origin", ["a", "--cors-allow-origin", "b"], ("a", "b")), ("--api-key", ["k"], ("k",)),
     ("--api-key", ["k", "--api-key", "l,m"], ("k", "l,m")), ("--watermark-gamma", ["0.4"], 0.4),
     ("--watermark-delta", ["1.5"], 1.5), ("--ngrok", [], True), ("--ngrok-authtoken", ["t"], "t"),
@@ -64,6 +65,7 @@ MISTAKES = [
     (["--port", ""], 2, "'' is not a whole number"),
     (["--num-shard", "-1"], 2, "'-1' is below 0"),
     (["--cuda-graphs", "0,4"], 2, "'0' is not above 0; give numbers above 0 with commas between them, or 0 alone"),
+    (["--otlp-endpoint", "foo"], 2, "'foo' is no address of a collector, such as http://127.0.0.1:4317"),
     (["--usage-stats", "maybe"], 2, "'maybe' is not one of on, off, no-stack"),
     (["--json-output", "true"], 2, "unexpected extra argument"),
     (["--log-level", "loud"], 2, "Unknown log level 'loud'"),
@@ -112,6 +114,7 @@ def test_a_mistake_is_told_in_one_message(arguments: list[str], code: int, said:
         (["--tokenizer-config-path", "/nowhere"], "/nowhere is no file"),
         (["--weights-cache-override", "/nowhere"], "/nowhere is not a directory"),
         (["--model-id", "/nowhere"], "'/nowhere' does not exist"),
+        (["--hostname", "192.0.2.1"], "Give --hostname an address of this machine"),  # one that nobody has
     ],
 )
 def test_what_is_not_there_is_told_in_one_message(
@@ -123,6 +126,14 @@ def test_what_is_not_there_is_told_in_one_message(
     assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
+
+
+def test_ps_says_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TGI_RUN", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    told = CliRunner().invoke(main, ["ps"])
+    assert (told.stdout, told.stderr, told.exit_code) == ("", "No tgi server of yours is running.\n", 0)
+    assert json.loads(CliRunner().invoke(main, ["ps", "--json"]).stdout) == []
 
 
 def test_the_launcher_is_installed_under_tgi_s_name() -> None:

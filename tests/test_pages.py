@@ -8,20 +8,50 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import FLAGS
+from tgi.api import protocol, router, sse, steering
 from tgi.api.validation import COMPLETIONS, OPENAI, RULES
+from tgi.hub.grammar import LIMITS
 from tgi.kernel.arguments import load
+from tgi.kernel.messages import MOST_TOPS
 from tgi.kernel.option import flag
-from tgi.kernel.settings import OPTIONS
+from tgi.kernel.settings import DRAFTS, MOST_SPECULATED, OPTIONS
 from tgi.launcher import main
+from tgi.tokenizer import grammar, schema, template
+from tgi.tokenizer.answer import tools
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 COMPATIBILITY, MIGRATING = PAGES["compatibility.md"], PAGES["migrating.md"]
 OURS = {"--max-image-fetch-size", "--api-key-file", "--kserve", "--allow-image-urls"}  # flags that TGI has not
 LAUNCHER = {name for name, _, _ in FLAGS if name.startswith("--")} - OURS
-OTHERS_FLAGS = {"--gpus", "--shm-size", "--no-cache-dir"}  # of docker and pip
+OTHERS_FLAGS = {"--gpus", "--shm-size", "--no-cache-dir", "--no-install-recommends"}  # of docker, pip and apt
 VARIABLES = {variable for name, option in OPTIONS.items() for variable in option.over + option.variables(name)}
 NOT_SERVED = " is not supported by this server"
+# What pages say of numbers that stand in the code.
+NUMBERS = [
+    ("tools.md", f"| tools | {tools.MOST_TOOLS} |"),
+    ("tools.md", f"| size of all of them | {grammar.MOST_BYTES} bytes as JSON |"),
+    ("tools.md", f"| names in all `properties` of all of them | {tools.MOST_PROPERTIES} |"),
+    ("grammars.md", f"| size | {grammar.MOST_BYTES} bytes as JSON |"),
+    ("grammars.md", f"more than {grammar.MOST_BYTES} bytes"),
+    ("grammars.md", f"| nesting | {schema.MOST_DEPTH} schemas |"),
+    ("grammars.md", f"| names in all `properties` | {schema.MOST_PROPERTIES} |"),
+    ("grammars.md", f"{LIMITS.initial_lexer_fuel:,} steps of the lexer and {LIMITS.max_grammar_size:,} symbols"),
+    ("grammars.md", f"{LIMITS.step_lexer_fuel:,} steps of the lexer, {LIMITS.step_max_items:,} items of the parser"),
+    ("grammars.md", f"| memory of one grammar | {LIMITS.max_lexer_states:,} states of the lexer"),
+    ("grammars.md", f"texts of {grammar.TRIAL_TOKENS} tokens each"),
+    ("grammars.md", f"That is {grammar.TRIALS * grammar.TRIAL_TOKENS} masks at most"),
+    ("grammars.md", f"keeps the answers to the last {grammar.KEPT}."),
+    ("compatibility.md", f"stopped at {template.MAX_CHARACTERS >> 20} MiB or {template.MAX_SECONDS:g} s"),
+    ("compatibility.md", f"up to {steering.MOST_BIASES} tokens of the vocabulary"),
+    ("compatibility.md", f"400 once {protocol.MAX_HEAD_BYTES >> 10} KiB have come"),
+    ("compatibility.md", f"After {sse.KEEP_ALIVE_SECONDS:g} s without a token the stream opens"),
+    ("compatibility.md", f"seconds until there should be room, 1 to {router.LONGEST_RETRY} |"),
+    ("compatibility.md", f"at most {MOST_SPECULATED} a step"),
+    ("compatibility.md", f"`--max-top-n-tokens` above {MOST_TOPS} |"),
+    ("processes.md", f"between 1 and {router.LONGEST_RETRY} seconds"),
+    ("speculation.md", f"{DRAFTS} at a time, or --speculate"),
+]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -111,3 +141,8 @@ def test_what_is_not_served_is_listed_and_nothing_else() -> None:
     texts = {rule.detail for rule in (*RULES, *OPENAI, *COMPLETIONS) if NOT_SERVED in rule.detail}
     section = COMPATIBILITY.partition("## Not served yet")[2]
     assert texts == {text for text in re.findall(r"`` (.+?) ``", section) if NOT_SERVED in text}
+
+
+@pytest.mark.parametrize(("page", "said"), NUMBERS)
+def test_numbers_are_those_of_the_code(page: str, said: str) -> None:
+    assert said in re.sub(r"\s*\n", " ", PAGES[page])

@@ -71,6 +71,9 @@ def ps(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
+    if not rows:
+        click.echo("No tgi server of yours is running.", err=True)
+        return
     columns = ("run", "name", "pid", "state", "stage", "boot", "memory_mb")
     table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
     widths = [max(len(line[k]) for line in table) for k in range(len(columns))]

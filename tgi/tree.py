@@ -1,5 +1,6 @@
 """Starts a process tree: takes run directory, port, model and adapters, then supervises until a signal ends it."""
 
+import errno
 import logging
 import os
 import signal
@@ -86,10 +87,11 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         return listening_socket(settings.hostname, settings.port, settings.reuse_port)
     except OSError as error:
-        raise UserError(
-            f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. "
-            "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
-        ) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "Give --hostname an address of this machine, 127.0.0.1 for itself alone or 0.0.0.0 for all."
+        else:
+            advice = "Choose another port with --port, or stop what uses it (`tgi ps` lists servers of yours)."
+        raise UserError(f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. {advice}") from error
 
 
 def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) -> Settings:

@@ -13,6 +13,7 @@ import pytest
 from scripts.make_gguf import write_gguf
 from tests.models import model
 from tgi.hub import default
+from tgi.hub.cache import default_cache
 from tgi.hub.card import read_card
 from tgi.hub.resolve import model_directory
 from tgi.kernel.errors import UserError
@@ -51,9 +52,25 @@ def test_a_directory_is_itself(cache: Path) -> None:
     assert not cache.exists()
 
 
+def test_a_revision_of_what_has_none_is_warned_of(source: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in (str(model("llama")), str(source)):
+        model_directory(name, None, cache)
+        assert "has no effect" not in caplog.text
+        model_directory(name, "v1", cache)
+        assert "Revision v1 has no effect" in caplog.text
+        assert name in caplog.text
+        caplog.clear()
+
+
 def test_a_file_that_is_no_gguf_file_is_told_from_one_that_is_missing(cache: Path) -> None:
     with pytest.raises(UserError, match=r"is a file and not a \.gguf file. Name the directory"):
         model_directory(str(model("llama") / "config.json"), cache=cache)
+
+
+def test_the_cache_may_be_named_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TGI_CACHE", "~/models")
+    assert default_cache() == tmp_path / "models"
 
 
 def test_a_gguf_file_is_imported_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

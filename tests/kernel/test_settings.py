@@ -97,10 +97,27 @@ UNREADABLE = [
     ("CUDA_GRAPHS", "1,two", "'two' is not a whole number; give numbers above 0 with commas between them"),
     ("CUDA_GRAPHS", "-1", "'-1' is not above 0"),
     ("CUDA_GRAPHS", "4,0", "'0' is not above 0; give numbers above 0 with commas between them, or 0 alone for none"),
+    ("OTLP_ENDPOINT", "http://collector", "'http://collector' is no address of a collector"),
+    ("OTLP_ENDPOINT", "grpc://collector:4317", "is no address of a collector, such as http://127.0.0.1:4317"),
+    ("OTLP_ENDPOINT", "http://collector:4318/v1/traces", "is no address of a collector"),
+    ("OTLP_ENDPOINT", "collector:70000", "is no address of a collector"),
     ("WATERMARK_GAMMA", "1", "'1' is not above 0 and below 1"),
     ("WATERMARK_DELTA", "inf", "'inf' is not a number"),
 ]
 # fmt: on
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://collector:4317/", "http://collector:4317"),
+        ("HTTPS://collector", "https://collector"),
+        ("collector:4317", "http://collector:4317"),
+        ("[::1]:4317", "http://[::1]:4317"),
+    ],
+)
+def test_the_ways_to_name_a_collector(text: str, address: str) -> None:
+    assert load({}, {"OTLP_ENDPOINT": text}).otlp_endpoint == address
 
 
 def test_flag_beats_environment_beats_default() -> None:

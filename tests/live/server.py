@@ -41,25 +41,32 @@ class Server:
         self._env = os.environ | {"TGI_RUN": str(run), "HF_HUB_OFFLINE": "1"} | (env or {})
         self.commands: dict[str, subprocess.Popen[str]] = {}
         self.output: dict[str, list[str]] = {}
+        self._readers: dict[str, threading.Thread] = {}
         self.client = httpx.Client(base_url=self.url, **LOCAL)
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
         """Starts `tgi COMMAND`; what it prints is collected in `output`."""
+        here = ("--hostname", "127.0.0.1", "--port", str(self.port))
+        return self.launch(command, [sys.executable, "-m", "tgi", command, *here, *self._common, *arguments], self._env)
+
+    def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
+        """Starts any command that is to be the server, or part of it."""
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tgi", command, "--hostname", "127.0.0.1", "--port", str(self.port)),
-                *(*self._common, *arguments),
-            ],
-            env=self._env,
+            command,
+            env=env,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.commands[command] = process
-        self.output[command] = lines = []
+        self.commands[name] = process
+        lines: list[str] = []
+        self.output[name] = lines
         assert process.stdout is not None
-        threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True).start()  # type: ignore[arg-type]
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # type: ignore[arg-type]
+        reader.start()
+        self._readers[name] = reader
         return self
 
     def ready(self) -> "Server":
@@ -83,6 +90,10 @@ class Server:
             time.sleep(0.02)
 
     def said(self) -> str:
+        """What all have printed: of those that have ended, to the last word."""
+        for name, process in self.commands.items():
+            if process.poll() is not None:
+                self._readers[name].join(PATIENCE_SECONDS)
         return "".join(line for lines in self.output.values() for line in lines)
 
     def processes(self) -> dict[str, psutil.Process]:

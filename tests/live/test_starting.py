@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.live.server import PATIENCE_SECONDS, Server
+from tgi.kernel import rundir
 
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation-workers", "1")
 
@@ -128,6 +129,20 @@ def test_while_it_drains_new_connections_are_refused(server: Server) -> None:
     events.append(next(stream))
     assert events[-1]["generated_text"] is None, "the stream was over before the port closed"
     assert len(events + list(stream)) == 100
+
+
+def test_a_second_signal_ends_what_still_drains(server: Server) -> None:
+    server.start("up", "--graceful-termination-timeout", "1000").ready()
+    stream = server.stream("Hello", max_new_tokens=20000)
+    next(stream)
+    command = server.commands["up"]
+    command.send_signal(signal.SIGINT)
+    server.until(lambda: "draining" in {state.state for state in rundir.read_states(server.run)}, "it drains")
+    command.send_signal(signal.SIGINT)
+    assert command.wait(PATIENCE_SECONDS) == 0
+    assert "draining: requests in flight may take up to 1000 s; a second signal" in server.said()
+    assert "api-0 has not ended, and is to end at once; killing it" in server.said()
+    assert "did not end in time" not in server.said()
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0"])

@@ -249,5 +249,5 @@ def test_a_host_without_opentelemetry_says_what_to_install(tiny_llama: Path, tmp
         [*command, "--otlp-endpoint", "http://127.0.0.1:4317"], env=env, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "pip install 'tgi-server[tracing]'" in done.stderr
+    assert "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc" in done.stderr
     assert "Traceback" not in done.stderr

@@ -130,18 +130,17 @@ def test_roles_start_in_any_order(server: Server, order: tuple[str, ...]) -> Non
 
 def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
     with Server(tmp_path / "run") as server:
+        # What is tested is this clone, which need not be the one that is installed.
+        (tgi := tmp_path / "tgi").write_text(f'#!/bin/sh\nexec {sys.executable} -m tgi "$@"\n')
+        tgi.chmod(0o700)
         env = os.environ | {
             "TGI_RUN": str(tmp_path / "run"), "TGI_HOSTNAME": "127.0.0.1", "MODEL_ID": str(tiny_llama),
-            "TGI_WORKER": "scripted", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "TGI_WORKER": "scripted", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         # Under honcho, PORT is honcho's own; the flag in the command line is what counts.
         procfile = tmp_path / "Procfile"
         procfile.write_text((ROOT / "Procfile").read_text().replace("tgi api", f"tgi api --port {server.port}"))
-        command = [sys.executable, "-m", "honcho", "-f", str(procfile), "start"]
-        server.commands["honcho"] = subprocess.Popen(
-            command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        server.ready()
+        server.launch("honcho", [sys.executable, "-m", "honcho", "-f", str(procfile), "start"], env, tmp_path).ready()
         assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
         server.stop()
 

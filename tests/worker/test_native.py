@@ -69,6 +69,17 @@ def test_what_follows_a_product_is_computed_on_its_float32_sums(kernels: Kernels
     assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("then", ["silu", "gelu", "gelu_tanh"])
+def test_what_follows_a_product_is_right_for_numbers_of_any_size(kernels: Kernels, then: str) -> None:
+    sizes = torch.logspace(-30, 38, 64)
+    x = torch.cat((sizes, -sizes)).bfloat16()[:, None] * torch.eye(1, 64, dtype=torch.bfloat16)
+    packed = kernels.pack(torch.ones(1, 64, dtype=torch.bfloat16))
+    y = kernels.linear(x, packed, None, THEN[then])
+    expected = PLAIN[then](x[:, :1].double(), x[:, :1].double())
+    assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-35).all()
+    assert kernels.linear(x[:1] * torch.nan, packed, None, THEN[then]).isnan().all()
+
+
 def test_nothing_added_changes_no_bit(kernels: Kernels) -> None:
     packed, x = kernels.pack(numbers(64, 64)), numbers(5, 64, seed=1)
     assert torch.equal(kernels.linear(x, packed), kernels.linear(x, packed, plus=torch.zeros(5, 64)))

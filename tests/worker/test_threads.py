@@ -13,6 +13,15 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads.choose_threads() == torch.get_num_threads() == 3
 
 
+@pytest.mark.parametrize("named", ["zero", "0", "-2", "2,1"])
+def test_what_is_no_number_of_threads_is_warned_of(
+    named: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(threads.THREADS, named)
+    assert threads.named_threads() is None
+    assert f"OMP_NUM_THREADS is '{named}', which is no number above 0" in caplog.text
+
+
 @pytest.mark.parametrize(("times", "chosen"), [({1: 1.0, 2: 0.6, 4: 0.3}, 4), ({1: 1.0, 2: 9.0, 4: 0.9}, 1)])
 def test_the_quickest_wins_if_it_is_worth_it(
     times: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch

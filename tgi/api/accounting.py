@@ -76,7 +76,7 @@ def admitted(call: Generation, end: End, limits: Limits) -> None:
     metrics.tgi_request_max_new_tokens.observe(limits.max_total_tokens - end.prompt_tokens if new is None else new)
 
 
-def generated(call: Generation, end: End) -> None:
+def generated(call: Generation) -> None:
     """Counts and measures a finished generation."""
     times = Times.of([call])
     metrics.tgi_generation_success.inc()

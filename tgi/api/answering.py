@@ -151,7 +151,7 @@ async def finish(
     finished = []
     for call in calls:
         assert call.end is not None
-        accounting.generated(call, call.end)
+        accounting.generated(call)
         finished.append(Finished(call, call.end))
     accounting.succeeded(calls)
     return finished

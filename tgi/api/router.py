@@ -51,7 +51,6 @@ class Router:
         self._delivery = Delivery()
         self._at: dict[Call, tuple[Tokenizer, int]] = {}
         self._homeless: dict[Call, None] = {}  # wait for a tokenizer to come up
-        self._wanted = 0
         self._was_ready = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -60,7 +59,7 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Requests whose client waits."""
-        return self._wanted
+        return sum(call.wanted for call in (*self._at, *self._homeless))
 
     @property
     def was_ready(self) -> bool:
@@ -114,7 +113,6 @@ class Router:
                 self._admitted -= 1
             elif not self._permits.take():
                 raise errors.overloaded(self.retry_after)
-        self._wanted += 1
         self._place(call)
         self._pump_soon()
 
@@ -254,7 +252,6 @@ class Router:
 
     def _unwanted(self, call: Call) -> None:
         call.wanted = False
-        self._wanted -= 1
         if isinstance(call, Generation):
             self._permits.give()
 

@@ -114,7 +114,7 @@ class EventStream:
             if error is not None:
                 ending = self._fail(error)
                 break
-            accounting.generated(call, call.end)
+            accounting.generated(call)
             ending = self._complete(place)
         events = turns[0] if len(turns) == 1 else chain.from_iterable(zip_longest(*turns, fillvalue=""))
         return "".join(events) + ending

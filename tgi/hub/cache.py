@@ -16,7 +16,7 @@ Progress = Callable[[str, int], None]  # what is being done, percent
 def default_cache() -> Path:
     """$TGI_CACHE, else tgi in the user's cache directory."""
     if os.environ.get("TGI_CACHE"):
-        return Path(os.environ["TGI_CACHE"])
+        return Path(os.environ["TGI_CACHE"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tgi"
 

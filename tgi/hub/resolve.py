@@ -46,17 +46,22 @@ def model_directory(
 
     `cache` holds imported models ($TGI_CACHE, ~/.cache/tgi), `hub_cache` what comes from the Hub (its usual variables).
     `offline` defaults to HF_HUB_OFFLINE. From the Hub come `weights`, unless they are elsewhere, and the Python `code`
-    of a model that is trusted. Raises UserError if there is no such model or it cannot be fetched.
+    of a model that is trusted. A `revision` of anything else is warned of.
+
+    Raises UserError if there is no such model or it cannot be fetched.
     """
     cache = cache or default_cache()
     if offline is None:
         offline = _offline()
     if model_id is None:
+        _without_revision("the demo model", revision)
         return _told(default.default_model(cache, progress, offline=offline))
     path = Path(model_id).expanduser()
     if model_id and path.is_dir():
+        _without_revision(f"the directory {path}", revision)
         return path.absolute()
     if path.suffix.lower() == ".gguf":
+        _without_revision(f"the file {path}", revision)
         return _told(_imported(path.absolute(), cache, progress))
     if path.is_file():
         raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
@@ -95,6 +100,12 @@ def adapter_directory(
 
 def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def _without_revision(what: str, revision: str | None) -> None:
+    """Warns of a revision that changes nothing: start scripts give one with whatever they serve."""
+    if revision is not None:
+        log.warning("Revision %s has no effect: only models of the Hub have revisions, and this is %s", revision, what)
 
 
 def _told(directory: Path) -> Path:

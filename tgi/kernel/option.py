@@ -1,5 +1,6 @@
 """What there is to say of one setting: its names, its meaning, and how its text is read."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from ipaddress import ip_address
@@ -7,6 +8,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 OPTION = "option"  # the key of a dataclass field's metadata
+_ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?", re.IGNORECASE)
 
 
 class Option(NamedTuple):
@@ -146,6 +148,17 @@ def address(value: str) -> str:
     except ValueError:
         raise ValueError(f"{value!r} is not an IP address, such as 127.0.0.1") from None
     return value
+
+
+def endpoint(value: str) -> str:
+    """Where a collector listens for gRPC: http://HOST:PORT, https://HOST:PORT, or HOST:PORT, which is http. Over TLS
+    the port may be left out; otherwise gRPC would take TLS's, 443, without TLS."""
+    found = _ENDPOINT.fullmatch(value.strip())
+    scheme, host, port = found.groups() if found else ("", "", "")
+    secure = (scheme or "").lower() == "https"
+    if not host or (port is None and not secure) or not 0 < int(port or 443) <= 65535:
+        raise ValueError(f"{value!r} is no address of a collector, such as http://127.0.0.1:4317")
+    return f"{'https' if secure else 'http'}://{host}" + (f":{port}" if port else "")
 
 
 def value_of(name: str, option: Option, given: Any, default: Any, environ: Mapping[str, str]) -> Any:

@@ -12,6 +12,7 @@ from tgi.kernel.option import (
     batch_sizes,
     boolean,
     count,
+    endpoint,
     integer,
     number,
     proper_share,
@@ -258,7 +259,7 @@ class Settings:
     log_colorize: bool | None = setting(None, "Colour levels in logs; default: on a terminal.", boolean)
     env: bool = setting(False, "Log the runtime environment at start.", boolean, env=(), short="-e")
     otlp_endpoint: str | None = setting(
-        None, "OTLP collector (gRPC) that traces go to: http://HOST:4317. Without it there are none.", text
+        None, "OTLP collector (gRPC) that traces go to: http://HOST:4317. Without it there are none.", endpoint
     )
     otlp_service_name: str = setting("text-generation-inference.router", "service.name of the traces.", text)
     usage_stats: str = setting(

@@ -49,9 +49,11 @@ class Supervisor:
                 self._start(spec)
             poller = zmq.Poller()
             poller.register(wake.fileno(), zmq.POLLIN)
-            while not self._signals and not self._failure:
+            while not self._failure:
                 poller.poll(int(1000 * self._tick_seconds()))
                 _drain(wake)
+                if self._signals:  # before looking who has ended: the same Ctrl-C may have ended who has just started
+                    break
                 if not (self.settings.run_dir / "state").is_dir():
                     self._failure = (
                         f"The run directory {self.settings.run_dir} was removed while the server ran. Start it again; "
@@ -159,6 +161,8 @@ class Supervisor:
             patient = floor == "api" and not self._failure
             grace = self.settings.graceful_termination_timeout if patient else FLOOR_SECONDS
             deadline = time.monotonic() + grace
+            if patient and self._on(floor):
+                log.info("draining: requests in flight may take up to %g s; a second signal ends them at once", grace)
             for child in self._on(floor):
                 child.signal(signal.SIGTERM)
             while (
@@ -167,8 +171,9 @@ class Supervisor:
                 time.sleep(0.02)
                 self._reap(restart=FLOORS[height:])
                 self._restart_due()
+            cause = "did not end in time" if self._signals == asked else "has not ended, and is to end at once"
             for child in self._on(floor):
-                log.warning("%s did not end in time; killing it", child.spec.name)
+                log.warning("%s %s; killing it", child.spec.name, cause)
                 child.signal(signal.SIGKILL)
 
     def _on(self, floor: str) -> list[Child]:

@@ -38,8 +38,8 @@ def _tracer_class() -> "type[Tracer]":
     except ImportError as error:
         raise UserError(
             f"--otlp-endpoint asks for traces, but OpenTelemetry cannot be imported: {error}. Install it with "
-            "`pip install 'tgi-server[tracing]'` (or `pip install opentelemetry-sdk "
-            "opentelemetry-exporter-otlp-proto-grpc`), or leave out --otlp-endpoint.",
+            "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc` (the extra `tracing`), or leave "
+            "out --otlp-endpoint.",
             code=2,
         ) from error
     return Tracer

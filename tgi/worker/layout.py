@@ -42,7 +42,7 @@ class Layout:
         longest = -(-int(rows.ends.max()) // size)
         table = state.page_table[rows.slots, :longest]
         ids_at, positions_at, cache_at, cu_query, context, pages, draw_at = self.to_device(
-            slots * state.width + positions,
+            state.ids_at(slots, positions),
             positions,
             state.cache_at(slots, positions),
             bounds.astype(np.int32),
@@ -76,14 +76,14 @@ class Layout:
             ends = position[chosen][:, None]
             places = begins[:, None] + np.arange((ends[:, 0] - begins).max())
             places = np.where(places < ends, places, 0)
-            (at,) = self.to_device((places + slots[chosen][:, None] * self._state.width).ravel())
+            (at,) = self.to_device(self._state.ids_at(slots[chosen][:, None], places).ravel())
             return self.read(at).view(places.shape)
 
         return Draws(self._state.params.take(slots), position, history, masks, self._mark)
 
     def places(self, slots: Ints, position: Ints) -> Tensor:
         """Where the ids of these positions stand, int64 on the device."""
-        return self.to_device(slots * self._state.width + position)[0]
+        return self.to_device(self._state.ids_at(slots, position))[0]
 
     def read(self, places: Tensor) -> Tensor:
         """The ids there, int64."""

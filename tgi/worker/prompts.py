@@ -49,7 +49,7 @@ def wanted(slots: Slots, rows: Rows) -> Wanted | None:
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return Wanted(
         np.repeat(before + begins - rows.starts, counts) + steps,
-        np.repeat(rows.slots * slots.width + begins + 1, counts) + steps,
+        np.repeat(slots.ids_at(rows.slots, begins + 1), counts) + steps,
         np.repeat(slots.prompt_top_n[rows.slots], counts),
     )
 

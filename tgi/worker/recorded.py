@@ -128,9 +128,7 @@ class Recorded:
         """The one place that says which steps are played: those in which every row computes one token and draws once,
         none has an adapter, and a recording is large enough."""
         adapters = self._slots.adapters
-        if rows.drafts is not None or len(rows.drawing) < len(rows.slots) or (rows.ends - rows.starts).max() > 1:
-            return None
-        if adapters and not adapters.keys().isdisjoint(rows.slots.tolist()):
+        if not rows.plain or (adapters and not adapters.keys().isdisjoint(rows.slots.tolist())):
             return None
         count, longest = len(rows.slots), int(rows.ends.max())
         return next((take for take in self._takes if take.rows >= count and take.bound >= longest), None)
@@ -173,7 +171,7 @@ class Recorded:
         table = self._table[:, : -(-bound // size)].index_select(0, slots)
         pages = table.gather(1, (positions // size)[:, None])[:, 0]
         return Batch(
-            tokens=self._slots.ids.view(-1).index_select(0, slots * self._slots.width + positions).long(),
+            tokens=self._slots.ids.view(-1).index_select(0, self._slots.ids_at(slots, positions)).long(),
             positions=positions,
             cache_at=pages.long() * size + positions % size,
             cu_query=torch.arange(rows + 1, dtype=torch.int32, device=device),

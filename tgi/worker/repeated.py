@@ -85,7 +85,7 @@ class Streak:
         """Of all steps so far."""
         if count := len(self._drawn):
             drawn = np.frombuffer(b"".join(self._drawn), np.int32).reshape(count, -1)
-            places = self._rows.slots * self._slots.width + self._since + np.arange(count)[:, None]
+            places = self._slots.ids_at(self._rows.slots, self._since + np.arange(count)[:, None])
             self._slots.ids.view(-1).numpy()[places] = drawn
             self._since = self._since + count
             self._slots.advance(self._rows._replace(ends=self._since - 1))
@@ -146,9 +146,9 @@ class Repeated:
 
     def computed(self, step: Step, rows: Rows, batch: Batch, best: Best) -> None:
         """A step has been laid out and computed that wanted nothing but the likeliest tokens."""
-        one_each = len(batch.tokens) == len(rows.slots) == len(rows.drawing)
-        plain = rows.drafts is None and not batch.adapted and self._slots.faults.keys().isdisjoint(rows.slots.tolist())
-        if self._able and one_each and plain:
+        if not self._able or not rows.plain or batch.adapted:
+            return
+        if self._slots.faults.keys().isdisjoint(rows.slots.tolist()):
             self._latest = Latest(step, rows, batch, best)
 
     def _wide(self, latest: Latest) -> Batch:

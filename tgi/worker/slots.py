@@ -1,6 +1,6 @@
 """What the worker keeps of each running request: token ids on the device, and on the host all that plans a step."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ EMPTY = -2  # nobody is in the slot
 NEW = -1  # nothing is computed yet: the first row may start behind a cached prefix
 
 Ints = NDArray[np.int64]
+Numbers = TypeVar("Numbers", Ints, Tensor)
 
 
 class BadStep(Exception):
@@ -43,6 +44,12 @@ class Rows(NamedTuple):
     drawing: Ints  # [E] which row draws
     position: Ints  # [E] of the token that it draws
     drafts: Drafts | None = None  # None: no row has any, so E = D
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row computes one token and draws behind it, and none has drafts."""
+        one_each = len(self.drawing) == len(self.slots) and int((self.ends - self.starts).max()) == 1
+        return one_each and self.drafts is None
 
 
 class Slots:
@@ -160,6 +167,10 @@ class Slots:
         places = np.arange(drafts.lengths.sum()) - np.repeat(begins(drafts.lengths), drafts.lengths)
         drawing = np.repeat(drawing, drafts.lengths)
         return Rows(slots, starts, reach, drawing, ends[drawing] + places, drafts)
+
+    def ids_at(self, slots: Numbers, positions: Numbers) -> Numbers:
+        """Where the ids of these positions of these slots stand in `ids`, counted from its first number on."""
+        return slots * self.width + positions
 
     def cache_at(self, slots: Ints, positions: Ints) -> Ints:
         """Where the keys and values of these positions [n] of these slots [n] go, as Batch.cache_at."""

@@ -43,9 +43,13 @@ def usable_cores() -> int:
 
 
 def named_threads() -> int | None:
-    """What OMP_NUM_THREADS says, if it is a number."""
-    named = os.environ.get(THREADS, "")
-    return int(named) if named.isdigit() and int(named) > 0 else None
+    """What OMP_NUM_THREADS says, if it is a number above 0. What else it says is warned of."""
+    named = os.environ.get(THREADS, "").strip()
+    if named.isdecimal() and int(named) > 0:
+        return int(named)
+    if named:
+        log.warning("%s is %r, which is no number above 0, and does not count", THREADS, named)
+    return None
 
 
 def choose_threads() -> int:

@@ -21,8 +21,6 @@ class NativeAttention:
     """The backend. The cache of a layer is [pages, kv_heads, 2 * PAGE * head_dim], as the kernel writes it."""
 
     page_size = PAGE
-    _ready = 0  # bytes at the beginning of each layer's cache that the system has given,
-    _next = 0  # and of the next LARGE_PAGE those of so many layers
 
     def __init__(self, kv: KVShape, pages: int, kernels: Kernels) -> None:
         self._kv = kv
@@ -30,6 +28,8 @@ class NativeAttention:
         self._shape = (pages, kv.kv_heads, 2 * PAGE * kv.head_dim)
         self._cache = [self._memory() for _ in range(kv.layers)]
         self.caches = torch.tensor([cache.data_ptr() for cache in self._cache])  # their addresses, for a program
+        self._given = 0  # bytes at the beginning of each layer's cache that the system has given,
+        self._layer = 0  # and the first layer that has not been given the LARGE_PAGE behind them too
 
     def _memory(self) -> Tensor:
         """One layer's cache: zeros that take memory once written to."""
@@ -41,15 +41,15 @@ class NativeAttention:
         """See Readied. A large page of one layer takes a call."""
         pages, heads, size = self._shape
         page = heads * size * self._kv.dtype.itemsize
-        if (begun := -(-used * page // LARGE_PAGE) * LARGE_PAGE) > self._ready:
-            self._ready, self._next = begun, 0
-        if self._ready >= min(used + further, pages) * page:
+        if (begun := -(-used * page // LARGE_PAGE) * LARGE_PAGE) > self._given:
+            self._given, self._layer = begun, 0
+        if self._given >= min(used + further, pages) * page:
             return False
-        memory = self._cache[self._next].view(-1).view(torch.uint8)
-        memory[self._ready : self._ready + LARGE_PAGE : SMALL_PAGE] = 0
-        self._next += 1
-        if self._next == len(self._cache):
-            self._ready, self._next = self._ready + LARGE_PAGE, 0
+        memory = self._cache[self._layer].view(-1).view(torch.uint8)
+        memory[self._given : self._given + LARGE_PAGE : SMALL_PAGE] = 0
+        self._layer += 1
+        if self._layer == len(self._cache):
+            self._given, self._layer = self._given + LARGE_PAGE, 0
         return True
 
     def plan(self, batch: Batch) -> Plan:

@@ -20,9 +20,8 @@ class Layer(NamedTuple):
 
     attention_before: Norm | None
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    head_norm: Norm | None  # scales [heads + kv_heads, head_dim] of the query heads, then of the key heads
-    query_norm: Norm | None  # over all query heads
-    key_norm: Norm | None  # over all key heads
+    # Of queries and keys: each norms what lies behind that of the one before, as many numbers as it has scales.
+    inner_norms: tuple[Norm, ...]
     output: Linear
     attention_after: Norm | None
     mlp_before: Norm | None
@@ -51,8 +50,11 @@ class Operations(Protocol[X]):
     def linear(self, place: str, linear: Linear, x: X, residual: X | None = None) -> X:
         """linear(x), which adds a residual where one is given."""
 
-    def mix(self, layer: Layer, qkv: X) -> X:
-        """What attention finds with these queries, keys and values, once they are normed and turned."""
+    def norm_part(self, norm: Norm, qkv: X, start: int) -> None:
+        """norm, in place, of the numbers of each row from `start` on, as many as it has scales."""
+
+    def attend(self, qkv: X) -> X:
+        """What attention finds with these queries, keys and values, once the former two are turned."""
 
     def inner(self, mlp: Mlp, x: X) -> X:
         """All of an MLP but its last matrix."""
@@ -67,8 +69,11 @@ class Operations(Protocol[X]):
 def run_layer(layer: Layer, parallel: bool, do: Operations[X], hidden: X) -> X:
     """What the layer leaves of `hidden`. Where it is `parallel`, its MLP takes what its attention takes."""
     normed = _normed(layer.attention_before, do, hidden)
-    mixed = do.mix(layer, do.linear("attention", layer.qkv, normed))
-    hidden = _joined("output", layer.output, layer.attention_after, do, mixed, hidden)
+    qkv, start = do.linear("attention", layer.qkv, normed), 0
+    for norm in layer.inner_norms:
+        do.norm_part(norm, qkv, start)
+        start += norm.weight.numel()
+    hidden = _joined("output", layer.output, layer.attention_after, do, do.attend(qkv), hidden)
     if not parallel:
         normed = _normed(layer.mlp_before, do, hidden)
     if isinstance(layer.mlp, Mlp):

@@ -11,7 +11,7 @@ from tgi.worker.layers.rotary import Rotary
 from tgi.worker.linear import Linear
 from tgi.worker.lora.weights import PLACES
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.models.layer import Layer, Weights, run_layer
+from tgi.worker.models.layer import Weights, run_layer
 from tgi.worker.native.program import Delta, Program
 
 
@@ -70,13 +70,11 @@ class WrittenOperations(NamedTuple):
         linear.write(self.program, x, y, y, self._delta(place, x))
         return y
 
-    def mix(self, layer: Layer, qkv: Buffer) -> Buffer:
+    def norm_part(self, norm: Norm, qkv: Buffer, start: int) -> None:
+        norm.write(self.program, qkv, qkv, start)
+
+    def attend(self, qkv: Buffer) -> Buffer:
         kv, rope = self.kv, self.config.layers[self.number].rope
-        if layer.head_norm is not None:
-            layer.head_norm.write(self.program, qkv, qkv)
-        elif layer.query_norm is not None and layer.key_norm is not None:
-            layer.query_norm.write(self.program, qkv, qkv)
-            layer.key_norm.write(self.program, qkv, qkv, kv.heads * kv.head_dim)
         if rope is not None:
             self.rotaries[rope].write(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)
         scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.window(self.number)

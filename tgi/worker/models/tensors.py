@@ -14,7 +14,6 @@ from tgi.worker.linear import Linear
 from tgi.worker.lora.deltas import Deltas, LayerDeltas
 from tgi.worker.lora.packed import PackedDeltas, PackedLayerDeltas
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.models.layer import Layer
 
 
 class Step(NamedTuple):
@@ -47,21 +46,19 @@ class TensorOperations(NamedTuple):
     def linear(self, place: str, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return linear(x, residual) if self.lora is None else self.lora.through(place, linear, x, residual)
 
-    def mix(self, layer: Layer, qkv: Tensor) -> Tensor:
+    def norm_part(self, norm: Norm, qkv: Tensor, start: int) -> None:
+        part = qkv[:, start : start + norm.weight.numel()].unflatten(1, norm.weight.shape)
+        part.copy_(norm(part))
+
+    def attend(self, qkv: Tensor) -> Tensor:
         config, kv, rotaries, angles, tokens, attention, plan, _ = self.step
-        rows, heads, turned = len(qkv), kv.heads, kv.heads + kv.kv_heads
-        qkv = qkv.view(rows, heads + 2 * kv.kv_heads, kv.head_dim)
-        if layer.head_norm is not None:
-            qkv[:, :turned] = layer.head_norm(qkv[:, :turned])
-        elif layer.query_norm is not None and layer.key_norm is not None:
-            query, key = qkv[:, :heads], qkv[:, heads:turned]
-            query.copy_(layer.query_norm(query.flatten(1)).view(query.shape))
-            key.copy_(layer.key_norm(key.flatten(1)).view(key.shape))
+        rows = len(qkv)
+        qkv = qkv.view(rows, kv.heads + 2 * kv.kv_heads, kv.head_dim)
         rope = config.layers[self.number].rope
         if rope is not None:
-            rotaries[rope].rotate(qkv, turned, angles[rope])
+            rotaries[rope].rotate(qkv, kv.heads + kv.kv_heads, angles[rope])
         found = attention.write_and_attend(plan, self.number, qkv[:tokens], config.attention_scale)
-        found = found.reshape(tokens, heads * kv.head_dim)
+        found = found.reshape(tokens, kv.heads * kv.head_dim)
         return found if tokens == rows else F.pad(found, (0, 0, 0, rows - tokens))
 
     def inner(self, mlp: Mlp, x: Tensor) -> Tensor:

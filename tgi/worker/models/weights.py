@@ -67,8 +67,6 @@ class WeightReader:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
         heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
         qkv = ((prefix + names.query, heads), (prefix + names.key, kv_heads), (prefix + names.value, kv_heads))
-        query_norm, key_norm = prefix + names.query_norm, prefix + names.key_norm
-        over_all = config.query_key_norm == "all"
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(prefix + name, config.hidden)
@@ -77,9 +75,7 @@ class WeightReader:
         return Layer(
             attention_before=norm(names.attention_before),
             qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
-            head_norm=self._head_norm(query_norm, key_norm) if config.query_key_norm in ("head", "each") else None,
-            query_norm=self._norm(query_norm, heads) if over_all else None,
-            key_norm=self._norm(key_norm, kv_heads) if over_all else None,
+            inner_norms=self._inner_norms(prefix + names.query_norm, prefix + names.key_norm),
             output=self._linear(
                 config.output_bias, heads, (prefix + names.output, config.hidden), then=self._last(attention_after)
             ),
@@ -147,14 +143,20 @@ class WeightReader:
             bias = self._source.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
         return Norm(self._scales(name, size), bias, config.norm_epsilon, config.norm_centred, self._kernels)
 
-    def _head_norm(self, query: str, key: str) -> Norm:
-        """Scales of each head, [heads + kv_heads, head_dim]."""
+    def _inner_norms(self, query: str, key: str) -> tuple[Norm, ...]:
+        """None; one with the scales of each head, [heads + kv_heads, head_dim]; or one over all queries and one over
+        all keys."""
         config = self._config
+        kind, parts = config.query_key_norm, ((query, config.heads), (key, config.kv_heads))
+        if kind is None:
+            return ()
+        if kind == "all":
+            return tuple(self._norm(name, heads * config.head_dim) for name, heads in parts)
         scales = []
-        for name, heads in ((query, config.heads), (key, config.kv_heads)):
-            stored = (heads, config.head_dim) if config.query_key_norm == "each" else (config.head_dim,)
+        for name, heads in parts:
+            stored = (heads, config.head_dim) if kind == "each" else (config.head_dim,)
             scales.append(self._scales(name, *stored).expand(heads, -1))
-        return Norm(torch.cat(scales), None, config.norm_epsilon, config.norm_centred, self._kernels)
+        return (Norm(torch.cat(scales), None, config.norm_epsilon, config.norm_centred, self._kernels),)
 
     def _linear(self, bias: bool, inputs: int, *parts: Part, then: str = "none") -> Linear:
         """One linear layer from the matrices of `parts`, one above the other."""
@@ -175,7 +177,7 @@ class WeightReader:
             return
         log.info("matrices take %.2f GB, %.1f bits a weight", self._bytes / 1e9, 8 * self._bytes / self._numbers)
         if self._device.type == "cpu" and self._kernels is None:
-            log.warning("torch's kernels compute with what these stand for, so they take the memory of plain weights")
+            log.warning("torch's kernels make weights in few bits plain: they take the memory of plain weights")
 
     def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Weight, Tensor | None]]:
         """Weight and bias of each part. Parts of one name lie in one tensor, one above the other."""

@@ -23,8 +23,8 @@ def find_kernels(recipes: Sequence[Recipe], device: str) -> Kernels | None:
     try:
         for recipe in recipes:
             _need_fit(recipe)
-        threads = named_threads() or usable_cores()
-        found = Kernels(library(), threads)
+        compiled, threads = library(), named_threads() or usable_cores()
+        found = Kernels(compiled, threads)
     except Unavailable as reason:
         log.info("computing with torch's kernels: %s", reason)
         return None

@@ -54,21 +54,30 @@ inline __m512 reciprocal(__m512 x) {
     return _mm512_mul_ps(near, _mm512_fnmadd_ps(x, near, _mm512_set1_ps(2.f)));
 }
 
-// 1 / (1 + e^-x), off by less than 1e-6 of it where x > -10; not 0 but 2^-126 where it is less. NaN stays NaN.
+// The larger of two numbers; NaN where x is.
+inline __m512 at_least(float least, __m512 x) { return _mm512_max_ps(_mm512_set1_ps(least), x); }
+
+// 1 / (1 + e^-x) for x >= -87.3, where it is nearly 2^-126; off by less than 1e-6 of it where x > -10. NaN stays NaN.
 inline __m512 sigmoid(__m512 x) {
-    const __m512 power_of_e = _mm512_min_ps(_mm512_set1_ps(126.f), _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
-    return reciprocal(_mm512_add_ps(_mm512_set1_ps(1.f), power(power_of_e)));
+    return reciprocal(_mm512_add_ps(_mm512_set1_ps(1.f), power(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)))));
 }
 
 inline __m512 tanh(__m512 x) {
     const __m512 two = _mm512_set1_ps(2.f);
-    return _mm512_fmsub_ps(two, sigmoid(_mm512_mul_ps(two, x)), _mm512_set1_ps(1.f));
+    return _mm512_fmsub_ps(two, sigmoid(at_least(-87.3f, _mm512_mul_ps(two, x))), _mm512_set1_ps(1.f));
 }
 
-inline __m512 silu(__m512 x) { return _mm512_mul_ps(x, sigmoid(x)); }
+// x sigmoid(x). Below -87.3 it is that of -87.3, -1e-36: the bound is for the factor too, as a huge x times the least
+// sigmoid would be no small number.
+inline __m512 silu(__m512 x) {
+    x = at_least(-87.3f, x);
+    return _mm512_mul_ps(x, sigmoid(x));
+}
 
-// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written with 1 + tanh(u) = 2 sigmoid(2 u).
+// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), written with 1 + tanh(u) = 2 sigmoid(2 u). Below -9.99 it is that of
+// -9.99, whose sigmoid is of -87.1: -2e-37.
 inline __m512 gelu_tanh(__m512 x) {
+    x = at_least(-9.99f, x);
     const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
     const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
     return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(inner, _mm512_set1_ps(1.59576912f))));
