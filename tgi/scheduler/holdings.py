@@ -45,7 +45,7 @@ class Holdings:
             pool.release(found)
             request.wanted = missing + spare + pool.available - available
             return False
-        request.pages = found + pool.take(missing)
+        request.pages = found + pool.take(missing) if known else pool.take(missing)
         request.room = pages * size
         request.planned = known * size
         request.published = known
