@@ -47,13 +47,12 @@ class Planner:
         self._adapters = adapters
         self._speculation = speculation
         self._spare = int(limits.pages * SPARE_PAGES)
-        # Pages of which the worker has yet to hear: to whom, `since` of then, and the page.
-        self._given: list[tuple[Request, int, int]] = []
 
     def plan(self, number: int, epoch: int, alone: Request | None, ahead: bool, now: float) -> Flight | None:
         """The next step, or None if there is nothing to compute. `alone`: only this request may have a row. `ahead`:
         other steps are still under way, so the latest ids are not known."""
-        if not self.holdings.settled:
+        holdings = self.holdings
+        if not holdings.settled:
             self.settle()
         outline = Outline()
         running = len(self.batch)
@@ -62,13 +61,15 @@ class Planner:
         if self._speculation is not None and not ahead:
             self._speculate(outline, self._speculation)
         self._prefill(outline, number, alone, now)
-        self.holdings.settled = False
+        holdings.settled = False
         if not outline.rows and not outline.chunks:
             return None
         # From the next step on others may find the pages of prompts; this step has yet to write them.
-        self.holdings.filled(outline.drawing[decode_rows:] + outline.prefilling)
-        if self._given:
-            self._tell_given(outline)
+        holdings.filled(outline.drawing[decode_rows:] + outline.prefilling)
+        if holdings.given:
+            slots, pages = holdings.take_given()
+            outline.page_slots[:0] = slots  # before any other page of the same request
+            outline.page_ids[:0] = pages
         return outline.flight(number, epoch, running > 0, self.batch.left, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Planner:
 
     def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> set[Request]:
         """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
-        if not needy or self._give_pages(needy):
+        if not needy or self.holdings.give(needy):
             return set()
         short = set()
         for request in sorted(needy, key=_order):
@@ -108,23 +109,6 @@ class Planner:
             else:
                 short.add(request)
         return short
-
-    def _give_pages(self, needy: list[Request]) -> bool:
-        """Gives a page to each of these, of which the worker hears with the next step. False: too few are available."""
-        if self.holdings.lacks(len(needy)):
-            return False
-        for request, page in zip(needy, self.holdings.pool.take(len(needy)), strict=True):
-            request.grow(page, self._page_size)
-            self._given.append((request, request.since, page))
-        self.holdings.filled(needy)
-        return True
-
-    def _tell_given(self, outline: Outline) -> None:
-        """Of those that have not left their slots since. These pages come before any other of the same request."""
-        given, self._given = self._given, []
-        there = [(request.slot, page) for request, since, page in given if since == request.since]
-        outline.page_slots[:0] = [slot for slot, _ in there]
-        outline.page_ids[:0] = [page for _, page in there]
 
     def _speculate(self, outline: Outline, speculation: Speculation) -> None:
         """Adds drafts to the decode rows, as far as pages are there that nobody else wants. Prompts that wait are left
@@ -275,7 +259,7 @@ class Planner:
         self.batch.settle()
         self.holdings.settle()
         if due := self.batch.due():
-            self._give_pages([request for request in due if request.planned == request.room])
+            self.holdings.give([request for request in due if request.planned == request.room])
         if self._speculation is not None:
             self._speculation.read()
 
@@ -294,7 +278,6 @@ class Planner:
         """The worker's tensors are gone: everybody back to the queue, no page holds anything."""
         for request in list(self.batch):
             self.send_back(request, "worker lost")
-        self._given.clear()
         self.holdings.forget()
 
     def check(self) -> None:
