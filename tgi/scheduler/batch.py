@@ -65,7 +65,10 @@ class Batch:
 
     def due(self) -> list[Request]:
         """The decoding ones whose next row needs a page, or draws the last token."""
-        return [request for lane in self.lanes.values() for request in lane.due()]
+        due: list[Request] = []
+        for lane in self.lanes.values():
+            due += lane.due()
+        return due
 
     def _leave_lane(self, request: Request) -> None:
         lane = self.lanes[request.client]

@@ -1,12 +1,11 @@
 """A step on its way: its columns while it is planned, and what it must be answered with once it is sent."""
 
 from array import array
-from collections.abc import Callable
 from typing import NamedTuple
 
 from tgi.kernel.messages import Result, Slot, Step
-from tgi.kernel.pack import INT32, pack
-from tgi.scheduler.lane import Lane
+from tgi.kernel.pack import INT32, pack_ints
+from tgi.scheduler.lane import ONE, Lane
 from tgi.scheduler.prompts import Telling, told_fit
 from tgi.scheduler.request import Client, Request
 from tgi.scheduler.tokens import tops_fit
@@ -19,7 +18,7 @@ class Section(NamedTuple):
     begin: int  # the first of them among the drawing rows
     end: int
     rids: bytes  # uint32
-    appends: list[Callable[[int], None]]
+    ids: "list[array[int]]"
     stops: list[frozenset[int]]
     union: set[int]  # no other id is in any of these
 
@@ -86,7 +85,7 @@ class Flight(NamedTuple):
 
 
 class Outline:
-    """The columns of a step that is being planned."""
+    """A step that is being planned: first the decode rows, in columns, then the chunks of prompts."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -94,8 +93,7 @@ class Outline:
         self.page_ids: list[int] = []
         self.rows = array(INT32)
         self.starts = array(INT32)
-        self.counts = array(INT32)
-        self.draws = bytearray()
+        self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether it draws
         self.drafts: list[int] = []  # as in Flight
         self.guesses: list[bytes] = []  # of each row in `drafts`: the ids, int32
         self.drawing: list[Request] = []
@@ -103,7 +101,6 @@ class Outline:
         self.last: list[Request] = []
         self.prefilling: list[Request] = []
         self.telling: list[Telling] = []
-        self.filling: list[Request] = []  # of whose pages this step completes some
 
     def decode(self, request: Request) -> None:
         """A row for one request in a lane."""
@@ -121,28 +118,26 @@ class Outline:
         self.drawing += lane.requests
         self.rows += lane.slots
         self.starts += lane.starts
-        columns = lane.rids.tobytes(), lane.appends.copy(), lane.stops.copy()
+        columns = lane.rids.tobytes(), lane.ids.copy(), lane.stops.copy()
         self.sections.append(Section(client, begin, len(self.drawing), *columns, lane.union))
         lane.advance()
 
-    def flight(self, number: int, epoch: int, decode_rows: int, joined: bool, left: int, now: float) -> Flight:
+    def flight(self, number: int, epoch: int, joined: bool, left: int, now: float) -> Flight:
         """The outline as a step to send."""
-        step = Step(
-            number,
-            epoch,
-            self.slots,
-            pack(INT32, self.page_slots),
-            pack(INT32, self.page_ids),
-            self.rows.tobytes(),
-            self.starts.tobytes(),
-            self.counts.tobytes(),
-            bytes(self.draws),
-        )
+        decode_rows, prefill_tokens = len(self.rows), 0
+        rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
+        if self.chunks:
+            slots, begins, lengths, ends = zip(*self.chunks, strict=True)
+            rows += pack_ints(slots)
+            starts += pack_ints(begins)
+            counts += pack_ints(lengths)
+            draws += bytes(ends)
+            prefill_tokens = sum(lengths)
+        pages = pack_ints(self.page_slots), pack_ints(self.page_ids)
+        step = Step(number, epoch, self.slots, *pages, rows, starts, counts, draws)
         if self.drafts:
-            others = len(self.rows) - len(self.drafts)
-            column = array(INT32, self.drafts).tobytes() + bytes(4 * others)
+            column = pack_ints(self.drafts) + bytes(4 * len(self.chunks))
             step = step._replace(drafts=column, draft_ids=b"".join(self.guesses))
-        tokens = sum(self.counts[decode_rows:])
         return Flight(
             step,
             self.drawing,
@@ -151,7 +146,7 @@ class Outline:
             self.prefilling,
             self.telling,
             decode_rows,
-            tokens,
+            prefill_tokens,
             len(self.slots),
             joined and bool(self.slots),
             now,

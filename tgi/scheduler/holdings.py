@@ -1,4 +1,4 @@
-"""The pages that requests hold: found and taken on admission, made known when they are full, given back at the end.
+"""The pages that requests hold: found and taken on admission, more when these are full, made known, given back.
 
 The worker is kept busy first, the books are kept after: that pages can be found, and that those of ended requests are
 free, is noted by `settle`, between two plans. So whatever is found was computed by steps that were sent before.
@@ -21,6 +21,8 @@ class Holdings:
         self._free = int(limits.pages * FREE_PAGES)
         self._filled: list[Request] = []  # with pages that may be found and cannot be yet
         self.ended: list[Request] = []  # they need their pages no more, which are still held
+        # Further pages of which the worker has yet to hear: to whom they were given, `since` of then, and the page.
+        self.given: list[tuple[Request, int, int]] = []
         self.pool = PagePool(limits.pages, limits.page_size)
         self.settled = True  # since the last plan
 
@@ -45,12 +47,28 @@ class Holdings:
             pool.release(found)
             request.wanted = missing + spare + pool.available - available
             return False
-        request.pages = found + pool.take(missing)
+        request.pages = found + pool.take(missing) if known else pool.take(missing)
         request.room = pages * size
         request.planned = known * size
         request.published = known
         request.prefix = prefix
         return True
+
+    def give(self, requests: list[Request]) -> bool:
+        """Gives a further page to each of these. False: there are too few for all, and nobody has got one."""
+        if self.lacks(len(requests)):
+            return False
+        for request, page in zip(requests, self.pool.take(len(requests)), strict=True):
+            request.grow(page, self._size)
+            self.given.append((request, request.since, page))
+        self.filled(requests)
+        return True
+
+    def take_given(self) -> tuple[list[int], list[int]]:
+        """Slots and further pages, for the step that tells the worker of them: of those that are still there."""
+        given, self.given = self.given, []
+        there = [(request.slot, page) for request, since, page in given if since == request.since]
+        return [slot for slot, _ in there], [page for _, page in there]
 
     def filled(self, requests: list[Request]) -> None:
         """The steps that are planned compute a page of each of these to its end: others may find it."""
@@ -91,6 +109,7 @@ class Holdings:
     def forget(self) -> None:
         """The worker's tensors are gone: no page holds anything."""
         self.settle()
+        self.given.clear()
         self.pool = PagePool(self._limits.pages, self._size)
 
     def check(self, batch: list[Request]) -> None:

@@ -57,15 +57,15 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Pages with nothing in them that matters, held once. Raises IndexError if fewer are available."""
         free = self._free
-        missing = count - len(free)
-        if missing > self._idle:
+        left = len(free) - count
+        if left >= 0:
+            taken = free[left:]
+            del free[left:]
+            return taken
+        if -left > self._idle:
             raise IndexError(f"{count} pages wanted, {self.available} available")
-        if missing >= 0:
-            taken, self._free = free, []
-            return taken + self._evict(missing)
-        taken = free[-missing:]
-        del free[-missing:]
-        return taken
+        self._free = []
+        return free + self._evict(-left)
 
     def keep_free(self, count: int) -> None:
         """Evicts idle pages, as far as there are any, until so many are free: then to take them is cheap."""

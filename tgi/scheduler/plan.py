@@ -1,9 +1,6 @@
 """Decides what the next step computes: decode rows first, then prompts in the order of arrival."""
 
-from array import array
-
 from tgi.kernel.messages import Slot
-from tgi.kernel.pack import INT32
 from tgi.kernel.presence import Limits
 from tgi.kernel.states import PREFILL, QUEUED
 from tgi.scheduler.adapters import Adapters
@@ -20,8 +17,6 @@ from tgi.scheduler.speculation import Speculation
 
 # Share of the pages that admission leaves to the requests that run, so that they need not preempt at once.
 SPARE_PAGES = 0.01
-# The counts of one decode row.
-ONE = array(INT32, [1])
 
 
 class Planner:
@@ -56,7 +51,8 @@ class Planner:
     def plan(self, number: int, epoch: int, alone: Request | None, ahead: bool, now: float) -> Flight | None:
         """The next step, or None if there is nothing to compute. `alone`: only this request may have a row. `ahead`:
         other steps are still under way, so the latest ids are not known."""
-        if not self.holdings.settled:
+        holdings = self.holdings
+        if not holdings.settled:
             self.settle()
         outline = Outline()
         running = len(self.batch)
@@ -65,21 +61,30 @@ class Planner:
         if self._speculation is not None and not ahead:
             self._speculate(outline, self._speculation)
         self._prefill(outline, number, alone, now)
-        self.holdings.settled = False
-        if not outline.rows:
+        holdings.settled = False
+        if not outline.rows and not outline.chunks:
             return None
-        # From the next step on others may find these pages; this step has yet to write them.
-        self.holdings.filled(outline.filling)
-        return outline.flight(number, epoch, decode_rows, running > 0, self.batch.left, now)
+        # From the next step on others may find the pages of prompts; this step has yet to write them.
+        holdings.filled(outline.drawing[decode_rows:] + outline.prefilling)
+        if holdings.given:
+            slots, pages = holdings.take_given()
+            outline.page_slots[:0] = slots  # before any other page of the same request
+            outline.page_ids[:0] = pages
+        return outline.flight(number, epoch, running > 0, self.batch.left, now)
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
     def _decode(self, outline: Outline, alone: Request | None) -> None:
         """One row for each request whose prompt is computed. Those that find no page wait."""
-        due = self.batch.due() if alone is None else [one for one in self.batch.due() if one is alone]
-        short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
-        last = [request for request in due if request.planned == request.last_start and request.lane is not None]
-        last = [request for request in last if request not in short] if short else last
+        due = self.batch.due()
+        short: set[Request] = set()
+        last: list[Request] = []
+        if due:
+            if alone is not None:
+                due = [one for one in due if one is alone]
+            short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
+            last = [request for request in due if request.planned == request.last_start and request.lane is not None]
+            last = [request for request in last if request not in short] if short else last
         if alone is None and not short:
             for client, lane in self.batch.lanes.items():
                 outline.decode_lane(client, lane)
@@ -87,23 +92,12 @@ class Planner:
             for request in self.batch.decoding:
                 if request not in short and alone in (None, request):
                     outline.decode(request)
-        rows = len(outline.drawing)
-        outline.counts.extend(ONE * rows)
-        outline.draws += b"\1" * rows
         outline.last += last
         self.batch.last = last
 
     def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> set[Request]:
         """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
-        if not needy:
-            return set()
-        if not self.holdings.lacks(len(needy)):
-            pages = self.holdings.pool.take(len(needy))
-            for request, page in zip(needy, pages, strict=True):
-                request.grow(page, self._page_size)
-            outline.page_slots += [request.slot for request in needy]
-            outline.page_ids += pages
-            self.holdings.filled(needy)
+        if not needy or self.holdings.give(needy):
             return set()
         short = set()
         for request in sorted(needy, key=_order):
@@ -187,30 +181,24 @@ class Planner:
     def _chunk(self, outline: Outline, request: Request, budget: int) -> int:
         """A row of at most `budget` tokens. Returns how many it has."""
         start, known = request.planned, len(request.ids)
-        request.planned = end = known if known - start <= budget else start + budget
-        if request.shares:
-            outline.filling.append(request)
+        tokens = known - start
+        draws = tokens <= budget
+        if not draws:
+            tokens = budget
+        request.planned = end = start + tokens
+        outline.chunks.append((request.slot, start, tokens, draws))
         if request.prompt_from < request.prompt_tokens and (told := telling(request, start, end)):
             outline.telling.append(told)
-        outline.rows.append(request.slot)
-        outline.starts.append(start)
-        outline.counts.append(end - start)
-        if end < known:
+        if draws:
+            request.become("last chunk")
+            outline.drawing.append(request)
+            self.batch.prefilling.pop(request, None)
+            (self.batch.prompted if end <= request.last_start else outline.last).append(request)
+        else:
             request.become("chunk")
-            outline.draws.append(0)
             outline.prefilling.append(request)
             self.batch.prefilling[request] = None
-            return budget
-        request.become("last chunk")
-        outline.draws.append(1)
-        outline.drawing.append(request)
-        if self.batch.prefilling:
-            self.batch.prefilling.pop(request, None)
-        if end <= request.last_start:
-            self.batch.prompted.append(request)
-        else:
-            outline.last.append(request)
-        return end - start
+        return tokens
 
     def _admit(self, outline: Outline, request: Request, busy: bool, number: int, now: float) -> bool:
         """Moves the head of the queue into a slot, with pages for all its ids. False: too few are available.
@@ -234,9 +222,10 @@ class Planner:
         request.since = number
         if found := request.planned:
             self._counters.cache_hit_tokens += found
+            if request.first_planned is None:
+                request.cached_tokens = min(found, request.prompt_tokens)
         if request.first_planned is None:
             request.first_planned = now
-            request.cached_tokens = found if found < request.prompt_tokens else request.prompt_tokens
         if self._speculation is not None:
             self._speculation.enter(request)
         slot = Slot(place, column, request.prompt_tokens, request.sampling)
@@ -266,9 +255,11 @@ class Planner:
         self.holdings.ended.append(request)
 
     def settle(self) -> None:
-        """Keeps the books that no step waits for."""
+        """Keeps the books that no step waits for, and gives the pages that the next rows need if all can have one."""
         self.batch.settle()
         self.holdings.settle()
+        if due := self.batch.due():
+            self.holdings.give([request for request in due if request.planned == request.room])
         if self._speculation is not None:
             self._speculation.read()
 

@@ -52,6 +52,7 @@ class Request:
         "state",
         "stop_ids",
         "strikes",
+        "turn",
         "wanted",
     )
 
@@ -64,6 +65,7 @@ class Request:
     published: int  # so many of its pages were found, or can be
     prefix: bytes  # what the ids in these are called
     place: int  # in its lane
+    turn: int  # after so many steps of the lane it needs a page, or draws the last token
 
     def __init__(self, client: "Client", add: Add, order: int, received: float) -> None:
         """Raises ValueError or ProtocolError if a column of `add` is none, or a field has no meaning."""

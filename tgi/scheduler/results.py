@@ -49,16 +49,15 @@ def one_each(flight: Flight, result: Result, left: int) -> Ended:
 
 def _section(section: Section, flight: Flight, result: Result, drawn: list[int], left: bool) -> Iterable[Request]:
     """Takes the rows of a lane all at once. Returns those that have drawn an end token."""
-    client, begin, end, rids, appends, stops, union = section
+    client, begin, end, rids, ids, stops, union = section
     requests, tokens = flight.drawing[begin:end], drawn[begin:end]
     columns = Columns(rids, result.ids[4 * begin : 4 * end], result.logprobs[4 * begin : 4 * end])
     if left:  # some have left their slots since this step was planned, perhaps of these
         there = [flight.step.number >= request.since for request in requests]
         requests, tokens = [*compress(requests, there)], [*compress(tokens, there)]
-        appends, stops = [*compress(appends, there)], [*compress(stops, there)]
+        ids, stops = [*compress(ids, there)], [*compress(stops, there)]
         columns = Columns(*(array(UINT32, compress(memoryview(one).cast("I"), there)).tobytes() for one in columns))
-    for append, token in zip(appends, tokens, strict=True):
-        append(token)
+    any(map(array.append, ids, tokens))  # `append` returns None, so this goes through them all, in C
     client.columns = columns
     if union.isdisjoint(tokens):
         return ()
