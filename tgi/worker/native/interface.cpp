@@ -43,9 +43,9 @@ int64_t tgi_packed_bytes(int64_t outputs, int64_t inputs, int64_t form) {
     return Packed{nullptr, outputs, inputs, Form(form)}.bytes();
 }
 
-void tgi_pack_whole(Team* team, const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table,
+void tgi_pack_whole(Team* team, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
                     int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed) {
-    pack_whole(*team, codes, scales, choices, table, {packed, outputs, inputs, Form(form)});
+    pack_whole(*team, codes, scales, factors, table, {packed, outputs, inputs, Form(form)});
 }
 
 void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, const float* plus,

@@ -12,9 +12,10 @@
 
 #include "codes.h"
 #include "finish.h"
+#include "nibbles.h"
+#include "planes.h"
 #include "product.h"
 #include "shares.h"
-#include "whole.h"
 
 namespace tgi {
 namespace {
@@ -59,7 +60,7 @@ struct Floats {
 // The same as whole numbers, and sums of bytes: a row is two, so blocks have half as many.
 struct Wholes {
     using Sum = int32_t;
-    using Found = WholeSums;
+    using Found = PlaneSums;
     static constexpr int64_t HIGH = MOST_ROWS / 2;
 
     Rows rows(int64_t row, int64_t count) const { return planes.rows(row, count); }

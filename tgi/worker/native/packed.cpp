@@ -85,11 +85,12 @@ struct QuantizedJob final : Job {
 };
 
 // Whole numbers, 64 inputs at a time. Row j of a tile has the inputs 4 j to 4 j + 3 of each output side by side; numbers of
-// 8 bits lie so, codes of 4 bits with those of the other tile in their upper halves. Of 64 inputs the choices of the first
-// 32 are in the lower half of an output's byte.
+// 8 bits lie so, codes of 4 bits with those of the other tile in their upper halves. In front are the outputs' scales
+// (float32), what is to be added to sums of upper bytes (int32), and factors: a byte of each output for 64 inputs, the
+// factor of the first 32 in its lower half.
 struct WholeJob final : Job {
-    WholeJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table, const Packed& packed)
-        : codes(codes), scales(scales), choices(choices), table(table), packed(packed) {}
+    WholeJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table, const Packed& packed)
+        : codes(codes), scales(scales), factors(factors), table(table), packed(packed) {}
 
     void run(int64_t chunk) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
@@ -98,7 +99,8 @@ struct WholeJob final : Job {
         auto* const to = at + packed.form.head(inputs);
         if (packed.form.bits == 4) memset(to, ZERO << 4 | ZERO, packed.form.filled(inputs) * PANEL / 2);
         for (int64_t n = 0; n < there; n++) {
-            const int64_t sum = packed.form.bits == 8 ? wide(first + n, n, to) : narrow(first + n, n, at + 2 * 4 * PANEL, to);
+            const bool eight = packed.form.bits == 8;
+            const int64_t sum = eight ? wide(first + n, n, to) : narrow(first + n, n, at + Form::SCALES, to);
             ((float*)at)[n] = _cvtsh_ss(scales[first + n]);
             ((int32_t*)at)[PANEL + n] = -128 * sum;
         }
@@ -109,29 +111,30 @@ struct WholeJob final : Job {
         const auto* from = (const int8_t*)codes + output * packed.inputs;
         int32_t sum = 0;
         for (int64_t k = 0; k < packed.inputs; k++) sum += from[k];
-        for (int64_t k = 0; k < packed.inputs; k += 4) memcpy(to + k / 64 * 2048 + n / TILE * 1024 + k % 64 * TILE + n % TILE * 4, from + k, 4);
+        for (int64_t k = 0; k < packed.inputs; k += 4)
+            memcpy(to + k / 64 * 2048 + n / TILE * 1024 + k % 64 * TILE + n % TILE * 4, from + k, 4);
         return sum;
     }
 
-    int64_t narrow(int64_t output, int64_t n, uint8_t* chosen, uint8_t* to) const {
-        const uint8_t *from = codes + output * packed.inputs / 2, *choice = choices + output * packed.inputs / 32;
+    int64_t narrow(int64_t output, int64_t n, uint8_t* its_factors, uint8_t* to) const {
+        const uint8_t *from = codes + output * packed.inputs / 2, *factor = factors + output * packed.inputs / 32;
         const int64_t shift = n / TILE * 4;
         int32_t sum = 0;
         for (int64_t k = 0; k < packed.inputs; k += 2, from++) {
-            const int8_t* numbers = table + choice[k / 32] * 16;
+            const int8_t* numbers = table + factor[k / 32] * 16;
             const uint8_t low = *from & 15, high = *from >> 4;
             sum += numbers[low] + numbers[high];
             uint8_t* at = to + k / 64 * 1024 + k % 64 / 4 * 64 + n % TILE * 4 + k % 4;
             at[0] ^= (low ^ ZERO) << shift, at[1] ^= (high ^ ZERO) << shift;
         }
-        for (int64_t k = 0; k < packed.inputs; k += 32) chosen[k / 64 * PANEL + n] |= choice[k / 32] << k % 64 / 32 * 4;
+        for (int64_t k = 0; k < packed.inputs; k += 32) its_factors[k / 64 * PANEL + n] |= factor[k / 32] << k % 64 / 32 * 4;
         return sum;
     }
 
-    static constexpr uint8_t ZERO = 8;  // the code of 4 bits that stands for 0, by any choice
+    static constexpr uint8_t ZERO = 8;  // the code of 4 bits that stands for 0, by any factor
     const uint8_t* codes;
     const uint16_t* scales;
-    const uint8_t* choices;
+    const uint8_t* factors;
     const int8_t* table;
     const Packed packed;
 };
@@ -145,10 +148,10 @@ void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, co
     team.run(QuantizedJob(codes, scales, shifts, packed), packed.panels());
 }
 
-void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table,
+void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
                 const Packed& packed) {
     if (packed.form.table()) memcpy((uint8_t*)packed.at, table, Form::TABLE);
-    team.run(WholeJob(codes, scales, choices, table, packed), packed.panels());
+    team.run(WholeJob(codes, scales, factors, table, packed), packed.panels());
 }
 
 }  // namespace tgi

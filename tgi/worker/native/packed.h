@@ -11,10 +11,11 @@ using bf16 = uint16_t;
 constexpr int64_t PANEL = 32;  // outputs that are computed together
 
 // What stands for a number: itself in bfloat16 (16 bits, no group), or a code of 8 or 4 bits with a float16 scale, and
-// perhaps a shift, of each output and `group` inputs. Whole numbers (see whole.h) have one scale for all inputs of an
-// output, and in 4 bits the choice of one among 8 ways to read the codes of 32 inputs.
+// perhaps a shift, of each output and `group` inputs. Or a whole number of 8 bits, with one scale for all inputs of an output
+// (planes.h); codes of 4 bits stand for such by a table, and by one of 8 factors for 32 inputs (nibbles.h).
 struct Form {
-    explicit Form(int64_t number) : bits(number & 255), group(number >> 8 & 255), shifts(number >> 16 & 1), whole(number >> 17 & 1) {}
+    explicit Form(int64_t number)
+        : bits(number & 255), group(number >> 8 & 255), shifts(number >> 16 & 1), whole(number >> 17 & 1) {}
 
     // Inputs that stand together: in front the scales and shifts of 32 outputs, then their codes.
     int64_t unit() const { return group > 32 ? group : 32; }
@@ -22,12 +23,13 @@ struct Form {
     // Inputs of a panel, with those that fill it up.
     int64_t filled(int64_t inputs) const { return whole ? (inputs + 63) / 64 * 64 : inputs; }
 
-    // Bytes in front of a weight: what the codes of whole numbers stand for.
+    // Bytes in front of a weight: the table.
     int64_t table() const { return whole && bits == 4 ? TABLE : 0; }
 
-    // Bytes in front of the codes of 32 outputs of whole numbers: scales, what is taken off their sums, and the choices.
+    // Bytes in front of the codes of 32 outputs: of whole numbers the scales, what is added to sums, and the factors.
     int64_t head(int64_t inputs) const {
-        return whole ? 2 * 4 * PANEL + (bits == 4 ? (filled(inputs) / 64 * PANEL + 63) / 64 * 64 : 0) : 0;
+        if (!whole) return 0;
+        return SCALES + (bits == 4 ? (filled(inputs) / 64 * PANEL + 63) / 64 * 64 : 0);
     }
 
     // Bytes of `inputs` inputs of 32 outputs; `inputs` is a multiple of `unit`.
@@ -35,7 +37,7 @@ struct Form {
         return head(inputs) + filled(inputs) * PANEL * bits / 8 + (group ? inputs / group * PANEL * 2 * (1 + shifts) : 0);
     }
 
-    static constexpr int64_t TABLE = 128;
+    static constexpr int64_t TABLE = 128, SCALES = 2 * PANEL * 4;
     int64_t bits, group, shifts, whole;
 };
 
@@ -55,9 +57,8 @@ void pack(Team& team, const bf16* weight, const Packed& packed);
 // Codes, scales and shifts (null if the form has none) as QuantizedWeight has them.
 void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
                     const Packed& packed);
-// Whole numbers: codes and one scale of each output; in 4 bits also the choice for 32 inputs [outputs, inputs / 32] and
-// the numbers that codes stand for by each choice [8][16].
-void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* choices, const int8_t* table,
+// Whole numbers: codes and one scale of each output; in 4 bits also factors [outputs, inputs / 32] and the table [8][16].
+void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
                 const Packed& packed);
 
 }  // namespace tgi

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "codes.h"
-#include "whole.h"
+#include "nibbles.h"
 
 namespace tgi {
 namespace {

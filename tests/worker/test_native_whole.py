@@ -1,0 +1,135 @@
+"""Products of whole numbers: exact sums, so the same bits whatever computes them, and near what the weight stands for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.test_native import VARIANTS, numbers
+from tgi.worker.native.build import library
+from tgi.worker.native.kernels import THEN, Kernels
+from tgi.worker.quantization.codebook import TABLE
+from tgi.worker.quantization.weight import QuantizedWeight
+
+SHAPES = ((64, 384), (33, 1184), (7, 160), (100, 288), (40, 4896))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(library(*VARIANTS[request.param]), 2)
+
+
+def whole(bits: int, outputs: int, inputs: int) -> QuantizedWeight:
+    """Codes and factors of all kinds."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    codes = torch.randint(0, 256, (outputs, inputs * bits // 8), generator=generator).to(torch.uint8)
+    scales = (torch.rand(outputs, 1, generator=generator) / 100).half()
+    if bits == 8:
+        return QuantizedWeight(codes.view(torch.int8), scales, None)
+    factors = torch.randint(0, len(TABLE), (outputs, inputs // 32), generator=generator).to(torch.uint8)
+    return QuantizedWeight(codes, scales, None, factors)
+
+
+def exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """What `Kernels.linear` says it computes, float32 [rows, outputs]."""
+    largest = x.float().abs().amax(1, keepdim=True)
+    given = torch.where(largest == 0, 0, torch.tensor(32767.0) / largest)  # not a product with the reciprocal
+    wanted = (x.float() * given).round().double() + 32768  # in which whole numbers and their sums are exact
+    each = weight.numbers().double().T
+    upper, lower = (wanted // 256) @ each - 128 * each.sum(0), (wanted % 256) @ each
+    sums = (upper.float().double() * 256 + lower.float().double()).float()
+    return sums * weight.scales.float().T * (largest / 32767)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_are_exact_for_any_number_of_rows(kernels: Kernels, bits: int, shape: tuple[int, int]) -> None:
+    weight = whole(bits, *shape)
+    assert weight.whole
+    packed = kernels.pack_quantized(weight)
+    x = numbers(620, shape[1], seed=1)
+    expected = exactly(x, weight)
+    for count in (*range(1, 36), 47, 48, 49, 64, 65, 100, 257, 300, 513, 620):
+        assert torch.equal(kernels.linear(x[:count], packed, wide=True), expected[:count])
+    assert torch.equal(kernels.linear(x[600:], packed, wide=True), expected[600:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_result_is_near_that_of_the_dequantized_weight(kernels: Kernels, bits: int) -> None:
+    weight, x = whole(bits, 64, 1184), numbers(20, 1184)
+    expected = x.double() @ weight.dequantized(torch.float32).double().T
+    off = (kernels.linear(x, kernels.pack_quantized(weight), wide=True) - expected).norm() / expected.norm()
+    assert float(off) < 1e-4  # a part of the rounding of a result to bfloat16, which is some 1.7e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("then", THEN)
+def test_what_follows_is_that_of_other_products(kernels: Kernels, then: str, bits: int) -> None:
+    weight = whole(bits, 100, 160)
+    packed = kernels.pack_quantized(weight)
+    x, other, bias, plus = numbers(40, 160), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
+    found = kernels.linear(x, packed, bias, THEN[then], other, plus)
+    for count in (1, 17):
+        assert torch.equal(
+            kernels.linear(x[:count], packed, bias, THEN[then], other[:count], plus[:count]), found[:count]
+        )
+    sums = exactly(x, weight) + bias + plus
+    expected = {
+        "none": lambda: sums,
+        "silu": lambda: torch.nn.functional.silu(sums),
+        "gelu": lambda: torch.nn.functional.gelu(sums),
+        "gelu_tanh": lambda: torch.nn.functional.gelu(sums, approximate="tanh"),
+        "add": lambda: sums + other,
+        "mul": lambda: sums * other,
+    }[then]()
+    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_activations_without_a_unit(kernels: Kernels, bits: int) -> None:
+    """Zeros, the largest and least numbers, and what is no number, each beside rows that do not notice."""
+    weight = whole(bits, 64, 192)
+    packed, x = kernels.pack_quantized(weight), numbers(9, 192)
+    expected = exactly(x, weight)
+    x[1] = 0
+    x[3] = 2.0**-120
+    x[5, 7], x[6, 0], x[7, 191] = torch.nan, torch.inf, -torch.inf
+    x[8] = torch.where(x[8] > 0, 3e38, -3e38)
+    for count in (9, 40):
+        y = kernels.linear(torch.cat([x] * 5)[:count], packed, wide=True)[:9]
+        assert torch.equal(y[[0, 2, 4]], expected[[0, 2, 4]])
+        assert not y[[1, 3]].any()
+        assert y[5:8].isnan().all()
+        assert torch.equal(y[8], exactly(x[8:], weight)[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_outputs_of_zeros(kernels: Kernels, bits: int) -> None:
+    weight = whole(bits, 40, 160)
+    weight.scales[3] = 0
+    y = kernels.linear(numbers(20, 160), kernels.pack_quantized(weight), wide=True)
+    assert not y[:, 3].any()
+    assert torch.equal(y, exactly(numbers(20, 160), weight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_those_of_the_dequantized_weight(kernels: Kernels, bits: int, shape: tuple[int, int]) -> None:
+    weight = whole(bits, *shape)
+    packed, plain = kernels.pack_quantized(weight), weight.dequantized(torch.bfloat16)
+    several = torch.arange(100).mul(29).remainder(shape[0])
+    for ids in (torch.arange(shape[0]), several, several[:0]):
+        assert torch.equal(kernels.rows(packed, ids).view(torch.int16), plain[ids].view(torch.int16))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_weight_may_be_a_part_of_another(kernels: Kernels, bits: int) -> None:
+    weight, x = whole(bits, 96, 192), numbers(3, 192)
+    parts = [kernels.linear(x, kernels.pack_quantized(part)) for part in weight.split([40, 56])]
+    assert torch.equal(torch.cat(parts, 1), kernels.linear(x, kernels.pack_quantized(weight)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_weight_takes_little_more_than_its_columns(kernels: Kernels, bits: int) -> None:
+    """Scales are in float32, and beside each stands what is to be added to its sums."""
+    weight = whole(bits, 64, 1152)
+    assert kernels.pack_quantized(weight).memory.nbytes < 1.02 * weight.nbytes
