@@ -46,13 +46,26 @@ struct Floats {
     static constexpr int64_t HIGH = MOST_ROWS;  // rows of a block
 
     Rows rows(int64_t row, int64_t count) const { return rows_at(call.x + row * call.weight.inputs, call.weight.inputs, count); }
-    Found found(const float* sums, int64_t, const uint8_t*) const { return {sums}; }
+    Found found(const float* sums, int64_t, const uint8_t*, int64_t = 0) const { return {sums}; }
 
+    // Calls `use` with what turns a panel into columns, of all its inputs.
     template <class Use>
-    void stream(const uint8_t* panel, const uint8_t* end, const Use& use) const {
-        if (call.weight.form.bits == 16) return use(tiled((const bf16*)panel, panel + AHEAD, end));
-        with_form(call.weight.form, [&](auto bits, auto shifts) { use(Codes<bits, shifts>(call.weight, panel)); });
+    void panels(const uint8_t* end, const Use& use) const {
+        if (call.weight.form.bits == 16)
+            return use([=](const uint8_t* panel) { return tiled((const bf16*)panel, panel + AHEAD, end); });
+        with_form(call.weight.form, [&](auto bits, auto shifts) {
+            use([&](const uint8_t* panel) { return Codes<bits, shifts>(call.weight, panel); });
+        });
     }
+
+    // Whether so many rows go through two panels by turns: where there is much to do between one line and the next.
+    bool pairs(int64_t rows) const { return call.weight.form.bits < 16 && rows <= 16; }
+
+    // The sums of few rows and a panel, or two: those of the second stand 16 rows behind.
+    template <class B>
+    void few(const Rows& x, int64_t depth, float* sums, B&& panel) const { product(x, panel, depth, sums, COLUMNS); }
+    template <class B>
+    void few(const Rows& x, int64_t depth, float* sums, B&& left, B&& right) const { product_of_two(x, left, right, depth, sums); }
 
     const LinearCall& call;
 };
@@ -64,15 +77,24 @@ struct Wholes {
     static constexpr int64_t HIGH = MOST_ROWS / 2;
 
     Rows rows(int64_t row, int64_t count) const { return planes.rows(row, count); }
-    Found found(const int32_t* sums, int64_t row, const uint8_t* panel) const {
-        return {sums, HIGH * COLUMNS, planes.units + row, panel};
+    // Lower bytes are `apart` rows behind upper ones.
+    Found found(const int32_t* sums, int64_t row, const uint8_t* panel, int64_t apart = HIGH) const {
+        return {sums, apart * COLUMNS, planes.units + row, panel};
     }
 
     template <class Use>
-    void stream(const uint8_t* panel, const uint8_t* end, const Use& use) const {
-        if (call.weight.form.bits == 4) return use(Nibbles(call.weight, panel, 0));
-        const uint8_t* at = panel + call.weight.form.head(call.weight.inputs);
-        use(tiled((const bf16*)at, at + AHEAD, end));
+    void panels(const uint8_t* end, const Use& use) const {
+        if (call.weight.form.bits == 4) return use([&](const uint8_t* panel) { return Nibbles(call.weight, panel, 0); });
+        const int64_t head = call.weight.form.head(call.weight.inputs);
+        use([=](const uint8_t* panel) { return tiled((const bf16*)(panel + head), panel + head + AHEAD, end); });
+    }
+
+    bool pairs(int64_t) const { return call.weight.form.bits == 4 && call.rows <= FEW / 2; }
+
+    template <class... B>
+    void few(const Rows& x, int64_t depth, int32_t* sums, B&&... panels) const {
+        if (call.rows <= FEW) return strips(x.at, x.step, 2 * x.first, depth, sums, COLUMNS, Nothing(), panels...);
+        if constexpr (sizeof...(panels) == 1) product(x, panels..., depth, sums, COLUMNS);
     }
 
     const LinearCall& call;
@@ -98,21 +120,30 @@ struct LinearJob final : Job {
         const uint8_t* end = w.panel(w.panels());
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
         if (rows > std::min(HIGH, ROWS_AT_ONCE)) return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
-        const Rows x = numbers.rows(row, rows);
-        prepare(x);
-        for (int64_t number = first; number < last; number++) {
-            alignas(64) Sum sums[MOST_ROWS][COLUMNS];
-            auto found = numbers.found(sums[0], row, w.panel(number));
-            numbers.stream(w.panel(number), end, [&](auto&& source) {
-                if constexpr (std::is_same_v<Sum, int32_t>)
-                    if (call.rows <= FEW) {
-                        found.apart = rows * COLUMNS;
-                        return strips(x.at, x.step, 2 * rows, source, all, sums[0], COLUMNS);
-                    }
-                product(x, source, all, sums[0], COLUMNS);
-            });
-            finish(call, row, rows, number * PANEL, found);
-        }
+        few(row, rows, first, last);
+    }
+
+    // Few rows times some panels. Each panel is computed together with one of the other half, if that can be: memory is
+    // slow at the beginning of each page of 4 KB, and two that are read by turns are seldom there at the same time.
+    void few(int64_t row, int64_t rows, int64_t first, int64_t last) const {
+        alignas(64) Sum sums[MOST_ROWS][COLUMNS];
+        const bool pairs = numbers.pairs(rows);
+        const int64_t half = pairs ? (last - first) / 2 : 0, apart = call.rows <= FEW ? rows : HIGH;
+        Rows x = numbers.rows(row, rows);
+        prepare({x.at, x.step, x.first, pairs ? x.first : x.second, x.apart});
+        const auto put = [&](int64_t number, const Sum* found) {
+            finish(call, row, rows, number * PANEL, numbers.found(found, row, w.panel(number), apart));
+        };
+        numbers.panels(w.panel(w.panels()), [&](auto columns) {
+            for (int64_t number = first; number < first + half; number++) {
+                numbers.few(x, all, sums[0], columns(w.panel(number)), columns(w.panel(number + half)));
+                put(number, sums[0]), put(number + half, sums[16]);
+            }
+            for (int64_t number = first + 2 * half; number < last; number++) {
+                numbers.few(x, all, sums[0], columns(w.panel(number)));
+                put(number, sums[0]);
+            }
+        });
     }
 
     // Many rows from `row` on times some panels, in blocks of rows. The last block begins early enough to be

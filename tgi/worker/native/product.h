@@ -119,46 +119,58 @@ struct Block {
     const int64_t step, right;
 };
 
-template <bool add, int M, class Sum, class B, class Meanwhile>
-inline void strip(const bf16* a, int64_t a_step, B& b, int64_t depth, Sum* c, int64_t c_step, Meanwhile& meanwhile) {
+// The sums of M rows and one block of columns, or of several that are gone through in turn: those of the next one stand 16
+// rows behind.
+template <bool add, int M, class Sum, class Meanwhile, class... B>
+inline void strip(const bf16* a, int64_t a_step, int64_t depth, Sum* c, int64_t c_step, Meanwhile& meanwhile, B&... b) {
     using Of = Kind<Sum>;
-    decltype(Of::none()) sums[M][2];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < 2; n++) sums[m][n] = add ? Of::load(c + m * c_step + 16 * n) : Of::none();
+    constexpr int N = sizeof...(b);
+    decltype(Of::none()) sums[N][M][2];
+    for (int n = 0; n < N; n++)
+        for (int m = 0; m < M; m++)
+            for (int half = 0; half < 2; half++)
+                sums[n][m][half] = add ? Of::load(c + (16 * n + m) * c_step + 16 * half) : Of::none();
     for (int64_t k = 0; k < depth; k += 32) {
-        const Block<B> block(b);
+        const auto some = [&](const auto& block, auto& found) {
 #pragma GCC unroll 16
-        for (int row = 0; row < 16; row++) {
-            const __m512i first = block.first(row), second = block.second(row);
-            for (int m = 0; m < M; m++) {
-                int32_t pair;
-                memcpy(&pair, a + m * a_step + k + 2 * row, 4);
-                const __m512i both = _mm512_set1_epi32(pair);
-                sums[m][0] = Of::dot(sums[m][0], both, first);
-                sums[m][1] = Of::dot(sums[m][1], both, second);
+            for (int row = 0; row < 16; row++) {
+                const __m512i first = block.first(row), second = block.second(row);
+                for (int m = 0; m < M; m++) {
+                    int32_t pair;
+                    memcpy(&pair, a + m * a_step + k + 2 * row, 4);
+                    const __m512i both = _mm512_set1_epi32(pair);
+                    found[m][0] = Of::dot(found[m][0], both, first);
+                    found[m][1] = Of::dot(found[m][1], both, second);
+                }
             }
-        }
+        };
+        int n = 0;
+        (some(Block<B>(b), sums[n++]), ...);
         meanwhile();
     }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < 2; n++) Of::store(c + m * c_step + 16 * n, sums[m][n]);
+    for (int n = 0; n < N; n++)
+        for (int m = 0; m < M; m++)
+            for (int half = 0; half < 2; half++) Of::store(c + (16 * n + m) * c_step + 16 * half, sums[n][m][half]);
 }
 
 constexpr int64_t STRIP = 8;  // rows that go through b together without AMX
 
-// The sums of up to STRIP rows, without AMX.
-template <bool add = false, class Sum, class B, class Meanwhile = Nothing>
-inline void strips(const bf16* a, int64_t a_step, int64_t rows, B& b, int64_t depth, Sum* c, int64_t c_step,
-                   Meanwhile&& meanwhile = {}) {
+// The sums of up to STRIP rows without AMX, or of half as many and two blocks of columns.
+template <bool add = false, class Sum, class Meanwhile, class... B>
+inline void strips(const bf16* a, int64_t a_step, int64_t rows, int64_t depth, Sum* c, int64_t c_step, Meanwhile&& meanwhile, B&... b) {
+    if constexpr (sizeof...(b) == 1) {
+        switch (rows) {
+            case 8: return strip<add, 8>(a, a_step, depth, c, c_step, meanwhile, b...);
+            case 7: return strip<add, 7>(a, a_step, depth, c, c_step, meanwhile, b...);
+            case 6: return strip<add, 6>(a, a_step, depth, c, c_step, meanwhile, b...);
+            case 5: return strip<add, 5>(a, a_step, depth, c, c_step, meanwhile, b...);
+        }
+    }
     switch (rows) {
-        case 8: return strip<add, 8>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 7: return strip<add, 7>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 6: return strip<add, 6>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 5: return strip<add, 5>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 4: return strip<add, 4>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 3: return strip<add, 3>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 2: return strip<add, 2>(a, a_step, b, depth, c, c_step, meanwhile);
-        case 1: return strip<add, 1>(a, a_step, b, depth, c, c_step, meanwhile);
+        case 4: return strip<add, 4>(a, a_step, depth, c, c_step, meanwhile, b...);
+        case 3: return strip<add, 3>(a, a_step, depth, c, c_step, meanwhile, b...);
+        case 2: return strip<add, 2>(a, a_step, depth, c, c_step, meanwhile, b...);
+        case 1: return strip<add, 1>(a, a_step, depth, c, c_step, meanwhile, b...);
     }
 }
 
@@ -227,6 +239,35 @@ inline void product(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_step, 
     }
 }
 
+// The same of up to 16 rows and two blocks of columns, 32 inputs of one and of the other in turn, after `prepare` of as
+// many second rows. The sums of the second block stand 16 rows behind those of the first, in c [32][32].
+template <class Sum, class B>
+inline void product_of_two(const Rows& all, B&& left, B&& right, int64_t depth, Sum* c) {
+    const bf16* a = all.at;
+    const int64_t a_bytes = all.step * sizeof(bf16), b_bytes = left.step * sizeof(bf16), c_bytes = COLUMNS * sizeof(Sum);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += 32, a += 32) {
+        const bf16* pairs = left.block();
+        _tile_loadd(4, a, a_bytes);
+        _tile_loadd(6, pairs, b_bytes);
+        Kind<Sum>::template tiles<0, 4, 6>();
+        _tile_loadd(7, pairs + left.right, b_bytes);
+        Kind<Sum>::template tiles<1, 4, 7>();
+        pairs = right.block();
+        _tile_loadd(6, pairs, b_bytes);
+        Kind<Sum>::template tiles<2, 4, 6>();
+        _tile_loadd(7, pairs + right.right, b_bytes);
+        Kind<Sum>::template tiles<3, 4, 7>();
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + 16, c_bytes);
+    _tile_stored(2, c + 16 * COLUMNS, c_bytes);
+    _tile_stored(3, c + 16 * COLUMNS + 16, c_bytes);
+}
+
 #else
 
 constexpr int64_t ROWS_AT_ONCE = STRIP;
@@ -241,13 +282,20 @@ inline void product(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_step, 
         for (int64_t row = 0; row < rows; row += STRIP) {
             const auto some = [&](auto& from) {
                 Sum* to = c + (16 * second + row) * c_step;
-                strips<add>(a + row * all.step, all.step, std::min(rows - row, STRIP), from, depth, to, c_step, meanwhile);
+                strips<add>(a + row * all.step, all.step, std::min(rows - row, STRIP), depth, to, c_step, meanwhile, from);
             };
             if (row + STRIP >= rows && (second || !all.second)) return some(b);
             auto again = b;
             some(again);
         }
     }
+}
+
+template <class Sum, class B>
+inline void product_of_two(const Rows& all, B&& left, B&& right, int64_t depth, Sum* c) {
+    const Rows first{all.at, all.step, all.first, 0, 0};
+    product(first, left, depth, c, COLUMNS);
+    product(first, right, depth, c + 16 * COLUMNS, COLUMNS);
 }
 
 #endif
