@@ -10,10 +10,8 @@
 
 #include <algorithm>
 
-#include "codes.h"
 #include "finish.h"
-#include "nibbles.h"
-#include "planes.h"
+#include "numbers.h"
 #include "product.h"
 #include "shares.h"
 
@@ -24,7 +22,6 @@ constexpr int64_t PART = 576;  // inputs of a panel that are computed together: 
 constexpr int64_t MOST = 512;  // rows of a chunk: weights come from memory once for each,
 constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
 constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of a second cache of 2 MB
-constexpr int64_t FEW = 4;  // rows of whole numbers that are quicker without AMX
 
 // Rows of so many inputs that stay in half of a core's second cache.
 int64_t held(int64_t inputs) {
@@ -38,68 +35,6 @@ int64_t height(const LinearCall& call) {
     const int64_t tiles = (call.rows + MOST_ROWS - 1) / MOST_ROWS, least = (call.rows + most - 1) / most;
     return (tiles + least - 1) / least * MOST_ROWS;
 }
-
-// Rows of bfloat16, and sums in float32.
-struct Floats {
-    using Sum = float;
-    using Found = Sums;
-    static constexpr int64_t HIGH = MOST_ROWS;  // rows of a block
-
-    Rows rows(int64_t row, int64_t count) const { return rows_at(call.x + row * call.weight.inputs, call.weight.inputs, count); }
-    Found found(const float* sums, int64_t, const uint8_t*, int64_t = 0) const { return {sums}; }
-
-    // Calls `use` with what turns a panel into columns, of all its inputs.
-    template <class Use>
-    void panels(const uint8_t* end, const Use& use) const {
-        if (call.weight.form.bits == 16)
-            return use([=](const uint8_t* panel) { return tiled((const bf16*)panel, panel + AHEAD, end); });
-        with_form(call.weight.form, [&](auto bits, auto shifts) {
-            use([&](const uint8_t* panel) { return Codes<bits, shifts>(call.weight, panel); });
-        });
-    }
-
-    // Whether so many rows go through two panels by turns: where there is much to do between one line and the next.
-    bool pairs(int64_t rows) const { return call.weight.form.bits < 16 && rows <= 16; }
-
-    // The sums of few rows and a panel, or two: those of the second stand 16 rows behind.
-    template <class B>
-    void few(const Rows& x, int64_t depth, float* sums, B&& panel) const { product(x, panel, depth, sums, COLUMNS); }
-    template <class B>
-    void few(const Rows& x, int64_t depth, float* sums, B&& left, B&& right) const { product_of_two(x, left, right, depth, sums); }
-
-    const LinearCall& call;
-};
-
-// The same as whole numbers, and sums of bytes: a row is two, so blocks have half as many.
-struct Wholes {
-    using Sum = int32_t;
-    using Found = PlaneSums;
-    static constexpr int64_t HIGH = MOST_ROWS / 2;
-
-    Rows rows(int64_t row, int64_t count) const { return planes.rows(row, count); }
-    // Lower bytes are `apart` rows behind upper ones.
-    Found found(const int32_t* sums, int64_t row, const uint8_t* panel, int64_t apart = HIGH) const {
-        return {sums, apart * COLUMNS, planes.units + row, panel};
-    }
-
-    template <class Use>
-    void panels(const uint8_t* end, const Use& use) const {
-        if (call.weight.form.bits == 4) return use([&](const uint8_t* panel) { return Nibbles(call.weight, panel, 0); });
-        const int64_t head = call.weight.form.head(call.weight.inputs);
-        use([=](const uint8_t* panel) { return tiled((const bf16*)(panel + head), panel + head + AHEAD, end); });
-    }
-
-    bool pairs(int64_t) const { return call.weight.form.bits == 4 && call.rows <= FEW / 2; }
-
-    template <class... B>
-    void few(const Rows& x, int64_t depth, int32_t* sums, B&&... panels) const {
-        if (call.rows <= FEW) return strips(x.at, x.step, 2 * x.first, depth, sums, COLUMNS, Nothing(), panels...);
-        if constexpr (sizeof...(panels) == 1) product(x, panels..., depth, sums, COLUMNS);
-    }
-
-    const LinearCall& call;
-    const Planes planes;
-};
 
 // Inputs are counted in pairs of bytes: each is a number of bfloat16, or two of the whole ones.
 template <class Numbers>
@@ -119,8 +54,8 @@ struct LinearJob final : Job {
         const auto [row, rows, first, last] = chunk;
         const uint8_t* end = w.panel(w.panels());
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
-        if (rows > std::min(HIGH, ROWS_AT_ONCE)) return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
-        few(row, rows, first, last);
+        if (rows <= std::min(HIGH, ROWS_AT_ONCE)) few(row, rows, first, last);
+        else with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
     }
 
     // Few rows times some panels. Each panel is computed together with one of the other half, if that can be: memory is
@@ -128,11 +63,11 @@ struct LinearJob final : Job {
     void few(int64_t row, int64_t rows, int64_t first, int64_t last) const {
         alignas(64) Sum sums[MOST_ROWS][COLUMNS];
         const bool pairs = numbers.pairs(rows);
-        const int64_t half = pairs ? (last - first) / 2 : 0, apart = call.rows <= FEW ? rows : HIGH;
-        Rows x = numbers.rows(row, rows);
+        const int64_t half = pairs ? (last - first) / 2 : 0;
+        const Rows x = numbers.rows(row, rows);
         prepare({x.at, x.step, x.first, pairs ? x.first : x.second, x.apart});
         const auto put = [&](int64_t number, const Sum* found) {
-            finish(call, row, rows, number * PANEL, numbers.found(found, row, w.panel(number), apart));
+            finish(call, row, rows, number * PANEL, numbers.few_found(found, row, w.panel(number)));
         };
         numbers.panels(w.panel(w.panels()), [&](auto columns) {
             for (int64_t number = first; number < first + half; number++) {
@@ -193,13 +128,15 @@ struct LinearJob final : Job {
 
     // So many inputs from `k` on of a panel, `next` being what is needed after them.
     Columns columns(int64_t number, int64_t k, int64_t depth, const uint8_t* next, const uint8_t* end) const {
-        if (w.form.bits == 16 || (w.form.whole && w.form.bits == 8)) return tiled(place(number, k), next, std::min(next + depth * PANEL * 2, end));
+        if (w.form.numbers()) return tiled(place(number, k), next, std::min(next + depth * PANEL * 2, end));
         alignas(64) static thread_local bf16 room[(PART + 128) * PANEL];
         const auto fill = [&](auto source) {
             for (int64_t done = 0; done < depth; done += 32) source.next(room + done * PANEL);
         };
         if constexpr (std::is_same_v<Sum, int32_t>) fill(Nibbles(w, w.panel(number), 2 * k));
-        else with_form(w.form, [&](auto bits, auto shifts) { fill(Codes<bits, shifts>(w, w.panel(number) + w.form.bytes(k))); });
+        else with_form(w.form, [&](auto bits, auto shifts) {
+            fill(Codes<bits, shifts>(w, w.panel(number) + w.form.bytes(k)));
+        });
         return tiled(room);
     }
 

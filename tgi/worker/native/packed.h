@@ -17,6 +17,9 @@ struct Form {
     explicit Form(int64_t number)
         : bits(number & 255), group(number >> 8 & 255), shifts(number >> 16 & 1), whole(number >> 17 & 1) {}
 
+    // Whether numbers stand there as they are multiplied.
+    bool numbers() const { return bits == 16 || (whole && bits == 8); }
+
     // Inputs that stand together: in front the scales and shifts of 32 outputs, then their codes.
     int64_t unit() const { return group > 32 ? group : 32; }
 
