@@ -41,12 +41,14 @@ struct LinearJob final : Job {
         : call(called), w(call.weight), shares(call.rows, height(call), w.panels(), threads) {}
 
     void run(int64_t chunk) const override {
-        const auto [row, rows, first, last] = shares.chunk(chunk);
+        auto [row, rows, first, last] = shares.chunk(chunk);
         const uint8_t* end = w.panel(last);
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
         if (rows > ROWS_AT_ONCE && w.form.bits == 16)
             return with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
         if (rows <= ROWS_AT_ONCE) prepare(rows);
+        if (rows <= ROWS_OF_TWO && w.form.bits < 16)
+            with_form(w.form, [&](auto bits, auto shifts) { first = two<Codes<bits, shifts>>(row, rows, first, last); });
         for (int64_t number = first; number < last; number++) {
             const uint8_t* at = w.panel(number);
             if (w.form.bits == 16) panel(number, row, rows, tiled((const bf16*)at, at + AHEAD, end));
@@ -95,6 +97,22 @@ struct LinearJob final : Job {
 
     // Where the inputs from `k` on of a panel of numbers stand.
     const bf16* place(int64_t number, int64_t k) const { return (const bf16*)w.panel(number) + k * PANEL; }
+
+    // The rows from `row` on times the panels up to the first one that is left, which is the last one if they are odd. Each
+    // is computed together with one from the other half: what memory brings comes slowly at the beginning of each page of
+    // 4 KB, and two that are read at once are seldom there at the same time.
+    template <class Source>
+    int64_t two(int64_t row, int64_t rows, int64_t first, int64_t last) const {
+        alignas(64) float sums[2 * ROWS_OF_TWO][COLUMNS];
+        const int64_t half = (last - first) / 2;
+        for (int64_t number = first; number < first + half; number++) {
+            Source left(w, w.panel(number)), right(w, w.panel(number + half));
+            product_of_two(call.x + row * w.inputs, w.inputs, rows, left, right, w.inputs, sums[0]);
+            finish(call, row, rows, number * PANEL, sums[0]);
+            finish(call, row, rows, (number + half) * PANEL, sums[rows]);
+        }
+        return first + 2 * half;
+    }
 
     // The rows from `row` on times one panel.
     template <class Source>

@@ -72,6 +72,7 @@ struct Nothing {
 #if defined(__AMX_BF16__)
 
 constexpr int64_t ROWS_AT_ONCE = MOST_ROWS;  // these go through b together
+constexpr int64_t ROWS_OF_TWO = 16;           // and these through two of them
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -80,10 +81,10 @@ struct alignas(64) TileConfig {
 };
 
 // Makes the tiles fit products of so many rows, until it is called again. Tiles 0 to 3 are sums, 4 and 5 rows of a, 6 and
-// 7 columns of b; rows behind the 16th go through 2, 3 and 5.
+// 7 columns of b; rows behind the 16th, or a second block of columns for up to 16, go through 2, 3 and 5.
 inline void prepare(int64_t rows) {
     TileConfig config;
-    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
+    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : rows;
     const uint8_t tiles[8] = {first, first, second, second, first, second, 16, 16};
     for (int tile = 0; tile < 8; tile++) config.rows[tile] = tiles[tile], config.bytes[tile] = 64;
     asm volatile("ldtilecfg %0" : : "m"(config));
@@ -134,9 +135,39 @@ inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, 
     }
 }
 
+// The same of up to ROWS_OF_TWO rows and two blocks of columns, 32 inputs of one and of the other in turn. The sums of the
+// second block stand behind those of the first, in c [2][rows][32].
+template <class B>
+inline void product_of_two(const bf16* a, int64_t a_step, int64_t rows, B&& left, B&& right, int64_t depth, float* c) {
+    const int64_t a_bytes = a_step * sizeof(bf16), b_bytes = left.step * sizeof(bf16), c_bytes = COLUMNS * sizeof(float);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += 32, a += 32) {
+        const bf16* pairs = left.block();
+        _tile_loadd(4, a, a_bytes);
+        _tile_loadd(6, pairs, b_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, pairs + left.right, b_bytes);
+        _tile_dpbf16ps(1, 4, 7);
+        pairs = right.block();
+        _tile_loadd(6, pairs, b_bytes);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, pairs + right.right, b_bytes);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, c, c_bytes);
+    _tile_stored(1, c + 16, c_bytes);
+    c += rows * COLUMNS;
+    _tile_stored(2, c, c_bytes);
+    _tile_stored(3, c + 16, c_bytes);
+}
+
 #else
 
 constexpr int64_t ROWS_AT_ONCE = 8;
+constexpr int64_t ROWS_OF_TWO = ROWS_AT_ONCE;
 
 inline void prepare(int64_t) {}
 
@@ -183,6 +214,12 @@ inline void product(const A& all, int64_t rows, B&& b, int64_t depth, float* c, 
         case 2: return strip<add, 2>(a, a_step, b, depth, c, c_step, meanwhile);
         case 1: return strip<add, 1>(a, a_step, b, depth, c, c_step, meanwhile);
     }
+}
+
+template <class B>
+inline void product_of_two(const bf16* a, int64_t a_step, int64_t rows, B&& left, B&& right, int64_t depth, float* c) {
+    product(Rows{a, a_step}, rows, left, depth, c, COLUMNS);
+    product(Rows{a, a_step}, rows, right, depth, c + rows * COLUMNS, COLUMNS);
 }
 
 #endif
