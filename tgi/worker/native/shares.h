@@ -34,7 +34,7 @@ class Shares {
     const Chunk& chunk(int64_t number) const { return chunks_[number]; }
 
   private:
-    static constexpr int64_t FEW = 32;
+    static constexpr int64_t FEW = 16;
 
     std::vector<Chunk> chunks_;  // the last one is begun first
 };
