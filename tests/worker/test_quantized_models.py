@@ -59,12 +59,13 @@ def logits(model: Model) -> Tensor:
     return prefill(model, attention, prompts()[0], range(32))
 
 
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantized_model_computes_with_what_its_codes_stand_for(kind: str, quantize: str, native: bool) -> None:
-    found, expected = (logits(made(kind, quantize, native)) for made in (load, dequantized))
-    assert torch.equal(found, expected)
+def test_a_quantized_model_computes_with_what_its_codes_stand_for(kind: str, quantize: str) -> None:
+    """Torch's kernels to the bit. Ours, with whole numbers, are as far off as torch's are from ours with bfloat16."""
+    torchs, ours = (logits(dequantized(kind, quantize, native)) for native in (False, True))
+    assert torch.equal(logits(load(kind, quantize, False)), torchs)
+    assert float((logits(load(kind, quantize, True)) - ours).norm()) < 2 * float((torchs - ours).norm())
 
 
 @pytest.mark.parametrize(("native", "quantize"), [(False, "int4"), (True, "int8"), (True, "int4")])

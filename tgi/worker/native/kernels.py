@@ -27,6 +27,7 @@ PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
 MOST_ROWS = 32  # of a product
 WHOLE = 1 << 17  # in a form: whole numbers
+MOST_WHOLE = 1 << 16  # inputs of these: sums of products of bytes stay within int32
 # So often a helper looks for the next job before it sleeps: some 50 microseconds.
 SPINS = 1000
 
@@ -137,6 +138,7 @@ class Kernels:
         assert inputs % DEPTH == 0
         codes, scales, shifts, factors = (None if column is None else column.contiguous() for column in weight)
         if weight.whole:
+            assert inputs <= MOST_WHOLE
             packed = self._room(outputs, inputs, bits | WHOLE)
             table = TABLE if bits == 4 else None
             self._pack_whole(*map(_at, (codes, scales, factors, table)), *packed.shape, packed.memory.data_ptr())
