@@ -9,8 +9,8 @@ namespace tgi {
 
 // Panels in the order in which they lie in memory, once for each group of rows. Each thread begins with a stretch of its
 // own and goes through it from end to end, since memory brings what follows sooner than what lies elsewhere. It takes half
-// of what is left of it at once. Who has none left takes half of what somebody else has (Blumofe and Leiserson, 1999), so
-// all are done at about the same time, and nobody waits for a thread that has lost its core.
+// of what is left of it at once, or most of it if rows are few: such a product is over in some microseconds. Who has none
+// left takes half of what somebody else has (Blumofe and Leiserson, 1999), so all are done at about the same time.
 class Shares {
   public:
     struct Chunk {
@@ -19,7 +19,7 @@ class Shares {
 
     // Chunks of up to `height` rows.
     Shares(int64_t rows, int64_t height, int64_t panels, int64_t threads)
-        : rows_(rows), height_(height), panels_(panels), stretches_(threads) {
+        : rows_(rows), height_(height), panels_(panels), eighths_(rows > FEW ? 4 : 7), stretches_(threads) {
         const int64_t all = (rows + height - 1) / height * panels;
         for (int64_t n = 0; n < threads; n++) stretches_[n].left = pack(all * n / threads, all * (n + 1) / threads);
     }
@@ -32,7 +32,7 @@ class Shares {
         for (;;) {
             uint64_t left = mine.load(std::memory_order_relaxed);
             while (const int64_t count = size(left)) {
-                const int64_t at = begin(left), take = std::min((count + 1) / 2, panels_ - at % panels_);
+                const int64_t at = begin(left), take = std::min((count * eighths_ + 7) / 8, panels_ - at % panels_);
                 if (!mine.compare_exchange_weak(left, pack(at + take, at + count), std::memory_order_relaxed)) continue;
                 const int64_t row = at / panels_ * height_, first = at % panels_;
                 chunk = {row, std::min(rows_ - row, height_), first, first + take};
@@ -68,7 +68,8 @@ class Shares {
         }
     }
 
-    const int64_t rows_, height_, panels_;
+    static constexpr int64_t FEW = 16;
+    const int64_t rows_, height_, panels_, eighths_;
     std::vector<Stretch> stretches_;
 };
 
