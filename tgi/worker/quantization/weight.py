@@ -49,9 +49,9 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it is whole numbers of 8 bits times one scale for each output, of more inputs than a group has."""
-        long = self.bits == 8 and self.shifts is None and self.group == self.shape[1] > GROUPS[-1]
-        return long or self.factors is not None
+        """Whether it is whole numbers of 8 bits times one scale for each output, of as many inputs as no group has."""
+        single = self.bits == 8 and self.shifts is None and self.group == self.shape[1] and self.group not in GROUPS
+        return single or self.factors is not None
 
     @property
     def device(self) -> torch.device:
