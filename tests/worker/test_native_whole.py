@@ -1,4 +1,4 @@
-"""Products of whole numbers: exact sums, so the same bits whatever computes them, and near what the weight stands for."""
+"""Products of whole numbers: exact sums, the same bits whatever computes them, and near what the weight stands for."""
 
 import pytest
 import torch
