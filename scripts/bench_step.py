@@ -78,9 +78,7 @@ def operations(model: Decoder) -> list[str]:
     return [f"linear: {next(matrices)}" if name == "linear" else name for name in program.operations]
 
 
-def measure(
-    shape: str, rows: int, context: int, rounds: int, quantize: str | None
-) -> tuple[dict[str, float], float]:
+def measure(shape: str, rows: int, context: int, rounds: int, quantize: str | None) -> tuple[dict[str, float], float]:
     """Milliseconds of each part, the whole included, and of the floor."""
     bench_lora.CONFIG.update(SHAPES[shape], vocab_size=32000, max_position_embeddings=context + 2 * rounds + 64)
     bench_lora.ROWS = rows
