@@ -2,8 +2,8 @@
 //
 // A row's sums run over the inputs in the same order however many rows there are, so its result depends on nothing but
 // the row. Few rows read a panel of the weight once, from end to end. Many go over it in parts that stay in the core's
-// first cache, while the rows stay in its second one and pass the first by; if there are several parts, sums wait in
-// float32, which changes no bit of them. AMX computes the sums of some rows while those of the rows before are finished.
+// first cache, while the rows stay in its second one and pass the first by; if there are several parts, sums wait as
+// they are, which changes no bit of them. AMX computes the sums of some rows while those of the rows before are finished.
 #include "linear.h"
 
 #include <unistd.h>
@@ -129,7 +129,7 @@ struct LinearJob final : Job {
     // So many inputs from `k` on of a panel, `next` being what is needed after them.
     Columns columns(int64_t number, int64_t k, int64_t depth, const uint8_t* next, const uint8_t* end) const {
         if (w.form.numbers()) return tiled(place(number, k), next, std::min(next + depth * PANEL * 2, end));
-        alignas(64) static thread_local bf16 room[(PART + 128) * PANEL];
+        alignas(64) static thread_local bf16 room[(PART + 128) * PANEL];  // a part is made of whole groups
         const auto fill = [&](auto source) {
             for (int64_t done = 0; done < depth; done += 32) source.next(room + done * PANEL);
         };
