@@ -131,8 +131,8 @@ class Kernels:
         """The same of codes, which stay what they are.
 
         With several scales for an output, or shifts, `linear` computes as with `weight.dequantized(torch.bfloat16)`, to
-        the bit. With one scale it multiplies whole numbers, of 16 bits for each activation, which is off by up to half a
-        unit: by 1 / 65,534 of the largest of its row.
+        the bit. With one scale it multiplies whole numbers, of 16 bits for each activation, which is off by up to half
+        a unit: by 1 / 65,534 of the largest of its row.
         """
         (outputs, inputs), group, bits = weight.shape, weight.group, weight.bits
         assert inputs % DEPTH == 0
