@@ -28,6 +28,8 @@ SOME_TEXT = """river mountain city answer question evening water people walk lig
 garden table window letter ocean bridge forest engine market doctor teacher winter summer morning story picture road"""
 WORDS = SOME_TEXT.split()
 ROUTE = "/generate_stream"
+# What says how this server is measured alone.
+ALONE = ("model_id", "scripted", "concurrency", "input_tokens", "output_tokens")
 
 
 def prompt(seed: int, words: int) -> str:
@@ -94,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-id", help="model to serve; default: the demo model")
     parser.add_argument("--scripted", action="store_true", help="the stack alone: a worker without a model")
-    parser.add_argument("--concurrency", type=counts, default="1,8,32", help="streams at once, comma separated")
+    parser.add_argument("--concurrency", type=counts, default=(1, 8, 32), help="streams at once, comma separated")
     parser.add_argument("--input-tokens", type=count, default=128)
     parser.add_argument("--output-tokens", type=count, default=128)
     parser.add_argument("--repetitions", type=count, default=3)
@@ -103,6 +105,10 @@ def main() -> None:
     against.options(parser)
     arguments = parser.parse_args()
     if arguments.against:
+        if named := [
+            f"--{name.replace('_', '-')}" for name in ALONE if getattr(arguments, name) != parser.get_default(name)
+        ]:
+            parser.error(f"{', '.join(named)} cannot go with --against, which has models and workloads of its own")
         sys.exit(against.run(arguments))
     try:
         with start(arguments) as server:

@@ -16,6 +16,7 @@ from scripts.beside.tables import tables
 from scripts.beside.turns import Records, compare, told
 from scripts.beside.workloads import STACK, STEPS
 from tgi.kernel.errors import UserError
+from tgi.kernel.option import count
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--formats", default="", help=f"the models in these formats: {', '.join(models.FORMATS)}")
     group.add_argument("--workloads", default="", help="only these of W1 to W5 and stack")
-    group.add_argument("--rounds", type=int, default=3, help="turns of each server (3)")
+    group.add_argument("--rounds", type=count, default=3, help="turns of each server (3)")
 
 
 def run(arguments: argparse.Namespace) -> int:

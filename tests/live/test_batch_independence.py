@@ -1,4 +1,7 @@
-"""120 random requests over HTTP, one after the other and all at once, with drafts: the same answers, to the digit."""
+"""120 random requests over HTTP, one after the other and all at once, with drafts: the same answers, to the digit.
+
+In bfloat16, so on our own kernels where they can be had; tests/worker/test_batch_independence.py is of float32.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +22,8 @@ TEXT = "The river runs through the city and nobody knows the answer, but everyon
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    base, directory = model("llama"), tmp_path_factory.mktemp("independence")
-    flags = ("--model-id", str(base), "--dtype", "float32", "--max-batch-total-tokens", "2048")
+    base, directory = model("llama", hidden=128, intermediate=192), tmp_path_factory.mktemp("independence")
+    flags = ("--model-id", str(base), "--dtype", "bfloat16", "--max-batch-total-tokens", "2048")
     more = (
         "--draft-model-id",
         str(base),

@@ -129,6 +129,23 @@ def test_an_unknown_peer_is_named(monkeypatch: pytest.MonkeyPatch, small: Model,
     assert code == "'vlm' is not known; there are vllm, llama.cpp, openvino, transformers."
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--model-id", "somewhere", "--scripted"), "--model-id, --scripted cannot go with --against"),
+        (("--rounds", "0"), "argument --rounds: invalid count value: '0'"),
+    ],
+)
+def test_what_a_comparison_cannot_do_is_refused(
+    more: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--against", "llama.cpp", *more])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--against", "llama.cpp", "--gguf", "nowhere.gguf"])
     with pytest.raises(SystemExit, match=r"The models could not be made: .*nowhere\.gguf does not exist"):

@@ -10,7 +10,7 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.driving import drive, make_engine
 from tgi.kernel.messages import Sampling
-from tgi.worker.attention import build_attention
+from tgi.worker.attention import build_attention, page_size
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Model
 from tgi.worker.load import build_model, read_recipe
@@ -70,3 +70,9 @@ def test_what_does_not_fit_is_left_to_torch(caplog: pytest.LogCaptureFixture) ->
     ):
         assert find_kernels(recipes, "cpu") is None
         assert reason in caplog.messages[-1]
+
+
+def test_pages_tell_our_kernels_from_torchs() -> None:
+    """So a scheduler refuses a restarted worker that would go on with the others, whose last bits differ."""
+    one, other = load("llama", native=True), load("llama")
+    assert page_size(one.kv, one.device) != page_size(other.kv, other.device)
