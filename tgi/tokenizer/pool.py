@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.kernel import metrics
+from tgi.kernel.answer import Prompted
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import (
     Adapt,
@@ -16,7 +17,6 @@ from tgi.kernel.messages import (
     Cancel,
     End,
     Generate,
-    Prompted,
     PromptLogprobs,
     Reason,
     Stop,

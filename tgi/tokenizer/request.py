@@ -3,8 +3,9 @@
 from array import array
 from enum import StrEnum
 
+from tgi.kernel.answer import Part
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.answer.division import Division
 from tgi.tokenizer.answer.marks import Marks
