@@ -12,7 +12,7 @@ from tgi.kernel.messages import Generate, Reason, Sampling, Tokenize
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer import template as templates
 from tgi.tokenizer.chat import TOOL_PROMPT, Chats
-from tgi.tokenizer.pool import LONG_TEXT
+from tgi.tokenizer.jobs import LONG_TEXT
 from tgi.tokenizer.template import ChatTemplates, TemplateError
 
 PLAIN = (
