@@ -64,8 +64,7 @@ class End(NamedTuple):
     parts: list[Part] = []  # api link only: what the end of the text brings, behind the parts of its tokens
 
 
-# --- api <-> tokenizer ------------------------------------------------------------------------------------------------
-# What comes of a Generate before its End stands in answer.py.
+# --- api <-> tokenizer (answer.py has what comes of a Generate before its End) ----------------------------------------
 
 
 class Generate(NamedTuple):
