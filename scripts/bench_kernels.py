@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tgi.kernel.option import count, counts, seconds
 from tgi.worker.linear import reorders
 from tgi.worker.native.build import library
 from tgi.worker.native.kernels import Kernels
@@ -43,20 +44,26 @@ class Kind(NamedTuple):
     bytes: int  # of a weight
 
 
+def shape(text: str) -> tuple[int, int]:
+    """Outputs and inputs of a layer, from 4864x896."""
+    outputs, _, inputs = text.partition("x")
+    return count(outputs), count(inputs)
+
+
 def main() -> None:
     """Measures all kinds and prints a table for each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="4864x896", help="outputs x inputs")
-    parser.add_argument("--rows", default="1,8,32,128,512")
-    parser.add_argument("--threads", default=",".join(map(str, sorted({1, os.cpu_count() or 1}))))
-    parser.add_argument("--seconds", type=float, default=0.1, help="that each kind is measured in a round, about")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--shape", type=shape, default="4864x896", help="outputs x inputs")
+    parser.add_argument("--rows", type=counts, default="1,8,32,128,512")
+    parser.add_argument("--threads", type=counts, default=",".join(map(str, sorted({1, os.cpu_count() or 1}))))
+    parser.add_argument("--seconds", type=seconds, default=0.1, help="that each kind is measured in a round, about")
+    parser.add_argument("--rounds", type=count, default=9)
     options = parser.parse_args()
-    outputs, inputs = map(int, options.shape.split("x"))
+    outputs, inputs = options.shape
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; weights [{outputs}, {inputs}]")
-    for threads in map(int, options.threads.split(",")):
+    for threads in options.threads:
         kinds = kinds_of(outputs, inputs, threads)
-        for rows in map(int, options.rows.split(",")):
+        for rows in options.rows:
             show(kinds, outputs * inputs, rows, threads, measure(kinds, inputs, rows, threads, options))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tgi.kernel.messages import Sampling, Slot, Step, encode
+from tgi.kernel.option import count, counts
 from tgi.kernel.pack import INT32, UINT8, pack
 from tgi.kernel.presence import Adapter, Limits
 from tgi.worker.attention import build_attention, page_size
@@ -35,6 +36,7 @@ from tgi.worker.quantization.source import QuantizingSource, Source
 from tgi.worker.threads import choose_threads
 
 ROWS = 16
+ADAPTERS = 4  # of each rank
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -101,7 +103,7 @@ class Bench:
         limits = Limits(total, total - 1, size * pages, 4096, slots, pages, size, 49152, "bfloat16", "cpu")
         self.engine = TorchEngine(model, build_attention(model.kv, pages, CPU), limits)
         for rank in sorted({rank for _, rank in kinds}):
-            for number in range(4):
+            for number in range(ADAPTERS):
                 named = Adapter(f"{rank}-{number}", "", f"{rank}-{number}".encode())
                 self.engine.adapters.put(Fetched(named, model.fitted(make_adapter(config, rank))))
         self.number = 0
@@ -109,8 +111,8 @@ class Bench:
         self._begin(0, [Sampling(0)] * ROWS)
         for at, (spread, rank) in enumerate(kinds, 1):
             adapted, _, _ = spread.partition("+")
-            count, rows = (4, int(adapted)) if "+" in spread else (int(adapted), ROWS)
-            names = [f"{rank}-{row % count}" if row < rows else "" for row in range(ROWS)]
+            adapters, rows = (ADAPTERS, int(adapted)) if "+" in spread else (int(adapted), ROWS)
+            names = [f"{rank}-{row % adapters}" if row < rows else "" for row in range(ROWS)]
             self._begin(at, [Sampling(0, adapter=name, adapter_digest=name.encode()) for name in names])
 
     def _begin(self, kind: int, samplings: list[Sampling]) -> None:
@@ -139,15 +141,26 @@ class Bench:
         return self._run(kind, 1, [])
 
 
+def spreads(text: str) -> list[str]:
+    """How adapters are spread over the rows, comma separated. Raises ArgumentTypeError in words."""
+    known = [*map(str, range(1, ADAPTERS + 1)), *(f"{adapted}+{ROWS - adapted}" for adapted in range(1, ROWS))]
+    found = text.split(",")
+    for item in found:
+        if item not in known:
+            some = f"a number of adapters from 1 to {ADAPTERS}, or a division of the {ROWS} rows such as 12+4"
+            raise argparse.ArgumentTypeError(f"{item!r} is not {some}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapters", default="1,2,4,12+4")
-    parser.add_argument("--ranks", default="8,16,64")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--adapters", type=spreads, default="1,2,4,12+4")
+    parser.add_argument("--ranks", type=counts, default="8,16,64")
+    parser.add_argument("--rounds", type=count, default=40)
+    parser.add_argument("--prompt", type=count, default=64)
     parser.add_argument("--plain", action="store_true", help="torch's kernels alone")
     options = parser.parse_args()
-    kinds = [(spread, int(rank)) for rank in options.ranks.split(",") for spread in options.adapters.split(",")]
+    kinds = [(spread, rank) for rank in options.ranks for spread in options.adapters]
     bench = Bench(kinds, options.prompt, options.rounds + 1, options.plain)
     measured = [[bench.decode(kind) for kind in range(len(kinds) + 1)] for _ in range(options.rounds + 1)]
     del measured[0]  # in which all is used for the first time

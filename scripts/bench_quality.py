@@ -25,6 +25,7 @@ from tgi.hub.card import read_card
 from tgi.hub.resolve import model_directory
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
+from tgi.kernel.option import count
 from tgi.worker.attention import build_attention
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.checkpoint import Checkpoint
@@ -168,8 +169,8 @@ def windows(directory: Path, count: int, length: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-id", help="default: the demo model")
-    parser.add_argument("--windows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--windows", type=count, default=16)
+    parser.add_argument("--length", type=count, default=512)
     arguments = parser.parse_args()
     directory = model_directory(arguments.model_id)
     formats = load(directory, arguments.length)

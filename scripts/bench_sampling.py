@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tgi.kernel.messages import Sampling
+from tgi.kernel.option import count
 from tgi.kernel.pack import FLOAT32, INT32, pack
 from tgi.worker.masks import BITS, Masks
 from tgi.worker.noise import Noise
@@ -94,9 +95,9 @@ def timed(work: Callable[[torch.Tensor], None], logits: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=49152)
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--rows", type=count, default=256)
+    parser.add_argument("--vocab", type=count, default=49152)
+    parser.add_argument("--repetitions", type=count, default=15)
     given = parser.parse_args()
     torch.set_num_threads(1)  # so that its CPU time is all there is
     generator = torch.Generator().manual_seed(1)

@@ -124,10 +124,10 @@ def compare(servers: list[Server], task: str, at_once: int, arguments: argparse.
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--speculate", type=int, default=4)
+    parser.add_argument("--speculate", type=count, default=4)
     parser.add_argument("--concurrency", type=counts, default="1", help="requests at once, comma separated")
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma separated")
-    parser.add_argument("--tokens", type=int, default=160, help="of each answer, at most")
+    parser.add_argument("--tokens", type=count, default=160, help="of each answer, at most")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("server", nargs="*", help="more arguments for both servers, after --")
     arguments = parser.parse_args()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from scripts import bench_lora
+from tgi.kernel.option import count, counts
 from tgi.kernel.settings import MADE_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.models.decoder import Decoder
@@ -124,13 +125,13 @@ def all_linears(model: Decoder) -> Iterator[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
-    parser.add_argument("--rows", default="1,8,32")
-    parser.add_argument("--context", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rows", type=counts, default="1,8,32")
+    parser.add_argument("--context", type=count, default=200)
+    parser.add_argument("--rounds", type=count, default=60)
     parser.add_argument("--quantize", choices=list(MADE_AT_LOAD))
     options = parser.parse_args()
     columns = {}
-    for rows in map(int, options.rows.split(",")):
+    for rows in options.rows:
         columns[rows] = measure(options.shape, rows, options.context, options.rounds, options.quantize)
     first = next(iter(columns.values()))[0]
     parts = [name for name in first if ":" in name or name in ("norm", "turn", "attend", "add", "lora", "head")]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints docs/wire-protocol.md, made from tgi/kernel/messages.py and presence.py (redirect it into that file)."""
+"""Prints docs/wire-protocol.md, made from tgi/kernel/messages.py and the files that it names (redirect it there)."""
 
 import ast
 import inspect
@@ -8,14 +8,14 @@ import re
 import sys
 import tokenize
 
-from tgi.kernel import messages, presence
+from tgi.kernel import answer, messages, presence
 from tgi.kernel.codec import MAX_FRAME_BYTES
 from tgi.kernel.states import TRANSITIONS
 
 HEAD = """# Wire protocol
 
-<!-- Made by scripts/wire_protocol.py from messages.py and presence.py in tgi/kernel; a test holds them together. Do
-not edit. -->
+<!-- Made by scripts/wire_protocol.py from tgi/kernel/messages.py and the files that it names; a test holds them
+together. Do not edit. -->
 
 Processes exchange frames over ZeroMQ. A frame is one message: a msgpack array `[tag, *fields]`. One ZeroMQ multipart
 message carries all frames that a process has for one neighbour at that moment, so a step costs one send per neighbour.
@@ -49,10 +49,10 @@ def page() -> str:
     parts.append("## Messages\n\n")
     for tag, cls in enumerate(messages.MESSAGES):
         parts.append(_section(f"### {tag} `{cls.__name__}`", cls))
-    inner = (presence.Limits, presence.Adapter, messages.Part, messages.Slot)
+    inner = (presence.Limits, presence.Adapter, answer.Part, messages.Slot)
     parts += [_section(f"### `{cls.__name__}` (inside other messages)", cls) for cls in inner]
-    parts.append("## Why a request ended\n\n" + _enum(messages.Reason) + "\n")
-    parts.append("## What a part of an answer is\n\n" + _enum(messages.Kind) + "\n")
+    parts.append("## Why a request ended\n\n" + _enum("reason", messages.Reason) + "\n")
+    parts.append("## What a part of an answer is\n\n" + _enum("kind", answer.Kind) + "\n")
     parts.append("## States of a request\n\nEvery request that is added ends exactly once. `ended` has no way out.\n\n")
     parts.append("| from | what happens | to |\n|---|---|---|\n")
     parts += [f"| {a} | {event} | {b} |\n" for (a, event), b in TRANSITIONS.items()]
@@ -80,10 +80,10 @@ def _fields(cls: type) -> list[tuple[str, str, str]]:
     return found
 
 
-def _enum(cls: type) -> str:
+def _enum(title: str, cls: type) -> str:
     lines = inspect.getsource(cls).splitlines()
     rows = [re.match(r'\s+[A-Z]+ = "(\w+)"(?:\s+# (.*))?', line) for line in lines]
-    return "| reason | |\n|---|---|\n" + "".join(f"| `{row[1]}` | {row[2] or ''} |\n" for row in rows if row)
+    return f"| {title} | |\n|---|---|\n" + "".join(f"| `{row[1]}` | {row[2] or ''} |\n" for row in rows if row)
 
 
 if __name__ == "__main__":

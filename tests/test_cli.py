@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +136,35 @@ def test_ps_says_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_launcher_is_installed_under_tgi_s_name() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    module, _, function = scripts["text-generation-launcher"].partition(":")
-    assert getattr(import_module(module), function) is launcher
     result = CliRunner().invoke(launcher, ["--version"])
     assert (result.exit_code, result.output) == (0, f"text-generation-launcher {__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["tgi", "text-generation-launcher"])
+@pytest.mark.parametrize("module", ["click", "tgi.kernel.settings", ""])
+def test_ctrl_c_while_a_command_is_imported_ends_it_quietly(command: str, module: str) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    entry, _, function = scripts[command].partition(":")
+    script = f"""
+import os, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+sys.argv = [{command!r}, "--version"]
+from {entry} import {function}
+sys.exit({function}())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    if module:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(command)
+        assert done.stdout.endswith(f" {__version__}\n")
 
 
 def test_showing_help_imports_nothing_heavy() -> None:

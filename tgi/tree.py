@@ -72,7 +72,8 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
 
 def _announce(settings: Settings) -> None:
     """Logs what the server was asked for, and what of it has no effect."""
-    logger.info("Arguments", extra=arguments.shown(settings))
+    if given := arguments.shown(settings):
+        logger.info("Arguments other than the defaults", extra=given)
     if nothing := arguments.without_effect(settings):
         told = ", ".join(f"{name} ({reason})" for name, reason in nothing.items())
         logger.warning("Accepted for compatibility, without effect: %s", told)

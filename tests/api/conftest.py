@@ -20,8 +20,9 @@ from tgi.api.main import configure
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.kernel import metrics
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Gone, Link
-from tgi.kernel.messages import Adapt, Adapted, Cancel, End, Generate, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.messages import Adapt, Adapted, Cancel, End, Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 from tgi.kernel.permits import Permits
 from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status

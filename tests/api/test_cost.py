@@ -21,7 +21,8 @@ from tgi.api.routes.completions import CompletionEvents
 from tgi.api.routes.native import NativeEvents
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.sse import Events, EventStream
-from tgi.kernel.messages import Generate, Sampling, Texts
+from tgi.kernel.answer import Texts
+from tgi.kernel.messages import Generate, Sampling
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 
 STAMP = Stamp('"id"', 1, '"m"', '"f"')

@@ -12,7 +12,8 @@ from tests.api.conftest import Front, Reply, request, texts
 from tgi.api import router as router_module
 from tgi.api import sse
 from tgi.api.calls import Generation
-from tgi.kernel.messages import Cancel, End, Generate, Kind, Part, Prompted, PromptTokens, Reason, Tokenize, Tokenized
+from tgi.kernel.answer import Kind, Part, Prompted, PromptTokens
+from tgi.kernel.messages import Cancel, End, Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, ints, pack
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tgi.api.calls import Bell, Generation
 from tgi.api.columns import NOTHING, Columns
 from tgi.api.parts import Reply, unreadable
-from tgi.kernel.messages import End, Generate, Kind, Part, Reason, Sampling
+from tgi.kernel.answer import Kind, Part
+from tgi.kernel.messages import End, Generate, Reason, Sampling
 
 
 def columns(parts: list[list[Part]]) -> Columns:

@@ -7,7 +7,8 @@ Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.kernel.messages import End, Generate, Kind, Part, Prompted, PromptTokens, Reason, Texts, Tokenize, Tokenized
+from tgi.kernel.answer import Kind, Part, Prompted, PromptTokens, Texts
+from tgi.kernel.messages import End, Generate, Reason, Tokenize, Tokenized
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 
 Answer = Callable[[Any], list[Any] | None]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.counting import cost, per_item
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Link, Peer
-from tgi.kernel.messages import Texts, Tokens, decode, encode
+from tgi.kernel.messages import Tokens, decode, encode
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 from tgi.kernel.presence import PROTOCOL, Hello
 

@@ -85,9 +85,10 @@ def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
         answer = httpx.get(f"http://127.0.0.1:{metrics_port}/generate", **LOCAL)
         assert answer.status_code == 404
     logged = [json.loads(line) for line in server.lines if line.startswith("{")]
-    (arguments,) = [entry for entry in logged if entry["message"] == "Arguments"]
+    (arguments,) = [entry for entry in logged if entry["message"] == "Arguments other than the defaults"]
     assert arguments["level"] == "INFO"
-    assert (arguments["port"], arguments["api_key"], arguments["max_best_of"]) == (port, "(hidden)", 2)
+    assert (arguments["port"], arguments["api_key"], arguments["rope_factor"]) == (port, "(hidden)", 2)
+    assert "max_best_of" not in arguments
     (warning,) = [entry["message"] for entry in logged if "without effect" in entry["message"]]
     assert "--usage-stats (nothing is ever sent)" in warning
     assert not [line for line in server.lines if "three" in line]

@@ -3,8 +3,9 @@
 from typing import Any
 
 from tests.tokenizer.vocabularies import byte_level
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, Sampling, Texts, Tokens
+from tgi.kernel.messages import Add, End, Generate, Reason, Sampling, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, floats, ints, pack, uints
 from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
 from tgi.tokenizer.chat import Chats

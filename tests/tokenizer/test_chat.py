@@ -7,11 +7,12 @@ import pytest
 
 from tests.tokenizer.house import API, House, ends, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.kernel.messages import Generate, Prompted, Reason, Sampling, Tokenize
+from tgi.kernel.answer import Prompted
+from tgi.kernel.messages import Generate, Reason, Sampling, Tokenize
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer import template as templates
 from tgi.tokenizer.chat import TOOL_PROMPT, Chats
-from tgi.tokenizer.pool import LONG_TEXT
+from tgi.tokenizer.jobs import LONG_TEXT
 from tgi.tokenizer.template import ChatTemplates, TemplateError
 
 PLAIN = (

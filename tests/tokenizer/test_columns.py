@@ -6,7 +6,8 @@ import pytest
 
 from tests.tokenizer.house import API, OTHER, House, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.kernel.messages import Generate, Kind, Part, Prompted, Sampling, Tokens
+from tgi.kernel.answer import Kind, Part, Prompted
+from tgi.kernel.messages import Generate, Sampling, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, floats, ints, pack, uints
 
 

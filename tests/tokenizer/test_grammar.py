@@ -17,7 +17,7 @@ from tgi.hub.grammar import matcher, token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.messages import Generate, Reason, Sampling, decode
 from tgi.tokenizer.grammar import KEPT, MOST_BYTES, GrammarError, GrammarReader, _next_bit
-from tgi.tokenizer.pool import Lane
+from tgi.tokenizer.jobs import Lane
 from tgi.tokenizer.vocabulary import Vocabulary
 
 NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "

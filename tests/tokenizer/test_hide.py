@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tokenizer.house import API, EOS, House, ends, ids_of
-from tgi.kernel.messages import End, Reason, Stop, Texts
+from tgi.kernel.answer import Texts
+from tgi.kernel.messages import End, Reason, Stop
 from tgi.kernel.pack import INT32, pack, uints
 from tgi.tokenizer.stop import Curtain
 

@@ -15,8 +15,9 @@ import zmq
 from tokenizers import Tokenizer
 
 from tests.tokenizer.house import READY, ends, shown
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Link
-from tgi.kernel.messages import Add, Cancel, End, Generate, Reason, Sampling, Stop, Texts, Tokenize, Tokenized, Tokens
+from tgi.kernel.messages import Add, Cancel, End, Generate, Reason, Sampling, Stop, Tokenize, Tokenized, Tokens
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
 from tgi.kernel.presence import PROTOCOL, Hello, Status
 from tgi.kernel.rundir import create

@@ -3,11 +3,12 @@
 import pytest
 
 from tests.tokenizer.house import API, EOS, LIMITS, OTHER, READY, House, ends, hello, ids_of, shown
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Cancel, End, Generate, Reason, Sampling, Texts, Tokenize, Tokenized, decode
+from tgi.kernel.messages import Cancel, End, Generate, Reason, Sampling, Tokenize, Tokenized, decode
 from tgi.kernel.pack import ints
 from tgi.kernel.presence import Status
-from tgi.tokenizer.pool import LONG_TEXT
+from tgi.tokenizer.jobs import LONG_TEXT
 
 TOGETHER = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: "
 

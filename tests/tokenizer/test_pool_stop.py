@@ -4,8 +4,9 @@ import pytest
 
 from tests.tokenizer.house import API, EOS, LIMITS, OTHER, READY, House, ends, ids_of, shown
 from tests.tokenizer.vocabularies import byte_level
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Gone
-from tgi.kernel.messages import Cancel, End, Reason, Stop, Texts, decode
+from tgi.kernel.messages import Cancel, End, Reason, Stop, decode
 from tgi.kernel.pack import INT32, pack
 
 

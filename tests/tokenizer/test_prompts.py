@@ -7,7 +7,8 @@ import pytest
 
 from tests.tokenizer.house import API, OTHER, House, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.kernel.messages import Cancel, End, Generate, PromptLogprobs, PromptTokens, Sampling, Texts
+from tgi.kernel.answer import PromptTokens, Texts
+from tgi.kernel.messages import Cancel, End, Generate, PromptLogprobs, Sampling
 from tgi.kernel.pack import FLOAT32, INT32, floats, ints, pack
 from tgi.tokenizer import encode, prompts
 

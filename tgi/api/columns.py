@@ -4,7 +4,7 @@ from array import array
 from itertools import islice
 from typing import NamedTuple
 
-from tgi.kernel.messages import Part, PromptTokens, Texts
+from tgi.kernel.answer import Part, PromptTokens, Texts
 from tgi.kernel.pack import floats, ints, uints
 
 

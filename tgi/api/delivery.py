@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from tgi.api.calls import Call, Generation
 from tgi.api.columns import Arrivals
 from tgi.kernel import metrics
-from tgi.kernel.messages import Texts
+from tgi.kernel.answer import Texts
 from tgi.kernel.pack import uints
 
 # Measurements are written with the first tokens after so long: one by one they would cost half as much as their tokens.

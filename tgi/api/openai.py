@@ -13,8 +13,8 @@ from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest, ImageChunk
-from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import GenerateParameters
+from tgi.api.shapes.openai import OpenAiRequest
 from tgi.api.tools import Offer
 from tgi.kernel.messages import End, Reason
 
@@ -22,7 +22,7 @@ DONE = "data: [DONE]\n\n"
 
 
 def parameters(
-    request: ChatRequest | CompletionRequest, adapters: Container[str], max_new_tokens: int | None, top_n: int
+    request: OpenAiRequest, adapters: Container[str], max_new_tokens: int | None, top_n: int
 ) -> GenerateParameters:
     """The request's parameters under TGI's names, without those that are OpenAI's alone (Steering). Requests sample,
     except at temperature 0; the values that mean "off" to OpenAI's clients (top_p 1, top_k 0 and -1) are left out.

@@ -11,22 +11,11 @@ import msgspec
 import tgi
 from tgi.api.errors import ErrorResponse
 from tgi.api.operations import INTERNAL, JSON, KSERVE, OPERATIONS, Operation, Reply
-from tgi.api.shapes import (
-    adapters,
-    chat,
-    cloud,
-    completions,
-    info,
-    kserve,
-    native,
-    native_answers,
-    openai,
-    openai_answers,
-)
+from tgi.api.shapes import adapters, chat, cloud, completions, info, kserve, native, native_answers, openai_answers
 from tgi.api.shapes.refined import REFINED
-from tgi.api.shapes.types import Answer, ref
+from tgi.api.shapes.types import ref
 
-SHAPES = (native, native_answers, openai, chat, completions, openai_answers, info, adapters, cloud)
+SHAPES = (native, native_answers, chat, completions, openai_answers, info, adapters, cloud)
 TAG = "Text Generation Inference"
 KEY = "key"
 
@@ -119,9 +108,7 @@ class _Schemas:
 def _structs(module: ModuleType) -> list[Any]:
     """The shapes that a module defines."""
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    return [
-        value for value in own if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not Answer
-    ]
+    return [value for value in own if isinstance(value, type) and issubclass(value, msgspec.Struct)]
 
 
 def _named(schema: Any, components: dict[str, Any]) -> Any:

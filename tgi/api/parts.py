@@ -12,7 +12,8 @@ from tgi.api.calls import Generation
 from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.serde import complaint
-from tgi.kernel.messages import End, Kind, Part, Reason
+from tgi.kernel.answer import Kind, Part
+from tgi.kernel.messages import End, Reason
 
 
 class _Call:

@@ -10,8 +10,9 @@ from tgi.api import accounting, errors
 from tgi.api.calls import Adaptation, Call, Encoding, Generation
 from tgi.api.delivery import Delivery
 from tgi.kernel import metrics
+from tgi.kernel.answer import Prompted, PromptTokens, Texts
 from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Adapted, Cancel, End, Prompted, PromptTokens, Texts, Tokenized
+from tgi.kernel.messages import Adapted, Cancel, End, Tokenized
 from tgi.kernel.permits import Permits
 from tgi.kernel.presence import Adapter, Hello, Limits, Status
 

@@ -6,8 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tgi.api import float32
-from tgi.api.shapes.chat import ChatRequest
-from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.shapes.openai import OpenAiRequest
 
 # A request for more biases than this is refused: they travel with each of its generations.
 MOST_BIASES = 1024
@@ -24,7 +23,7 @@ class Steering(NamedTuple):
     greedy: bool = False  # whatever the limits are: on TGI's routes a limit alone makes a request sample
 
     @classmethod
-    def of(cls, request: ChatRequest | CompletionRequest) -> "Steering":
+    def of(cls, request: OpenAiRequest) -> "Steering":
         """Of a request whose `logit_bias` has passed the rules. Floats are rounded to float32, as all parameters."""
         return cls(
             float32.rounded(request.frequency_penalty or 0.0),
@@ -37,7 +36,7 @@ class Steering(NamedTuple):
 NONE = Steering()
 
 
-def biases(request: ChatRequest | CompletionRequest) -> Mapping[str, float]:
+def biases(request: OpenAiRequest) -> Mapping[str, float]:
     """The biases as they were sent. TGI's array form means nothing."""
     return request.logit_bias if isinstance(request.logit_bias, dict) else {}
 

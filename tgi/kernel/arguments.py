@@ -40,18 +40,18 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> S
 
 
 def shown(settings: Settings) -> dict[str, Any]:
-    """All settings by name, for a log: secrets are hidden."""
-    values = {name: getattr(settings, name) for name in OPTIONS}
-    return {name: HIDDEN if OPTIONS[name].secret and value else value for name, value in values.items()}
+    """The settings that are not the defaults, by name, for a log: secrets are hidden."""
+    return {name: HIDDEN if OPTIONS[name].secret else value for name, value in _changed(settings).items()}
 
 
 def without_effect(settings: Settings) -> dict[str, str]:
     """The flags that ask for something and get nothing, with the reason."""
-    return {
-        flag(name): option.ignored
-        for name, option in OPTIONS.items()
-        if option.ignored and getattr(settings, name) != getattr(DEFAULTS, name)
-    }
+    return {flag(name): reason for name in _changed(settings) if (reason := OPTIONS[name].ignored)}
+
+
+def _changed(settings: Settings) -> dict[str, Any]:
+    """The settings that are not the defaults, by name."""
+    return {name: value for name in OPTIONS if (value := getattr(settings, name)) != getattr(DEFAULTS, name)}
 
 
 def _refuse_empty_key(flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """What processes say of themselves: who they are, in which life, and how they and the floors below fare.
 
-These belong to no request; messages.py has the others, and says which way each message goes.
+These belong to no request; messages.py says which way each message goes.
 """
 
 from typing import NamedTuple

@@ -14,7 +14,10 @@ BAR_CELLS = 24
 
 
 class Progress:
-    """Shows stages on standard error and, once every process is ready, the URL on standard output."""
+    """Shows stages on standard error and, once every process is ready, the URL on standard output.
+
+    `title` is what starts: a role, or "tgi" for all of them.
+    """
 
     def __init__(self, settings: Settings | None, title: str) -> None:
         self.settings = settings
@@ -45,25 +48,34 @@ class Progress:
             self._shown = shown
 
     def tick(self, expected: Iterable[str]) -> None:
-        """Looks at the states of the processes that are to be; called by the supervisor many times a second."""
+        """Looks at the states of the processes that are to be; called by the supervisor many times a second.
+
+        Who serves the port tells how all floors fare, the others how they fare themselves.
+        """
         if self._done or self.settings is None:
             return
+        own = set(expected)
+        serves = "api-0" in own
         states = [state for state in rundir.read_states(self.settings.run_dir) if state.state != "draining"]
+        states = [state for state in states if serves or state.name in own]
         waiting = [state for state in states if state.state != "ready"]
-        if waiting or not set(expected) <= {state.name for state in states}:
+        if waiting or not own <= {state.name for state in states}:
             lowest = next((state for state in reversed(waiting) if state.stage), None)  # what the others wait for
             if lowest:
-                self.stage(f"{lowest.role}: {lowest.stage}", lowest.percent)
+                floor = "" if lowest.role == self._title else f"{lowest.role}: "
+                self.stage(floor + lowest.stage, lowest.percent)
             return
         self._done = True
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[K")
-        if any(state.role == "api" for state in states):
-            host = self.settings.hostname.replace("0.0.0.0", "127.0.0.1")
-            url = f"http://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
-            took = time.monotonic() - self._began
-            ready = f"Ready in {took:.1f} s: {self.settings.model_id} on {url}"
-            if self._logs:
-                log.info("%s", ready)
-            else:
-                print(ready, flush=True)
+        what = f"{self.settings.model_id} on {_url(self.settings)}" if serves else self._title
+        ready = f"Ready in {time.monotonic() - self._began:.1f} s: {what}"
+        if self._logs:
+            log.info("%s", ready)
+        else:
+            print(ready, flush=True)
+
+
+def _url(settings: Settings) -> str:
+    host = settings.hostname.replace("0.0.0.0", "127.0.0.1")
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"

@@ -1,8 +1,9 @@
 """The adapters that requests may choose among, and the requests to change that, each until it is answered."""
 
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Adapt, Adapted, Sampling
+from tgi.kernel.messages import Adapt, Adapted
 from tgi.kernel.presence import Adapter
+from tgi.tokenizer.request import Request
 
 
 class Adapters:
@@ -24,15 +25,18 @@ class Adapters:
             self.loaded = loaded
             self._digests = {adapter.name: adapter.digest for adapter in loaded}
 
-    def found(self, sampling: Sampling, resumed: bool) -> Sampling | None:
-        """How a request that names an adapter draws; None if there is no such adapter.
+    def give(self, request: Request) -> str:
+        """Gives a request the adapter that it names. Why that cannot be, for the client; "" if it can.
 
         One that has ids goes on with the adapter that drew them, or fails where that is gone.
         """
-        if resumed and sampling.adapter_digest:
-            return sampling
-        digest = self._digests.get(sampling.adapter)
-        return None if digest is None else sampling._replace(adapter_digest=digest)
+        sampling = request.asked.sampling
+        if not sampling.adapter or (request.asked.resume and sampling.adapter_digest):
+            return ""
+        if (digest := self._digests.get(sampling.adapter)) is None:
+            return f"`adapter_id` {sampling.adapter} not found"
+        request.asked = request.asked._replace(sampling=sampling._replace(adapter_digest=digest))
+        return ""
 
     def ask(self, rid: int, api: Peer, adapt: Adapt) -> Adapt:
         """An api wants a change. Returns what the scheduler is to be sent under this rid."""

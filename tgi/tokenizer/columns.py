@@ -5,7 +5,8 @@ from collections.abc import Iterable, MutableSequence
 from itertools import accumulate
 from typing import Any
 
-from tgi.kernel.messages import Part, Texts, Tokens
+from tgi.kernel.answer import Part, Texts
+from tgi.kernel.messages import Tokens
 from tgi.kernel.pack import UINT32, ints, uints
 from tgi.tokenizer.vocabulary import Vocabulary
 

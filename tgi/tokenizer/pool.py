@@ -4,9 +4,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tgi.kernel import metrics
 from tgi.kernel.link import Gone, Peer
@@ -16,7 +15,6 @@ from tgi.kernel.messages import (
     Cancel,
     End,
     Generate,
-    Prompted,
     PromptLogprobs,
     Reason,
     Stop,
@@ -29,6 +27,7 @@ from tgi.tokenizer import limits
 from tgi.tokenizer.adapters import Adapters
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.encode import Encoder, Refusal
+from tgi.tokenizer.jobs import Job, lane_of
 from tgi.tokenizer.request import Request, Stage
 from tgi.tokenizer.steps import Steps
 from tgi.tokenizer.vocabulary import Vocabulary
@@ -38,27 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
-# others go on meanwhile.
-LONG_TEXT = 8 << 10
-# A chat with this in it may have tools, and they a grammar to be compiled.
-TOOLS = b'"tools"'
 NO_SCHEDULER = "waiting for the scheduler"
-
-
-class Lane(StrEnum):
-    """Jobs of a lane are done one after the other, and lanes side by side."""
-
-    TEXTS = "encode"
-    GRAMMARS = "grammar"
-
-
-class Job(NamedTuple):
-    """Long work to be done elsewhere: `result` is called there, and given to `Pool.finished` with `key`."""
-
-    key: Any
-    result: Callable[[], Any]
-    lane: Lane = Lane.TEXTS
 
 
 class Pool:
@@ -148,14 +127,10 @@ class Pool:
         request = Request(self._rid, api, asked, self._clock())
         self._requests[request.rid] = request
         self._apis[api][asked.rid] = request
-        job = Job(request, partial(self._encoder.prompt, asked))
-        if asked.grammar or TOOLS in asked.chat:
-            self.jobs.append(job._replace(lane=Lane.GRAMMARS))
-        else:
-            self._start(len(asked.inputs) + len(asked.chat), job)
+        self._encode(asked, request, partial(self._encoder.prompt, asked))
 
     def _tokenize(self, api: Peer, asked: Tokenize) -> None:
-        self._start(len(asked.inputs) + len(asked.chat), Job(api, partial(self._encoder.tokenized, asked)))
+        self._encode(asked, api, partial(self._encoder.tokenized, asked))
 
     def _adapt(self, api: Peer, asked: Adapt) -> None:
         self._rid += 1
@@ -163,11 +138,12 @@ class Pool:
         if self._scheduler is not None:
             self._send(self._scheduler, order)
 
-    def _start(self, length: int, job: Job) -> None:
-        if length > LONG_TEXT:
-            self.jobs.append(job)
+    def _encode(self, asked: Generate | Tokenize, key: Any, result: Callable[[], Any]) -> None:
+        """Does it now, or makes it a job."""
+        if (lane := lane_of(asked)) is None:
+            self.finished(key, result())
         else:
-            self.finished(job.key, job.result())
+            self.jobs.append(Job(key, result, lane))
 
     def finished(self, key: Any, result: Any) -> None:
         """Takes the result of a job."""
@@ -255,21 +231,15 @@ class Pool:
 
     def _admit(self, request: Request, known: Limits) -> None:
         """Checks an encoded request against the limits and passes it on."""
-        asked = request.asked.max_new_tokens
-        problem = limits.refusal(known, request.prompt.tokens, asked) or request.prompt.fault or self._adapter(request)
+        prompt, asked = request.prompt, request.asked.max_new_tokens
+        problem = limits.refusal(known, prompt.tokens, asked) or prompt.fault or self._adapters.give(request)
         if problem:
             self._validated(request, Refusal(Reason.INVALID, problem))
             self._finish(request, Reason.INVALID, problem)
             return
-        most = limits.new_tokens(known, request.prompt.tokens, asked)
+        most = limits.new_tokens(known, prompt.tokens, asked)
         request.begin(self._vocabulary, self._encoder.marks, most, known.vocab_size)
-        if request.chats:
-            divided = request.prompt.answer is not None
-            self._send(
-                request.api, Prompted(request.asked.rid, request.prompt.tokens, request.prompt.characters, divided)
-            )
-        if request.teller is not None:
-            self._prompts += ((request.api, piece) for piece in request.teller.first())
+        self._prompts += ((request.api, told) for told in request.prompted())
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
         self._validated(request)
@@ -277,17 +247,6 @@ class Pool:
             self._finish(request, request.reason)
         elif self._scheduler is not None:
             self._send(self._scheduler, request.add())
-
-    def _adapter(self, request: Request) -> str:
-        """Gives a request the adapter that it names. Why that cannot be, for the client; "" if it can."""
-        sampling = request.asked.sampling
-        if not sampling.adapter:
-            return ""
-        found = self._adapters.found(sampling, bool(request.asked.resume))
-        if found is None:
-            return f"`adapter_id` {sampling.adapter} not found"
-        request.asked = request.asked._replace(sampling=found)
-        return ""
 
     def _validated(self, request: Request, refusal: Refusal | None = None) -> None:
         """Traces what has just become of a request: it was passed on, or refused."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from tgi.kernel.messages import Generate, PromptLogprobs, PromptTokens
+from tgi.kernel.answer import PromptTokens
+from tgi.kernel.messages import Generate, PromptLogprobs
 from tgi.kernel.pack import FLOAT32, ints, pack
 from tgi.tokenizer.encode import Prompt
 from tgi.tokenizer.vocabulary import Vocabulary

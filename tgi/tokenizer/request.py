@@ -1,10 +1,12 @@
 """One request as the tokenizer keeps it: all that is needed to begin it again below, and its text so far."""
 
 from array import array
+from collections.abc import Iterator
 from enum import StrEnum
 
+from tgi.kernel.answer import Part, Prompted, PromptTokens
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Part, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.answer.division import Division
 from tgi.tokenizer.answer.marks import Marks
@@ -96,6 +98,14 @@ class Request:
                 text = self.push(number)
                 if self.division is not None:
                     self.division.push(number, text, self.held)
+
+    def prompted(self) -> Iterator[Prompted | PromptTokens]:
+        """What the api is told of the prompt before anything comes from the scheduler. To be called once."""
+        if self.chats:
+            divided = self.prompt.answer is not None
+            yield Prompted(self.asked.rid, self.prompt.tokens, self.prompt.characters, divided)
+        if self.teller is not None:
+            yield from self.teller.first()
 
     def push(self, number: int) -> str:
         """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""

@@ -4,8 +4,9 @@ import time
 from collections.abc import Mapping
 
 from tgi.kernel import metrics
+from tgi.kernel.answer import Texts
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Reason, Texts, Tokens
+from tgi.kernel.messages import Reason, Tokens
 from tgi.kernel.pack import ints, uints
 from tgi.tokenizer.columns import Columns, Tops
 from tgi.tokenizer.request import Request, Stage

@@ -7,7 +7,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.tokenizer.house import API, EOS, House, ends, ids_of
 from tgi.hub.grammar import matcher, token_table
-from tgi.kernel.messages import Add, End, Generate, Part, Prompted, Reason, Sampling, Texts, decode
+from tgi.kernel.answer import Part, Prompted, Texts
+from tgi.kernel.messages import Add, End, Generate, Reason, Sampling, decode
 from tgi.tokenizer.vocabulary import Vocabulary
 
 Merged = list[tuple[str, str]]

@@ -9,7 +9,7 @@ from tests.tokenizer.answer.families import FAMILIES, PLAIN, SUN, THINKING, VOCA
 from tests.tokenizer.answer.talk import accepts, begin, divided, grammar, held, house_of, play, refusal, said
 from tests.tokenizer.house import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.kernel.messages import Prompted
+from tgi.kernel.answer import Prompted
 from tgi.tokenizer.vocabulary import Vocabulary
 
 OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as with the R1 family

@@ -6,27 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
-from tgi.api.shapes.native import GrammarType
-from tgi.api.shapes.openai import (
-    FrequencyPenalty,
-    IgnoreEos,
-    LogitBias,
-    MaxTokens,
-    MinTokens,
-    Model,
-    N,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Stream,
-    StreamOptions,
-    Temperature,
-    TopK,
-    TopP,
-    TypicalP,
-)
-from tgi.api.shapes.types import ShapeError, UInt32, check_seed, doc, stop_strings
+from tgi.api.shapes.openai import OpenAiRequest
+from tgi.api.shapes.types import ShapeError, UInt32, doc
 
 _BODY = Meta(extra={"untagged": "MessageBody", "owner": True})
 
@@ -147,7 +128,7 @@ ToolChoice = Annotated[
 ]
 
 
-class ChatRequest(Struct, kw_only=True):
+class ChatRequest(OpenAiRequest):
     """Body of POST /v1/chat/completions and /chat_tokenize."""
 
     messages: Annotated[
@@ -157,15 +138,7 @@ class ChatRequest(Struct, kw_only=True):
             example=[{"role": "user", "content": "What is Deep Learning?"}],
         ),
     ]
-    model: Model = None
-    max_tokens: MaxTokens = None
     max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    seed: Seed = None
-    stop: Stop = None
-    stream: Stream = None
-    stream_options: StreamOptions | None = None
     logprobs: Annotated[
         bool | None,
         doc(
@@ -182,10 +155,6 @@ class ChatRequest(Struct, kw_only=True):
             example=5,
         ),
     ] = None
-    frequency_penalty: FrequencyPenalty = None
-    presence_penalty: PresencePenalty = None
-    logit_bias: LogitBias = None
-    n: N = None
     tools: Annotated[
         list[Tool] | None,
         doc(
@@ -206,13 +175,7 @@ class ChatRequest(Struct, kw_only=True):
             "dictionary of argument name and its value}.Do not use variables.",
         ),
     ] = None
-    response_format: GrammarType | None = None
     # Not TGI's, but what clients of other servers send
-    repetition_penalty: RepetitionPenalty = None
-    top_k: TopK = None
-    typical_p: TypicalP = None
-    min_tokens: MinTokens = None
-    ignore_eos: IgnoreEos = None
     add_generation_prompt: Annotated[
         bool | None, doc("Whether the prompt ends with what begins the assistant's turn")
     ] = None
@@ -225,7 +188,7 @@ class ChatRequest(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
-        check_seed(self.seed)
+        super().__post_init__()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ShapeError("duplicate field `max_tokens`")
 
@@ -233,16 +196,6 @@ class ChatRequest(Struct, kw_only=True):
     def max_new_tokens(self) -> int | None:
         """The limit, under either name."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings as a list."""
-        return stop_strings(self.stop)
-
-    @property
-    def usage_wanted(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
         """What the tokenizer makes the prompt of, as JSON (its keys: tokenizer/chat.py), with the tools that may be

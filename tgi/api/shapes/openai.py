@@ -1,10 +1,11 @@
-"""The fields that chat and completion requests share, with what the OpenAPI document says about each."""
+"""The fields that chats and completions share, with what the OpenAPI document says about each."""
 
 from typing import Annotated
 
 from msgspec import Struct
 
-from tgi.api.shapes.types import Float32, Int32, UInt32, UInt64, doc
+from tgi.api.shapes.native import GrammarType
+from tgi.api.shapes.types import Answer, Float32, Int32, UInt32, UInt64, check_seed, doc, stop_strings
 
 Model = Annotated[
     str | None,
@@ -170,3 +171,54 @@ class StreamOptions(Struct):
             example=True,
         ),
     ] = None
+
+
+class OpenAiRequest(Struct, kw_only=True):
+    """What both requests have, all of it optional."""
+
+    model: Model = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    seed: Seed = None
+    stop: Stop = None
+    stream: Stream = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: FrequencyPenalty = None
+    presence_penalty: PresencePenalty = None
+    logit_bias: LogitBias = None
+    n: N = None
+    response_format: GrammarType | None = None
+    # Not TGI's, but what clients of other servers send
+    repetition_penalty: RepetitionPenalty = None
+    top_k: TopK = None
+    typical_p: TypicalP = None
+    min_tokens: MinTokens = None
+    ignore_eos: IgnoreEos = None
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        check_seed(self.seed)
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        return stop_strings(self.stop)
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+Id = Annotated[str, doc("Unique, and the same in all chunks of an answer")]
+Created = Annotated[int, doc("Seconds since 1970", example=1706270835, format="int64", minimum=0)]
+
+
+class Stamped(Answer):
+    """What both answers and their chunks begin with (`Stamp` in api/openai.py writes it)."""
+
+    id: Id
+    created: Created
+    model: Annotated[str, doc(example="mistralai/Mistral-7B-Instruct-v0.2")]
+    system_fingerprint: Annotated[str, doc(example="3.3.6-dev0-native")]

@@ -3,12 +3,9 @@
 from typing import Annotated, Any, Literal
 
 from tgi.api.shapes.chat import ToolCall
+from tgi.api.shapes.openai import Created, Id, Stamped
 from tgi.api.shapes.types import Answer, Float32, UInt32, any_of, doc
 
-_ID = "Unique, and the same in all chunks of an answer"
-_Created = Annotated[int, doc("Seconds since 1970", example=1706270835, format="int64", minimum=0)]
-_Model = Annotated[str, doc(example="mistralai/Mistral-7B-Instruct-v0.2")]
-_Fingerprint = Annotated[str, doc(example="3.3.6-dev0-native")]
 _Reasoning = Annotated[str, doc("What the model has thought before it answered")]
 _ChatReason = Literal["stop", "length", "tool_calls"]
 _CompletionReason = Literal["stop", "length"]
@@ -171,13 +168,9 @@ class ChatCompletionComplete(Answer, kw_only=True):
     finish_reason: _ChatReason
 
 
-class ChatCompletion(Answer, tag_field="object", tag="chat.completion"):
+class ChatCompletion(Stamped, tag_field="object", tag="chat.completion"):
     """The answer to a chat."""
 
-    id: Annotated[str, doc(_ID)]
-    created: _Created
-    model: _Model
-    system_fingerprint: _Fingerprint
     choices: list[ChatCompletionComplete]
     usage: Usage
 
@@ -191,13 +184,9 @@ class ChatCompletionChoice(Answer):
     finish_reason: _ChatReason | None = None
 
 
-class ChatCompletionChunk(Answer, tag_field="object", tag="chat.completion.chunk"):
+class ChatCompletionChunk(Stamped, tag_field="object", tag="chat.completion.chunk"):
     """The data of one event."""
 
-    id: Annotated[str, doc(_ID)]
-    created: _Created
-    model: _Model
-    system_fingerprint: _Fingerprint
     choices: list[ChatCompletionChoice]
     usage: Usage | None = None
 
@@ -223,13 +212,9 @@ class CompletionComplete(Answer, kw_only=True):
     finish_reason: _CompletionReason | None
 
 
-class CompletionFinal(Answer, tag_field="object", tag="text_completion"):
+class CompletionFinal(Stamped, tag_field="object", tag="text_completion"):
     """The answer to a completion request."""
 
-    id: Annotated[str, doc(_ID)]
-    created: _Created
-    model: _Model
-    system_fingerprint: _Fingerprint
     choices: list[CompletionComplete]
     usage: Usage
 
@@ -237,8 +222,8 @@ class CompletionFinal(Answer, tag_field="object", tag="text_completion"):
 class Chunk(Answer, tag_field="object", tag="text_completion"):
     """The data of one event; the last one of each choice is a CompletionFinal."""
 
-    id: Annotated[str, doc(_ID)]
-    created: _Created
+    id: Id
+    created: Created
     choices: list[CompletionComplete]
     model: str
     system_fingerprint: str

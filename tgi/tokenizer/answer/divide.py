@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Generator
 
-from tgi.kernel.messages import Kind
+from tgi.kernel.answer import Kind
 from tgi.tokenizer.answer.formats import WHITE, Answer, Format, Slot, beginning
 from tgi.tokenizer.answer.marks import MARK, Marks
 
