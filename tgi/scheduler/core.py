@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
 from tgi.kernel.messages import Adapt, Adapted, Add, Cancel, End, Reason, Result, Step, Stop
 from tgi.kernel.presence import Hello, Limits, Status
-from tgi.kernel.states import DECODE, PREFILL, QUEUED
+from tgi.kernel.states import DECODE, END, PREFILL, QUEUED
 from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import refusal
@@ -21,7 +20,7 @@ from tgi.scheduler.plan import Planner
 from tgi.scheduler.prompts import pieces
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
-from tgi.scheduler.results import one_each, runs_each
+from tgi.scheduler.results import Ended, one_each, runs_each
 from tgi.scheduler.speculation import Speculation
 from tgi.scheduler.status import Load, Report, status_of
 from tgi.scheduler.suspects import Suspects
@@ -71,14 +70,14 @@ class Core:
         """Takes one message or event of a link. `now` is in seconds and never decreases."""
         if source.role == "worker":
             self._from_worker(message, source, now)
+        elif isinstance(message, Add) and (client := self._clients.get(source)) is not None:
+            self._add(message, client, now)  # what comes most often
         else:
             self._from_tokenizer(message, source, now)
 
     def _from_tokenizer(self, message: Any, source: Peer, now: float) -> None:
         client = self._clients.get(source)
-        if isinstance(message, Add) and client is not None:
-            self._add(message, client, now)
-        elif isinstance(message, Hello):
+        if isinstance(message, Hello):
             self._clients[source] = Client(source)
             self._outbox.put(source, self._status(self._load(), now))
         elif client is None:
@@ -219,7 +218,7 @@ class Core:
         if self._speculation is not None:
             self._speculation.begin(request)
         client.requests[add.rid] = request
-        self._queue.push(request)
+        self._queue.join(request)
         finished = None
         if add.resume:
             self.counters.resumed_tokens += request.generated
@@ -230,18 +229,24 @@ class Core:
             self._end(request, finished, now)  # whoever resumes it missed only its End
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
+        self._end_all([(request, reason)], now, message)
+
+    def _end_all(self, ended: Ended, now: float, message: str = "") -> None:
         """The only way out, taken once by each request."""
-        if request.state is QUEUED:
-            self._queue.leave()
-        elif self._planner is not None:
-            self._planner.end(request)
-        request.become("end")
-        self.counters.ended += 1
-        if request.strikes:
-            self._suspects.forget(request)
-        client = request.client
-        del client.requests[request.rid]
-        self._outbox.put(client.peer, partial(request.end, reason, message, now))
+        running = []
+        for request, _ in ended:
+            state = request.state
+            if state is not QUEUED:
+                running.append(request)
+            request.state = END[state]
+            if request.strikes:
+                self._suspects.forget(request)
+            del request.client.requests[request.rid]
+        if running and self._planner is not None:
+            self._planner.end(running)
+        self._queue.leave(len(ended) - len(running))
+        self.counters.ended += len(ended)
+        self._outbox.put_all((one.client.peer, one.end(reason, message, now)) for one, reason in ended)
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -275,11 +280,10 @@ class Core:
         else:
             columns, ended = tokens, one_each(flight, result, planner.batch.left)
         self._send_orders()
-        for client in self._clients.values():
-            if client.rows or client.columns.rids:
-                self._outbox.put(client.peer, partial(columns, *client.take_rows()))
-        for request, reason in ended:
-            self._end(request, reason, now)
+        told = [(one.peer, one.take_rows()) for one in self._clients.values() if one.rows or one.columns.rids]
+        self._outbox.put_all((peer, columns(*rows)) for peer, rows in told)
+        if ended:
+            self._end_all(ended, now)
         self._suspects.clear()
 
     # --- the worker ---------------------------------------------------------------------------------------------------
