@@ -183,7 +183,7 @@ def test_a_row_that_decodes() -> None:
     assert each.instructions <= 19
 
 
-@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 256, 3_610), (256, 436, 7_260)])
+@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 257, 3_617), (256, 437, 7_265)])
 def test_a_pass(rows: int, calls: int, instructions: int) -> None:
     """Of rows that decode alone: what each costs, and some 190 calls for the step itself and two tokenizers."""
     each = cost(decoding(rows)) / STEPS
@@ -196,13 +196,13 @@ def test_a_turn_for_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(metrics._here, "store", Store(tmp_path))
     monkeypatch.setattr(metrics._here, "made", {})
     each = cost(turning(1)) / STEPS
-    assert each.calls <= 215
-    assert each.instructions <= 2_546
+    assert each.calls <= 217
+    assert each.instructions <= 2_564
 
 
 @pytest.mark.parametrize(
     ("work", "calls", "instructions"),
-    [(arriving, 9, 254), (admitting, 25, 430), (entering, 32, 565), (ending, 5, 115), (leaving, 12, 356)],
+    [(arriving, 10, 268), (admitting, 25, 430), (entering, 32, 565), (ending, 5, 115), (leaving, 12, 356)],
 )
 def test_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
     """As measured. Arrival, admission and end are in the way of a step that waits; what is in `entering`, which gives
