@@ -10,7 +10,7 @@ import tokenize
 
 from tgi.kernel import answer, messages, presence
 from tgi.kernel.codec import MAX_FRAME_BYTES
-from tgi.kernel.states import TRANSITIONS
+from tgi.kernel.states import EVENTS, State
 
 HEAD = """# Wire protocol
 
@@ -55,7 +55,7 @@ def page() -> str:
     parts.append("## What a part of an answer is\n\n" + _enum("kind", answer.Kind) + "\n")
     parts.append("## States of a request\n\nEvery request that is added ends exactly once. `ended` has no way out.\n\n")
     parts.append("| from | what happens | to |\n|---|---|---|\n")
-    parts += [f"| {a} | {event} | {b} |\n" for (a, event), b in TRANSITIONS.items()]
+    parts += [f"| {a} | {event.name} | {event[a]} |\n" for a in State for event in EVENTS if a in event]
     return "".join(parts)
 
 

@@ -180,10 +180,10 @@ def test_a_row_that_decodes() -> None:
     everybody slower."""
     each = per_item(decoding, 64, 256) / STEPS
     assert each.calls <= 1
-    assert each.instructions <= 21
+    assert each.instructions <= 19
 
 
-@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 256, 3_680), (256, 436, 7_530)])
+@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 257, 3_617), (256, 437, 7_265)])
 def test_a_pass(rows: int, calls: int, instructions: int) -> None:
     """Of rows that decode alone: what each costs, and some 190 calls for the step itself and two tokenizers."""
     each = cost(decoding(rows)) / STEPS
@@ -196,13 +196,13 @@ def test_a_turn_for_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(metrics._here, "store", Store(tmp_path))
     monkeypatch.setattr(metrics._here, "made", {})
     each = cost(turning(1)) / STEPS
-    assert each.calls <= 211
-    assert each.instructions <= 2_510
+    assert each.calls <= 217
+    assert each.instructions <= 2_564
 
 
 @pytest.mark.parametrize(
     ("work", "calls", "instructions"),
-    [(arriving, 10, 290), (admitting, 28, 462), (entering, 32, 564), (ending, 12, 200), (leaving, 13, 357)],
+    [(arriving, 10, 268), (admitting, 25, 430), (entering, 32, 565), (ending, 5, 115), (leaving, 12, 356)],
 )
 def test_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
     """As measured. Arrival, admission and end are in the way of a step that waits; what is in `entering`, which gives

@@ -10,7 +10,7 @@ from tests.scheduler.tokenizers import GREEDY, Asked
 from tgi.kernel.messages import Add, Cancel, End, Reason, Stop, Tokens
 from tgi.kernel.pack import INT32, pack
 from tgi.kernel.presence import Status
-from tgi.kernel.states import State
+from tgi.kernel.states import CHUNK, END, State
 from tgi.scheduler.core import Config
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import Client, Request
@@ -202,13 +202,13 @@ def test_the_line_keeps_the_order_of_arrival() -> None:
     client = Client(house.tokenizers[0].peer)
     made = [Request(client, Add(n, b"", 1, b""), n, 0.0) for n in range(5)]
     queue = Queue()
-    for n in (3, 1, 4):
-        queue.push(made[n])
-    made[1].become("end")
-    queue.leave()
-    queue.push(made[0])
+    for n in (1, 3, 4):
+        queue.join(made[n])
+    made[1].state = END[made[1].state]
+    queue.leave(1)
+    queue.come_back(made[0])
     made[2].strikes = 2
-    queue.push(made[2])  # a suspect goes first
+    queue.come_back(made[2])  # a suspect goes first
     assert len(queue) == 4
     order = []
     while (head := queue.head()) is not None:
@@ -219,19 +219,19 @@ def test_the_line_keeps_the_order_of_arrival() -> None:
     with pytest.raises(IndexError):
         queue.pop()
     with pytest.raises(ValueError, match="illegal transition"):
-        made[1].become("chunk")
+        CHUNK[made[1].state]
     assert made[1].state is State.ENDED
 
 
 def test_who_ends_while_waiting_is_not_kept_in_the_line() -> None:
     client, queue = Client(House(SCRIPT).tokenizers[0].peer), Queue()
     first = Request(client, Add(0, b"", 1, b""), 0, 0.0)
-    queue.push(first)
+    queue.join(first)
     for n in range(1, 10_000):
         request = Request(client, Add(n, b"", 1, b""), n, 0.0)
-        queue.push(request)
-        queue.leave()
-        request.become("end")
+        queue.join(request)
+        request.state = END[request.state]
+        queue.leave(1)
     gc.collect()
     kept = [one for one in gc.get_objects() if isinstance(one, Request) and one.client is client]
     assert len(kept) < 200

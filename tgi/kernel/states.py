@@ -1,4 +1,4 @@
-"""The life of a request: its states, and the one table of what may lead from each to which."""
+"""The life of a request: its states, and of each event the one table of what it may lead from to what."""
 
 from enum import StrEnum
 
@@ -16,26 +16,22 @@ class State(StrEnum):
 QUEUED, PREFILL, DECODE, ENDED = State
 
 
-# The single truth about legal transitions: (from, what happens) -> to. ENDED has no way out and is reached once.
-TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.QUEUED, "chunk"): State.PREFILL,
-    (State.QUEUED, "last chunk"): State.DECODE,
-    (State.QUEUED, "end"): State.ENDED,
-    (State.PREFILL, "chunk"): State.PREFILL,
-    (State.PREFILL, "last chunk"): State.DECODE,
-    (State.PREFILL, "preempt"): State.QUEUED,
-    (State.PREFILL, "worker lost"): State.QUEUED,
-    (State.PREFILL, "end"): State.ENDED,
-    (State.DECODE, "token"): State.DECODE,
-    (State.DECODE, "preempt"): State.QUEUED,
-    (State.DECODE, "worker lost"): State.QUEUED,
-    (State.DECODE, "end"): State.ENDED,
-}
+class Event(dict[State, State]):
+    """What happens to requests: `request.state = END[request.state]`. Raises ValueError in a state in which it must not
+    happen: that is a defect, never an input."""
+
+    def __init__(self, name: str, leads: dict[State, State]) -> None:
+        super().__init__(leads)
+        self.name = name
+
+    def __missing__(self, state: State) -> State:
+        raise ValueError(f"illegal transition: {self.name!r} in state {state}")
 
 
-def transition(state: State, event: str) -> State:
-    """The state after `event`. Raises ValueError on an illegal one: that is a defect, never an input."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise ValueError(f"illegal transition: {event!r} in state {state}") from None
+# The single truth about legal transitions. ENDED has no way out and is reached once.
+CHUNK = Event("chunk", {QUEUED: PREFILL, PREFILL: PREFILL})
+LAST_CHUNK = Event("last chunk", {QUEUED: DECODE, PREFILL: DECODE})
+PREEMPT = Event("preempt", {PREFILL: QUEUED, DECODE: QUEUED})
+WORKER_LOST = Event("worker lost", {PREFILL: QUEUED, DECODE: QUEUED})
+END = Event("end", {QUEUED: ENDED, PREFILL: ENDED, DECODE: ENDED})
+EVENTS = (CHUNK, LAST_CHUNK, PREEMPT, WORKER_LOST, END)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from tgi.kernel.states import PREFILL
 from tgi.scheduler.lane import Lane
 from tgi.scheduler.request import NEVER, NO_SLOT, Client, Request
 
@@ -63,12 +62,13 @@ class Batch:
                 lane.enter(request)
         self.last, self.prompted = [], []
 
-    def due(self) -> list[Request]:
-        """The decoding ones whose next row needs a page, or draws the last token."""
-        due: list[Request] = []
+    def due(self) -> tuple[list[Request], list[Request]]:
+        """The decoding ones whose next row needs a page, and those whose next row draws the last token."""
+        needy: list[Request] = []
+        last: list[Request] = []
         for lane in self.lanes.values():
-            due += lane.due()
-        return due
+            lane.due(needy, last)
+        return needy, last
 
     def _leave_lane(self, request: Request) -> None:
         lane = self.lanes[request.client]
@@ -76,19 +76,21 @@ class Batch:
         if not lane.requests:
             del self.lanes[request.client]
 
-    def leave(self, request: Request) -> None:
-        """Takes the slot back."""
-        if len(request.ids) < request.limit:
-            self.left += 1
-        slot = request.slot
-        self._slots[slot] = None
-        self.free.append(slot)
-        if request.lane is not None:
-            self._leave_lane(request)
-        elif request.state is PREFILL:
-            self.prefilling.pop(request, None)
-        request.slot = NO_SLOT
-        request.since = NEVER
+    def leave(self, requests: list[Request]) -> None:
+        """Takes the slots back."""
+        slots, free, prefilling = self._slots, self.free, self.prefilling
+        for request in requests:
+            if len(request.ids) < request.limit:
+                self.left += 1
+            slot = request.slot
+            slots[slot] = None
+            free.append(slot)
+            if request.lane is not None:
+                self._leave_lane(request)
+            elif prefilling:
+                prefilling.pop(request, None)
+            request.slot = NO_SLOT
+            request.since = NEVER
 
     def youngest(self, besides: Request) -> Request | None:
         """The last to arrive of all others that still need steps."""

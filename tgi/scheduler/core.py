@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
-from tgi.kernel.errors import ProtocolError
 from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Adapt, Adapted, Add, Cancel, End, Reason, Result, Step, Stop
+from tgi.kernel.messages import Adapt, Adapted, Add, Cancel, Reason, Result, Step, Stop
 from tgi.kernel.presence import Hello, Limits, Status
-from tgi.kernel.states import DECODE, PREFILL, QUEUED
+from tgi.kernel.states import DECODE, END, PREFILL, QUEUED
+from tgi.scheduler.above import Above
 from tgi.scheduler.below import Below
 from tgi.scheduler.counters import Admitted, Counters, StepDone
 from tgi.scheduler.deployment import refusal
@@ -21,9 +20,9 @@ from tgi.scheduler.plan import Planner
 from tgi.scheduler.prompts import pieces
 from tgi.scheduler.queue import Queue
 from tgi.scheduler.request import SUSPECT, Client, Request
-from tgi.scheduler.results import one_each, runs_each
+from tgi.scheduler.results import Ended, one_each, runs_each
 from tgi.scheduler.speculation import Speculation
-from tgi.scheduler.status import Load, Report, status_of
+from tgi.scheduler.status import Load, status_of
 from tgi.scheduler.suspects import Suspects
 from tgi.scheduler.tokens import runs, tokens
 from tgi.scheduler.underway import UnderWay
@@ -59,10 +58,8 @@ class Core:
         self._pace = Pace(config.step_target * 1e6)
         self._speculation = Speculation(config.drafts, config.draft_model) if config.drafts else None
         self._outbox = Outbox()
-        self._clients: dict[Peer, Client] = {}
-        self._arrivals = 0
+        self._above = Above(self._outbox)
         self._suspects = Suspects()
-        self._report = Report()
         self._forecast = Forecast()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -71,15 +68,16 @@ class Core:
         """Takes one message or event of a link. `now` is in seconds and never decreases."""
         if source.role == "worker":
             self._from_worker(message, source, now)
+        elif isinstance(message, Add) and (client := self._above.clients.get(source)) is not None:
+            self._add(message, client, now)  # what comes most often
         else:
             self._from_tokenizer(message, source, now)
 
     def _from_tokenizer(self, message: Any, source: Peer, now: float) -> None:
-        client = self._clients.get(source)
-        if isinstance(message, Add) and client is not None:
-            self._add(message, client, now)
-        elif isinstance(message, Hello):
-            self._clients[source] = Client(source)
+        clients = self._above.clients
+        client = clients.get(source)
+        if isinstance(message, Hello):
+            clients[source] = Client(source)
             self._outbox.put(source, self._status(self._load(), now))
         elif client is None:
             return  # said before its Gone
@@ -94,7 +92,7 @@ class Core:
             for request in list(client.requests.values()):
                 self._end(request, Reason.CANCELLED, now)
             self.below.adapters.tokenizer_gone(source)
-            del self._clients[source]
+            del clients[source]
         else:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
@@ -162,7 +160,7 @@ class Core:
     def deadline(self, now: float) -> float:
         """When the next `tick` has something to do even if no message comes."""
         soonest = now + 3600.0
-        for due in (self.under_way.overdue(now), self._report.due):
+        for due in (self.under_way.overdue(now), self._above.report.due):
             if due is not None and due < soonest:
                 soonest = due
         return max(now, soonest)
@@ -194,7 +192,7 @@ class Core:
 
     def check(self) -> None:
         """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
-        known = [request for client in self._clients.values() for request in client.requests.values()]
+        known = self._above.requests
         waiting = self._queue.waiting()
         assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
         batch = list(self._planner.batch) if self._planner else []
@@ -206,20 +204,11 @@ class Core:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _add(self, add: Add, client: Client, now: float) -> None:
-        if add.rid in client.requests:
-            # Its first Add lives on and gets the one End that this number can have.
-            log.error("%s has used number %d twice; the second request is ignored", client.peer, add.rid)
+        if (request := self._above.take(add, client, now)) is None:
             return
-        try:
-            request = Request(client, add, self._arrivals, now)
-        except (ValueError, ProtocolError) as error:  # columns of odd length
-            self._outbox.put(client.peer, End(add.rid, Reason.INVALID, f"malformed request: {error}"))
-            return
-        self._arrivals += 1
         if self._speculation is not None:
             self._speculation.begin(request)
-        client.requests[add.rid] = request
-        self._queue.push(request)
+        self._queue.join(request)
         finished = None
         if add.resume:
             self.counters.resumed_tokens += request.generated
@@ -230,18 +219,24 @@ class Core:
             self._end(request, finished, now)  # whoever resumes it missed only its End
 
     def _end(self, request: Request, reason: Reason, now: float, message: str = "") -> None:
+        self._end_all([(request, reason)], now, message)
+
+    def _end_all(self, ended: Ended, now: float, message: str = "") -> None:
         """The only way out, taken once by each request."""
-        if request.state is QUEUED:
-            self._queue.leave()
-        elif self._planner is not None:
-            self._planner.end(request)
-        request.become("end")
-        self.counters.ended += 1
-        if request.strikes:
-            self._suspects.forget(request)
-        client = request.client
-        del client.requests[request.rid]
-        self._outbox.put(client.peer, partial(request.end, reason, message, now))
+        running = []
+        for request, _ in ended:
+            state = request.state
+            if state is not QUEUED:
+                running.append(request)
+            request.state = END[state]
+            if request.strikes:
+                self._suspects.forget(request)
+            del request.client.requests[request.rid]
+        if running and self._planner is not None:
+            self._planner.end(running)
+        self._queue.leave(len(ended) - len(running))
+        self.counters.ended += len(ended)
+        self._outbox.put_all((one.client.peer, one.end(reason, message, now)) for one, reason in ended)
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -254,7 +249,7 @@ class Core:
         fault = result.error or flight.fault(result, planner.limits.vocab_size)
         self.counters.done.append(StepDone(flight.method, bool(fault), seconds, result.forward_us / 1e6))
         if fault:
-            guilty = self._blame([flight], SUSPECT)
+            guilty = self._suspects.blame([flight], SUSPECT)
             self.under_way.failed()
             self._begin_again(guilty, f"Server error: {fault}", now)
             return
@@ -275,11 +270,9 @@ class Core:
         else:
             columns, ended = tokens, one_each(flight, result, planner.batch.left)
         self._send_orders()
-        for client in self._clients.values():
-            if client.rows or client.columns.rids:
-                self._outbox.put(client.peer, partial(columns, *client.take_rows()))
-        for request, reason in ended:
-            self._end(request, reason, now)
+        self._above.tell_rows(columns)
+        if ended:
+            self._end_all(ended, now)
         self._suspects.clear()
 
     # --- the worker ---------------------------------------------------------------------------------------------------
@@ -320,17 +313,10 @@ class Core:
     def _worker_gone(self, now: float) -> None:
         self.below.gone()
         self.counters.worker_losses += 1
-        guilty = self._blame(self.under_way.flights, 1)
+        guilty = self._suspects.blame(self.under_way.flights, 1)
         self.under_way.worker_gone()
         self._begin_again(guilty, "Server error: the worker died while it computed this request alone", now)
         self._tell(now)
-
-    def _blame(self, flights: list[Flight], strikes: int) -> Request | None:
-        """Those with rows in these steps get strikes. Returns the one that was computed alone, if it is among them."""
-        requests = {
-            request: None for flight in flights for request in flight.requests if flight.step.number >= request.since
-        }
-        return self._suspects.blame(requests, strikes)
 
     def _begin_again(self, guilty: Request | None, message: str, now: float) -> None:
         """What the worker held is void: all running requests go back to the queue, but for a guilty one."""
@@ -352,9 +338,5 @@ class Core:
         return status_of(below.status, self.under_way.stalled(now), below.limits, load, below.adapters.loaded)
 
     def _tell(self, now: float) -> None:
-        """Tells every tokenizer how things are, if that has changed."""
         load = self._load()
-        status = self._status(load, now)
-        if self._report.is_news(status, load, now):
-            for peer in self._clients:
-                self._outbox.put(peer, status)
+        self._above.tell(self._status(load, now), load, now)

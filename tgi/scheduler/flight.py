@@ -89,7 +89,7 @@ class Outline:
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
-        self.page_slots: list[int] = []
+        self.page_slots: list[bytes] = []  # int32
         self.page_ids: list[int] = []
         self.rows = array(INT32)
         self.starts = array(INT32)
@@ -133,7 +133,7 @@ class Outline:
             counts += pack_ints(lengths)
             draws += bytes(ends)
             prefill_tokens = sum(lengths)
-        pages = pack_ints(self.page_slots), pack_ints(self.page_ids)
+        pages = b"".join(self.page_slots), pack_ints(self.page_ids)
         step = Step(number, epoch, self.slots, *pages, rows, starts, counts, draws)
         if self.drafts:
             column = pack_ints(self.drafts) + bytes(4 * len(self.chunks))

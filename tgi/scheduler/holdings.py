@@ -4,6 +4,9 @@ The worker is kept busy first, the books are kept after: that pages can be found
 free, is noted by `settle`, between two plans. So whatever is found was computed by steps that were sent before.
 """
 
+from itertools import compress
+from operator import eq
+
 from tgi.kernel.presence import Limits
 from tgi.scheduler.pages import PagePool
 from tgi.scheduler.request import Request
@@ -21,8 +24,10 @@ class Holdings:
         self._free = int(limits.pages * FREE_PAGES)
         self._filled: list[Request] = []  # with pages that may be found and cannot be yet
         self.ended: list[Request] = []  # they need their pages no more, which are still held
-        # Further pages of which the worker has yet to hear: to whom they were given, `since` of then, and the page.
-        self.given: list[tuple[Request, int, int]] = []
+        # Further pages of which the worker has yet to hear: to whom they were given, and `since` of then.
+        self.given: list[Request] = []
+        self._given_since: list[int] = []
+        self._given_pages: list[int] = []
         self.pool = PagePool(limits.pages, limits.page_size)
         self.settled = True  # since the last plan
 
@@ -42,7 +47,7 @@ class Holdings:
         known = len(found)
         pages = (len(request.ids) - 1) // size + 1
         missing = pages - known
-        if missing + spare > pool.available and self.lacks(missing + spare):
+        if missing + spare > len(pool.free) and self.lacks(missing + spare):
             available = pool.available
             pool.release(found)
             request.wanted = missing + spare + pool.available - available
@@ -58,17 +63,26 @@ class Holdings:
         """Gives a further page to each of these. False: there are too few for all, and nobody has got one."""
         if self.lacks(len(requests)):
             return False
-        for request, page in zip(requests, self.pool.take(len(requests)), strict=True):
-            request.grow(page, self._size)
-            self.given.append((request, request.since, page))
+        pages, size = self.pool.take(len(requests)), self._size
+        for request, page in zip(requests, pages, strict=True):
+            request.grow(page, size)
+        self.given += requests
+        self._given_since += [request.since for request in requests]
+        self._given_pages += pages
         self.filled(requests)
         return True
 
     def take_given(self) -> tuple[list[int], list[int]]:
         """Slots and further pages, for the step that tells the worker of them: of those that are still there."""
-        given, self.given = self.given, []
-        there = [(request.slot, page) for request, since, page in given if since == request.since]
-        return [slot for slot, _ in there], [page for _, page in there]
+        requests, pages = self.given, self._given_pages
+        if (now := [request.since for request in requests]) != self._given_since:
+            there = [*map(eq, now, self._given_since)]
+            requests, pages = [*compress(requests, there)], [*compress(pages, there)]
+        self._forget_given()
+        return [request.slot for request in requests], pages
+
+    def _forget_given(self) -> None:
+        self.given, self._given_since, self._given_pages = [], [], []
 
     def filled(self, requests: list[Request]) -> None:
         """The steps that are planned compute a page of each of these to its end: others may find it."""
@@ -109,7 +123,7 @@ class Holdings:
     def forget(self) -> None:
         """The worker's tensors are gone: no page holds anything."""
         self.settle()
-        self.given.clear()
+        self._forget_given()
         self.pool = PagePool(self._limits.pages, self._size)
 
     def check(self, batch: list[Request]) -> None:

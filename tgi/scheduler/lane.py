@@ -61,14 +61,16 @@ class Lane:
             self.requests[place], self.ids[place], self.stops[place] = last, ids, stops
             self.rids[place], self.slots[place], self.starts[place] = rid, slot, start
 
-    def due(self) -> list["Request"]:
-        """Those whose turn it is: the next row needs a page, or draws the last token. `planned` of these is true."""
-        if (turns := self._turns.get(self._steps)) is None:
-            return []
+    def due(self, needy: list["Request"], last: list["Request"]) -> None:
+        """Adds those whose turn it is: whose next row needs a page, and whose draws the last token. `planned` of these
+        is true."""
         starts = self.starts
-        for request in turns:
-            request.planned = starts[request.place]
-        return list(turns)
+        for request in self._turns.get(self._steps, ()):
+            request.planned = start = starts[request.place]
+            if start == request.room:
+                needy.append(request)
+            if start == request.last_start:
+                last.append(request)
 
     def advance(self) -> None:
         """All have a row in the step that is planned. One is added to each start at once, with all of them taken as

@@ -33,7 +33,7 @@ class PagePool:
     def __init__(self, pages: int, page_size: int) -> None:
         self._page_bytes = page_size * ID_BYTES
         self._holders = [1] * pages  # a free page counts as held by whoever will take it
-        self._free = list(range(pages - 1, -1, -1))
+        self.free = list(range(pages - 1, -1, -1))  # those are taken first
         # Of an idle page, the one that went idle before and after it. The ring begins and ends at the entry behind the
         # last page.
         self._before = [pages] * (pages + 1)
@@ -47,7 +47,7 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that can be taken now."""
-        return len(self._free) + self._idle
+        return len(self.free) + self._idle
 
     @property
     def used(self) -> int:
@@ -56,7 +56,7 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Pages with nothing in them that matters, held once. Raises IndexError if fewer are available."""
-        free = self._free
+        free = self.free
         left = len(free) - count
         if left >= 0:
             taken = free[left:]
@@ -64,13 +64,13 @@ class PagePool:
             return taken
         if -left > self._idle:
             raise IndexError(f"{count} pages wanted, {self.available} available")
-        self._free = []
+        self.free = []
         return free + self._evict(-left)
 
     def keep_free(self, count: int) -> None:
         """Evicts idle pages, as far as there are any, until so many are free: then to take them is cheap."""
-        if (missing := min(count - len(self._free), self._idle)) > 0:
-            self._free += reversed(self._evict(missing))
+        if (missing := min(count - len(self.free), self._idle)) > 0:
+            self.free += reversed(self._evict(missing))
 
     def _evict(self, count: int) -> list[int]:
         """Forgets the prefixes of the pages that are idle longest."""
@@ -93,11 +93,11 @@ class PagePool:
     def find(self, salt: bytes, column: bytes, most: int) -> tuple[list[int], bytes]:
         """The pages of the longest known prefix of the ids in `column`, at most so many, each held once more; and what
         that prefix is called: the name of its last page, or the salt."""
-        prefix, size, get = SALT + salt, self._page_bytes, self._by_key.get
-        if not most or prefix + column[:size] not in self._by_key:  # as of nearly every new prompt
+        prefix, size, by_key = SALT + salt, self._page_bytes, self._by_key
+        if not most or prefix + column[:size] not in by_key:  # as of nearly every new prompt
             return [], prefix
         found: list[int] = []
-        name_of, append = self._name_of, found.append
+        name_of, append, get = self._name_of, found.append, by_key.get
         for at in range(0, most * size, size):
             page = get(prefix + column[at : at + size])
             if page is None:
@@ -147,7 +147,7 @@ class PagePool:
 
     def release(self, pages: list[int]) -> None:
         """Each is held once less. The end of a prefix goes idle before its beginning, without which it is no use."""
-        holders, name_of, before, after, free = self._holders, self._name_of, self._before, self._after, self._free
+        holders, name_of, before, after, free = self._holders, self._name_of, self._before, self._after, self.free
         end = len(name_of)
         newest = before[end]
         idle = self._idle
@@ -176,7 +176,7 @@ class PagePool:
     def check(self, tables: Iterable[list[int]] = ()) -> None:
         """Raises AssertionError unless `tables` are all that is held, and every page is in exactly one place."""
         holders = [0] * len(self._holders)
-        free, idle = set(self._free), set(self._ring())
+        free, idle = set(self.free), set(self._ring())
         for table in tables:
             assert len(set(table)) == len(table), f"a page twice in the table {table}"
             for page in table:
@@ -184,7 +184,7 @@ class PagePool:
         counted = [0 if page in free else count for page, count in enumerate(self._holders)]
         assert holders == counted, "pages are held by nobody, or not held by somebody"
         assert all(self._holders[page] == 1 for page in free), "a free page is not ready to be taken"
-        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free) == len(self.free), "a page is free twice"
         assert len(idle) == self._idle, "idle pages are miscounted"
         assert not free & idle, "a page is free and idle"
         assert free | idle == {page for page, count in enumerate(holders) if count == 0}, "a page is lost"

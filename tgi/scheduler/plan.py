@@ -1,8 +1,9 @@
 """Decides what the next step computes: decode rows first, then prompts in the order of arrival."""
 
 from tgi.kernel.messages import Slot
+from tgi.kernel.pack import INT32, pack, pack_ints
 from tgi.kernel.presence import Limits
-from tgi.kernel.states import PREFILL, QUEUED
+from tgi.kernel.states import CHUNK, LAST_CHUNK, PREEMPT, PREFILL, QUEUED, WORKER_LOST, Event
 from tgi.scheduler.adapters import Adapters
 from tgi.scheduler.batch import Batch
 from tgi.scheduler.counters import Counters
@@ -47,6 +48,7 @@ class Planner:
         self._adapters = adapters
         self._speculation = speculation
         self._spare = int(limits.pages * SPARE_PAGES)
+        self._slots = [pack(INT32, [slot]) for slot in range(limits.max_batch_size)]  # as columns
 
     def plan(self, number: int, epoch: int, alone: Request | None, ahead: bool, now: float) -> Flight | None:
         """The next step, or None if there is nothing to compute. `alone`: only this request may have a row. `ahead`:
@@ -68,7 +70,7 @@ class Planner:
         holdings.filled(outline.drawing[decode_rows:] + outline.prefilling)
         if holdings.given:
             slots, pages = holdings.take_given()
-            outline.page_slots[:0] = slots  # before any other page of the same request
+            outline.page_slots.insert(0, pack_ints(slots))  # before any other page of the same request
             outline.page_ids[:0] = pages
         return outline.flight(number, epoch, running > 0, self.batch.left, now)
 
@@ -76,15 +78,13 @@ class Planner:
 
     def _decode(self, outline: Outline, alone: Request | None) -> None:
         """One row for each request whose prompt is computed. Those that find no page wait."""
-        due = self.batch.due()
+        needy, last = self.batch.due()
+        if alone is not None:
+            needy, last = ([one for one in due if one is alone] for due in (needy, last))
         short: set[Request] = set()
-        last: list[Request] = []
-        if due:
-            if alone is not None:
-                due = [one for one in due if one is alone]
-            short = self._next_pages(outline, [request for request in due if request.planned == request.room], alone)
-            last = [request for request in due if request.planned == request.last_start and request.lane is not None]
-            last = [request for request in last if request not in short] if short else last
+        if needy and not self.holdings.give(needy):
+            short = self._next_pages(outline, needy, alone)
+            last = [request for request in last if request.lane is not None and request not in short]
         if alone is None and not short:
             for client, lane in self.batch.lanes.items():
                 outline.decode_lane(client, lane)
@@ -96,9 +96,8 @@ class Planner:
         self.batch.last = last
 
     def _next_pages(self, outline: Outline, needy: list[Request], alone: Request | None) -> set[Request]:
-        """Gives a page to each of these, in which its next row goes on. Returns those that have got none."""
-        if not needy or self.holdings.give(needy):
-            return set()
+        """Gives a page to each of these, in which its next row goes on, though there are too few. Returns those that
+        have got none."""
         short = set()
         for request in sorted(needy, key=_order):
             if request.slot == NO_SLOT:
@@ -139,12 +138,12 @@ class Planner:
 
     def _append_page(self, outline: Outline, request: Request, page: int) -> None:
         request.grow(page, self._page_size)
-        outline.page_slots.append(request.slot)
+        outline.page_slots.append(self._slots[request.slot])
         outline.page_ids.append(page)
 
     def _preempt(self, request: Request) -> None:
         self._counters.preemptions += 1
-        self.send_back(request, "preempt")
+        self.send_back(request, PREEMPT)
 
     # --- prefill ------------------------------------------------------------------------------------------------------
 
@@ -190,12 +189,13 @@ class Planner:
         if request.prompt_from < request.prompt_tokens and (told := telling(request, start, end)):
             outline.telling.append(told)
         if draws:
-            request.become("last chunk")
+            if request.state is PREFILL:
+                del self.batch.prefilling[request]
+            request.state = LAST_CHUNK[request.state]
             outline.drawing.append(request)
-            self.batch.prefilling.pop(request, None)
             (self.batch.prompted if end <= request.last_start else outline.last).append(request)
         else:
-            request.become("chunk")
+            request.state = CHUNK[request.state]
             outline.prefilling.append(request)
             self.batch.prefilling[request] = None
         return tokens
@@ -232,7 +232,7 @@ class Planner:
         if tells:
             slot = slot._replace(prompt_from=request.prompt_from, prompt_top_n=request.prompt_top_n)
         outline.slots.append(slot)
-        outline.page_slots += [place] * len(request.pages)
+        outline.page_slots.append(self._slots[place] * len(request.pages))
         outline.page_ids += request.pages
         return True
 
@@ -249,35 +249,36 @@ class Planner:
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    def end(self, request: Request) -> None:
-        """Takes the slot from a request that has one, and its pages when it is settled."""
-        self.batch.leave(request)
-        self.holdings.ended.append(request)
+    def end(self, requests: list[Request]) -> None:
+        """Takes the slots from these, and their pages when it is settled."""
+        self.batch.leave(requests)
+        self.holdings.ended += requests
 
     def settle(self) -> None:
         """Keeps the books that no step waits for, and gives the pages that the next rows need if all can have one."""
         self.batch.settle()
         self.holdings.settle()
-        if due := self.batch.due():
-            self.holdings.give([request for request in due if request.planned == request.room])
+        needy, _ = self.batch.due()
+        if needy:
+            self.holdings.give(needy)
         if self._speculation is not None:
             self._speculation.read()
 
-    def send_back(self, request: Request, event: str) -> None:
+    def send_back(self, request: Request, event: Event) -> None:
         """Back to the queue, with all ids it has: those that were generated come back as prefill."""
         self.batch.settle()
         self.holdings.settle()
-        self.batch.leave(request)
+        self.batch.leave([request])
         self.holdings.give_up(request)
-        request.become(event)
+        request.state = event[request.state]
         request.wanted = 0
         self._counters.resumed_tokens += request.generated
-        self.queue.push(request)
+        self.queue.come_back(request)
 
     def forget_worker(self) -> None:
         """The worker's tensors are gone: everybody back to the queue, no page holds anything."""
         for request in list(self.batch):
-            self.send_back(request, "worker lost")
+            self.send_back(request, WORKER_LOST)
         self.holdings.forget()
 
     def check(self) -> None:

@@ -14,19 +14,18 @@ class Queue:
 
     def __init__(self) -> None:
         self._line: deque[Request] = deque()
-        self._waiting = 0
+        self._ended = 0  # of those in the line
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self._line) - self._ended
 
-    def push(self, request: Request) -> None:
-        """Joins the line at the place of its arrival."""
-        line = self._line
-        if request.strikes < SUSPECT and (not line or line[-1].order < request.order):
-            line.append(request)
-        else:
-            line.insert(bisect(line, _turn(request), key=_turn), request)
-        self._waiting += 1
+    def join(self, request: Request) -> None:
+        """Takes a new one, the last to arrive."""
+        self._line.append(request)
+
+    def come_back(self, request: Request) -> None:
+        """Takes one that has been in the line before, at the place of its arrival."""
+        self._line.insert(bisect(self._line, _turn(request), key=_turn), request)
 
     def head(self) -> Request | None:
         """The next one, left in the line."""
@@ -35,20 +34,20 @@ class Queue:
             head = line[0]
             if head.state is QUEUED:
                 return head
-            line.popleft()  # ended while it waited
+            line.popleft()
+            self._ended -= 1
         return None
 
     def pop(self) -> Request:
         """Takes out what `head` has just returned. Raises IndexError if nobody waits."""
-        request = self._line.popleft()
-        self._waiting -= 1
-        return request
+        return self._line.popleft()
 
-    def leave(self) -> None:
-        """Somebody in the line ends. It goes when it comes to the front, or when too many have ended."""
-        self._waiting -= 1
-        if len(self._line) > 2 * self._waiting + SWEPT:
+    def leave(self, count: int) -> None:
+        """So many in the line have ended. They go when they come to the front, or when they are too many."""
+        self._ended += count
+        if 2 * self._ended > len(self._line) + SWEPT:
             self._line = deque(self.waiting())
+            self._ended = 0
 
     def waiting(self) -> list[Request]:
         """Everybody in the line, in its order."""

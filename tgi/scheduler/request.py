@@ -6,7 +6,7 @@ from functools import lru_cache
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, End, Reason
 from tgi.kernel.pack import INT32, ints
-from tgi.kernel.states import QUEUED, TRANSITIONS, transition
+from tgi.kernel.states import QUEUED
 from tgi.scheduler.lane import Lane
 from tgi.scheduler.lookup import Lookup
 from tgi.scheduler.model import Model
@@ -101,10 +101,6 @@ class Request:
             raise ValueError(f"prompt_from is {add.prompt_from} and prompt_top_n {add.prompt_top_n}")
         self.prompt_from = min(add.prompt_from or self.prompt_tokens, self.prompt_tokens)
         self.prompt_top_n = add.prompt_top_n
-
-    def become(self, event: str) -> None:
-        """Moves to the state that the table of transitions gives. Raises ValueError if it gives none."""
-        self.state = TRANSITIONS.get((self.state, event)) or transition(self.state, event)
 
     def grow(self, page: int, size: int) -> None:
         """It has got another page, for so many tokens."""

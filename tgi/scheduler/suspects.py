@@ -1,7 +1,6 @@
 """Who may have brought a worker down: struck when it dies, tried alone when that happens again, cleared by tokens."""
 
-from collections.abc import Iterable
-
+from tgi.scheduler.flight import Flight
 from tgi.scheduler.request import Request
 
 # Tokens that clear a request of the last worker's death: one drawn by prefill and one by decode. Whatever in it kills
@@ -16,10 +15,11 @@ class Suspects:
         self.trial: Request | None = None
         self._struck: dict[Request, int] = {}  # and how many ids they had at the last strike
 
-    def blame(self, requests: Iterable[Request], strikes: int) -> Request | None:
-        """A worker died, or failed, under these. Returns the one on trial if it is among them; the trial is over."""
+    def blame(self, flights: list[Flight], strikes: int) -> Request | None:
+        """A worker died, or failed, in these steps. Returns the one on trial if it has a row in them; the trial is
+        over."""
         guilty = None
-        for request in requests:
+        for request in {one: None for flight in flights for one in flight.requests if flight.step.number >= one.since}:
             request.strikes += strikes
             request.guesser = None  # what it is tried with from now on, it goes on with: no drafts
             self._struck[request] = len(request.ids)

@@ -17,6 +17,8 @@ from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader, stored_embedding
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.native.quantize import Quantizer
+from tgi.worker.quantization.quantize import quantized
 from tgi.worker.quantization.scheme import Scheme, read_scheme
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,8 @@ def _build_decoder(
     progress("loading weights", 0)
     dtype, scheme = recipe.dtype, recipe.scheme
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
-        reader = WeightReader(scheme.source(checkpoint), config, dtype, device, kernels)
+        quantize = quantized if kernels is None else Quantizer(kernels).quantized
+        reader = WeightReader(scheme.source(checkpoint, quantize), config, dtype, device, kernels)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.

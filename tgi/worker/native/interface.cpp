@@ -9,6 +9,7 @@
 #include "lora.h"
 #include "norm.h"
 #include "program.h"
+#include "quantize.h"
 #include "read.h"
 #include "rows.h"
 #include "team.h"
@@ -46,6 +47,11 @@ int64_t tgi_packed_bytes(int64_t outputs, int64_t inputs, int64_t form) {
 void tgi_pack_whole(Team* team, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
                     int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed) {
     pack_whole(*team, codes, scales, factors, table, {packed, outputs, inputs, Form(form)});
+}
+
+void tgi_quantize(Team* team, const bf16* weight, const float* errors, const uint8_t* choices, uint16_t* scales,
+                  uint8_t* codes, uint8_t* factors, int64_t outputs, int64_t inputs) {
+    quantize(*team, {weight, errors, choices, scales, codes, factors, outputs, inputs});
 }
 
 void tgi_linear(Team* team, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, const float* plus,

@@ -7,7 +7,9 @@ tried was no better for it.
 """
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from torch import Tensor
 from tgi.worker.quantization.codebook import TABLE
 from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.threads import usable_cores
+
+Quantize: TypeAlias = Callable[[Tensor, str], QuantizedWeight]  # what does as `quantized`
 
 GROUP = 32  # inputs that share a factor
 MOST = 127
@@ -28,17 +32,22 @@ ERRORS = _OFF.square().amin(-1)  # float32 [places, factors]
 CODES = _OFF.abs().argmin(-1).to(torch.uint8)  # [places, factors]
 
 
-def quantized(weight: Tensor, form: str) -> QuantizedWeight:
-    """The weight [outputs, inputs] as "int8" or "int4". `inputs` is a multiple of GROUP. Where a weight is no finite
-    number, the scale of its output is none either."""
-    (outputs, inputs), wide = weight.shape, form == "int8"
-    made = QuantizedWeight(
+def room(outputs: int, inputs: int, form: str) -> QuantizedWeight:
+    """For a weight that is still to be made."""
+    wide = form == "int8"
+    return QuantizedWeight(
         codes=torch.empty(outputs, inputs if wide else inputs // 2, dtype=torch.int8 if wide else torch.uint8),
         scales=torch.empty(outputs, 1, dtype=torch.float16),
         shifts=None,
         factors=None if wide else torch.empty(outputs, inputs // GROUP, dtype=torch.uint8),
     )
-    pieces = weight.split(max(1, PIECE // inputs))
+
+
+def quantized(weight: Tensor, form: str) -> QuantizedWeight:
+    """The weight [outputs, inputs] as "int8" or "int4". `inputs` is a multiple of GROUP. Where a weight is no finite
+    number, the scale of its output is none either."""
+    made = room(weight.shape[0], weight.shape[1], form)
+    pieces = weight.split(max(1, PIECE // weight.shape[1]))
 
     @torch.inference_mode()  # as the caller may be, which other threads do not know
     def fill(piece: Tensor, its: QuantizedWeight) -> None:

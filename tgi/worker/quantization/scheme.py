@@ -8,6 +8,7 @@ from tgi.kernel.errors import UserError
 from tgi.kernel.settings import MADE_AT_LOAD
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.formats import FORMATS, Format, FormatSource, find_format
+from tgi.worker.quantization.quantize import Quantize, quantized
 from tgi.worker.quantization.source import PackedSource, QuantizingSource, Source
 
 log = logging.getLogger(__name__)
@@ -27,15 +28,15 @@ class Scheme(NamedTuple):
         """What reads the weights as they lie in the files."""
         return PackedSource(checkpoint) if self.stored is None else FormatSource(checkpoint, self.stored)
 
-    def source(self, checkpoint: Checkpoint) -> Source:
-        """What reads the weights as they are computed with."""
+    def source(self, checkpoint: Checkpoint, quantize: Quantize = quantized) -> Source:
+        """What reads the weights as they are computed with. Plain ones are quantized by `quantize`."""
         for remark in () if self.stored is None else self.stored.remarks:
             log.info("%s", remark)
         stored = self.stored_source(checkpoint)
         if self.made is None:
             return stored
         log.info("plain weights are made %s at load", self.made)
-        return QuantizingSource(stored, self.made)
+        return QuantizingSource(stored, self.made, quantize)
 
 
 def read_scheme(directory: Path, config: dict[str, Any], quantize: str | None) -> Scheme:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.quantization.quantize import GROUP, quantized
+from tgi.worker.quantization.quantize import GROUP, Quantize, quantized
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight, plain
 
 log = logging.getLogger(__name__)
@@ -78,9 +78,10 @@ class QuantizingSource:
     The first layer and the last are made of 8 bits in any form: errors there are dear, and they are few.
     """
 
-    def __init__(self, source: Source, form: str) -> None:
+    def __init__(self, source: Source, form: str, quantize: Quantize = quantized) -> None:
         self._source = source
         self._form = form
+        self._quantize = quantize
         self._told: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -99,7 +100,7 @@ class QuantizingSource:
         if inputs % GROUP:
             self._tell(name, f"of inputs that are no multiple of {GROUP}")
             return found
-        made = quantized(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
+        made = self._quantize(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
         if not LEAST_SCALE < float(made.scales.abs().max()) < math.inf:
             self._tell(name, "of numbers too large or too small for scales in float16")
             return found
