@@ -23,6 +23,9 @@ constexpr int64_t MOST = 512;  // rows of a chunk: weights come from memory once
 constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
 constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of a second cache of 2 MB
 
+// Bytes of the next weight for which a thread asks while it waits: an eighth of a second cache of 2 MB.
+constexpr int64_t EARLY = 1 << 18;
+
 // Rows of so many inputs that stay in half of a core's second cache.
 int64_t held(int64_t inputs) {
     static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
@@ -46,8 +49,17 @@ struct LinearJob final : Job {
         : call(called), numbers(numbers), w(call.weight), all(w.form.whole ? w.form.filled(w.inputs) / 2 : w.inputs),
           shares(call.rows, height(call), w.panels(), threads) {}
 
-    void run(int64_t thread) const override {
+    void run(int64_t, int64_t thread) const override {
         for (Shares::Chunk chunk; shares.claim(thread, chunk);) part(chunk);
+    }
+
+    // The beginning of its stretch of the next weight, for which it can ask before the others have come to the end of this.
+    Early next(int64_t thread) const override {
+        if (!call.next) return {};
+        const auto panel = [&](int64_t thread) {
+            return call.next->panel(Shares::begin(call.next->panels(), thread, shares.threads()));
+        };
+        return {panel(thread), std::min(panel(thread + 1), panel(thread) + EARLY)};
     }
 
     void part(const Shares::Chunk& chunk) const {

@@ -29,6 +29,7 @@ struct LinearCall {
     Then then;
     Scoring scoring;  // for score
     const Peaks* peaks;
+    const Packed* next = nullptr;  // the weight of the product behind this one, if that is known
 };
 
 void linear(Team& team, const LinearCall& call);

@@ -20,7 +20,7 @@ constexpr int64_t TILE = 16;  // outputs of an AMX tile, and pairs of inputs
 struct PackJob final : Job {
     PackJob(const bf16* weight, const Packed& packed) : weight(weight), packed(packed) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
         auto* to = (bf16*)packed.panel(chunk);
         if (there < PANEL) memset(to, 0, packed.form.bytes(inputs));
@@ -38,7 +38,7 @@ struct QuantizedJob final : Job {
     QuantizedJob(const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, const Packed& packed)
         : codes(codes), scales(scales), shifts(shifts), packed(packed), form(packed.form) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL);
         auto* to = (uint8_t*)packed.panel(chunk);
         if (there < PANEL) memset(to, 0, form.bytes(packed.inputs));
@@ -92,7 +92,7 @@ struct WholeJob final : Job {
     WholeJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table, const Packed& packed)
         : codes(codes), scales(scales), factors(factors), table(table), packed(packed) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
         auto* const at = (uint8_t*)packed.panel(chunk);
         memset(at, 0, packed.form.bytes(inputs));
