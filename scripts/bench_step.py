@@ -44,7 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-MATRICES = ("qkv", "output", "gate", "up", "down")
+MATRICES = ("qkv", "output", "gate and up", "down")
 READ = 256 << 20  # bytes that are read to find the floor
 
 

@@ -63,7 +63,7 @@ def heads(kernels: Kernels, outputs: int, inputs: int) -> list[Packed]:
     """Of each kind, with equal rows."""
     weight = numbers(outputs, inputs)
     weight[outputs // 2] = weight[2] = 3 * weight[1]
-    return [kernels.pack(weight), *(kernels.pack_quantized(quantized(weight, form)) for form in ("int8", "int4"))]
+    return [kernels.pack(weight), *(kernels.pack(quantized(weight, form)) for form in ("int8", "int4"))]
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(512, 64), (1003, 320), (7, 64)])

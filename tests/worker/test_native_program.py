@@ -102,7 +102,7 @@ def test_a_clock_shows_each_operation() -> None:
     assert isinstance(program, Program)
     layers = len(model._config.layers)
     assert program.operations.count("attend") == layers
-    assert program.operations.count("linear") == 5 * layers
+    assert program.operations.count("linear") == 4 * layers
     program.clock = torch.zeros(len(program.operations), dtype=torch.float64)
     model.forward(steps(attention.page_size)[0], attention)
     assert (program.clock > 0).all()

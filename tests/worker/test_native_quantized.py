@@ -27,7 +27,7 @@ def quantized(bits: int, group: int, shifts: bool, outputs: int, inputs: int) ->
 
 
 def assert_as_dequantized(kernels: Kernels, weight: QuantizedWeight, counts: tuple[int, ...]) -> None:
-    packed, plain = kernels.pack_quantized(weight), kernels.pack(weight.dequantized(torch.bfloat16))
+    packed, plain = kernels.pack(weight), kernels.pack(weight.dequantized(torch.bfloat16))
     x = numbers(max(counts), weight.shape[1], seed=1)
     for count in counts:
         y = kernels.linear(x[:count], packed, wide=True)
@@ -49,7 +49,7 @@ def test_products_are_those_of_the_dequantized_weight(kernels: Kernels, bits: in
 def test_rows_are_those_of_the_dequantized_weight(kernels: Kernels, bits: int, group: int, shifts: bool) -> None:
     for outputs, inputs in ((1, 128), (33, 384), (71, 1152)):
         weight = quantized(bits, group, shifts, outputs, inputs)
-        assert_rows(kernels, kernels.pack_quantized(weight), weight.dequantized(torch.bfloat16))
+        assert_rows(kernels, kernels.pack(weight), weight.dequantized(torch.bfloat16))
 
 
 def test_rows_of_a_plain_weight_are_as_they_were(kernels: Kernels) -> None:
@@ -73,7 +73,7 @@ def test_inputs_need_be_no_multiple_of_128(kernels: Kernels, bits: int, group: i
 @pytest.mark.parametrize("then", THEN)
 def test_what_follows_is_the_same(kernels: Kernels, then: str, bits: int) -> None:
     weight = quantized(bits, 32, bits == 4, 100, 64)
-    packed, plain = kernels.pack_quantized(weight), kernels.pack(weight.dequantized(torch.bfloat16))
+    packed, plain = kernels.pack(weight), kernels.pack(weight.dequantized(torch.bfloat16))
     x, other, bias, plus = numbers(40, 64), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
     first, second = (kernels.linear(x, one, bias, THEN[then], other, plus) for one in (packed, plain))
     assert torch.equal(first, second)
@@ -98,21 +98,21 @@ def test_scales_of_any_size(kernels: Kernels, bits: int, shifts: bool) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_weight_may_be_a_part_of_another(kernels: Kernels, bits: int) -> None:
     whole = quantized(bits, 64, True, 96, 128)
-    x, y = numbers(3, 128), kernels.linear(numbers(3, 128), kernels.pack_quantized(whole))
-    parts = [kernels.linear(x, kernels.pack_quantized(part)) for part in whole.split([40, 56])]
+    x, y = numbers(3, 128), kernels.linear(numbers(3, 128), kernels.pack(whole))
+    parts = [kernels.linear(x, kernels.pack(part)) for part in whole.split([40, 56])]
     assert torch.equal(torch.cat(parts, 1), y)
 
 
 @pytest.mark.parametrize(("bits", "group", "shifts"), [(8, 32, False), (4, 32, True), (4, 128, False)])
 def test_a_packed_weight_takes_no_more_than_its_columns(kernels: Kernels, bits: int, group: int, shifts: bool) -> None:
     weight = quantized(bits, group, shifts, 64, 256)
-    assert kernels.pack_quantized(weight).memory.nbytes == weight.nbytes
+    assert kernels.pack(weight).memory.nbytes == weight.nbytes
 
 
 def test_a_group_that_is_not_known_is_refused(kernels: Kernels) -> None:
     odd: Tensor = torch.zeros(32, 96, dtype=torch.int8)
     with pytest.raises(AssertionError):
-        kernels.pack_quantized(QuantizedWeight(odd, torch.ones(32, 2).half(), None))
+        kernels.pack(QuantizedWeight(odd, torch.ones(32, 2).half(), None))
 
 
 def test_memory_of_weights_is_taken_once_and_freed() -> None:

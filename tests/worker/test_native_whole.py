@@ -45,7 +45,7 @@ def exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
 def test_sums_are_exact_for_any_number_of_rows(kernels: Kernels, bits: int, shape: tuple[int, int]) -> None:
     weight = whole(bits, *shape)
     assert weight.whole
-    packed = kernels.pack_quantized(weight)
+    packed = kernels.pack(weight)
     x = numbers(620, shape[1], seed=1)
     expected = exactly(x, weight)
     for count in (*range(1, 36), 47, 48, 49, 64, 65, 100, 257, 300, 513, 620):
@@ -57,7 +57,7 @@ def test_sums_are_exact_for_any_number_of_rows(kernels: Kernels, bits: int, shap
 def test_the_result_is_near_that_of_the_dequantized_weight(kernels: Kernels, bits: int) -> None:
     weight, x = whole(bits, 64, 1184), numbers(20, 1184)
     expected = x.double() @ weight.dequantized(torch.float32).double().T
-    off = (kernels.linear(x, kernels.pack_quantized(weight), wide=True) - expected).norm() / expected.norm()
+    off = (kernels.linear(x, kernels.pack(weight), wide=True) - expected).norm() / expected.norm()
     assert float(off) < 1e-4  # a part of the rounding of a result to bfloat16, which is some 1.7e-3
 
 
@@ -65,7 +65,7 @@ def test_the_result_is_near_that_of_the_dequantized_weight(kernels: Kernels, bit
 @pytest.mark.parametrize("then", THEN)
 def test_what_follows_is_that_of_other_products(kernels: Kernels, then: str, bits: int) -> None:
     weight = whole(bits, 100, 160)
-    packed = kernels.pack_quantized(weight)
+    packed = kernels.pack(weight)
     x, other, bias, plus = numbers(40, 160), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
     found = kernels.linear(x, packed, bias, THEN[then], other, plus)
     for count in (1, 17):
@@ -88,7 +88,7 @@ def test_what_follows_is_that_of_other_products(kernels: Kernels, then: str, bit
 def test_rows_of_activations_without_a_unit(kernels: Kernels, bits: int) -> None:
     """Zeros, the largest and least numbers, and what is no number, each beside rows that do not notice."""
     weight = whole(bits, 64, 192)
-    packed, x = kernels.pack_quantized(weight), numbers(9, 192)
+    packed, x = kernels.pack(weight), numbers(9, 192)
     expected = exactly(x, weight)
     x[1] = 0
     x[3] = 2.0**-120
@@ -106,7 +106,7 @@ def test_rows_of_activations_without_a_unit(kernels: Kernels, bits: int) -> None
 def test_outputs_of_zeros(kernels: Kernels, bits: int) -> None:
     weight = whole(bits, 40, 160)
     weight.scales[3] = 0
-    y = kernels.linear(numbers(20, 160), kernels.pack_quantized(weight), wide=True)
+    y = kernels.linear(numbers(20, 160), kernels.pack(weight), wide=True)
     assert not y[:, 3].any()
     assert torch.equal(y, exactly(numbers(20, 160), weight))
 
@@ -115,7 +115,7 @@ def test_outputs_of_zeros(kernels: Kernels, bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_are_those_of_the_dequantized_weight(kernels: Kernels, bits: int, shape: tuple[int, int]) -> None:
     weight = whole(bits, *shape)
-    packed, plain = kernels.pack_quantized(weight), weight.dequantized(torch.bfloat16)
+    packed, plain = kernels.pack(weight), weight.dequantized(torch.bfloat16)
     several = torch.arange(100).mul(29).remainder(shape[0])
     for ids in (torch.arange(shape[0]), several, several[:0]):
         assert torch.equal(kernels.rows(packed, ids).view(torch.int16), plain[ids].view(torch.int16))
@@ -124,12 +124,12 @@ def test_rows_are_those_of_the_dequantized_weight(kernels: Kernels, bits: int, s
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_weight_may_be_a_part_of_another(kernels: Kernels, bits: int) -> None:
     weight, x = whole(bits, 96, 192), numbers(3, 192)
-    parts = [kernels.linear(x, kernels.pack_quantized(part)) for part in weight.split([40, 56])]
-    assert torch.equal(torch.cat(parts, 1), kernels.linear(x, kernels.pack_quantized(weight)))
+    parts = [kernels.linear(x, kernels.pack(part)) for part in weight.split([40, 56])]
+    assert torch.equal(torch.cat(parts, 1), kernels.linear(x, kernels.pack(weight)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_packed_weight_takes_little_more_than_its_columns(kernels: Kernels, bits: int) -> None:
     """Scales are in float32, and beside each stands what is to be added to its sums."""
     weight = whole(bits, 64, 1152)
-    assert kernels.pack_quantized(weight).memory.nbytes < 1.02 * weight.nbytes
+    assert kernels.pack(weight).memory.nbytes < 1.02 * weight.nbytes

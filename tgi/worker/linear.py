@@ -79,7 +79,9 @@ class Linear:
 
     `then` is "none", "silu", "gelu", "gelu_tanh" (gelu with tanh in place of the error function), or, with a second
     argument [rows, outputs] in the call, "add" or "mul".
-    The weight given may be freed afterwards: on CPU this object keeps its own reordered copy. `dtype`, that of x and y,
+    With `gated`, a second weight for our own kernels, y = then(x @ weight.T + bias) * (x @ gated.T + bias), where the
+    left side is rounded first and `bias` has the outputs of both, one behind the other.
+    Weights given may be freed afterwards: on CPU this object keeps its own reordered copies. `dtype`, that of x and y,
     must be given for a quantized weight. Our own kernels compute with one as it is, torch's on CPU with what it stands
     for, and on CUDA each call finds that anew.
     """
@@ -91,6 +93,7 @@ class Linear:
         then: str = "none",
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
+        gated: Weight | None = None,
     ) -> None:
         outputs, inputs = weight.shape
         self.outputs, self.inputs = int(outputs), int(inputs)
@@ -106,7 +109,7 @@ class Linear:
         self._kernels = kernels
         if kernels is not None:
             self.rows = ANY_ROWS
-            self._weight = kernels.pack(weight) if isinstance(weight, Tensor) else kernels.pack_quantized(weight)
+            self._weight = kernels.pack(weight) if gated is None else kernels.pack(weight, gated)
             self._bias = None if bias is None else bias.to(torch.float32)
         elif weight.device.type == "cpu" and reorders(dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))
@@ -116,7 +119,8 @@ class Linear:
             self._call = self._plain
 
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
-        """`plus`, float32 [rows, outputs], is added before `then`; only our own kernels take it."""
+        """`plus`, float32 [rows, outputs] or, like the bias, with the outputs of two weights, is added before `then`;
+        only our own kernels take it."""
         if self._kernels is not None:
             return self._kernels.linear(x, self._weight, self._bias, THEN[self.then], other, plus)
         assert plus is None

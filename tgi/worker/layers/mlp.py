@@ -11,7 +11,8 @@ from tgi.worker.linear import Linear
 
 
 class Mlp(NamedTuple):
-    """down(f(gate(x)) * up(x)), or, without a gate, down(f(up(x))). f and the product are part of the linear layers."""
+    """down(f(gate(x)) * up(x)), or, without a gate, down(f(up(x))). f and the product are part of the linear layers.
+    Where one layer has both weights, it is `up`."""
 
     gate: Linear | None
     up: Linear

@@ -12,7 +12,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.linear import Linear
 from tgi.worker.models.config import DecoderConfig
 from tgi.worker.models.layer import Layer, Weights
-from tgi.worker.native.kernels import Kernels
+from tgi.worker.native.kernels import Kernels, alike
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.source import EMBEDDING, HEAD, Source
 from tgi.worker.quantization.weight import QuantizedWeight, Weight
@@ -105,11 +105,15 @@ class WeightReader:
         )
 
     def _gate_and_up(self, gate: Part, up: Part) -> tuple[Linear | None, Linear]:
+        """What an Mlp begins with: on our own kernels one layer with both weights, if they are of one form."""
         config = self._config
         if not config.gated:
             return None, self._linear(config.mlp_bias, config.hidden, up, then=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
-        return self._made(*first, config.activation), self._made(*second, "mul")
+        if self._kernels is None or not alike(first[0], second[0]):
+            return self._made(*first, config.activation), self._made(*second, "mul")
+        biases = [bias for _, bias in (first, second) if bias is not None]
+        return None, self._made(first[0], torch.cat(biases) if biases else None, config.activation, second[0])
 
     def _experts(self, prefix: str) -> Experts:
         names, experts = self._config.names, self._config.experts
@@ -164,12 +168,14 @@ class WeightReader:
         joined = torch.cat(biases) if bias else None
         return self._made(matrix(weights, self._dtype), joined, then)
 
-    def _made(self, weight: Weight, bias: Tensor | None, then: str) -> Linear:
-        outputs, inputs = weight.shape
-        self._bytes += weight.nbytes
-        self._numbers += outputs * inputs
-        self._quantized += isinstance(weight, QuantizedWeight)
-        return Linear(weight, bias, then, self._kernels, self._dtype)
+    def _made(self, weight: Weight, bias: Tensor | None, then: str, gated: Weight | None = None) -> Linear:
+        for one in (weight, gated):
+            if one is not None:
+                outputs, inputs = one.shape
+                self._bytes += one.nbytes
+                self._numbers += outputs * inputs
+                self._quantized += isinstance(one, QuantizedWeight)
+        return Linear(weight, bias, then, self._kernels, self._dtype, gated)
 
     def _tell(self) -> None:
         """Logs what came of weights in few bits, if there are any."""

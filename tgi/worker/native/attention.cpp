@@ -49,7 +49,7 @@ struct AttendJob final : Job {
 
     int64_t chunks() const { return parts ? tiles * parts : tiles; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         if (parts) return run_part(range(chunk / parts), chunk / parts, chunk % parts);
         run_tile(range(chunk));
     }

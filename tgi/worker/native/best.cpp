@@ -11,7 +11,7 @@ struct BestJob final : Job {
 
     int64_t chunks() const { return (call.peaks.panels + SHARE - 1) / SHARE; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * SHARE, last = std::min(first + SHARE, call.peaks.panels);
         for (int64_t row = 0; row < call.rows; row++)
             for (int64_t panel = first; panel < last; panel++)

@@ -34,7 +34,7 @@ struct PlaceJob final : Job {
 
     int64_t chunks() const { return (step.bounds[step.rows] + SHARE - 1) / SHARE; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min<int64_t>((chunk + 1) * SHARE, step.bounds[step.rows]);
         for (int64_t token = chunk * SHARE; token < last; token++)
             for (int64_t head = 0; head < cache.kv_heads; head++) place(cache, step, qkv, token, head);

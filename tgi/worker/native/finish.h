@@ -77,31 +77,31 @@ inline void finish(const LinearCall& call, int64_t first, int64_t rows, int64_t 
     with_then(call.then, [&](auto then) { finish<then>(call, first, rows, at, sums); });
 }
 
-// Sums that are finished a few rows at a time, while the next ones are computed.
+// Sums that are finished a few rows at a time, while the next ones are computed; by `then` or, behind a gate, by mul.
 template <Then then, class Found>
 class Unfinished {
   public:
-    explicit Unfinished(const LinearCall& call) : call_(call) {}
-
     // What `finish` takes; nothing may be left of what was put before. Asks for what is to be added or multiplied: its rows
     // are far apart, and a large prompt's come from memory.
-    void put(int64_t first, int64_t rows, int64_t at, const Found& sums) {
-        first_ = first, rows_ = rows, at_ = at, sums_ = sums;
-        if (then != Then::add && then != Then::mul) return;
+    void put(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const Found& sums) {
+        call_ = &call, first_ = first, rows_ = rows, at_ = at, sums_ = sums;
+        if (call.then != Then::add && call.then != Then::mul) return;
         for (int64_t row = first; row < first + rows; row++)
-            soon((const uint8_t*)(call_.other + row * call_.weight.outputs + at));
+            soon((const uint8_t*)(call.other + row * call.weight.outputs + at));
     }
 
     void some(int64_t most) {
         const int64_t rows = std::min(most, rows_);
-        finish<then>(call_, first_, rows, at_, sums_);
+        if (rows == 0) return;
+        if (call_->then == then) finish<then>(*call_, first_, rows, at_, sums_);
+        else finish<Then::mul>(*call_, first_, rows, at_, sums_);
         first_ += rows, rows_ -= rows, sums_.next(rows);
     }
 
     void rest() { some(rows_); }
 
   private:
-    const LinearCall& call_;
+    const LinearCall* call_ = nullptr;
     int64_t first_ = 0, rows_ = 0, at_ = 0;
     Found sums_{};
 };

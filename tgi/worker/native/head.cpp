@@ -11,6 +11,7 @@ LinearCall product(const HeadCall& call) {
     found.rows = call.rows;
     found.then = Then::score;
     found.scoring = call.scoring;
+    found.next = call.next;
     return found;
 }
 

@@ -12,6 +12,7 @@ struct HeadCall {
     const float* bias;  // [outputs], or null
     Scoring scoring;
     int64_t rows;
+    const Packed* next = nullptr;  // as in LinearCall
 };
 
 // All scores, float32 [rows, outputs].

@@ -30,13 +30,13 @@ Team* tgi_start(int threads, int spins) {
 
 void tgi_stop(Team* team) { delete team; }
 
-void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, uint8_t* packed) {
-    pack(*team, weight, {packed, outputs, inputs, Form(16)});
+void tgi_pack(Team* team, const bf16* weight, int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed, int64_t which) {
+    pack(*team, weight, {packed, outputs, inputs, Form(form)}, which);
 }
 
 void tgi_pack_quantized(Team* team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, int64_t outputs,
-                        int64_t inputs, int64_t form, uint8_t* packed) {
-    pack_quantized(*team, codes, scales, shifts, {packed, outputs, inputs, Form(form)});
+                        int64_t inputs, int64_t form, uint8_t* packed, int64_t which) {
+    pack_quantized(*team, codes, scales, shifts, {packed, outputs, inputs, Form(form)}, which);
 }
 
 // Bytes of a weight that is packed.
@@ -45,8 +45,8 @@ int64_t tgi_packed_bytes(int64_t outputs, int64_t inputs, int64_t form) {
 }
 
 void tgi_pack_whole(Team* team, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
-                    int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed) {
-    pack_whole(*team, codes, scales, factors, table, {packed, outputs, inputs, Form(form)});
+                    int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed, int64_t which) {
+    pack_whole(*team, codes, scales, factors, table, {packed, outputs, inputs, Form(form)}, which);
 }
 
 void tgi_quantize(Team* team, const bf16* weight, const float* errors, const uint8_t* choices, uint16_t* scales,

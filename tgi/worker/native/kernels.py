@@ -19,7 +19,7 @@ from tgi.worker.best import Best
 from tgi.worker.native.arena import Arena, Scratch
 from tgi.worker.native.build import Unavailable
 from tgi.worker.quantization.codebook import TABLE
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+from tgi.worker.quantization.weight import GROUPS, Weight
 
 PANEL = 32  # outputs are filled up to whole panels of this many
 DEPTH = 32  # inputs must be a multiple of this
@@ -27,6 +27,7 @@ PAGE = 32  # positions of a page
 WIDEST_HEAD = 256
 MOST_ROWS = 32  # of a product
 WHOLE = 1 << 17  # in a form: whole numbers
+GATED = 1 << 18  # in a form: two weights
 MOST_WHOLE = 1 << 16  # inputs of these: sums of products of bytes stay within int32
 # So often a helper looks for the next job before it sleeps: some 50 microseconds.
 SPINS = 1000
@@ -35,9 +36,9 @@ THEN = {name: number for number, name in enumerate(("none", "silu", "gelu", "gel
 
 # Behind the team, which is the first argument of all.
 _SIGNATURES = {
-    "tgi_pack": (c_void_p, c_int64, c_int64, c_void_p),
-    "tgi_pack_quantized": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p),
-    "tgi_pack_whole": (*[c_void_p] * 4, *[c_int64] * 3, c_void_p),
+    "tgi_pack": (c_void_p, *[c_int64] * 3, c_void_p, c_int64),
+    "tgi_pack_quantized": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int64),
+    "tgi_pack_whole": (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64),
     "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
     "tgi_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 3),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
@@ -58,10 +59,28 @@ def _at(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class Packed(NamedTuple):
-    """A weight [outputs, inputs] as `linear` takes it."""
+def _columns(weight: Weight) -> tuple[Tensor | None, ...]:
+    return (weight,) if isinstance(weight, Tensor) else tuple(weight)
 
-    memory: Tensor  # uint8, all there is of it
+
+def _form(weight: Weight) -> int:
+    """Form of native/packed.h."""
+    if isinstance(weight, Tensor):
+        return 16
+    if weight.whole:
+        return weight.bits | WHOLE
+    return weight.bits | weight.group << 8 | (weight.shifts is not None) << 16
+
+
+def alike(one: Weight, other: Weight) -> bool:
+    """Whether two weights can be packed as one."""
+    return one.shape == other.shape and _form(one) == _form(other)
+
+
+class Packed(NamedTuple):
+    """A weight [outputs, inputs] as `linear` takes it, or two of this shape."""
+
+    memory: Tensor  # uint8, all there is
     outputs: int
     inputs: int
     form: int  # Form of native/packed.h
@@ -119,34 +138,31 @@ class Kernels:
         self._kept_scores, self._peaks = Scratch(), Scratch()
         self._peak_bytes = library.tgi_peak_bytes()  # for each panel of a row
 
-    def pack(self, weight: Tensor) -> Packed:
-        """A weight [outputs, inputs] as `linear` takes it. `inputs` is a multiple of DEPTH."""
-        outputs, inputs = weight.shape
-        weight = weight.contiguous()  # by name, since nobody else may keep it until it is packed
-        packed = self._room(outputs, inputs, 16)
-        self._pack(weight.data_ptr(), outputs, inputs, packed.memory.data_ptr())
-        return packed
-
-    def pack_quantized(self, weight: QuantizedWeight) -> Packed:
-        """The same of codes, which stay what they are.
+    def pack(self, *weights: Weight) -> Packed:
+        """A weight [outputs, inputs] as `linear` takes it; or two `alike`: a gate, and the weight whose products are
+        multiplied by what the gate leaves. `inputs` is a multiple of DEPTH. Codes stay what they are.
 
         With several scales for an output, or shifts, `linear` computes as with `weight.dequantized(torch.bfloat16)`, to
         the bit. With one scale it multiplies whole numbers, of 16 bits for each activation, which is off by up to half
         a unit: by 1 / 65,534 of the largest of its row.
         """
-        (outputs, inputs), group, bits = weight.shape, weight.group, weight.bits
+        (outputs, inputs), form = weights[0].shape, _form(weights[0])
         assert inputs % DEPTH == 0
-        codes, scales, shifts, factors = (None if column is None else column.contiguous() for column in weight)
-        if weight.whole:
-            assert inputs <= MOST_WHOLE
-            packed = self._room(outputs, inputs, bits | WHOLE)
-            table = TABLE if bits == 4 else None
-            self._pack_whole(*map(_at, (codes, scales, factors, table)), *packed.shape, packed.memory.data_ptr())
-            return packed
-        assert group in GROUPS
-        assert factors is None
-        packed = self._room(outputs, inputs, bits | group << 8 | (shifts is not None) << 16)
-        self._pack_quantized(*map(_at, (codes, scales, shifts)), *packed.shape, packed.memory.data_ptr())
+        packed = self._room(outputs, inputs, form | GATED if len(weights) > 1 else form)
+        for which, weight in enumerate(weights):
+            assert alike(weight, weights[0])
+            columns = [None if one is None else one.contiguous() for one in _columns(weight)]  # by name: they must stay
+            to = *packed.shape, packed.memory.data_ptr(), which
+            if isinstance(weight, Tensor):
+                self._pack(*map(_at, columns), *to)
+            elif weight.whole:
+                assert inputs <= MOST_WHOLE
+                codes, scales, _, factors = columns
+                self._pack_whole(*map(_at, (codes, scales, factors, TABLE if weight.bits == 4 else None)), *to)
+            else:
+                assert weight.group in GROUPS
+                assert weight.factors is None
+                self._pack_quantized(*map(_at, columns[:3]), *to)
         return packed
 
     def _room(self, outputs: int, inputs: int, form: int) -> Packed:
@@ -166,7 +182,8 @@ class Kernels:
         """then(x @ weight.T + bias + plus), [rows, outputs]; in float32 if `wide`.
 
         `bias` [outputs] and `plus` [rows, outputs], some columns of a dense matrix, are float32, `then` is one of
-        THEN, `other` what it adds or multiplies with.
+        THEN, `other` what it adds or multiplies with. Of a gate and another weight: the same of the gate, rounded,
+        times x @ other.T + bias + plus, where bias and plus have the outputs of both, and nothing is `wide`.
         """
         x = x.contiguous()
         rows, inputs = x.shape

@@ -23,6 +23,9 @@ constexpr int64_t MOST = 512;  // rows of a chunk: weights come from memory once
 constexpr int64_t LEAST = 256;  // or fewer, if that lets x stay in half of the core's second cache
 constexpr int64_t WAITING = 4096;  // rows of sums that wait: 512 KB, a quarter of a second cache of 2 MB
 
+// Bytes of the next weight for which a thread asks while it waits: an eighth of a second cache of 2 MB.
+constexpr int64_t EARLY = 1 << 18;
+
 // Rows of so many inputs that stay in half of a core's second cache.
 int64_t held(int64_t inputs) {
     static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), 1 << 20);
@@ -36,6 +39,15 @@ int64_t height(const LinearCall& call) {
     return (tiles + least - 1) / least * MOST_ROWS;
 }
 
+// Where a gate lies beside a weight, what becomes of the sums of the latter: they multiply what the gate has left, rounded
+// like any result. Biases and what adapters add are those of the gate, then those of the other.
+LinearCall gated_by(LinearCall call) {
+    if (call.bias) call.bias += call.weight.outputs;
+    if (call.plus) call.plus += call.weight.outputs;
+    call.other = call.y, call.then = Then::mul;
+    return call;
+}
+
 // Inputs are counted in pairs of bytes: each is a number of bfloat16, or two of the whole ones.
 template <class Numbers>
 struct LinearJob final : Job {
@@ -44,30 +56,44 @@ struct LinearJob final : Job {
 
     LinearJob(const LinearCall& called, const Numbers& numbers, int64_t threads)
         : call(called), numbers(numbers), w(call.weight), all(w.form.whole ? w.form.filled(w.inputs) / 2 : w.inputs),
-          shares(call.rows, height(call), w.panels(), threads) {}
+          gated(gated_by(call)), shares(call.rows, height(call), w.pieces(), threads) {}
 
-    void run(int64_t thread) const override {
+    void run(int64_t, int64_t thread) const override {
         for (Shares::Chunk chunk; shares.claim(thread, chunk);) part(chunk);
     }
 
+    // The beginning of its stretch of the next weight, for which it can ask before the others have come to the end of this.
+    Early next(int64_t thread) const override {
+        if (!call.next) return {};
+        const auto panel = [&, weight = *call.next](int64_t thread) {
+            return weight.panel(Shares::begin(weight.pieces(), thread, shares.threads()) * weight.form.weights);
+        };
+        return {panel(thread), std::min(panel(thread + 1), panel(thread) + EARLY)};
+    }
+
     void part(const Shares::Chunk& chunk) const {
-        const auto [row, rows, first, last] = chunk;
+        const auto [row, rows, left, right] = chunk;
+        const int64_t first = left * w.form.weights, last = right * w.form.weights;
         const uint8_t* end = w.panel(w.panels());
         ask(w.panel(first), std::min((end - w.panel(first)) / LINE, AHEAD / LINE));
         if (rows <= std::min(HIGH, ROWS_AT_ONCE)) few(row, rows, first, last);
         else with_then(call.then, [&](auto then) { many<then>(row, rows, first, last); });
     }
 
+    // What becomes of the sums of a panel, and the first of its outputs.
+    const LinearCall& of(int64_t number) const { return number % w.form.weights ? gated : call; }
+    int64_t output(int64_t number) const { return number / w.form.weights * PANEL; }
+
     // Few rows times some panels. Each panel is computed together with one of the other half, if that can be: memory is
     // slow at the beginning of each page of 4 KB, and two that are read by turns are seldom there at the same time.
     void few(int64_t row, int64_t rows, int64_t first, int64_t last) const {
         alignas(64) Sum sums[MOST_ROWS][COLUMNS];
         const bool pairs = numbers.pairs(rows);
-        const int64_t half = pairs ? (last - first) / 2 : 0;
+        const int64_t half = pairs ? (last - first) / w.form.weights / 2 * w.form.weights : 0;
         const Rows x = numbers.rows(row, rows);
         prepare({x.at, x.step, x.first, pairs ? x.first : x.second, x.apart});
         const auto put = [&](int64_t number, const Sum* found) {
-            finish(call, row, rows, number * PANEL, numbers.few_found(found, row, w.panel(number)));
+            finish(of(number), row, rows, output(number), numbers.few_found(found, row, w.panel(number)));
         };
         numbers.panels(w.panel(w.panels()), [&](auto columns) {
             for (int64_t number = first; number < first + half; number++) {
@@ -91,7 +117,7 @@ struct LinearJob final : Job {
         const int64_t part = (all / unit + parts - 1) / parts * unit;
         // If the second cache holds the rows, one panel after the other; if not, a part of the rows times several panels.
         const int64_t together = rows <= held(all) ? 1 : WAITING / (blocks * MOST_ROWS);
-        Unfinished<then, typename Numbers::Found> before(call);
+        Unfinished<then, typename Numbers::Found> before;
         prepare(numbers.rows(row, high));
         for (int64_t from = first, to; from < last; from = to) {
             to = std::min(from + together, last);
@@ -115,7 +141,7 @@ struct LinearJob final : Job {
                         before.rest();
                         if (k + part < all) continue;
                         const auto found = numbers.found(c + (done - start) * COLUMNS, row + done, w.panel(number));
-                        before.put(row + done, std::min(rows - done, high), number * PANEL, found);
+                        before.put(of(number), row + done, std::min(rows - done, high), output(number), found);
                     }
                 }
             }
@@ -144,6 +170,7 @@ struct LinearJob final : Job {
     const Numbers numbers;
     const Packed& w;
     const int64_t all;
+    const LinearCall gated;
     mutable Shares shares;
 };
 

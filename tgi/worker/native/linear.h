@@ -16,7 +16,9 @@ struct Scoring {
 };
 
 // One product. Matrices are row-major and, but for `plus` [rows, outputs], dense; bfloat16 but for `plus`, `bias` [outputs] and `wide`.
-// One of `y`, `wide` [rows, outputs] and `peaks` takes the result. `plus` and `bias` may be null.
+// One of `y`, `wide` [rows, outputs] and `peaks` takes the result. `plus` and `bias` may be null. Of a gate and another weight
+// y = then(x gate^T + plus + bias) * (x other^T + plus + bias), with the gate's outputs of plus and bias in front of the
+// other's.
 struct LinearCall {
     const bf16* x;  // [rows, inputs]
     Packed weight;
@@ -29,6 +31,7 @@ struct LinearCall {
     Then then;
     Scoring scoring;  // for score
     const Peaks* peaks;
+    const Packed* next = nullptr;  // the weight of the product behind this one, if that is known
 };
 
 void linear(Team& team, const LinearCall& call);

@@ -15,7 +15,7 @@ namespace {
 struct LoraJob final : Job {
     explicit LoraJob(const LoraCall& call) : call(call) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t tile = chunk / call.parts, part = chunk % call.parts;
         const int64_t* tokens = call.tokens + call.tiles[tile];
         const int64_t rows = call.tiles[tile + 1] - call.tiles[tile];

@@ -38,6 +38,7 @@ template <>
 struct Block<Nibbles> {
     explicit Block(Nibbles& all) : at(all.at_), low(all.first_), high(all.second_) {
         for (int64_t line = 0; line < Nibbles::BYTES; line += LINE) soon(at + AHEAD + line);
+        ask(at + 2 * AHEAD, Nibbles::BYTES / LINE);  // farther ahead than the first cache has room for
         const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)all.factors_));
         const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         for (int side = 0; side < 2; side++) {

@@ -18,7 +18,7 @@ inline __m512 some(const bf16* at, __mmask16 there) {
 struct NormJob final : Job {
     explicit NormJob(const NormCall& call) : call(call) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = (chunk + 1) * SHARE < call.rows ? (chunk + 1) * SHARE : call.rows;
         for (int64_t row = chunk * SHARE; row < last; row++)
             for (int64_t part = 0; part < call.parts; part++) one(row * call.step + part * call.size, part * call.size);

@@ -18,11 +18,11 @@ namespace {
 constexpr int64_t TILE = 16;  // outputs of an AMX tile, and pairs of inputs
 
 struct PackJob final : Job {
-    PackJob(const bf16* weight, const Packed& packed) : weight(weight), packed(packed) {}
+    PackJob(const bf16* weight, const Packed& packed, int64_t which) : weight(weight), packed(packed), which(which) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
-        auto* to = (bf16*)packed.panel(chunk);
+        auto* to = (bf16*)packed.panel(chunk * packed.form.weights + which);
         if (there < PANEL) memset(to, 0, packed.form.bytes(inputs));
         for (int64_t from = 0; from < inputs; from += 32, to += 32 * PANEL)
             for (int64_t n = 0; n < there; n++)
@@ -32,15 +32,16 @@ struct PackJob final : Job {
 
     const bf16* weight;
     const Packed packed;
+    const int64_t which;
 };
 
 struct QuantizedJob final : Job {
-    QuantizedJob(const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, const Packed& packed)
-        : codes(codes), scales(scales), shifts(shifts), packed(packed), form(packed.form) {}
+    QuantizedJob(const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, const Packed& packed, int64_t which)
+        : codes(codes), scales(scales), shifts(shifts), packed(packed), form(packed.form), which(which) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL);
-        auto* to = (uint8_t*)packed.panel(chunk);
+        auto* to = (uint8_t*)packed.panel(chunk * packed.form.weights + which);
         if (there < PANEL) memset(to, 0, form.bytes(packed.inputs));
         for (int64_t from = 0; from < packed.inputs; from += form.unit()) {
             for (int64_t group = from; group < from + form.unit(); group += form.group)
@@ -82,6 +83,7 @@ struct QuantizedJob final : Job {
     const uint16_t *scales, *shifts;
     const Packed packed;
     const Form form;
+    const int64_t which;
 };
 
 // Whole numbers, 64 inputs at a time. Row j of a tile has the inputs 4 j to 4 j + 3 of each output side by side; numbers of
@@ -89,12 +91,13 @@ struct QuantizedJob final : Job {
 // (float32), what is to be added to sums of upper bytes (int32), and factors: a byte of each output for 64 inputs, the
 // factor of the first 32 in its lower half.
 struct WholeJob final : Job {
-    WholeJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table, const Packed& packed)
-        : codes(codes), scales(scales), factors(factors), table(table), packed(packed) {}
+    WholeJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table, const Packed& packed,
+             int64_t which)
+        : codes(codes), scales(scales), factors(factors), table(table), packed(packed), which(which) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * PANEL, there = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
-        auto* const at = (uint8_t*)packed.panel(chunk);
+        auto* const at = (uint8_t*)packed.panel(chunk * packed.form.weights + which);
         memset(at, 0, packed.form.bytes(inputs));
         auto* const to = at + packed.form.head(inputs);
         if (packed.form.bits == 4) memset(to, ZERO << 4 | ZERO, packed.form.filled(inputs) * PANEL / 2);
@@ -137,21 +140,24 @@ struct WholeJob final : Job {
     const uint8_t* factors;
     const int8_t* table;
     const Packed packed;
+    const int64_t which;
 };
 
 }  // namespace
 
-void pack(Team& team, const bf16* weight, const Packed& packed) { team.run(PackJob(weight, packed), packed.panels()); }
+void pack(Team& team, const bf16* weight, const Packed& packed, int64_t which) {
+    team.run(PackJob(weight, packed, which), packed.pieces());
+}
 
 void pack_quantized(Team& team, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
-                    const Packed& packed) {
-    team.run(QuantizedJob(codes, scales, shifts, packed), packed.panels());
+                    const Packed& packed, int64_t which) {
+    team.run(QuantizedJob(codes, scales, shifts, packed, which), packed.pieces());
 }
 
 void pack_whole(Team& team, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
-                const Packed& packed) {
+                const Packed& packed, int64_t which) {
     if (packed.form.table()) memcpy((uint8_t*)packed.at, table, Form::TABLE);
-    team.run(WholeJob(codes, scales, factors, table, packed), packed.panels());
+    team.run(WholeJob(codes, scales, factors, table, packed, which), packed.pieces());
 }
 
 }  // namespace tgi

@@ -11,7 +11,7 @@ namespace {
 struct GatherJob final : Job {
     GatherJob(const Peaks& peaks, const Best& best) : peaks(peaks), best(best) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * 16, rows = std::min<int64_t>(peaks.rows - first, 16);
         const __mmask16 there = (1u << rows) - 1;
         const auto each = [&](const float* column, int64_t panel) {

@@ -18,7 +18,7 @@ struct PlanesJob final : Job {
 
     int64_t chunks() const { return call.rows <= FEW ? 1 : (call.rows + SHARE - 1) / SHARE; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = chunks() == 1 ? call.rows : std::min((chunk + 1) * SHARE, call.rows);
         for (int64_t row = chunk * SHARE; row < last; row++) {
             const bf16* x = call.x + row * inputs;

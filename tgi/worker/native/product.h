@@ -7,26 +7,18 @@
 #pragma once
 #include <algorithm>
 
+#include "lines.h"
 #include "strips.h"
 #include "vectors.h"
 
 namespace tgi {
 
-constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t COLUMNS = 32;
 constexpr int64_t MOST_ROWS = 32;
 
 // Bytes by which is asked ahead. It is as soon as that brings all that memory can; beyond the page of 4 KB it would be of
 // no use, since the processor's own looking ahead begins anew in each.
 constexpr int64_t AHEAD = 1536;
-
-// Asks the core's first cache for a cache line.
-inline void soon(const uint8_t* at) { _mm_prefetch((const char*)at, _MM_HINT_T0); }
-
-// Asks the second one for so many.
-inline void ask(const uint8_t* at, int64_t lines) {
-    for (; lines > 0; lines--, at += LINE) _mm_prefetch((const char*)at, _MM_HINT_T1);
-}
 
 // Where 32 columns stand, in numbers: from one pair of inputs to the next `step`, from the first 16 columns to the others
 // `right`, from 32 inputs to the next 32 `next`.

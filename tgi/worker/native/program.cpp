@@ -17,7 +17,7 @@ struct AddJob final : Job {
 
     int64_t chunks() const { return (size + SHARE - 1) / SHARE; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * SHARE, size);
         for (int64_t at = chunk * SHARE; at < last; at += 16) {
             alignas(32) bf16 scaled[16];  // is rounded, as it would be as a tensor of its own
@@ -48,8 +48,9 @@ void Program::norm(Buffer x, Buffer y, int64_t from, NormCall call) {
 }
 
 void Program::linear(Buffer x, Buffer other, Buffer y, int64_t place, int64_t column, LinearCall call) {
-    operations_.push_back([=](const Run& run) mutable {
+    operations_.push_back([=, product = weights_.size()](const Run& run) mutable {
         call.x = run.buffers[x], call.other = run.buffers[other], call.y = run.buffers[y], call.rows = run.tokens;
+        call.next = run.after(product);
         call.plus = nullptr;
         if (place >= 0 && run.inputs.adapted && run.inputs.adapted->places[place].plus) {
             call.plus = run.inputs.adapted->places[place].plus + column;
@@ -57,6 +58,7 @@ void Program::linear(Buffer x, Buffer other, Buffer y, int64_t place, int64_t co
         }
         tgi::linear(run.team, call);
     });
+    weights_.push_back(call.weight);
 }
 
 void Program::lora(Buffer x, int64_t place, int64_t layer) {
@@ -95,7 +97,7 @@ void Program::add(Buffer x, Buffer y, float scale) {
 }
 
 void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
-    operations_.push_back([=, width = widths_[x]](const Run& run) mutable {
+    operations_.push_back([=, width = widths_[x], product = weights_.size()](const Run& run) mutable {
         if (!run.inputs.drawing) return;
         const Drawing& drawing = *run.inputs.drawing;
         bf16* const rows = run.buffers[y];
@@ -103,16 +105,17 @@ void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
             std::copy_n(run.buffers[x] + drawing.at[row] * width, width, rows + row * width);
         norm.x = norm.y = rows, norm.rows = drawing.count, norm.step = width;
         tgi::norm(run.team, norm);
-        head.x = rows, head.rows = drawing.count;
+        head.x = rows, head.rows = drawing.count, head.next = run.after(product);
         tgi::head(run.team, head, Peaks(drawing.room, drawing.count, head.weight.panels()), drawing.best);
     });
+    weights_.push_back(head.weight);
 }
 
 void Program::run(Team& team, const Inputs& inputs, double* clock) {
     const int64_t tokens = inputs.step.bounds[inputs.step.rows];
     need(tokens);
     buffers_[0] = inputs.rows;
-    const Run run{team, inputs, buffers_, tokens};
+    const Run run{team, inputs, buffers_, weights_, tokens};
     double before = clock ? seconds() : 0;
     for (const Operation& operation : operations_) {
         operation(run);

@@ -77,7 +77,11 @@ class Program {
         Team& team;
         const Inputs& inputs;
         const std::vector<bf16*>& buffers;
+        const std::vector<Packed>& weights;
         int64_t tokens;
+
+        // The weight of the product behind one; behind the last one the next step begins.
+        const Packed* after(size_t product) const { return &weights[(product + 1) % weights.size()]; }
     };
     using Operation = std::function<void(const Run&)>;
 
@@ -85,6 +89,7 @@ class Program {
 
     std::vector<int64_t> widths_;
     std::vector<Operation> operations_;
+    std::vector<Packed> weights_;  // of the products, in their order
     std::unique_ptr<bf16[]> scratch_;
     int64_t room_ = 0;  // tokens
     std::vector<bf16*> buffers_;

@@ -14,7 +14,7 @@ struct ReadJob final : Job {
 
     int64_t chunks() const { return (bytes + SHARE - 1) / SHARE; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         __m512i sum = _mm512_setzero_si512();
         const int64_t last = std::min((chunk + 1) * SHARE, bytes);
         for (int64_t from = chunk * SHARE; from < last; from += LINE) {

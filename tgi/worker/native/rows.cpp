@@ -18,7 +18,7 @@ struct RowsJob final : Job {
 
     int64_t chunks() const { return (call.count + SHARE - 1) / SHARE; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * SHARE, call.count);
         for (int64_t n = chunk * SHARE; n < last; n++) one(call.ids[n], call.y + n * w.inputs);
     }

@@ -21,8 +21,12 @@ class Shares {
     Shares(int64_t rows, int64_t height, int64_t panels, int64_t threads)
         : rows_(rows), height_(height), panels_(panels), eighths_(rows > FEW ? 4 : 7), stretches_(threads) {
         const int64_t all = (rows + height - 1) / height * panels;
-        for (int64_t n = 0; n < threads; n++) stretches_[n].left = pack(all * n / threads, all * (n + 1) / threads);
+        for (int64_t n = 0; n < threads; n++)
+            stretches_[n].left = pack(begin(all, n, threads), begin(all, n + 1, threads));
     }
+
+    // Where a thread's stretch begins, of so many panels of one group of rows.
+    static int64_t begin(int64_t panels, int64_t thread, int64_t threads) { return panels * thread / threads; }
 
     int64_t threads() const { return stretches_.size(); }
 

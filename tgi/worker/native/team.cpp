@@ -1,17 +1,10 @@
 // See team.h.
 #include "team.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define PAUSE() _mm_pause()
-#else
-#define PAUSE() std::this_thread::yield()
-#endif
-
 namespace tgi {
 
 Team::Team(int threads, int spins) : spins_(spins) {
-    for (int n = 1; n < threads; n++) helpers_.emplace_back([this] { help(); });
+    for (int n = 1; n < threads; n++) helpers_.emplace_back([this, n] { help(n); });
 }
 
 Team::~Team() {
@@ -27,7 +20,7 @@ Team::~Team() {
 void Team::run(const Job& job, int64_t chunks) {
     if (chunks == 0) return;
     if (helpers_.empty() || chunks == 1) {
-        for (int64_t chunk = 0; chunk < chunks; chunk++) job.run(chunk);
+        for (int64_t chunk = 0; chunk < chunks; chunk++) job.run(chunk, 0);
         return;
     }
     job_ = &job;
@@ -38,32 +31,38 @@ void Team::run(const Job& job, int64_t chunks) {
         std::lock_guard<std::mutex> lock(mutex_);
         call_.notify_all();
     }
-    work();
+    work(0, early_);
     // What is left is being computed. A helper that loses its core over it is worth one's own.
     for (int spin = 0; undone_.load(std::memory_order_acquire) > 0; spin++) {
-        if (spin < spins_) PAUSE();
+        if (early_) early_.some();
+        else if (spin < spins_) _mm_pause();
         else std::this_thread::yield();
     }
 }
 
-void Team::work() {
+void Team::work(int64_t thread, Early& early) {
     int64_t left = left_.load(std::memory_order_acquire);
     while (left > 0) {
         if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
-        job_->run(left - 1);
+        job_->run(left - 1, thread);
+        if (const Early next = job_->next(thread)) early = next;
         undone_.fetch_sub(1, std::memory_order_release);
         left = left_.load(std::memory_order_acquire);
     }
 }
 
-void Team::help() {
+void Team::help(int64_t thread) {
     uint32_t seen = 0;
-    while (await(seen)) work();
+    Early early;
+    while (await(seen, early)) work(thread, early);
 }
 
 // Waits for a job that is not the `seen` one. False: there will be none.
-bool Team::await(uint32_t& seen) {
-    for (int spin = 0; spin < spins_ && jobs_.load(std::memory_order_relaxed) == seen; spin++) PAUSE();
+bool Team::await(uint32_t& seen, Early& early) {
+    for (int spin = 0; spin < spins_ && jobs_.load(std::memory_order_relaxed) == seen; spin++) {
+        if (early) early.some();
+        else _mm_pause();
+    }
     if (jobs_.load() == seen) {
         std::unique_lock<std::mutex> lock(mutex_);
         while (asleep_.store(true), jobs_.load() == seen) call_.wait(lock);

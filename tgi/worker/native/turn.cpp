@@ -47,7 +47,7 @@ void turn_neighbours(bf16* head, const float* cos, const float* sin, int64_t tur
 struct TurnJob final : Job {
     explicit TurnJob(const TurnCall& call) : call(call) {}
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * SHARE, call.tokens);
         for (int64_t token = chunk * SHARE; token < last; token++) {
             const float *cos = call.angles + call.positions[token] * 2 * call.turned, *sin = cos + call.turned;

@@ -1,0 +1,114 @@
+"""A gate and the weight it is for as one product: the bits of two, whatever the weights, the rows and what is added."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.loras import make_adapter
+from tests.worker.test_native import VARIANTS, numbers
+from tests.worker.test_native_models import directory
+from tests.worker.test_native_program import run, same, without_program
+from tests.worker.test_native_quantized import quantized
+from tests.worker.test_native_whole import whole
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.layers.mlp import Mlp
+from tgi.worker.linear import Linear
+from tgi.worker.load import read_recipe
+from tgi.worker.models.decoder import Decoder
+from tgi.worker.models.weights import Part, WeightReader
+from tgi.worker.native.build import library
+from tgi.worker.native.choose import find_kernels
+from tgi.worker.native.kernels import THEN, Kernels, alike
+from tgi.worker.quantization.quantize import quantized as in_few_bits
+from tgi.worker.quantization.source import Source
+from tgi.worker.quantization.weight import Weight
+
+OUTPUTS, INPUTS = 200, 1184  # not whole panels; several parts, of which as many wait together as make an odd number
+ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 300, 448, 620)
+FORMS: dict[str, Callable[[], Weight]] = {  # of both weights, one above the other
+    "bfloat16": lambda: numbers(2 * OUTPUTS, INPUTS),
+    "8 bits, groups": lambda: quantized(8, 32, False, 2 * OUTPUTS, INPUTS),
+    "8 bits, small groups": lambda: quantized(8, 16, False, 2 * OUTPUTS, INPUTS),
+    "4 bits, groups": lambda: quantized(4, 32, False, 2 * OUTPUTS, INPUTS),
+    "4 bits, groups, shifts": lambda: quantized(4, 32, True, 2 * OUTPUTS, INPUTS),
+    "8 bits, whole": lambda: whole(8, 2 * OUTPUTS, INPUTS),
+    "4 bits, whole": lambda: whole(4, 2 * OUTPUTS, INPUTS),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(library(*VARIANTS[request.param]), 2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_product_has_the_bits_of_two(kernels: Kernels, form: str) -> None:
+    gate, up = FORMS[form]().split([OUTPUTS, OUTPUTS])
+    assert alike(gate, up)
+    both, one, other = kernels.pack(gate, up), kernels.pack(gate), kernels.pack(up)
+    x, bias = numbers(max(ROWS), INPUTS, seed=1), torch.randn(2 * OUTPUTS)
+    plus = torch.randn(max(ROWS), 2 * OUTPUTS)
+    for rows in ROWS:
+        for then, shift, more in (("silu", None, None), ("gelu_tanh", bias, None), ("silu", bias, plus[:rows])):
+            shifts = (None, None) if shift is None else shift.split(OUTPUTS)
+            added = (None, None) if more is None else more.split(OUTPUTS, 1)
+            left = kernels.linear(x[:rows], one, shifts[0], THEN[then], None, added[0])
+            expected = kernels.linear(x[:rows], other, shifts[1], THEN["mul"], left, added[1])
+            assert torch.equal(kernels.linear(x[:rows], both, shift, THEN[then], None, more), expected)
+
+
+def test_weights_of_different_forms_are_not_alike() -> None:
+    forms = [make().split([OUTPUTS, OUTPUTS])[0] for make in FORMS.values()]
+    assert all(alike(one, other) == (one is other) for one in forms for other in forms)
+    assert not alike(forms[0], forms[0][1:])
+
+
+class Apart(WeightReader):
+    """Makes two layers of what could be one."""
+
+    def _gate_and_up(self, gate: Part, up: Part) -> tuple[Linear | None, Linear]:
+        first, second = self._matrices(self._config.mlp_bias, self._config.hidden, gate, up)
+        return self._made(*first, self._config.activation), self._made(*second, "mul")
+
+
+class Mixed:
+    """A checkpoint of which one gate and one up have 8 bits."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.tensor = source.tensor
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        found = self._source.weight(name, outputs, inputs)
+        narrow = name.endswith(("layers.0.mlp.gate_proj", "layers.1.mlp.up_proj"))
+        return in_few_bits(found, "int8") if narrow and isinstance(found, torch.Tensor) else found
+
+
+def decoder(kind: str, mixed: bool, reader: type[WeightReader]) -> Decoder:
+    recipe = read_recipe(directory(kind), "bfloat16")
+    kernels = find_kernels([recipe], "cpu")
+    assert recipe.decoder is not None
+    with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
+        source = recipe.scheme.source(checkpoint)
+        read = reader(Mixed(source) if mixed else source, recipe.decoder, torch.bfloat16, torch.device("cpu"), kernels)
+        return Decoder(recipe.decoder, read.weights(lambda percent: None), torch.bfloat16, torch.device("cpu"), kernels)
+
+
+# Two tensors, one tensor of both, and forms that differ in two of three layers.
+@pytest.mark.parametrize(("kind", "mixed"), [("llama", False), ("phi3", False), ("llama", True)])
+def test_models_compute_the_same_either_way_with_adapters_too(kind: str, mixed: bool, tmp_path: Path) -> None:
+    together, apart = (decoder(kind, mixed, reader) for reader in (WeightReader, Apart))
+    mlps = [layer.mlp for layer in together._weights.layers]
+    one = [isinstance(mlp, Mlp) and mlp.gate is None for mlp in mlps]
+    assert one == ([False, False, True] if mixed else [True, True, True])
+    path = make_adapter(tmp_path / "a", directory(kind), 16, seed=1)
+    for adapted in (False, True):
+        adapters = [(model.adapter(path), None, None) if adapted else () for model in (together, apart)]
+        found = run(together, adapters[0])
+        assert same(found, run(apart, adapters[1]))
+        assert same(found, run(without_program(together), adapters[0]))
