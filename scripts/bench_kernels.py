@@ -77,7 +77,7 @@ def kinds_of(outputs: int, inputs: int, threads: int) -> dict[str, Kind]:
         if inputs % form[1]:
             continue
         weight = quantized(outputs, inputs, *form)
-        few = [kernels.pack_quantized(weight) for _ in range(count)]
+        few = [kernels.pack(weight) for _ in range(count)]
         kinds[name] = Kind(lambda x, n, few=few: kernels.linear(x, few[n % count]), weight.nbytes)  # type: ignore[misc]
     if reorders(torch.bfloat16):
         reordered = [torch.ops.mkldnn._reorder_linear_weight(plain.clone()) for _ in range(count)]
