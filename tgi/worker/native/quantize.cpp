@@ -36,7 +36,7 @@ struct QuantizeJob final : Job {
 
     int64_t chunks() const { return (call.outputs + height - 1) / height; }
 
-    void run(int64_t chunk) const override {
+    void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * height, call.outputs);
         for (int64_t output = chunk * height; output < last; output++) {
             const bf16* weight = call.weight + output * call.inputs;
