@@ -17,7 +17,8 @@ class Quantizer:
     """Keeps the tables where the kernels find them."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._team, self._function = kernels.team, kernels.library.tgi_quantize
+        self._kernels = kernels  # whose team is there as long as they are
+        self._function = kernels.library.tgi_quantize
         self._function.argtypes, self._function.restype = (*[c_void_p] * 7, c_int64, c_int64), None
         self._errors = ERRORS.contiguous()
         self._choices = torch.cat((CODES.flatten(), torch.zeros(PADDING, dtype=torch.uint8)))
@@ -30,5 +31,5 @@ class Quantizer:
         made = quantize.room(weight.shape[0], weight.shape[1], form)
         columns = weight, self._errors, self._choices, made.scales, made.codes
         factors = None if made.factors is None else made.factors.data_ptr()
-        self._function(self._team, *(column.data_ptr() for column in columns), factors, *weight.shape)
+        self._function(self._kernels.team, *(column.data_ptr() for column in columns), factors, *weight.shape)
         return made
