@@ -13,6 +13,7 @@ import argparse
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from tgi.kernel.option import count, counts, seconds
 from tgi.worker.linear import reorders
-from tgi.worker.native.build import library
+from tgi.worker.native.build import Unavailable, library
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.quantization.weight import QuantizedWeight
 
@@ -59,6 +60,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=seconds, default=0.1, help="that each kind is measured in a round, about")
     parser.add_argument("--rounds", type=count, default=9)
     options = parser.parse_args()
+    try:
+        library()
+    except Unavailable as reason:
+        sys.exit(f"There is nothing to measure: our own kernels cannot be had here ({reason}).")
     outputs, inputs = options.shape
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; weights [{outputs}, {inputs}]")
     for threads in options.threads:

@@ -8,10 +8,13 @@ import pytest
 from tests.models import demo_model as demo
 from tests.models import model
 from tgi.kernel import metrics
+from tgi.worker.sums import keep_order
 from tgi.worker.threads import wait_shortly
 
-# As a worker does, before anything imports torch: threads of these tests do not spin while servers beside them compute.
+# As a worker does, before anything imports torch: threads of these tests do not spin while servers beside them compute,
+# and sums come in one order.
 wait_shortly()
+keep_order()
 
 # Where no test says otherwise.
 SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")

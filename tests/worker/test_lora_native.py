@@ -7,11 +7,11 @@ import torch
 
 from tests.models import model as make
 from tests.worker.loras import make_adapter, merge
+from tests.worker.ours import our_kernels
 from tests.worker.test_lora import load, prompts, run
 from tgi.worker.batch import Model
 from tgi.worker.load import build_model, read_recipe
 from tgi.worker.lora.packed import PackedWeights
-from tgi.worker.native.choose import find_kernels
 
 # Fused projections, no gate, norms behind the parts, and what is usual.
 KINDS = ("llama", "phi3", "starcoder2", "gemma2")
@@ -23,7 +23,7 @@ def wide(kind: str) -> Path:
 
 
 def native(directory: Path) -> Model:
-    kernels = find_kernels([read_recipe(directory, "bfloat16")], "cpu")
+    kernels = our_kernels(read_recipe(directory, "bfloat16"))
     return build_model(directory, "bfloat16", "cpu", lambda stage, percent: None, kernels=kernels)
 
 

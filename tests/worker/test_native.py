@@ -1,20 +1,15 @@
-"""Our own kernels: right beside float64, the same bits for a row whatever else is computed, and built with care."""
+"""Our own kernels: right beside float64, the same bits for a row whatever else is computed."""
 
-import errno
 import itertools
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.worker.ours import library
 from tgi.worker.layers.rotary import Rope, Rotary
-from tgi.worker.native import build
-from tgi.worker.native.build import Unavailable, library
 from tgi.worker.native.kernels import THEN, Kernels
 
 CPU = torch.device("cpu")
@@ -115,79 +110,3 @@ def test_turning_is_torchs(kernels: Kernels, neighbours: bool, dim: int) -> None
 def test_all_memory_is_read(kernels: Kernels) -> None:
     memory = torch.randint(-100, 100, (200, 1000), generator=torch.Generator().manual_seed(1))
     assert kernels.read(memory) == memory.sum()
-
-
-def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a compiler that is quick, as it writes down its arguments alone."""
-    (compiler := tmp_path / "compiler").write_text(
-        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\ncp "$0" "$last"\n'
-    )
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = library()
-    assert path.read_bytes() == compiler.read_bytes()
-    assert library() == path
-    (call,) = (tmp_path / "compiler.calls").read_text().splitlines()
-    assert call.startswith(" ".join(build.FLAGS))
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
-    assert library("-g") != path
-    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
-
-
-def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    with pytest.raises(Unavailable, match="cannot be run"):
-        library()
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(Unavailable, match="false failed"):
-        library()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
-        library()
-
-
-def test_a_compiler_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "env false")
-    with pytest.raises(Unavailable, match="env failed"):
-        library()
-
-
-def test_without_a_place_to_write_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**options: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "mkstemp", full)
-    with pytest.raises(Unavailable, match="No space left"):
-        library()
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os, "getuid", lambda: 54321)
-    with pytest.raises(Unavailable, match="Set XDG_CACHE_HOME"):
-        library()
-
-
-def test_another_processor_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("model name : old\nflags\t\t: sse avx2 avx512f\n")
-    monkeypatch.setattr(build, "CPUINFO", cpuinfo)
-    with pytest.raises(Unavailable, match="avx512_bf16, avx512_vnni, avx512bw, avx512vbmi"):
-        library()
-
-
-def test_code_that_others_could_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tgi").mkdir()
-    os.chmod(tmp_path / "tgi", 0o777)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(Unavailable, match="others may write"):
-        library()
-
-
-def test_a_broken_library_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "broken.so").write_bytes(b"no library")
-    with pytest.raises(Unavailable, match="cannot be loaded"):
-        Kernels(tmp_path / "broken.so", 1)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.ours import library
 from tests.worker.test_attention import CPU, Sequence, expected, run, split
 from tests.worker.test_native import VARIANTS
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import KVShape
 from tgi.worker.native.arena import LARGE_PAGE
-from tgi.worker.native.build import library
 from tgi.worker.native.kernels import PAGE, Kernels
 
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}

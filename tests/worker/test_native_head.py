@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.ours import library
 from tests.worker.test_native import VARIANTS, numbers
 from tgi.worker.best import Best, find_best
-from tgi.worker.native.build import library
 from tgi.worker.native.kernels import Kernels, Packed
 from tgi.worker.quantization.quantize import quantized
 

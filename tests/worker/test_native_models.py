@@ -9,6 +9,7 @@ import torch
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.driving import drive, make_engine
+from tests.worker.ours import our_kernels
 from tgi.kernel.messages import Sampling
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.attention.native import NativeAttention
@@ -32,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 def load(kind: str, dtype: str = "bfloat16", native: bool = False) -> Model:
     path = directory(kind)
-    kernels = find_kernels([read_recipe(path, dtype)], "cpu") if native else None
+    kernels = our_kernels(read_recipe(path, dtype)) if native else None
     return build_model(path, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tgi.worker.native.build import library
+from tests.worker.ours import library
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.native.quantize import Quantizer
 from tgi.worker.quantization.quantize import GROUP, quantized

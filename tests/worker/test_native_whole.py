@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.ours import library
 from tests.worker.test_native import VARIANTS, numbers
-from tgi.worker.native.build import library
 from tgi.worker.native.kernels import THEN, Kernels
 from tgi.worker.quantization.codebook import TABLE
 from tgi.worker.quantization.weight import QuantizedWeight

@@ -12,6 +12,7 @@ from tgi.kernel.settings import Settings
 from tgi.worker.loop import Engine, Loop, Poisoned
 from tgi.worker.lora.shelf import stock
 from tgi.worker.scripted import Script, ScriptedEngine
+from tgi.worker.sums import keep_order
 from tgi.worker.threads import wait_shortly
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def _engine(settings: Settings, loop: Loop) -> Engine:
         stock(scripted.adapters, settings.adapters)
         return scripted
     wait_shortly()
+    keep_order()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 
     return start_engine(settings, loop.progress)

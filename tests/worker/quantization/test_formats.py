@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.driving import Drawn, drive, make_engine
+from tests.worker.ours import our_kernels
 from tests.worker.quantization.checkpoints import (
     Awq,
     Compressed,
@@ -27,7 +28,6 @@ from tests.worker.quantization.checkpoints import (
 from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.load import build_model, read_recipe
-from tgi.worker.native.choose import find_kernels
 from tgi.worker.quantization.formats import FormatSource, find_format
 from tgi.worker.quantization.scheme import read_scheme
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, plain
@@ -169,11 +169,12 @@ def test_layers_may_differ(tmp_path: Path) -> None:
 def served(directory: Path, native: bool) -> list[Drawn]:
     """What is drawn from the model, on our own kernels or torch's."""
     dtype = "bfloat16" if native else "float32"
-    kernels = find_kernels([read_recipe(directory, dtype)], "cpu") if native else None
+    kernels = our_kernels(read_recipe(directory, dtype)) if native else None
     engine = make_engine(build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels))
     return drive(engine, [[1, 17, 300, 45, 8], [1, 99]], 12)
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
 @pytest.mark.parametrize(
     ("kind", "form", "left"),
     [
@@ -186,10 +187,11 @@ def served(directory: Path, native: bool) -> list[Drawn]:
         ("phi3", Fp8("fp8", 32, 32, "weight_scale_inv"), ("lm_head",)),
     ],
 )
-def test_it_is_served_as_what_it_stands_for(kind: str, form: Form, left: tuple[str, ...], tmp_path: Path) -> None:
+def test_it_is_served_as_what_it_stands_for(
+    kind: str, form: Form, left: tuple[str, ...], native: bool, tmp_path: Path
+) -> None:
     written = write(kind, form, tmp_path, left, hidden=128, intermediate=192)
-    for native in (False, True):
-        assert served(written.directory, native) == served(written.twin, native)
+    assert served(written.directory, native) == served(written.twin, native)
 
 
 def dropped(name: str) -> Callable[[dict[str, Tensor]], object]:

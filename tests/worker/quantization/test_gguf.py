@@ -12,6 +12,7 @@ import torch
 from scripts.make_gguf import write_gguf
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
+from tests.worker.ours import our_kernels
 from tgi.hub.gguf import reader
 from tgi.hub.gguf.convert import convert
 from tgi.kernel.errors import UserError
@@ -20,7 +21,6 @@ from tgi.worker.batch import Model
 from tgi.worker.linear import Linear
 from tgi.worker.load import build_model, read_recipe
 from tgi.worker.models.decoder import Decoder, _linears
-from tgi.worker.native.choose import find_kernels
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def imported(place: Path, kind: str, block: str, packed: bool) -> Path:
 
 
 def load(directory: Path, dtype: str, native: bool) -> Model:
-    kernels = find_kernels([read_recipe(directory, dtype)], "cpu") if native else None
+    kernels = our_kernels(read_recipe(directory, dtype)) if native else None
     return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
 
