@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.worker.loras import make_adapter
+from tests.worker.ours import library, our_kernels
 from tests.worker.test_native import VARIANTS, numbers
 from tests.worker.test_native_models import directory
 from tests.worker.test_native_program import run, same, without_program
@@ -18,8 +19,6 @@ from tgi.worker.linear import Linear
 from tgi.worker.load import read_recipe
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.weights import Part, WeightReader
-from tgi.worker.native.build import library
-from tgi.worker.native.choose import find_kernels
 from tgi.worker.native.kernels import THEN, Kernels, alike
 from tgi.worker.quantization.quantize import quantized as in_few_bits
 from tgi.worker.quantization.source import Source
@@ -91,7 +90,7 @@ class Mixed:
 
 def decoder(kind: str, mixed: bool, reader: type[WeightReader]) -> Decoder:
     recipe = read_recipe(directory(kind), "bfloat16")
-    kernels = find_kernels([recipe], "cpu")
+    kernels = our_kernels(recipe)
     assert recipe.decoder is not None
     with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
         source = recipe.scheme.source(checkpoint)
