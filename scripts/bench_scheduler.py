@@ -11,8 +11,9 @@ nothing but the scheduler is measured. What the loop does when the worker is bus
 making and encoding the messages to two tokenizers, and `settle`.
 
 Printed are median and 99th percentile of the wall clock, and of the CPU time of the thread, which other work on the
-machine disturbs less. With `--repetitions` the same passes are run so many times, and "best" is of each pass the
-shortest wall clock: what is left then is the work, without what else the machine did meanwhile.
+machine disturbs less. With `--repetitions` the same passes are run so many times, each in a process of its own, and
+"best" is of each pass the shortest wall clock: what is left then is the work, without what else the machine did
+meanwhile.
 
 With `--prefix` the prefix cache is measured instead, for a prompt of so many tokens in pages of 16 and 32: the time to
 find it when all of it is known, to make it known and to give it back; and of the first of these what only the keys
@@ -27,6 +28,8 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 from tgi.kernel.link import Peer
 from tgi.kernel.messages import Add, Result, Sampling, Step, encode
@@ -120,7 +123,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1500)
     parser.add_argument("--repetitions", type=int, default=1, help="how often the same passes are run")
     arguments = parser.parse_args()
-    gc.set_threshold(GARBAGE)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     if arguments.prefix:
         print(f"{'':>9} {'find, µs':>9} {'of that keys':>12} {'publish, µs':>12} {'release, µs':>12}")
@@ -131,7 +133,8 @@ def main() -> None:
     print(f"{'':>6} {'pass, wall µs':>18} {'pass, cpu µs':>18} {'behind it, wall µs':>18} {'pass, best µs':>18}")
     print(f"{'rows':>6}" + f" {'median':>10} {'p99':>7}" * 4)
     for rows in map(int, arguments.rows.split(",")):
-        runs = [measured(rows, arguments) for _ in range(arguments.repetitions)]
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:  # as a scheduler is at start
+            runs = [fresh.submit(measured, rows, arguments).result() for _ in range(arguments.repetitions)]
         wall, cpu, behind = zip(*(times for run in runs for times in run), strict=True)
         best = tuple(min(wall for wall, _, _ in same) for same in zip(*runs, strict=True))
         columns = wall, cpu, behind, best
@@ -142,17 +145,17 @@ def main() -> None:
 
 def measured(rows: int, arguments: argparse.Namespace) -> list[tuple[float, float, float]]:
     """The times of so many passes: the same ones each time that this is called."""
+    gc.set_threshold(GARBAGE)
     bench = Bench(rows, arguments.changing, arguments.prompt, rows)
     bench.run(200)
     gc.collect()
     gc.freeze()
-    times = bench.run(arguments.passes)
-    gc.unfreeze()
-    return times
+    return bench.run(arguments.passes)
 
 
 def prefix(tokens: int, page_size: int) -> None:
     """Prints a line of the table of `--prefix`."""
+    gc.set_threshold(GARBAGE)
     pages = tokens // page_size
     pool = PagePool(pages, page_size)
     column = pack(INT32, [random.randrange(40000) for _ in range(tokens)])

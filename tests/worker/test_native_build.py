@@ -10,6 +10,7 @@ import pytest
 
 from tgi.worker.native import build
 from tgi.worker.native.build import NEEDED, Unavailable, library
+from tgi.worker.native.choose import find_kernels
 from tgi.worker.native.kernels import Kernels
 
 
@@ -53,6 +54,21 @@ def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="no C\\+\\+ compiler"):
         library()
+
+
+def test_that_they_do_not_compile_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who has a compiler expects them; who has none may know."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = {}
+    for compiler in ("false", str(tmp_path / "none")):
+        monkeypatch.setenv("CXX", compiler)
+        assert find_kernels([], "cpu") is None
+        told[caplog.records[-1].levelname] = caplog.messages[-1]
+    assert "false failed" in told["WARNING"]
+    assert "cannot be run" in told["INFO"]
 
 
 def test_a_compiler_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

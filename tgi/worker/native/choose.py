@@ -7,7 +7,7 @@ import torch
 
 from tgi.worker.load import Recipe
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.native.build import Unavailable, library
+from tgi.worker.native.build import Failed, Unavailable, library
 from tgi.worker.native.kernels import DEPTH, WIDEST_HEAD, Kernels
 from tgi.worker.threads import named_threads, usable_cores
 
@@ -26,7 +26,8 @@ def find_kernels(recipes: Sequence[Recipe], device: str) -> Kernels | None:
         compiled, threads = library(), named_threads() or usable_cores()
         found = Kernels(compiled, threads)
     except Unavailable as reason:
-        log.info("computing with torch's kernels: %s", reason)
+        level = logging.WARNING if isinstance(reason, Failed) else logging.INFO
+        log.log(level, "computing with torch's kernels: %s", reason)
         return None
     torch.set_num_threads(1)
     log.info("computing with our own kernels, on %d threads", threads)
