@@ -1,3 +1,5 @@
+"""MKL is asked for sums in one order where its own depends on the batch, and only there."""
+
 import os
 import platform
 from pathlib import Path

@@ -30,7 +30,7 @@ class Above:
         return [request for client in self.clients.values() for request in client.requests.values()]
 
     def take(self, add: Add, client: Client, now: float) -> Request | None:
-        """A request comes. None: it is none, and its tokenizer is told so."""
+        """A request comes. None: its columns are none, which its tokenizer is told, or its number is taken."""
         if add.rid in client.requests:
             # Its first Add lives on and gets the one End that this number can have.
             log.error("%s has used number %d twice; the second request is ignored", client.peer, add.rid)

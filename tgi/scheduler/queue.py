@@ -34,7 +34,7 @@ class Queue:
             head = line[0]
             if head.state is QUEUED:
                 return head
-            line.popleft()
+            line.popleft()  # ended while it waited
             self._ended -= 1
         return None
 
