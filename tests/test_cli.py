@@ -148,6 +148,8 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_quietly(command: str, module
     script = f"""
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal: what runs in the background may ignore it
+
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
