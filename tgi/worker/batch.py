@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tgi.worker.best import Best
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.native.kernels import Kernels
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class KVShape(NamedTuple):
     windows: tuple[int | None, ...] = ()
     softcap: float | None = None  # c: a score s counts as c * tanh(s / c)
     kernels: Kernels | None = None  # what computes on CPU; None: torch
+    gpu: Gpu | None = None  # what computes on a GPU; None: torch
 
     def window(self, layer: int) -> int | None:
         """The window of a layer."""

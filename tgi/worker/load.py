@@ -11,6 +11,7 @@ import torch
 from tgi.kernel.errors import UserError
 from tgi.worker.batch import Model
 from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.models.config import DecoderConfig, Unsupported
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.families import FAMILIES
@@ -65,15 +66,16 @@ def build_model(
     trust_code: bool = False,
     kernels: Kernels | None = None,
     quantize: str | None = None,
+    gpu: Gpu | None = None,
 ) -> Model:
     """The model in a directory, ready to compute on `device` ("cpu", "cuda"). `dtype`, `quantize` as for read_recipe.
 
-    `trust_code` lets Python code in the directory run. `kernels`, if given, fit this model (native/choose.py). Raises
-    UserError for whatever is wrong with the directory.
+    `trust_code` lets Python code in the directory run. `kernels`, if given, fit this model (native/choose.py), and
+    `gpu` this device (gpu/choose.py). Raises UserError for whatever is wrong with the directory.
     """
     recipe, place = read_recipe(directory, dtype, quantize), torch.device(device)
     if recipe.decoder is not None:
-        return _build_decoder(directory, recipe.decoder, recipe, place, progress, kernels)
+        return _build_decoder(directory, recipe.decoder, recipe, place, progress, kernels, gpu)
     from tgi.worker.models.fallback import build_fallback  # imports transformers, which takes seconds
 
     return build_fallback(directory, recipe.dtype, place, progress, trust_code)
@@ -109,16 +111,17 @@ def _build_decoder(
     device: torch.device,
     progress: Progress,
     kernels: Kernels | None,
+    gpu: Gpu | None,
 ) -> Decoder:
     progress("loading weights", 0)
     dtype, scheme = recipe.dtype, recipe.scheme
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         quantize = quantized if kernels is None else Quantizer(kernels).quantized
-        reader = WeightReader(scheme.source(checkpoint, quantize), config, dtype, device, kernels)
+        reader = WeightReader(scheme.source(checkpoint, quantize), config, dtype, device, kernels, gpu)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
             weights = weights._replace(embedding=stored_embedding(scheme.stored_source(checkpoint), config, dtype))
     progress("measuring kernels", 95)
-    return Decoder(config, weights, dtype, device, kernels)
+    return Decoder(config, weights, dtype, device, kernels, gpu)

@@ -22,6 +22,7 @@ from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import Model, Recordable
 from tgi.worker.drafting import Draft, need_same_tokens
 from tgi.worker.engine import Recording, TorchEngine
+from tgi.worker.gpu.choose import find_gpu
 from tgi.worker.load import build_model, read_recipe
 from tgi.worker.lora.shelf import stock
 from tgi.worker.native.choose import find_kernels
@@ -74,16 +75,17 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
         need_same_tokens(settings.model_dir, settings.draft_model_dir)
 
     quantize = quantizations(settings)
-    kernels = None
+    kernels = gpu = None
     progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
+        gpu = find_gpu(device)
         kernels = find_kernels([read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()], device)
     if kernels is None and device == "cpu":
         choose_threads()
 
     def build(directory: Path, told: Progress) -> Model:
         asked = quantize[directory]
-        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels, asked)
+        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels, asked, gpu)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Again, Attention, Batch, KVShape, Reader
 from tgi.worker.best import Best
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.rotary import Rotary
 from tgi.worker.linear import Linear, choose_rows
@@ -34,12 +35,13 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         self.vocab_size = config.vocab_size
         self.context = config.context
         windows = tuple(layer.window for layer in config.layers)
         shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
-        self.kv = KVShape(*shape, windows, config.attention_cap, kernels)
+        self.kv = KVShape(*shape, windows, config.attention_cap, kernels, gpu)
         self.device = device
         self.unrecordable = None if config.experts is None else "the host reads which experts its tokens chose"
         self._config = config

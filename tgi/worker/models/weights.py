@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -37,12 +38,14 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         self._source = source
         self._config = config
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
+        self._gpu = gpu
         self._bytes = self._numbers = self._quantized = 0
 
     def weights(self, progress: Callable[[int], None]) -> Weights:
