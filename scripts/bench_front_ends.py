@@ -1,0 +1,135 @@
+#!/usr/bin/env python
+"""Shows what each further front end adds while there are cores for it, on a machine that has few.
+
+    .venv/bin/python -m scripts.bench_front_ends [--share 0.1] [--front-ends 1,2,3] [--streams 96]
+
+The kernel gives each front end so much of one core (`--share`) and no more. So front ends run out of time long before
+the machine does, as they would on one with many cores, and what shows is whether anything that they share stands in the
+way: the port, the tokenizers, the scheduler. The worker has no model, one token per row and step; the load generator
+runs on the same machine: each of `--streams` clients asks again as soon as its answer is complete. Printed are medians
+over the repetitions, between which the numbers of front ends take turns, and how much of a core the front ends used
+together: what they were given, unless something else limits them.
+
+Needs Linux, and the right to make control groups (root's, as a rule).
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from scripts.bench import ROUTE, bodies, start
+from scripts.beside.servers import Failed, cpu_seconds
+from scripts.beside.streams import BadStream, Stream, median, stream
+from tgi.kernel.option import count, counts
+
+PERIOD = 10_000  # microseconds within which a process gets its share
+LEAST = 0.1  # the kernel gives nobody less than a millisecond
+GROUPS = Path("/sys/fs/cgroup")
+WARM_SECONDS = 1.0
+PROCESS = "tgi api"  # what front ends are called
+
+
+class Cage:
+    """A control group, of version 1 or 2, whose processes together get no more than a share of one core; a context that
+    takes it away, when they have ended."""
+
+    def __init__(self, share: float) -> None:
+        first = GROUPS / "cpu"
+        self._path = (first if first.is_dir() else GROUPS) / f"tgi-{uuid4().hex[:8]}"
+        quota = str(int(share * PERIOD))
+        try:
+            self._path.mkdir()
+            if first.is_dir():
+                (self._path / "cpu.cfs_period_us").write_text(str(PERIOD))
+                (self._path / "cpu.cfs_quota_us").write_text(quota)
+            else:
+                (self._path / "cpu.max").write_text(f"{quota} {PERIOD}")
+        except OSError as error:
+            raise Failed(f"no control group can be made that limits CPU time: {error}") from error
+
+    def take(self, pid: int) -> None:
+        """The process is in here from now on, with all its threads."""
+        (self._path / "cgroup.procs").write_text(str(pid))
+
+    def __enter__(self) -> "Cage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._path.rmdir()
+
+
+def measure(front_ends: int, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Tokens/s, and the cores that the front ends used."""
+    server_options = argparse.Namespace(model_id=None, scripted=True, server=["--api-workers", str(front_ends)])
+    with ExitStack() as cages, start(server_options) as server:
+        server.wait(ROUTE, bodies(1, 0, 16, 1)[0])
+        found = [one for title, each in server.processes().items() if title.startswith(PROCESS) for one in each]
+        if len(found) != front_ends:
+            raise Failed(f"it has {len(found)} front ends, not {front_ends}")
+        for process in found:
+            cages.enter_context(Cage(arguments.share)).take(process.pid)
+        asked = bodies(arguments.streams, 1, 16, arguments.output_tokens)
+        return asyncio.run(load(server.port, asked, arguments.seconds, lambda: sum(map(cpu_seconds, found))))
+
+
+async def load(
+    port: int, asked: list[dict[str, Any]], seconds: float, spent: Callable[[], float]
+) -> tuple[float, float]:
+    """Tokens/s of clients that ask for one of these each, over and over; and how fast `spent` grows. The first second
+    is not counted."""
+    answers: list[Stream] = []
+
+    async def ask(body: dict[str, Any]) -> None:
+        while True:
+            answers.append(await stream(port, ROUTE, body))
+
+    async with asyncio.TaskGroup() as group:
+        clients = [group.create_task(ask(body)) for body in asked]
+        await asyncio.sleep(WARM_SECONDS)
+        begin, before = time.perf_counter(), spent()
+        await asyncio.sleep(seconds)
+        end, after = time.perf_counter(), spent()
+        for client in clients:
+            client.cancel()
+    tokens = sum(begin <= event.time < end for answer in answers for event in answer.events())
+    return tokens / (end - begin), (after - before) / (end - begin)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=0.1, help="of one core, for each front end")
+    parser.add_argument("--front-ends", type=counts, default=(1, 2, 3), help="how many, comma separated")
+    parser.add_argument("--streams", type=count, default=96)
+    parser.add_argument("--output-tokens", type=count, default=64)
+    parser.add_argument("--seconds", type=count, default=5, help="how long each is measured")
+    parser.add_argument("--repetitions", type=count, default=3)
+    arguments = parser.parse_args()
+    if not LEAST <= arguments.share <= 1:
+        parser.error(f"--share is from {LEAST} to 1")
+    found = defaultdict(list)
+    try:
+        for _ in range(arguments.repetitions):
+            for front_ends in arguments.front_ends:
+                found[front_ends].append(measure(front_ends, arguments))
+    except (Failed, BadStream) as error:
+        sys.exit(f"The server failed: {error}")
+    rows = {
+        front_ends: [median(list(column)) for column in zip(*each, strict=True)] for front_ends, each in found.items()
+    }
+    first = rows[arguments.front_ends[0]][0]
+    print(f"{arguments.streams} streams, {arguments.share:.0%} of a core for each front end\n")
+    print(f"| front ends | tokens/s | of {arguments.front_ends[0]} | cores that they used |\n|---|---|---|---|")
+    for number, (pace, cores) in rows.items():
+        print(f"| {number} | {pace:,.0f} | {pace / first:.2f} | {cores:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
