@@ -65,6 +65,16 @@ class Cage:
         self._path.rmdir()
 
 
+def share(text: str) -> float:
+    """A share of a core, for argparse."""
+    try:
+        if LEAST <= (found := float(text)) <= 1:
+            return found
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a share from {LEAST} to 1")
+
+
 def measure(front_ends: int, arguments: argparse.Namespace) -> tuple[float, float]:
     """Tokens/s, and the cores that the front ends used."""
     server_options = argparse.Namespace(model_id=None, scripted=True, server=["--api-workers", str(front_ends)])
@@ -105,15 +115,13 @@ async def load(
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=0.1, help="of one core, for each front end")
+    parser.add_argument("--share", type=share, default=0.1, help="of one core, for each front end")
     parser.add_argument("--front-ends", type=counts, default=(1, 2, 3), help="how many, comma separated")
     parser.add_argument("--streams", type=count, default=96)
     parser.add_argument("--output-tokens", type=count, default=64)
     parser.add_argument("--seconds", type=count, default=5, help="how long each is measured")
     parser.add_argument("--repetitions", type=count, default=3)
     arguments = parser.parse_args()
-    if not LEAST <= arguments.share <= 1:
-        parser.error(f"--share is from {LEAST} to 1")
     found = defaultdict(list)
     try:
         for _ in range(arguments.repetitions):

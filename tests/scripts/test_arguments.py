@@ -21,6 +21,8 @@ import pytest
         ("bench_lora", "--adapters", "12+5", "'12+5' is not a number"),
         ("bench_lora", "--adapters", "", "'' is not a number"),
         ("bench_step", "--rows", "8,", "invalid counts value: '8,'"),
+        ("bench_front_ends", "--share", "0.01", "'0.01' is not a share from 0.1 to 1"),
+        ("bench_front_ends", "--share", "half", "'half' is not a share from 0.1 to 1"),
         ("bench_kernels", "--shape", "4864", "invalid shape value: '4864'"),
     ],
 )
