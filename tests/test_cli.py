@@ -141,10 +141,11 @@ def test_the_launcher_is_installed_under_tgi_s_name() -> None:
 
 
 @pytest.mark.parametrize("command", ["tgi", "text-generation-launcher"])
-@pytest.mark.parametrize("module", ["click", "tgi.kernel.settings", ""])
+@pytest.mark.parametrize("module", ["click", "tgi.kernel.settings", "tgi.tree", ""])
 def test_ctrl_c_while_a_command_is_imported_ends_it_quietly(command: str, module: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     entry, _, function = scripts[command].partition(":")
+    arguments = ["--version"] if module != "tgi.tree" else ["up"] if command == "tgi" else []
     script = f"""
 import os, signal, sys
 
@@ -156,7 +157,7 @@ class CtrlC:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, CtrlC())
-sys.argv = [{command!r}, "--version"]
+sys.argv = [{command!r}, *{arguments!r}]
 from {entry} import {function}
 sys.exit({function}())
 """

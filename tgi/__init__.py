@@ -1,3 +1,5 @@
 """tgi: a text generation server that speaks TGI's wire contract on a ZeroMQ multi-process microkernel."""
 
 __version__ = "0.1.0"
+
+INTERRUPTED = 130  # the exit code after Ctrl-C, as a shell counts an end by SIGINT

@@ -2,6 +2,8 @@
 
 from importlib import import_module
 
+from tgi import INTERRUPTED
+
 
 def tgi() -> None:
     """The command `tgi`."""
@@ -17,7 +19,7 @@ def _begin(module: str) -> None:
     try:
         import_module(module).main()
     except KeyboardInterrupt:
-        raise SystemExit(130) from None  # as a shell counts an end by SIGINT
+        raise SystemExit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

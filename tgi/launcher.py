@@ -14,9 +14,9 @@ from tgi.options import CONTEXT, settings_options, told
 @settings_options
 def main(**flags: Any) -> None:
     """Run the whole server, with the flags and environment variables of TGI's launcher."""
-    from tgi.tree import ROLES, run
-
     with told():
+        from tgi.tree import ROLES, run
+
         run(load(flags), ROLES)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from tgi import INTERRUPTED
 from tgi.kernel.errors import UserError
 from tgi.kernel.option import Option, boolean, flag
 from tgi.kernel.settings import DEFAULTS, OPTIONS
@@ -55,9 +56,12 @@ def _help(name: str, option: Option) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Prints a UserError as one message and exits; everything else is a defect and keeps its traceback."""
+    """Prints a UserError as one message and exits, without one at Ctrl-C; everything else is a defect and keeps its
+    traceback."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except UserError as error:
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(error.code) from None
