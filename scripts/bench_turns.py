@@ -1,15 +1,18 @@
 #!/usr/bin/env python
 """Measures how long the second turn of a chat waits for its first token, behind histories of several lengths.
 
-    .venv/bin/python -m scripts.bench_turns [--model 135m] [--history 128,512,2048,3840] [--new 64] [--repetitions 5]
+    .venv/bin/python -m scripts.bench_turns [--model 135m] [--history 128,512,2048,3840] [--new 64]
+        [--message 128] [--repetitions 5]
 
-A turn sends the whole text again: the history and so many new tokens. Printed are medians, in milliseconds: of the
-first turn, which nobody has asked before; of the second; and of a prompt of the new tokens alone. What the second takes
-beyond the last is what the history still costs: its text is encoded, its pages are looked up and attended to, and the
-page in which it ends is computed again.
+A turn sends the whole text again: the history and so many new tokens. A history is written as templates write chats:
+before each message of `--message` tokens stands a special one. Printed are medians, in milliseconds: of the first turn,
+which nobody has asked before; of the second; and of a prompt of the new tokens alone. What the second takes beyond the
+last is what the history still costs: its text is divided into messages, its pages are looked up and attended to, and
+the page in which it ends is computed again.
 """
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -28,15 +31,24 @@ def first_token(server: Server, text: str) -> float:
     return 1e3 * (stream.events()[0].time - stream.sent)
 
 
-def measure(server: Server, words: Words, history: int, new: int, seed: str) -> tuple[float, float, float]:
+def chat(words: Words, mark: str, tokens: int, message: int, draw: random.Random) -> str:
+    """A text of so many tokens, of which each `message`-th is `mark`."""
+    sizes = [message] * (tokens // message) + [tokens % message] * (tokens % message > 0)
+    return "".join(mark + words.text(size - 1, draw) for size in sizes)
+
+
+def measure(
+    server: Server, words: Words, mark: str, history: int, options: argparse.Namespace, seed: str
+) -> list[float]:
     """The first turn, the second, and the new tokens alone, once."""
     draw = random.Random(seed)
-    text = words.text(history, draw)
-    return (
-        first_token(server, text),
-        first_token(server, text + words.text(new, draw)),
-        first_token(server, words.text(new, draw)),
+    text = chat(words, mark, history, options.message, draw)
+    asked = (
+        text,
+        text + chat(words, mark, options.new, options.new, draw),
+        chat(words, mark, options.new, options.new, draw),
     )
+    return [first_token(server, one) for one in asked]
 
 
 def main() -> None:
@@ -44,19 +56,21 @@ def main() -> None:
     parser.add_argument("--model", choices=models.MADE, default="135m")
     parser.add_argument("--history", type=counts, default=(128, 512, 2048, 3840), help="tokens, comma separated")
     parser.add_argument("--new", type=count, default=64, help="tokens")
+    parser.add_argument("--message", type=count, default=128, help="tokens of a message of the history")
     parser.add_argument("--repetitions", type=count, default=5)
     parser.add_argument("server", nargs="*", help="more arguments for `tgi up`, after --")
     options = parser.parse_args()
     model = models.made(options.model)
     words, port = Words(model.tokenizer), free_port()
+    mark = next(one["content"] for one in json.loads(model.tokenizer.read_text())["added_tokens"] if one["special"])
     up = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(port)]
     with Server([*up, "--model-id", str(model.directory), *options.server], {}, port) as server:
         server.wait(ROUTE, {"inputs": "a", "parameters": {"max_new_tokens": 1}})
-        measure(server, words, options.new, options.new, f"{time.time_ns()} first")
+        measure(server, words, mark, options.new, options, f"{time.time_ns()} first")
         print(f"{'history':>8} {'first turn':>12} {f'and {options.new} more':>12} {f'{options.new} alone':>12}")
         for history in options.history:
             seeds = [f"{time.time_ns()} {number}" for number in range(options.repetitions)]
-            found = [measure(server, words, history, options.new, seed) for seed in seeds]
+            found = [measure(server, words, mark, history, options, seed) for seed in seeds]
             print(f"{history:>8}" + "".join(f" {median([*column]):>12.1f}" for column in zip(*found, strict=True)))
 
 

@@ -93,16 +93,22 @@ def prompt(
     vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate: int | None, starts: bool = False
 ) -> Prompt:
     """The ids of `text`, the last `truncate` of them if that is given, and where they start. Raises EncodeError."""
+    begins: list[int] = []
     try:
         # encode_batch_fast leaves the offsets out. Unlike encode, both let other threads run meanwhile.
-        encode = vocabulary.tokenizer.encode_batch if starts else vocabulary.tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        if starts:
+            (encoding,) = vocabulary.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            column, begins = pack(INT32, encoding.ids), _starts(encoding.offsets)
+        elif (known := vocabulary.stretches.ids(text, add_special_tokens)) is not None:
+            column = known
+        else:
+            (encoding,) = vocabulary.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            column = pack(INT32, encoding.ids)
     except Exception as error:  # the package raises plain Exception, and TypeError for a lone surrogate
         raise EncodeError(f"tokenizer error {error}") from error
-    ids = encoding.ids
-    cut = 0 if truncate is None else max(0, len(ids) - truncate)
-    begins = pack(INT32, _starts(encoding.offsets)[cut:]) if starts else b""
-    return Prompt(pack(INT32, ids[cut:]), len(ids) - cut, len(text), begins)
+    tokens = len(column) // 4
+    cut = 0 if truncate is None else max(0, tokens - truncate)
+    return Prompt(column[4 * cut :], tokens - cut, len(text), pack(INT32, begins[cut:]))
 
 
 def _starts(offsets: list[tuple[int, int]]) -> list[int]:

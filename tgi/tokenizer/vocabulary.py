@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from tgi.hub.card import Card
 from tgi.hub.tokens import mark_special, read_tokenizer
+from tgi.tokenizer.stretches import Stretches
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -40,6 +41,7 @@ class Vocabulary:
         for number, one in added.items():
             self.pieces[number] = one.content
         self.special = frozenset(added)
+        self.stretches = Stretches(tokenizer)
 
     @classmethod
     def load(cls, card: Card) -> "Vocabulary":
