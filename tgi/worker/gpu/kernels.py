@@ -1,12 +1,13 @@
 """Our kernels on a GPU, as functions of tensors that lie there. A call launches, and does not wait."""
 
-from typing import NamedTuple
 
+class Gpu:
+    """A GPU that our kernels compute on. Its functions are those of the modules of this room, described there; they
+    import Triton, which a worker without a GPU neither needs nor pays for."""
 
-class Gpu(NamedTuple):
-    """A GPU that our kernels compute on."""
-
-    capability: tuple[int, int]  # CUDA's compute capability
+    def __init__(self, capability: tuple[int, int]) -> None:
+        """`capability` is CUDA's compute capability."""
+        self.capability = capability
 
     @property
     def float8(self) -> bool:
