@@ -12,7 +12,7 @@ from tgi.worker.gpu.kernels import Gpu
 
 log = logging.getLogger(__name__)
 
-# The modules that have kernels, each with a `trial(device)` that raises where they do not compute there what torch does.
+# The modules that have kernels, each with a `trial(device)` that raises unless they compute there what torch does.
 MODULES: tuple[str, ...] = ()
 
 

@@ -23,6 +23,6 @@ def agree(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
     wrong, largest = float((wide - right).abs().max()), float(right.abs().max())
     if not wrong <= tolerance * largest:
         raise Differs(
-            f"{what} differs from torch's by {wrong:.3g}, where the largest number is {largest:.3g} and {tolerance:.3g} "
-            "of it are expected at most"
+            f"{what} differs from torch's by {wrong:.3g}, where the largest number is {largest:.3g} and "
+            f"{tolerance:.3g} of it are expected at most"
         )
