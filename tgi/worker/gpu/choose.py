@@ -13,7 +13,11 @@ from tgi.worker.gpu.kernels import Gpu
 log = logging.getLogger(__name__)
 
 # The modules that have kernels, each with a `trial(device)` that raises unless they compute there what torch does.
-MODULES: tuple[str, ...] = ()
+MODULES = (
+    "tgi.worker.gpu.norm",
+    "tgi.worker.gpu.turn",
+    "tgi.worker.gpu.gate",
+)
 
 
 def find_gpu(device: str) -> Gpu | None:

@@ -7,7 +7,12 @@ class Gpu:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         """`capability` is CUDA's compute capability."""
+        from tgi.worker.gpu import gate, norm, turn
+
         self.capability = capability
+        self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
+        self.turn = turn.turn
+        self.gate = gate.gate
 
     @property
     def float8(self) -> bool:
