@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.models import model
-from tests.worker.batches import Row, make_batch
+from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tgi.kernel.messages import Sampling
 from tgi.kernel.settings import Settings
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Batch
 from tgi.worker.gpu.choose import tried
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.gpu.trial import numbers
@@ -115,7 +114,7 @@ def test_rows_of_a_real_model_are_what_torch_computes(gpu: Gpu, dtype: torch.dty
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
 def test_models_with_our_kernels_are_what_torch_computes(gpu: Gpu, kind: str) -> None:
     batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])
-    there = Batch(*(column.to(GPU) if isinstance(column, Tensor) else column for column in batch))
+    there = moved(batch, GPU)
     found = []
     for ours in (gpu, None):
         made = build_model(model(kind), "float32", GPU, lambda stage, percent: None, gpu=ours)

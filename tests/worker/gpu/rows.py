@@ -20,7 +20,7 @@ def launches(dtype: torch.dtype) -> None:
         part = qkv[:, : 40 * head_dim].unflatten(1, (40, head_dim))
         norm_in_place(part, torch.empty(40, head_dim), None, 1e-5, head_dim == 64)
     positions = torch.zeros(TOKENS, dtype=torch.int64)
-    for head_dim, turned, neighbours in ((64, 64, False), (128, 128, False), (128, 128, True), (80, 32, False)):
+    for head_dim, turned, neighbours in ((64, 64, False), (128, 128, True), (80, 32, False)):
         turn(torch.empty(TOKENS, 48, head_dim, dtype=dtype), 40, torch.empty(9, 2, turned), positions, neighbours)
     for then in ACTIVATIONS:
         gate(torch.empty(TOKENS, 2 * 8192, dtype=dtype), then)
