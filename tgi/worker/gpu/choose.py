@@ -1,22 +1,61 @@
-"""Says whether our own kernels compute on the GPU."""
+"""Says whether our own kernels compute on the GPU: those of every module, or none."""
 
+import importlib
 import importlib.util
 import logging
+import os
+from collections.abc import Sequence
 
 import torch
 
+from tgi.kernel.errors import UserError
 from tgi.worker.gpu.kernels import Gpu
+from tgi.worker.load import Recipe
 
 log = logging.getLogger(__name__)
 
+# The modules that have kernels, each with a `trial(device)` that raises unless they compute there what torch does.
+MODULES = (
+    "tgi.worker.gpu.norm",
+    "tgi.worker.gpu.turn",
+    "tgi.worker.gpu.gate",
+)
 
-def find_gpu(device: str) -> Gpu | None:
-    """Our kernels, if they can compute there ("cpu", "cuda"). What is chosen is logged."""
+
+def find_gpu(recipes: Sequence[Recipe], device: str) -> Gpu | None:
+    """Our kernels, if they can compute any of these models there ("cpu", "cuda"). What is chosen is logged."""
     if device != "cuda":
+        return None
+    if all(recipe.decoder is None for recipe in recipes):
+        log.info("computing with torch's kernels: the model runs through transformers")
         return None
     if importlib.util.find_spec("triton") is None:
         log.info("computing with torch's kernels: there is no triton, in which our own are written")
         return None
-    gpu = Gpu(torch.cuda.get_device_capability())
-    log.info("computing with our own kernels, for compute capability %d.%d", *gpu.capability)
-    return gpu
+    return tried(torch.device(device), torch.cuda.get_device_capability())
+
+
+def tried(device: torch.device, capability: tuple[int, int], modules: Sequence[str] = MODULES) -> Gpu | None:
+    """Our kernels, if those of all modules pass their trials there. Raises UserError where one of them breaks the GPU,
+    so that nothing can compute on it any more."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns that it will be asked for one day
+    for name in modules:
+        try:
+            importlib.import_module(name).trial(device)
+        except Exception as error:  # whatever a compiler, a driver or Triton itself raises
+            reason = f"our own fail in {name.rpartition('.')[2]}: {type(error).__name__}: {error}"
+            _need_usable(device, reason)
+            log.warning("computing with torch's kernels: %s", reason)
+            return None
+    log.info("computing with our own kernels, for compute capability %d.%d", *capability)
+    return Gpu(capability)
+
+
+def _need_usable(device: torch.device, reason: str) -> None:
+    """CUDA gives a process up where a kernel reads or writes what is not its own."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError as error:
+        raise UserError(
+            f"The GPU cannot be used any more, since {reason}. Start with --disable-custom-kernels."
+        ) from error

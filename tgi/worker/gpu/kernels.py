@@ -1,12 +1,18 @@
 """Our kernels on a GPU, as functions of tensors that lie there. A call launches, and does not wait."""
 
-from typing import NamedTuple
 
+class Gpu:
+    """A GPU that our kernels compute on. Its functions are those of the modules of this room, described there; they
+    import Triton, which a worker without a GPU neither needs nor pays for."""
 
-class Gpu(NamedTuple):
-    """A GPU that our kernels compute on."""
+    def __init__(self, capability: tuple[int, int]) -> None:
+        """`capability` is CUDA's compute capability."""
+        from tgi.worker.gpu import gate, norm, turn
 
-    capability: tuple[int, int]  # CUDA's compute capability
+        self.capability = capability
+        self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
+        self.turn = turn.turn
+        self.gate = gate.gate
 
     @property
     def float8(self) -> bool:

@@ -1,0 +1,5 @@
+"""Kernels are computed by Triton's interpreter here, on CPU. It must be chosen before anything imports them."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,0 +1,44 @@
+"""Kernels are tried before they are used, and where one fails, torch computes."""
+
+import logging
+import re
+
+import pytest
+import torch
+
+from tgi.worker.gpu.choose import MODULES, find_gpu, tried
+from tgi.worker.load import Recipe
+
+CPU = torch.device("cpu")
+FAILING = f"{__package__}.failing"
+
+
+def test_where_they_have_nothing_to_do_they_are_not_tried(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert find_gpu([Recipe(None, torch.float32)], "cpu") is None
+    assert find_gpu([Recipe(None, torch.float32)], "cuda") is None
+    assert caplog.messages == ["computing with torch's kernels: the model runs through transformers"]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_kernels_that_agree_with_torch_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        gpu = tried(CPU, (8, 0))
+    assert gpu is not None
+    assert (gpu.capability, gpu.float8) == ((8, 0), False)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("wrong", r"our own fail in wrong: Differs: twice a number differs from torch's by [\d.]+, where the largest"),
+        ("uncompiled", r"our own fail in uncompiled: \w+"),
+        ("missing", r"our own fail in missing: ModuleNotFoundError"),
+    ],
+)
+def test_where_a_kernel_fails_torch_computes(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert tried(CPU, (9, 0), [*MODULES[:1], f"{FAILING}.{name}"]) is None
+    record = caplog.records[-1]
+    assert record.levelname == "WARNING"
+    assert re.search(reason, record.getMessage())
