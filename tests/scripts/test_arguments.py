@@ -21,6 +21,10 @@ import pytest
         ("bench_lora", "--adapters", "12+5", "'12+5' is not a number"),
         ("bench_lora", "--adapters", "", "'' is not a number"),
         ("bench_step", "--rows", "8,", "invalid counts value: '8,'"),
+        ("bench_gpu", "--rows", "0", "invalid counts value: '0'"),
+        ("bench_gpu", "--quantize", "int3", "'int3' is not one of int8, int4"),
+        ("bench_gpu", "--cuda-graphs", "0,1", "'0' is not above 0; give numbers above 0"),
+        ("bench_gpu", "--trace", "nowhere/trace.json", "'nowhere/trace.json' is not a file in a directory"),
         ("bench_kernels", "--shape", "4864", "invalid shape value: '4864'"),
     ],
 )
