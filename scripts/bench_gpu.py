@@ -43,7 +43,9 @@ from tgi.kernel.option import boolean, count, counts, flag
 from tgi.kernel.settings import OPTIONS, Settings
 from tgi.runtime import nvidia_smi
 from tgi.worker.engine import TorchEngine
-from tgi.worker.start import start_engine
+from tgi.worker.start import choose_device, start_engine
+
+log = logging.getLogger(__name__)
 
 # Settings that this takes as `tgi up` does.
 TAKEN = (
@@ -181,8 +183,9 @@ def main() -> None:
         try:
             chosen = settings(options, Path(directory))
             config = CONFIG | SHAPES[options.shape] | {"max_position_embeddings": chosen.max_total_tokens}
-            there = "cuda" if chosen.device != "cpu" and torch.cuda.is_available() else "cpu"
-            write_model(config, Path(directory), there)
+            device = choose_device(chosen.device)
+            log.info("writing random weights to %s", directory)
+            write_model(config, Path(directory), device)
             engine = start_engine(chosen, lambda stage, percent: None)
             gc.collect()
             gc.freeze()  # as the worker's loop does

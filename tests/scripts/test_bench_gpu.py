@@ -163,3 +163,25 @@ def test_a_gpu_that_cannot_be_kept_asleep_is_told(monkeypatch: pytest.MonkeyPatc
     assert len(alone.measure(requests, 4)) == 4
     assert not alone.works
     assert len(clock.naps) <= 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    given = f"--device cuda --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 5 --trace {file}"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *given.split()])
+    bench_gpu.main()
+    decode, prefill, kernels = tables(capsys.readouterr().out)
+    assert [(row["rows"], row["CUDA graph"]) for row in decode] == [
+        ("1", "yes"),
+        ("1", "no"),
+        ("3", "yes"),
+        ("3", "no"),
+    ]
+    for row in decode:
+        assert 0 <= percent(row["between"]) < 1
+        assert not row["device ms"].endswith("*")
+        assert 0 < float(row["device ms"]) <= 1.1 * float(row["step ms"])
+    assert 0 < percent(prefill[0]["of the peak"]) < 1
+    assert not any("aten::" in row["kernel"] for row in kernels)  # those are the host's
+    assert kernels
