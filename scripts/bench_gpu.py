@@ -6,14 +6,15 @@
 
 The model has the layers of Llama-3.2-1B, or of another shape, and random weights, which are written to a temporary
 directory (2.5 GB; TMPDIR says where) and read by the worker's own start. There is no scheduler: the next step is always
-there. All figures are medians over the rounds but for the idle time, and shares are of what this device has just done:
+there. Times are medians over the rounds, and shares are of what this device has just done:
 
 - the floor of a decode step is the time in which it reads the weights of all matrices once, and the keys and values of
   the contexts, at the rate at which it reads a large tensor;
 - "device" is what a step takes that waits for nothing: the GPU sleeps until all of it is launched;
 - "step" is the time from the end of one to the end of the next, of which two are under way at a time as in the worker's
-  loop, and "launch" what the host needs to start one. "between" is the share of the time between the end of a step and
-  the begin of the next, by the events around them; "idle" is 1 - device / step, so also waits within steps;
+  loop, and "launch" what the host needs to start one. "between" is the share of all the time that lies between the
+  end of a step and the begin of the next, by the events around them; "idle" is 1 - device / step, which has the waits
+  within steps too;
 - a prefill of T tokens is 2 W T + 2 L H T (T + 1) + 2 H V floating point operations: W weights in the matrices of L
   layers of width H, each of whose queries meets the keys before it, and V tokens that are scored once.
 """
@@ -42,8 +43,8 @@ from tgi.kernel.errors import UserError
 from tgi.kernel.option import boolean, count, counts, flag
 from tgi.kernel.settings import OPTIONS, Settings
 from tgi.runtime import nvidia_smi
+from tgi.worker import start
 from tgi.worker.engine import TorchEngine
-from tgi.worker.start import choose_device, start_engine
 
 log = logging.getLogger(__name__)
 
@@ -183,10 +184,10 @@ def main() -> None:
         try:
             chosen = settings(options, Path(directory))
             config = CONFIG | SHAPES[options.shape] | {"max_position_embeddings": chosen.max_total_tokens}
-            device = choose_device(chosen.device)
+            device = start._device(chosen.device)
             log.info("writing random weights to %s", directory)
             write_model(config, Path(directory), device)
-            engine = start_engine(chosen, lambda stage, percent: None)
+            engine = start.start_engine(chosen, lambda stage, percent: None)
             gc.collect()
             gc.freeze()  # as the worker's loop does
             report(engine, config, options)

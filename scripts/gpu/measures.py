@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from scripts.driving import Alone, Flow, Requests, flow
 from scripts.shapes import matrices, stored
-from tgi.worker.attention import page_bytes, page_size
+from tgi.worker.attention import page_bytes
 from tgi.worker.engine import TorchEngine
 from tgi.worker.models.decoder import Decoder
 
@@ -42,7 +42,8 @@ def _decode(engine: TorchEngine, rows: int, recorded: bool, context: int, rounds
     before = alone.measure(requests, -(-rounds // 2))
     flowing = flow(engine, requests.steps(rounds))
     measured = before + alone.measure(requests, -(-rounds // 2))
-    token = page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
+    kept: Any = engine._attention  # which knows in which type it keeps keys and values
+    token = page_bytes(kept._kv, model.device) / kept.page_size
     read = stored((model._weights.layers, model._weights.head)) + rows * (context + WARM + rounds) * token
     return Decode(rows, recorded, read, statistics.median(measured), alone.works, flowing)
 

@@ -46,7 +46,7 @@ class Models(NamedTuple):
 
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
-    device = choose_device(settings.device)
+    device = _device(settings.device)
     models = _load(settings, device, progress)
     progress("sizing the KV cache", 96)
     graphs = _graphs(settings, models.served)
@@ -148,8 +148,7 @@ def _tokens(directory: Path, vocab_size: int) -> LLTokenizer:
     return token_table(read_tokenizer(card), card.eos_token_ids, vocab_size)
 
 
-def choose_device(name: str) -> str:
-    """What "auto", "cpu" or "cuda" comes to here: one of the latter two. Raises UserError where that cannot be had."""
+def _device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("There is no CUDA device that torch can use. Start with --device cpu.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
