@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Measures what LoRA adapters cost: a decode step of 16 rows that share them, against one without any.
 
-    OMP_NUM_THREADS=1 .venv/bin/python scripts/bench_lora.py [--adapters 1,2,4,12+4] [--ranks 8,16,64] [--rounds 40]
+    OMP_NUM_THREADS=1 .venv/bin/python -m scripts.bench_lora [--adapters 1,2,4,12+4] [--ranks 8,16,64] [--rounds 40]
 
 The model has the shape of SmolLM2-135M (bfloat16, random weights); every adapter changes all seven projections of every
 layer. The rows of a step take turns with the adapters; "12+4" means that 12 rows have four adapters and four rows none.
@@ -16,11 +16,11 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tgi.kernel.messages import Sampling, Slot, Step, encode
+from scripts.driving import Requests, collected, flow
+from scripts.shapes import CONFIG, RandomCheckpoint
+from tgi.kernel.messages import Sampling
 from tgi.kernel.option import count, counts
-from tgi.kernel.pack import INT32, UINT8, pack
 from tgi.kernel.presence import Adapter, Limits
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.engine import TorchEngine
@@ -37,34 +37,7 @@ from tgi.worker.threads import choose_threads
 
 ROWS = 16
 ADAPTERS = 4  # of each rank
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 CPU = torch.device("cpu")
-
-
-class RandomCheckpoint:
-    """Stands for the files of a model."""
-
-    def __contains__(self, name: str) -> bool:
-        return name != "lm_head.weight"
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Numbers that keep the scale of what passes through."""
-        found = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) / shape[-1] ** 0.5
-        return found.to(torch.bfloat16)
-
-    def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """The same for a layer."""
-        return self.tensor(name, outputs, inputs)
 
 
 def make_adapter(config: DecoderConfig, rank: int) -> LoraWeights:
@@ -82,9 +55,16 @@ class Bench:
     """An engine with 16 slots for each kind of step."""
 
     def __init__(
-        self, kinds: list[tuple[str, int]], prompt: int, rounds: int, plain: bool, quantize: str | None = None
+        self,
+        kinds: list[tuple[str, int]],
+        prompt: int,
+        rounds: int,
+        plain: bool,
+        quantize: str | None = None,
+        shape: dict[str, Any] = CONFIG,
+        rows: int = ROWS,
     ) -> None:
-        config = decoder_config(CONFIG)
+        config = decoder_config(shape)
         kernels = None if plain else find_kernels([Recipe(config, torch.bfloat16)], "cpu")
         if kernels is None:
             choose_threads()
@@ -94,51 +74,35 @@ class Bench:
         reader = WeightReader(source, config, torch.bfloat16, CPU, kernels)
         with torch.inference_mode():
             model = Decoder(config, reader.weights(lambda percent: None), torch.bfloat16, CPU, kernels)
-        self.prompt = prompt
         size = page_size(model.kv, CPU)
-        self.each = -(-(prompt + rounds + 2) // size)
-        slots = ROWS * (len(kinds) + 1)
-        pages = slots * self.each
-        total = size * self.each
-        limits = Limits(total, total - 1, size * pages, 4096, slots, pages, size, 49152, "bfloat16", "cpu")
+        each = -(-(prompt + rounds + 2) // size)
+        slots = rows * (len(kinds) + 1)
+        pages, total = slots * each, size * each
+        limits = Limits(total, total - 1, size * pages, 4096, slots, pages, size, config.vocab_size, "bfloat16", "cpu")
         self.engine = TorchEngine(model, build_attention(model.kv, pages, CPU), limits)
         for rank in sorted({rank for _, rank in kinds}):
             for number in range(ADAPTERS):
                 named = Adapter(f"{rank}-{number}", "", f"{rank}-{number}".encode())
                 self.engine.adapters.put(Fetched(named, model.fitted(make_adapter(config, rank))))
-        self.number = 0
-        self.known = [0] * (len(kinds) + 1)
-        self._begin(0, [Sampling(0)] * ROWS)
-        for at, (spread, rank) in enumerate(kinds, 1):
+        samplings = [[Sampling(0)] * rows]
+        for spread, rank in kinds:
             adapted, _, _ = spread.partition("+")
-            adapters, rows = (ADAPTERS, int(adapted)) if "+" in spread else (int(adapted), ROWS)
-            names = [f"{rank}-{row % adapters}" if row < rows else "" for row in range(ROWS)]
-            self._begin(at, [Sampling(0, adapter=name, adapter_digest=name.encode()) for name in names])
-
-    def _begin(self, kind: int, samplings: list[Sampling]) -> None:
-        ids = pack(INT32, range(100, 100 + self.prompt))
-        own = range(kind * ROWS, (kind + 1) * ROWS)
-        new = [Slot(slot, ids, self.prompt, encode(how)) for slot, how in zip(own, samplings, strict=True)]
-        owners = pack(INT32, [slot for slot in own for _ in range(self.each)])
-        pages = pack(INT32, range(own.start * self.each, own.stop * self.each))
-        self._run(kind, self.prompt, new, owners, pages)
-
-    def _run(self, kind: int, count: int, new: list[Slot], owners: bytes = b"", pages: bytes = b"") -> float:
-        self.number += 1
-        rows = pack(INT32, range(kind * ROWS, (kind + 1) * ROWS))
-        starts, counts = (pack(INT32, [value] * ROWS) for value in (self.known[kind], count))
-        step = Step(self.number, 1, new, owners, pages, rows, starts, counts, pack(UINT8, [1] * ROWS))
-        began = time.thread_time()
-        result = self.engine.collect(self.engine.launch(step))
-        needed = time.thread_time() - began
-        assert not result.error
-        assert not result.faults
-        self.known[kind] += count
-        return needed
+            adapters, having = (ADAPTERS, int(adapted)) if "+" in spread else (int(adapted), rows)
+            names = [f"{rank}-{row % adapters}" if row < having else "" for row in range(rows)]
+            samplings.append([Sampling(0, adapter=name, adapter_digest=name.encode()) for name in names])
+        self.kinds = []
+        for at, of_rows in enumerate(samplings):
+            own = range(at * rows, (at + 1) * rows)
+            self.kinds.append(Requests(self.engine, own, prompt, rounds + 2, of_rows))
+            flow(self.engine, self.kinds[-1].prompts())
 
     def decode(self, kind: int) -> float:
         """CPU seconds for one token in each row of a kind of step; 0 is without adapters."""
-        return self._run(kind, 1, [])
+        step = self.kinds[kind].next()
+        began = time.thread_time()
+        pending = self.engine.launch(step)
+        collected(self.engine, pending)
+        return time.thread_time() - began
 
 
 def spreads(text: str) -> list[str]:

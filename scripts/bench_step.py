@@ -4,8 +4,8 @@
     .venv/bin/python -m scripts.bench_step [--shape 135m] [--rows 1,8,32] [--context 200] [--rounds 60]
         [--quantize int8]
 
-The model has the layers of SmolLM2-135M or of Qwen2.5-0.5B, or two of width 64, a vocabulary of 32,000 and random
-weights. Each number is the median over the rounds. The floor is the time in which the same threads, at the same
+The model has the layers of SmolLM2-135M, Qwen2.5-0.5B or Llama-3.2-1B, or two of width 64, a vocabulary of 32,000 and
+random weights. Each number is the median over the rounds. The floor is the time in which the same threads, at the same
 moments, read as many bytes as the step has to: all weights once, and the keys and values of the contexts. What else
 runs on the machine disturbs both.
 """
@@ -21,29 +21,13 @@ from typing import Any
 import torch
 
 from scripts import bench_lora
+from scripts.shapes import CONFIG, SHAPES, stored
 from tgi.kernel.option import count, counts
 from tgi.kernel.settings import MADE_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.native.arena import Arena
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {},
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-    "two-layer": {
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    },
-}
 MATRICES = ("qkv", "output", "gate and up", "down")
 READ = 256 << 20  # bytes that are read to find the floor
 
@@ -81,9 +65,8 @@ def operations(model: Decoder) -> list[str]:
 
 def measure(shape: str, rows: int, context: int, rounds: int, quantize: str | None) -> tuple[dict[str, float], float]:
     """Milliseconds of each part, the whole included, and of the floor."""
-    bench_lora.CONFIG.update(SHAPES[shape], vocab_size=32000, max_position_embeddings=context + 2 * rounds + 64)
-    bench_lora.ROWS = rows
-    bench = bench_lora.Bench([], context, rounds + 8, False, quantize)
+    config = CONFIG | SHAPES[shape] | {"vocab_size": 32000, "max_position_embeddings": context + 2 * rounds + 64}
+    bench = bench_lora.Bench([], context, rounds + 8, False, quantize, config, rows)
     model = bench.engine._model
     assert isinstance(model, Decoder)
     program, kernels = model._program, model.kv.kernels
@@ -93,7 +76,7 @@ def measure(shape: str, rows: int, context: int, rounds: int, quantize: str | No
     watch = Watch()
     program.run = watch.around("program", program.run)  # type: ignore[method-assign]
     program.clock = torch.zeros(len(names), dtype=torch.float64)
-    weights = sum(linear._weight.memory.nbytes for linear in (*all_linears(model), model._weights.head))
+    weights = stored((model._weights.layers, model._weights.head))
     cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
     memory = Arena().take(READ).fill_(1)  # in large pages, as the weights are
     measured = []
@@ -114,12 +97,6 @@ def measure(shape: str, rows: int, context: int, rounds: int, quantize: str | No
     found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
     floor = found.pop("floor")
     return found, floor
-
-
-def all_linears(model: Decoder) -> Iterator[Any]:
-    """The linear layers that every step reads."""
-    for layer in model._weights.layers:
-        yield from (layer.qkv, layer.output, *(linear for linear in layer.mlp if linear is not None))
 
 
 def main() -> None:

@@ -62,39 +62,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 HEAD_DIM = ("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")  # where it need not be hidden / heads
 KINDS = (*CONFIGS, "gpt2")
 
+# What the shapes of known models have in common.
+KNOWN: dict[str, Any] = {"vocab": 32000, "tie": True, "dtype": "bfloat16"}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "tiny2": {"hidden": 64, "layers": 2},
-    "two-layer": {
-        "hidden": 64,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 2,
-        "intermediate": 256,
-        "vocab": 32000,
-        "tie": True,
-        "dtype": "bfloat16",
-    },
-    "smollm2-135m": {
-        "hidden": 576,
-        "layers": 30,
-        "heads": 9,
-        "kv_heads": 3,
-        "intermediate": 1536,
-        "vocab": 32000,
-        "tie": True,
-        "dtype": "bfloat16",
-    },
-    "qwen2.5-0.5b": {
-        "hidden": 896,
-        "layers": 24,
-        "heads": 14,
-        "kv_heads": 2,
-        "intermediate": 4864,
-        "vocab": 32000,
-        "tie": True,
-        "dtype": "bfloat16",
-    },
+    "two-layer": KNOWN | {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate": 256},
+    "smollm2-135m": KNOWN | {"hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "intermediate": 1536},
+    "qwen2.5-0.5b": KNOWN | {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate": 4864},
+    "llama-3.2-1b": KNOWN | {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192},
 }
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|endoftext|>")

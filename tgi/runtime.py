@@ -19,21 +19,22 @@ def report(settings: Settings) -> str:
         f"Version: {__version__} on Python {platform.python_version()}",
         f"Commit sha: {settings.git_sha or 'N/A'}",
         f"Docker label: {settings.docker_label or 'N/A'}",
-        f"nvidia-smi: {_nvidia_smi()}",
+        f"nvidia-smi: {nvidia_smi()}",
     ]
     return "\n".join(lines)
 
 
 def compute_type(settings: Settings) -> str:
     """TGI's name for what computes: how many GPUs, and the first one's name; without any, the name of its image."""
-    names = _nvidia_smi("--query-gpu=name", "--format=csv,noheader").strip()
+    names = nvidia_smi("--query-gpu=name", "--format=csv,noheader").strip()
     if settings.device == "cpu" or names == ABSENT:
         return "gpu+optimized"
     name = names.splitlines()[0].strip().lower().replace(" ", "-")
     return f"{settings.num_shard or 1}-{MISSPELT.get(name, name)}"
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
+    """What it prints, behind a line break; ABSENT where there is none."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.beside import install, models
+from scripts.beside import gpu, install, models
 from scripts.beside.models import Model
 from scripts.beside.peers import PEERS, Peer, ours
 from scripts.beside.servers import Failed
 from scripts.beside.tables import tables
 from scripts.beside.turns import Records, compare, told
-from scripts.beside.workloads import STACK, STEPS
+from scripts.beside.workloads import STACK, WIDE
 from tgi.kernel.errors import UserError
 from tgi.kernel.option import count
 
@@ -29,13 +29,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--gguf", type=Path, metavar="FILE", help="compare on this GGUF file instead, as those do that read it"
     )
     group.add_argument("--formats", default="", help=f"the models in these formats: {', '.join(models.FORMATS)}")
-    group.add_argument("--workloads", default="", help="only these of W1 to W5 and stack")
+    group.add_argument("--workloads", default="", help="only these of W1 to W6 and stack")
     group.add_argument("--rounds", type=count, default=3, help="turns of each server (3)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares, prints tables or JSON; the exit code: 1 if this server failed, whatever others did."""
     names = listed(arguments.against, PEERS)
+    need_alike([PEERS[name] for name in names])
     try:
         chosen = wanted(arguments)
     except (Failed, UserError) as error:
@@ -63,9 +64,19 @@ def listed(text: str, known: Any = None) -> list[str]:
     return names
 
 
+def need_alike(peers: list[Peer]) -> None:
+    """The program ends with a message if there is a GPU, which this server would compute on, and a peer would not."""
+    left = [peer.name for peer in peers if not peer.gpu]
+    if left and gpu.found():
+        sys.exit(
+            f"This server would compute on the GPU, and {', '.join(left)} on CPU. Hide the GPU from all of them, with "
+            "CUDA_VISIBLE_DEVICES= in the environment, or leave them out."
+        )
+
+
 def wanted(arguments: argparse.Namespace) -> list[Model]:
     """The models that the arguments name, made if need be. Failed if they cannot be."""
-    only = listed(arguments.workloads, STEPS | STACK)
+    only = listed(arguments.workloads, WIDE | STACK)
     forms = listed(arguments.formats, models.FORMATS)
     if arguments.gguf:
         chosen = [models.of_gguf(arguments.gguf)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.beside.servers import Failed
-from scripts.beside.workloads import STACK, STEPS, Workloads
+from scripts.beside.workloads import STACK, STEPS, WIDE, Workloads
 
 ROOT = Path(__file__).parents[2]
 PEERS = (ROOT / ".peers").resolve()  # everything that is installed or made for a comparison
@@ -45,6 +45,7 @@ class Model(NamedTuple):
 MADE: dict[str, tuple[str, str, Workloads]] = {
     "135m": ("llama", "smollm2-135m", STEPS),
     "0.5b": ("qwen2", "qwen2.5-0.5b", STEPS),
+    "1b": ("llama", "llama-3.2-1b", WIDE),
     "two-layer": ("llama", "two-layer", STACK),
 }
 DEMO = "demo"  # the model that is served by default, as the GGUF file that it comes as

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.beside import install, models
+from scripts.beside import gpu, install, models
 from scripts.beside.models import Model, run
 from scripts.beside.servers import Failed, Server, free_port
 from scripts.beside.streams import BadStream, Event, Stream
@@ -36,6 +36,7 @@ class Peer:
     command: Callable[[Model, int], list[str | Path]]
     version: Callable[[], str]
     environ: Callable[[], dict[str, str]] = field(default=dict)
+    gpu: bool = False  # whether it computes on a GPU where there is one
 
     def start(self, model: Model, log: Path | None) -> Server:
         """Its server with this model, not waited for. It sees nothing of this clone's, unless `environ` says so."""
@@ -156,14 +157,36 @@ def openvino_command(model: Model, port: int) -> list[str | Path]:
 # transformers
 
 
+def _transformers() -> str:
+    """Its environment's name."""
+    return "transformers-gpu" if gpu.found() else "transformers"
+
+
 def transformers_command(model: Model, port: int) -> list[str | Path]:
+    """On a GPU it chooses attention and the size of its steps and, with Flash Attention, of its cache itself."""
     _reads_no_gguf("transformers", model)
-    program = install.environment("transformers").parent / "transformers"
-    how = ("--continuous-batching", "--device", "cpu", "--dtype", "bfloat16", "--attn-implementation", "sdpa")
-    # Its masks are as wide as the cache, so this is not sized to the memory, as it would be by itself.
-    pages = str(model.streams * -(-model.tokens // TRANSFORMERS_PAGE))
-    cache = ("--cb-max-batch-tokens", "512", "--cb-num-blocks", pages)
-    return [program, "serve", model.directory, "--host", "127.0.0.1", "--port", str(port), *how, *cache]
+    python = install.environment(_transformers())
+    how = ["--continuous-batching", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
+    if gpu.found():
+        how += ["--device", "cuda"]
+    else:
+        how += ["--device", "cpu", "--attn-implementation", "sdpa", "--cb-max-batch-tokens", "512"]
+    if not (gpu.found() and gpu.flash(python)):
+        # Its masks are as wide as the cache, so this is not sized to the memory, as it would be by itself.
+        how += ["--cb-num-blocks", str(model.streams * -(-model.tokens // TRANSFORMERS_PAGE))]
+    return [python.parent / "transformers", "serve", model.directory, *how]
+
+
+def transformers_environ() -> dict[str, str]:
+    """On a GPU it may fetch kernels."""
+    return {"HF_HUB_OFFLINE": "0"} if gpu.found() else {}
+
+
+def transformers_version() -> str:
+    said = _package(_transformers(), "transformers", "torch")()
+    if not gpu.found():
+        return said
+    return f"{said}, {'Flash Attention' if gpu.flash(install.environment(_transformers())) else 'SDPA'} on the GPU"
 
 
 def transformers_body(prompt: str, tokens: int) -> dict[str, Any]:
@@ -226,7 +249,9 @@ PEERS = {
             transformers_body,
             count_completions,
             transformers_command,
-            _package("transformers", "transformers", "torch"),
+            transformers_version,
+            transformers_environ,
+            gpu=True,
         ),
     )
 }

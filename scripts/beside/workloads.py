@@ -29,6 +29,8 @@ STEPS: Workloads = {
     "W4": Workload(8, 32, 32, shared=1024),
     "W5": Workload(2, 2048, 16),
 }
+# The same for models that are meant for a GPU, which has room for more at once.
+WIDE: Workloads = STEPS | {"W6": Workload(64, 128, 128)}
 # What everything around them costs.
 STACK: Workloads = {"stack": Workload(64, 32, 128)}
 # Before the first measurement of a turn: every path is used once.

@@ -23,6 +23,10 @@ import pytest
         ("bench_step", "--rows", "8,", "invalid counts value: '8,'"),
         ("bench_front_ends", "--share", "0.01", "'0.01' is not a share from 0.1 to 1"),
         ("bench_front_ends", "--share", "half", "'half' is not a share from 0.1 to 1"),
+        ("bench_gpu", "--rows", "0", "invalid counts value: '0'"),
+        ("bench_gpu", "--quantize", "int3", "'int3' is not one of int8, int4"),
+        ("bench_gpu", "--cuda-graphs", "0,1", "'0' is not above 0; give numbers above 0"),
+        ("bench_gpu", "--trace", "nowhere/trace.json", "'nowhere/trace.json' is not a file in a directory"),
         ("bench_kernels", "--shape", "4864", "invalid shape value: '4864'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from scripts import bench
-from scripts.beside import against, models
+from scripts.beside import against, gpu, install, models
 from scripts.beside.models import Model, whole
 from scripts.beside.peers import PEERS, Peer, our_body, ours
 from scripts.beside.servers import Failed
@@ -101,6 +103,7 @@ def run_bench(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, *argume
     """The exit code of `scripts/bench --against`, with a small model and a peer that cannot be had."""
     monkeypatch.setattr(against, "wanted", lambda arguments: [small._replace(workloads={"one": WORKLOADS["one"]})])
     monkeypatch.setattr(models, "PEERS", logs)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(PEERS, "openvino", peer("openvino", version=refused))
     monkeypatch.setattr("sys.argv", ["bench", "--rounds", "1", "--repetitions", "1", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -127,6 +130,51 @@ def test_bench_fails_if_our_server_fails(
 def test_an_unknown_peer_is_named(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path) -> None:
     code: Any = run_bench(monkeypatch, small, logs, "--against", "vlm")
     assert code == "'vlm' is not known; there are vllm, llama.cpp, openvino, transformers."
+
+
+@pytest.fixture
+def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that seems to have one."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho A GPU\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_beside_a_gpu_all_must_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    against.need_alike([PEERS["transformers"]])
+    with pytest.raises(SystemExit, match="on the GPU, and vllm, openvino on CPU"):
+        against.need_alike([PEERS[name] for name in ("vllm", "transformers", "openvino")])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    against.need_alike([PEERS["vllm"]])
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_transformers_computes_where_this_server_does(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked with this clone's transformers, which has no Flash Attention: then its cache is sized, for its masks."""
+    asked: list[str] = []
+
+    def environment(name: str) -> Path:
+        asked.append(name)
+        return Path(sys.executable)
+
+    monkeypatch.setattr(install, "environment", environment)
+    transformers = PEERS["transformers"]
+    command = list(map(str, transformers.command(small, 80)))
+    assert command[command.index("--device") + 1] == "cuda"
+    assert "--attn-implementation" not in command
+    assert command[command.index("--cb-num-blocks") + 1] == "3"
+    assert transformers.environ() == {"HF_HUB_OFFLINE": "0"}
+    assert transformers.version().endswith("SDPA on the GPU")
+    monkeypatch.setattr(gpu, "flash", lambda python: True)
+    assert "--cb-num-blocks" not in transformers.command(small, 80)
+    assert set(asked) == {"transformers-gpu"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = list(map(str, transformers.command(small, 80)))
+    assert command[command.index("--device") + 1] == "cpu"
+    assert asked[-1] == "transformers"
 
 
 @pytest.mark.parametrize(

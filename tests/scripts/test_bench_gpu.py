@@ -1,0 +1,187 @@
+"""What tells an engineer how close a GPU is to what it can do: by all that CPUs have of it, and by a clock that stands
+for a GPU's."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import bench_gpu, driving
+from scripts.driving import Alone, flow
+from scripts.gpu.measures import decodes, longest, prefill_flop
+from scripts.shapes import CONFIG, SHAPES
+from tests.worker.test_recorded import Tapes, build, engines
+from tgi.kernel.messages import Result
+from tgi.worker.engine import Pending
+
+TWO_LAYER = CONFIG | SHAPES["two-layer"]
+# Of two layers of width 64, and of the head.
+LAYERS = 2 * (4 * 64 * 64 + 3 * 64 * 256)
+HEAD = 64 * TWO_LAYER["vocab_size"]
+
+
+def test_the_tables_hold_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.json"
+    given = "--device cpu --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 3 --peak-tflops 2"
+    more = "--max-batch-prefill-tokens 128 --trace"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *given.split(), *more.split(), str(file)])
+    bench_gpu.main()
+    told = capsys.readouterr().out
+    decode, prefill, kernels = tables(told)
+    read_rate = float(told.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
+    assert [row["rows"] for row in decode] == ["1", "3"]
+    for row in decode:
+        # Keys and values of 2 layers with 2 heads of 32 numbers, of contexts of 40 tokens and those drawn until then.
+        cached = int(row["rows"]) * (40 + 4 + 3) * 2 * 2 * 2 * 32
+        assert float(row["GB to read"]) == pytest.approx(2 * (LAYERS + HEAD + cached) / 1e9, abs=0.0006)
+        assert float(row["floor ms"]) == pytest.approx(1e3 * float(row["GB to read"]) / read_rate, rel=0.2)
+        share = float(row["floor ms"]) / float(row["device ms"])
+        assert percent(row["floor / device"]) == pytest.approx(share, rel=0.05)
+        assert (row["CUDA graph"], row["between"], row["idle"]) == ("no", "–", "–")
+    (row,) = prefill
+    assert row["steps"] == "3"
+    seconds = float(row["ms"]) / 1e3
+    assert float(row["tokens/s"].replace(",", "")) == pytest.approx(300 / seconds, rel=0.05)
+    flop = 2 * (LAYERS * 300 + HEAD) + 4 * 2 * 64 * sum(range(1, 301))
+    assert prefill_flop(TWO_LAYER, 300) == flop
+    assert percent(row["of the peak"]) == pytest.approx(flop / seconds / 2e12, abs=0.001)
+    assert any("aten::" in row["kernel"] for row in kernels)
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The rows of each table, by the titles of their columns."""
+    found: list[list[list[str]]] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    return [[dict(zip(titles, row, strict=True)) for row in rows] for titles, _, *rows in filter(None, found)]
+
+
+def percent(text: str) -> float:
+    return float(text.removesuffix("%")) / 100
+
+
+def test_what_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", "--shape", "two-layer", "--quantize", "exl2"])
+    with pytest.raises(SystemExit, match="`quantize` is exl2"):
+        bench_gpu.main()
+
+
+def test_steps_are_recorded_and_plain() -> None:
+    """There are recordings of up to two rows."""
+    tapes = Tapes()
+    _, engine = engines(build("llama"), "plain", tapes, [2])
+    engine.limits = engine.limits._replace(max_batch_prefill_tokens=8)  # prompts go in parts
+    before = tapes.played
+    found = decodes(engine, [1, 3], 10, 2)
+    assert [(one.rows, one.recorded) for one in found] == [(1, True), (1, False), (3, False)]
+    assert tapes.played - before == 4 + 2 + 2  # of the first alone: some to warm it up, in flow, and alone
+    assert longest(10, 2) < engine.limits.max_total_tokens
+
+
+class Clock:
+    """Stands for an engine on a GPU that computes for 4 ms in each step. Half of that is there as soon as the host
+    begins to launch the step, and half when it has done so, after `launch` ms. A result takes it `collect` ms."""
+
+    def __init__(self, launch: float, collect: float) -> None:
+        self.limits = SimpleNamespace(device="cuda")
+        self.host = self.free = 0.0
+        self.naps: list[float] = []
+        self._launch, self._collect = launch, collect
+
+    def sleep(self, cycles: float) -> None:
+        self.naps.append(cycles)
+        self.free = max(self.host, self.free) + cycles
+
+    def launch(self, step: Any) -> Pending:
+        begin = Mark(self, max(self.host, self.free))
+        self.host += self._launch
+        self.free = max(begin.at + 2, self.host) + 2
+        drawn: Any = None
+        return Pending(1, 1, drawn, None, None, [], None, 0, begin, Mark(self, self.free))
+
+    def collect(self, pending: Pending) -> Result:
+        assert pending.begin is not None
+        assert pending.end is not None
+        self.host = max(self.host, pending.end.at) + self._collect
+        return Result(1, 1, b"", b"", b"", round(1000 * (pending.end.at - pending.begin.at)))
+
+
+class Mark:
+    """An event."""
+
+    def __init__(self, clock: Clock, at: float) -> None:
+        self._clock, self.at = clock, at
+
+    def query(self) -> bool:
+        return self.at <= self._clock.host
+
+    def elapsed_time(self, other: "Mark") -> float:
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(
+    ("launch", "collect", "step", "between"),
+    [
+        (1.0, 1.0, 4.0, 0.0),  # the next step is always there
+        (5.0, 0.0, 5.0, 0.0),  # the GPU waits within steps
+        (11.0, 3.0, 14.0, 4 / (4 * 14 + 11)),  # and before each, 1 ms: but for the second, launched at once
+    ],
+)
+def test_waits_show_and_a_step_alone_has_none(
+    launch: float, collect: float, step: float, between: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock: Any = Clock(launch, collect)
+    monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
+    monkeypatch.setattr(driving, "cycles_per_ms", lambda: 1.0)
+    requests: Any = SimpleNamespace(next=lambda: None)
+    alone = Alone(clock)
+    assert alone.measure(requests, 4) == [4.0] * 4
+    assert alone.works
+    assert clock.naps[-4:] == [min(nap for nap in (1, 2, 4, 8, 16) if nap > launch)] * 4
+    found = flow(clock, [requests.next()] * 6)
+    assert found.step == step
+    assert found.between == pytest.approx(between)
+
+
+def test_a_gpu_that_cannot_be_kept_asleep_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes up before the launch is over, however long it is to sleep."""
+    clock: Any = Clock(600, 0)
+    monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
+    monkeypatch.setattr(driving, "cycles_per_ms", lambda: 1.0)
+    requests: Any = SimpleNamespace(next=lambda: None)
+    alone = Alone(clock)
+    assert len(alone.measure(requests, 4)) == 4
+    assert not alone.works
+    assert len(clock.naps) <= 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "trace.json"
+    given = f"--device cuda --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 5 --trace {file}"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *given.split()])
+    bench_gpu.main()
+    decode, prefill, kernels = tables(capsys.readouterr().out)
+    assert [(row["rows"], row["CUDA graph"]) for row in decode] == [
+        ("1", "yes"),
+        ("1", "no"),
+        ("3", "yes"),
+        ("3", "no"),
+    ]
+    for row in decode:
+        assert 0 <= percent(row["between"]) < 1
+        assert not row["device ms"].endswith("*")
+        assert 0 < float(row["device ms"]) <= 1.1 * float(row["step ms"])
+    assert 0 < percent(prefill[0]["of the peak"]) < 1
+    assert not any("aten::" in row["kernel"] for row in kernels)  # those are the host's
+    assert kernels
