@@ -52,6 +52,12 @@ class KVShape(NamedTuple):
     softcap: float | None = None  # c: a score s counts as c * tanh(s / c)
     kernels: Kernels | None = None  # what computes on CPU; None: torch
     gpu: Gpu | None = None  # what computes on a GPU; None: torch
+    stored: torch.dtype | None = None  # on a GPU, what keys and values are kept as; None: as they are
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The type of the cache."""
+        return self.stored or self.dtype
 
     def window(self, layer: int) -> int | None:
         """The window of a layer."""

@@ -3,3 +3,7 @@
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests.worker.gpu.interpreted import put_right
+
+put_right()
