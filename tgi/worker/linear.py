@@ -115,15 +115,14 @@ class Linear:
             self.rows = ANY_ROWS
             self._weight = kernels.pack(weight) if gated is None else kernels.pack(weight, gated)
             self._bias = None if bias is None else bias.to(torch.float32)
-        elif gated is not None:
-            self._weight = matrix((weight, gated), dtype)
-            self._call = self._gated
         elif weight.device.type == "cpu" and gpu is None and reorders(dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))
             self._call = self._reordered_binary if then in _BINARY else self._reordered
         else:
+            if gated is not None:
+                weight = matrix((weight, gated), dtype)
             self._weight = plain(weight, dtype) if weight.device.type == "cpu" else weight
-            self._call = self._plain
+            self._call = self._plain if gated is None else self._gated
 
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
         """`plus`, float32 [rows, outputs] or, like the bias, with the outputs of two weights, is added before `then`;

@@ -152,8 +152,8 @@ class Rotary:
             first, second = slice(0, dim, 2), slice(1, dim, 2)
         else:
             first, second = slice(0, dim // 2), slice(dim // 2, dim)
-        turned[..., first] -= across[..., second]
-        turned[..., second] += across[..., first]
+        turned[..., first].sub_(across[..., second])
+        turned[..., second].add_(across[..., first])
         x.copy_(turned)
 
     def write(self, program: Program, qkv: int, rope: int, heads: int, head_dim: int) -> None:
