@@ -288,10 +288,10 @@ def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
 def test_cuda_reads_8_bits_as_the_type_of_the_queries(
     way: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers too large for 8 bits become the largest."""
+    """Numbers too large for 8 bits become the largest. What was divided is multiplied again."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(cuda, "varlen_attn", reference(calls, None))
-    kv = KVShape(2, 6, 2, 16, torch.float32, stored=stored)
+    kv = KVShape(2, 6, 2, 16, torch.float32, stored=stored, scales=((1.0, 1.0), (0.05, 20.0)))
     assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(kv._replace(stored=None), torch.device("cuda"))
     assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "packed"
     on_cuda(kv, way)
@@ -320,7 +320,8 @@ def on_cuda(kv: KVShape, way: str) -> None:
     run(attention, (one, 0, 60), (two, 0, 36), layer=1)
     chunk, decode = run(attention, (one, 60, 90), (two, 36, 37), layer=1)
     for sequence in (one, two):
-        sequence.key, sequence.value = (narrowed(x, kv.kept).to(kv.dtype) for x in (sequence.key, sequence.value))
+        kept = zip((sequence.key, sequence.value), kv.divisors(1), strict=True)
+        sequence.key, sequence.value = (narrowed(x, kv.kept, by).to(kv.dtype) * by for x, by in kept)
     first, second = (expected(sequence, window=kv.window(1), cap=kv.softcap) for sequence in (one, two))
     torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(decode.double(), second[36:], rtol=1e-5, atol=1e-5)

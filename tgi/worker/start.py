@@ -166,8 +166,8 @@ def _stored(name: str | None, device: str) -> torch.dtype | None:
         return None
     if device != "cuda":
         raise UserError(
-            f"`kv_cache_dtype` is {name}, and caches of 8 bits are for GPUs, but this worker computes on CPU, with keys "
-            "and values in the model's type. Leave out --kv-cache-dtype."
+            f"`kv_cache_dtype` is {name}, and caches of 8 bits are for GPUs, but this worker is on CPU, where keys and "
+            "values have the model's type. Leave out --kv-cache-dtype."
         )
     found: torch.dtype = getattr(torch, name.replace("fp8", "float8"))
     return found

@@ -10,7 +10,7 @@ from tgi.worker.gpu.keep import keep
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Cache, head_dim, cap: so that every part of the kernel is compiled for some GPU, and those of one kind for it.
-LAUNCHED = {
+LAUNCHED: dict[tuple[int, torch.dtype], list[tuple[torch.dtype, int, float | None]]] = {
     (80, BRAIN): [(BRAIN, 128, None)],
     (90, BRAIN): [(E4M3, 128, None), (BRAIN, 256, 50.0)],
     (100, BRAIN): [(E5M2, 80, None)],

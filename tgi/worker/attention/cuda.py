@@ -73,7 +73,7 @@ class CudaAttention:
         self._kv = kv
         self._way = way or _choose(kv, device)
         self.spare = pages
-        self._caches = [Cache(kv, pages + 1, self.page_size, device) for _ in range(kv.layers)]
+        self._caches = [Cache(kv, layer, pages + 1, self.page_size, device) for layer in range(kv.layers)]
         kept = str(kv.kept).removeprefix("torch.")
         log.info("attention on %s is %s, over keys and values kept as %s", device, self._way, kept)
 
@@ -107,8 +107,15 @@ class CudaAttention:
 
     def write_and_attend(self, plan: Plan | Single | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See Attention."""
-        kv, cache, window = self._kv, self._caches[layer], self._kv.window(layer)
+        cache = self._caches[layer]
+        key_divisor, value_divisor = cache.divisors
         cache.write(qkv, plan.writes)
+        found = self._attend(plan, layer, qkv, scale * key_divisor)
+        return found if value_divisor == 1.0 else found * value_divisor
+
+    def _attend(self, plan: Plan | Single | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """What the queries find in the cache as it is, [T, heads, head_dim]."""
+        kv, cache, window = self._kv, self._caches[layer], self._kv.window(layer)
         if isinstance(plan, Single):
             assert kv.gpu is not None
             rest = plan.page_table, plan.context, scale, window, kv.softcap

@@ -11,12 +11,12 @@ from tgi.worker.gpu.trial import agree, numbers
 FRACTION_AND_BIAS = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
 
 
-def keep(qkv: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+def keep(qkv: Tensor, keys: Tensor, values: Tensor, places: Tensor, divisors: tuple[float, float] = (1.0, 1.0)) -> None:
     """Writes what stands behind the queries in `qkv` [T, heads + 2 * kv_heads, head_dim]: the keys, then the values.
 
     `keys` and `values` [pages, page_size, kv_heads, head_dim] are the cache, of the type of `qkv` or of 8-bit floats.
-    `places` int64 [T] says where each token's go: page * page_size + offset. All are contiguous. In 8 bits and in
-    float16 what is too large becomes the largest number, and what is no number 0.
+    `places` int64 [T] says where each token's go: page * page_size + offset. All are contiguous. In 8 bits they are
+    divided first. In 8 bits and in float16 what is too large becomes the largest number, and what is no number 0.
     """
     tokens, both, dim = qkv.shape
     kv_heads = keys.shape[2]
@@ -25,7 +25,7 @@ def keep(qkv: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
     if fraction:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     _keep[tokens,](
-        *(qkv, keys, values, places),
+        *(qkv, keys, values, places, 1 / divisors[0], 1 / divisors[1]),
         QUERIES=(both - 2 * kv_heads) * dim,
         NUMBERS=kv_heads * dim,
         BLOCK=triton.next_power_of_2(kv_heads * dim),
@@ -36,10 +36,12 @@ def keep(qkv: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
 
 
 @triton.jit
-def _narrowed(x, MOST: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr):
+def _narrowed(x, factor, MOST: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr):
     """Numbers as the cache holds them; 8-bit floats as their bits, which every GPU can compute."""
     if MOST > 0.0:
         x = x.to(tl.float32)
+        if FRACTION > 0:
+            x *= factor
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -MOST), MOST)
     if FRACTION > 0:
@@ -63,6 +65,8 @@ def _keep(
     keys,
     values,
     places,
+    key_factor,
+    value_factor,
     QUERIES: tl.constexpr,
     NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,7 +80,7 @@ def _keep(
     place = tl.load(places + token) * NUMBERS
     key = tl.load(begin + number, mask=real, other=0.0)
     value = tl.load(begin + NUMBERS + number, mask=real, other=0.0)
-    key, value = _narrowed(key, MOST, FRACTION, BIAS), _narrowed(value, MOST, FRACTION, BIAS)
+    key, value = _narrowed(key, key_factor, MOST, FRACTION, BIAS), _narrowed(value, value_factor, MOST, FRACTION, BIAS)
     tl.store(keys + place + number, key.to(keys.dtype.element_ty), mask=real)
     tl.store(values + place + number, value.to(values.dtype.element_ty), mask=real)
 
