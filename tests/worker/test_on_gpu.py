@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tests.models import model
-from tests.worker.batches import Row, make_batch
+from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tgi.kernel.messages import Sampling
 from tgi.kernel.settings import Settings
 from tgi.worker.attention import build_attention, gathered
 from tgi.worker.attention.cache import Cache
-from tgi.worker.batch import Batch, KVShape
+from tgi.worker.batch import KVShape
 from tgi.worker.gpu.choose import tried
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.gpu.trial import numbers
@@ -130,7 +130,7 @@ def test_decode_attention_is_what_torch_computes(
     pages = [-(-length // 16) for length in contexts]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).split(pages)
     rows = [Row([0], length - 1, own.tolist()) for length, own in zip(contexts, order, strict=True)]
-    batch = Batch(*(x.to(GPU) if isinstance(x, Tensor) else x for x in make_batch(rows, 16)))
+    batch = moved(make_batch(rows, 16), GPU)
     qkv = numbers(there, len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
     places = torch.arange(16 * sum(pages), device=there)
     written = numbers(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
@@ -151,7 +151,7 @@ def test_decode_attention_is_what_torch_computes(
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
 def test_models_with_our_kernels_are_what_torch_computes(gpu: Gpu, kind: str) -> None:
     batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])
-    there = Batch(*(column.to(GPU) if isinstance(column, Tensor) else column for column in batch))
+    there = moved(batch, GPU)
     found = []
     for ours in (gpu, None):
         made = build_model(model(kind), "float32", GPU, lambda stage, percent: None, gpu=ours)

@@ -44,11 +44,14 @@ def launch(
     heads: int = 32,
     kv_heads: int = 8,
 ) -> None:
-    rows, table = 3, torch.zeros(3, 5, dtype=torch.int32)
-    qkv = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
+    """How many rows there are, how wide their table is and where a step puts both, and how far is seen, compiles
+    nothing more."""
     keys, values = (torch.empty(9, 16, kv_heads, dim, dtype=kept) for _ in range(2))
-    keep(qkv, keys, values, torch.zeros(rows, dtype=torch.int64))
-    attend(qkv, keys, values, table, torch.ones(rows, dtype=torch.int32), 0.1, None, cap, capability)
+    for rows, window in ((3, None), (1, 16), (16, 7)):
+        qkv = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
+        table, column = torch.zeros(1 + rows, rows, dtype=torch.int32)[1:], torch.zeros(1 + rows, dtype=torch.int64)[1:]
+        keep(qkv, keys, values, column)
+        attend(qkv, keys, values, table, column.int(), 0.1, window, cap, capability)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.models import model as make
-from tests.worker.batches import Row, make_batch
+from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu.counting import counted
 from tests.worker.test_recorded import Again
 from tgi.kernel.messages import Sampling
 from tgi.worker.attention.cuda import CudaAttention
-from tgi.worker.batch import Batch, KVShape
+from tgi.worker.batch import KVShape
 from tgi.worker.engine import Recording
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.load import build_model
@@ -59,6 +58,6 @@ def test_a_layer_takes_three_launches() -> None:
     kv = KVShape(1, 4, 2, 64, torch.bfloat16, gpu=GPU, stored=torch.float8_e5m2)
     attention = CudaAttention(kv, PAGES, there, "packed")
     batch = make_batch([Row([5], 3, [0]), Row([8], 9, [1])])
-    plan = attention.plan(Batch(*(x.to(there) if isinstance(x, Tensor) else x for x in batch)))
+    plan = attention.plan(moved(batch, "meta"))
     qkv = torch.empty(2, 8, 64, dtype=torch.bfloat16, device=there)
     assert counted(lambda: attention.write_and_attend(plan, 0, qkv, 0.1)) == {"_keep": 1, "_attend": 1, "_join": 1}

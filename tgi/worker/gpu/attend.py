@@ -99,7 +99,8 @@ def _converted(x, dtype: tl.constexpr, BY_BITS: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize=["table", "context", "table_width", "window"])
+# Where a step puts its columns, and how wide its table is, compiles no second kernel.
+@triton.jit(do_not_specialize=["table_width", "window"], do_not_specialize_on_alignment=["table", "context"])
 def _attend(
     qkv,
     keys,

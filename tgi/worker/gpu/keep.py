@@ -59,7 +59,8 @@ def _narrowed(x, factor, MOST: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.co
     return x
 
 
-@triton.jit(do_not_specialize=["places"])
+# Places lie wherever a step's columns put them, and compile no second kernel.
+@triton.jit(do_not_specialize_on_alignment=["places"])
 def _keep(
     qkv,
     keys,
