@@ -49,9 +49,9 @@ def launch(
     keys, values = (torch.empty(9, 16, kv_heads, dim, dtype=kept) for _ in range(2))
     for rows, window in ((3, None), (1, 16), (16, 7)):
         qkv = torch.empty(rows, heads + 2 * kv_heads, dim, dtype=dtype)
-        table, column = torch.zeros(1 + rows, rows, dtype=torch.int32)[1:], torch.zeros(1 + rows, dtype=torch.int64)[1:]
-        keep(qkv, keys, values, column)
-        attend(qkv, keys, values, table, column.int(), 0.1, window, cap, capability)
+        table, context = (torch.zeros(1 + rows, *shape, dtype=torch.int32)[1:] for shape in ((rows,), ()))
+        keep(qkv, keys, values, torch.zeros(1 + rows, dtype=torch.int64)[1:])
+        attend(qkv, keys, values, table, context, 0.1, window, cap, capability)
 
 
 if __name__ == "__main__":
