@@ -74,8 +74,8 @@ class CudaAttention:
         self._way = way or _choose(kv, device)
         self.spare = pages
         self._caches = [Cache(kv, layer, pages + 1, self.page_size, device) for layer in range(kv.layers)]
-        kept = str(kv.kept).removeprefix("torch.")
-        log.info("attention on %s is %s, over keys and values kept as %s", device, self._way, kept)
+        kept, single = str(kv.kept).removeprefix("torch."), "" if kv.gpu is None else ", of single tokens our own"
+        log.info("attention on %s is %s%s, over keys and values kept as %s", device, self._way, single, kept)
 
     def bounds(self, rows: int, longest: int) -> list[int]:
         """See Recordable. Pages that are read in place cost nothing where a context does not reach."""
