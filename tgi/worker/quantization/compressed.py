@@ -134,7 +134,7 @@ def _remarks(declared: Declared, schemes: list[LayerScheme]) -> list[str]:
     if any(groups.within(name).values.get("input_activations") for name in groups.values):
         remarks.append("activations are not quantized, though the checkpoint provides for it: its weights alone are")
     if declared.values.get("kv_cache_scheme"):
-        remarks.append("kv_cache_scheme is not used: the KV cache has the number format of the activations")
+        remarks.append("kv_cache_scheme is not used: its scales count where --kv-cache-dtype is given")
     return remarks
 
 
