@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.best import Best, find_best
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.native.kernels import THEN, Kernels
 from tgi.worker.native.program import Delta, Program
+from tgi.worker.products import find_product
 from tgi.worker.quantization.weight import Weight, plain
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ class Linear:
     left side is rounded first and `bias` has the outputs of both, one behind the other.
     Weights given may be freed afterwards: on CPU this object keeps its own reordered copies. `dtype`, that of x and y,
     must be given for a quantized weight. Our own kernels compute with one as it is, torch's on CPU with what it stands
-    for, and on CUDA each call finds that anew.
+    for, and on CUDA as products.py says, with the kernels of `gpu` if there are any.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Linear:
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         gated: Weight | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         outputs, inputs = weight.shape
         self.outputs, self.inputs = int(outputs), int(inputs)
@@ -116,6 +119,7 @@ class Linear:
             self._call = self._reordered_binary if then in _BINARY else self._reordered
         else:
             self._weight = plain(weight, dtype) if weight.device.type == "cpu" else weight
+            self._product = find_product(self._weight, bias, dtype, gpu)
             self._call = self._plain
 
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
@@ -186,7 +190,7 @@ class Linear:
         return _run_binary(x, other, self._weight, self._bias, self.then)
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
-        y = F.linear(x, plain(self._weight, self.dtype), self._bias)
+        y = self._product(x)
         if self.then in ACTIVATIONS:
             return ACTIVATIONS[self.then](y)
         if other is None:

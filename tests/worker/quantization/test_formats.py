@@ -363,7 +363,7 @@ def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "int-quantized of compressed-tensors",
         "activations are not quantized",
         "kv_cache_scheme is not used",
-        "8-bit floats, which are dequantized",
+        "8-bit floats, which a GPU from compute capability 8.9 on multiplies",
     ):
         assert words in caplog.text
 

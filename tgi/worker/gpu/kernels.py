@@ -1,5 +1,9 @@
 """Our kernels on a GPU, as functions of tensors that lie there. A call launches, and does not wait."""
 
+from torch import Tensor
+
+from tgi.worker.quantization.weight import QuantizedWeight
+
 
 class Gpu:
     """A GPU that our kernels compute on. Its functions are those of the modules of this room, described there; they
@@ -13,3 +17,9 @@ class Gpu:
     def float8(self) -> bool:
         """Whether it multiplies 8-bit floats."""
         return self.capability >= (8, 9)
+
+    def product(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        """x @ weight.T + bias of few rows; see product.py."""
+        from tgi.worker.gpu.product import product
+
+        return product(x, weight, bias)

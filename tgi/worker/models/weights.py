@@ -178,7 +178,7 @@ class WeightReader:
                 self._bytes += one.nbytes
                 self._numbers += outputs * inputs
                 self._quantized += isinstance(one, QuantizedWeight)
-        return Linear(weight, bias, then, self._kernels, self._dtype, gated)
+        return Linear(weight, bias, then, self._kernels, self._dtype, gated, self._gpu)
 
     def _tell(self) -> None:
         """Logs what came of weights in few bits, if there are any."""

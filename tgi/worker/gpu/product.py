@@ -1,0 +1,123 @@
+"""Products with quantized weights, of few rows: y = x @ weight.T + bias from the weight's columns, in one launch.
+
+Such a product takes as long as the weight takes to be read, and here only its own bits are. A tile of it becomes
+numbers in registers: with a scale for each output its codes, which 16 bits hold exactly, and the sum is multiplied by
+the scale; in groups what QuantizedWeight stands for, computed in float32 and rounded to the type of x. Sums are
+float32. One program sums up all inputs of its outputs, for 16 rows, so what a row gets does not depend on how many
+others there are.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi.worker.gpu.trial import agree, numbers
+from tgi.worker.quantization.codebook import table_on
+from tgi.worker.quantization.quantize import quantized
+from tgi.worker.quantization.weight import QuantizedWeight
+
+ROWS, INPUTS = 16, 256  # of a tile; all groups divide INPUTS
+NARROW, WIDE = 16, 32  # outputs of a tile
+MANY_OUTPUTS = 8192  # fill a GPU with wide tiles too
+WARPS, STAGES = 4, 4  # stages: tiles on their way from memory
+
+
+@triton.jit
+def multiply(
+    x,  # [rows, inputs]
+    codes,  # [outputs, width], two in a byte where these are uint8
+    scales,  # [outputs, groups], or [outputs, 1] where there are factors or no groups
+    shifts,  # [outputs, groups], or None
+    factors,  # [outputs, groups], or None
+    table,  # [factors, 16], or None
+    bias,  # [outputs], or None
+    y,  # [rows, outputs]
+    rows,
+    outputs,
+    inputs,
+    width,
+    groups,
+    GROUP: tl.constexpr,  # inputs that share a scale or a factor; 0: all
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there, given = output < outputs, row < rows
+    places = output.to(tl.int64)  # a large head has more than 2**31 codes
+    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
+    for start in range(0, inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        left = tl.load(x + row[:, None] * inputs + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
+        at = start // PACKED + tl.arange(0, INPUTS // PACKED)
+        mask = there[:, None] & (at < width)[None, :]
+        code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
+        if PACKED == 2:
+            code = tl.interleave(code & 15, code >> 4)
+            if factors is None and shifts is None:
+                code = code.to(tl.int8) - 8
+        if GROUP > 0:
+            at = start // GROUP + tl.arange(0, INPUTS // GROUP)
+            mask = there[:, None] & (at < groups)[None, :]
+            at = places[:, None] * groups + at[None, :]
+            code = tl.reshape(code, (OUTPUTS, INPUTS // GROUP, GROUP))
+            if factors is not None:
+                factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
+                code = tl.load(table + factor[:, :, None] * 16 + code)
+            else:
+                code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+                if shifts is not None:
+                    code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+            code = tl.reshape(code, (OUTPUTS, INPUTS))
+        right = code.to(left.dtype)
+        sums = tl.dot(left, tl.trans(right), sums)
+    if GROUP == 0 or factors is not None:
+        sums *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        sums += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    where = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(y + where, sums.to(y.dtype.element_ty), mask=given[:, None] & there[None, :])
+
+
+def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias [rows, outputs] for x [rows, inputs] in bfloat16 or float16, with any number of rows."""
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    codes, scales, shifts, factors = weight
+    grouped = scales if factors is None else factors
+    groups = grouped.shape[1]
+    tile = WIDE if outputs >= MANY_OUTPUTS else NARROW
+    multiply[triton.cdiv(outputs, tile), triton.cdiv(rows, ROWS)](
+        *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else table_on(x.device), bias, y),
+        *(rows, outputs, inputs, codes.shape[1], groups),
+        GROUP=0 if groups == 1 and shifts is None and factors is None else inputs // groups,
+        ROWS=ROWS,
+        OUTPUTS=tile,
+        INPUTS=INPUTS,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    return y
+
+
+def trial(device: torch.device) -> None:
+    """Raises Differs unless products of all forms of weights are torch's there."""
+    x, plain, bias = numbers(device, 5, 416), numbers(device, 40, 416), numbers(device, 40)
+    groups = numbers(device, 40, 13).half()
+    forms = {form: quantized(plain, form).to(device) for form in ("int8", "int4")}
+    forms["int8 in groups"] = forms["int8"]._replace(scales=groups, shifts=groups)
+    forms["int4 in groups"] = QuantizedWeight(forms["int4"].codes, groups, None)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        forms["fp8"] = quantized(plain, "fp8").to(device)
+    tolerances = {torch.float16: 2**-9, torch.bfloat16: 2**-7}
+    if device.type != "cuda":
+        del tolerances[torch.bfloat16]  # which Triton's interpreter cannot multiply
+    for form, weight in forms.items():
+        for dtype, tolerance in tolerances.items():
+            its = x.to(dtype), bias.to(dtype)
+            expected = F.linear(its[0], weight.dequantized(dtype), its[1])
+            agree(f"a product with {form} in {dtype}", product(its[0], weight, its[1]), expected, tolerance)
