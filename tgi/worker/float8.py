@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.quantization.quantize import MOST_FLOAT, quantized
 from tgi.worker.quantization.weight import QuantizedWeight
 
 log = logging.getLogger(__name__)
 
+SINCE = (8, 9)  # CUDA's compute capability
 TINY = torch.finfo(torch.float32).tiny
 MULTIPLE = 16
 ERROR = 0.05  # of a product with random numbers, relative; the formats allow for about half of it
@@ -27,7 +27,7 @@ def held_on(device: torch.device) -> bool:
     """Whether weights of 8-bit floats are held there as they are."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return Gpu(torch.cuda.get_device_capability(device)).float8
+    return torch.cuda.get_device_capability(device) >= SINCE
 
 
 def fits(outputs: int, inputs: int) -> bool:

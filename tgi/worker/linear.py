@@ -24,6 +24,7 @@ from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.native.kernels import THEN, Kernels
 from tgi.worker.native.program import Delta, Program
 from tgi.worker.products import find_product
+from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.weight import Weight, plain
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Linear:
     left side is rounded first and `bias` has the outputs of both, one behind the other.
     Weights given may be freed afterwards: on CPU this object keeps its own reordered copies. `dtype`, that of x and y,
     must be given for a quantized weight. Our own kernels compute with one as it is, torch's on CPU with what it stands
-    for, and on CUDA as products.py says, with the kernels of `gpu` if there are any.
+    for, and on CUDA products.py says how. `kernels` are those on CPU, `gpu` those on a GPU.
     """
 
     def __init__(
@@ -105,22 +106,25 @@ class Linear:
             assert isinstance(weight, Tensor)
             dtype = weight.dtype
         self.dtype = dtype
-        self.rows = ONE_TILE if weight.device.type == "cpu" else ANY_ROWS
+        self.rows = ONE_TILE if weight.device.type == "cpu" and gpu is None else ANY_ROWS
         self._bias = bias
         self._weight: Any  # as whatever computes takes it
         self._call: Callable[..., Tensor]
         self._kernels = kernels
+        self._gpu = gpu
         if kernels is not None:
             self.rows = ANY_ROWS
             self._weight = kernels.pack(weight) if gated is None else kernels.pack(weight, gated)
             self._bias = None if bias is None else bias.to(torch.float32)
-        elif weight.device.type == "cpu" and reorders(dtype):
+        elif weight.device.type == "cpu" and gpu is None and reorders(dtype):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain(weight, dtype))
             self._call = self._reordered_binary if then in _BINARY else self._reordered
         else:
-            self._weight = plain(weight, dtype) if weight.device.type == "cpu" else weight
+            if gated is not None:
+                weight = matrix((weight, gated), dtype)
+            self._weight = plain(weight, dtype) if weight.device.type == "cpu" and gpu is None else weight
             self._product = find_product(self._weight, bias, dtype, gpu)
-            self._call = self._plain
+            self._call = self._plain if gated is None else self._gated
 
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
         """`plus`, float32 [rows, outputs] or, like the bias, with the outputs of two weights, is added before `then`;
@@ -172,15 +176,24 @@ class Linear:
         return self._kernels.rows_into(self._weight, outputs, found)
 
     def bare(self) -> "Linear":
-        """The same layer without `then`. It shares the weight, and has numbers of rows of its own."""
+        """The same layer without `then`, and of two weights with the outputs of both. It shares the weight, and has
+        numbers of rows of its own."""
         other = copy.copy(self)
         other.then, other.rows = "none", ONE_TILE if self.rows.sizes else ANY_ROWS
-        other._call = other._plain if self._call == self._plain else other._reordered
+        other._call = other._reordered if self._call in (self._reordered, self._reordered_binary) else other._plain
         return other
 
     def write_best(self, program: Program, x: int, y: int, norm: tuple, scale: float, cap: float | None) -> None:
         """Writes `best` of normed rows down; y is scratch as wide as x."""
         program.head(x, y, norm, self._weight, self._bias, scale, cap)
+
+    def gate(self, sums: Tensor) -> Tensor:
+        """What comes of the outputs of both weights, [rows, 2 * outputs]. For our own kernels on a GPU."""
+        assert self._gpu is not None
+        return self._gpu.gate(sums, self.then)
+
+    def _gated(self, x: Tensor, other: Tensor | None) -> Tensor:
+        return self.gate(self._product(x))
 
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]

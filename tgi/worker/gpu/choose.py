@@ -13,7 +13,12 @@ from tgi.worker.gpu.kernels import Gpu
 log = logging.getLogger(__name__)
 
 # The modules that have kernels, each with a `trial(device)` that raises unless they compute there what torch does.
-MODULES: tuple[str, ...] = ("tgi.worker.gpu.product",)
+MODULES = (
+    "tgi.worker.gpu.norm",
+    "tgi.worker.gpu.turn",
+    "tgi.worker.gpu.gate",
+    "tgi.worker.gpu.product",
+)
 
 
 def find_gpu(device: str) -> Gpu | None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tgi.worker import float8
 from tgi.worker.gpu.trial import agree, numbers
 from tgi.worker.quantization.codebook import table_on
 from tgi.worker.quantization.quantize import quantized
@@ -111,7 +112,7 @@ def trial(device: torch.device) -> None:
     forms = {form: quantized(plain, form).to(device) for form in ("int8", "int4")}
     forms["int8 in groups"] = forms["int8"]._replace(scales=groups, shifts=groups)
     forms["int4 in groups"] = QuantizedWeight(forms["int4"].codes, groups, None)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= float8.SINCE:
         forms["fp8"] = quantized(plain, "fp8").to(device)
     tolerances = {torch.float16: 2**-9, torch.bfloat16: 2**-7}
     if device.type != "cuda":

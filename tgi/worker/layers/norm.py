@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import float32 as wide
 
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.native.program import Program
 
@@ -22,7 +23,7 @@ class Norm(NamedTuple):
     bias: Tensor | None
     epsilon: float
     centred: bool
-    kernels: Kernels | None = None  # for x with as many dimensions as `weight`, and one for its rows
+    kernels: Kernels | Gpu | None = None  # for x with as many dimensions as `weight`, and one for its rows
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1:]
@@ -35,6 +36,13 @@ class Norm(NamedTuple):
         else:
             y = F.rms_norm(x.to(wide), size, weight, self.epsilon)
         return (y if flat else y * self.weight).to(x.dtype)
+
+    def in_place(self, x: Tensor) -> None:
+        """x, some columns of a matrix, becomes its norm."""
+        if isinstance(self.kernels, Gpu):
+            self.kernels.norm_in_place(x, self.weight, self.bias, self.epsilon, self.centred)
+        else:
+            x.copy_(self(x))
 
     def write(self, program: Program, x: int, y: int, start: int = 0) -> None:
         """Writes this norm down: of the numbers from `start` on of the rows in buffer x, to the same place in y."""

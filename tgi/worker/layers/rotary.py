@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.native.program import Program
 
@@ -104,7 +105,7 @@ class Rotary:
     some elements otherwise than others.
     """
 
-    def __init__(self, rope: Rope, device: torch.device, kernels: Kernels | None = None) -> None:
+    def __init__(self, rope: Rope, device: torch.device, kernels: Kernels | Gpu | None = None) -> None:
         self.neighbours = rope.neighbours
         self._kernels = kernels
         self._inverse = frequencies(rope.dim, rope.parameters)
@@ -151,8 +152,8 @@ class Rotary:
             first, second = slice(0, dim, 2), slice(1, dim, 2)
         else:
             first, second = slice(0, dim // 2), slice(dim // 2, dim)
-        turned[..., first] -= across[..., second]
-        turned[..., second] += across[..., first]
+        turned[..., first].sub_(across[..., second])
+        turned[..., second].add_(across[..., first])
         x.copy_(turned)
 
     def write(self, program: Program, qkv: int, rope: int, heads: int, head_dim: int) -> None:

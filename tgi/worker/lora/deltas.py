@@ -120,6 +120,9 @@ class LayerDeltas(NamedTuple):
         if here is None or self.bare is None:
             return mlp.inner(x)
         mine = here.compute(self.layer, x)
+        if mlp.gate is None and len(here.deltas) > 1:  # one layer with both weights, on a GPU
+            sums = self.bare(x)
+            return mlp.up.gate(sums.add_(torch.cat(here.deltas, 1).index_select(0, here.back)))
         first = mlp.gate or mlp.up
         active = _activated(self.bare(mine) + here.deltas[0][:-1], first.then)
         found = active.to(x.dtype)

@@ -47,7 +47,7 @@ class Decoder:
         self._config = config
         self._scoring = config.logit_scale, config.logit_cap
         self._weights = weights
-        self._rotaries = [Rotary(rope, device, kernels) for rope in config.ropes]
+        self._rotaries = [Rotary(rope, device, kernels or gpu) for rope in config.ropes]
         self._program = write_program(config, weights, self._rotaries, self.kv)
         # As transformers does it: rounded to the number format of the weights.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))

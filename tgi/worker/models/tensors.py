@@ -47,8 +47,7 @@ class TensorOperations(NamedTuple):
         return linear(x, residual) if self.lora is None else self.lora.through(place, linear, x, residual)
 
     def norm_part(self, norm: Norm, qkv: Tensor, start: int) -> None:
-        part = qkv[:, start : start + norm.weight.numel()].unflatten(1, norm.weight.shape)
-        part.copy_(norm(part))
+        norm.in_place(qkv[:, start : start + norm.weight.numel()].unflatten(1, norm.weight.shape))
 
     def attend(self, qkv: Tensor) -> Tensor:
         config, kv, rotaries, angles, tokens, attention, plan, _ = self.step

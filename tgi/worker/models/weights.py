@@ -46,6 +46,7 @@ class WeightReader:
         self._device = device
         self._kernels = kernels
         self._gpu = gpu
+        self._ours = kernels or gpu
         self._bytes = self._numbers = self._quantized = 0
 
     def weights(self, progress: Callable[[int], None]) -> Weights:
@@ -113,7 +114,7 @@ class WeightReader:
         if not config.gated:
             return None, self._linear(config.mlp_bias, config.hidden, up, then=config.activation)
         first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
-        if self._kernels is None or not alike(first[0], second[0]):
+        if self._ours is None or not alike(first[0], second[0]):
             return self._made(*first, config.activation), self._made(*second, "mul")
         biases = [bias for _, bias in (first, second) if bias is not None]
         return None, self._made(first[0], torch.cat(biases) if biases else None, config.activation, second[0])
@@ -148,7 +149,7 @@ class WeightReader:
         bias = None
         if config.norm_bias:
             bias = self._source.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
-        return Norm(self._scales(name, size), bias, config.norm_epsilon, config.norm_centred, self._kernels)
+        return Norm(self._scales(name, size), bias, config.norm_epsilon, config.norm_centred, self._ours)
 
     def _inner_norms(self, query: str, key: str) -> tuple[Norm, ...]:
         """None; one with the scales of each head, [heads + kv_heads, head_dim]; or one over all queries and one over
@@ -163,7 +164,7 @@ class WeightReader:
         for name, heads in parts:
             stored = (heads, config.head_dim) if kind == "each" else (config.head_dim,)
             scales.append(self._scales(name, *stored).expand(heads, -1))
-        return (Norm(torch.cat(scales), None, config.norm_epsilon, config.norm_centred, self._kernels),)
+        return (Norm(torch.cat(scales), None, config.norm_epsilon, config.norm_centred, self._ours),)
 
     def _linear(self, bias: bool, inputs: int, *parts: Part, then: str = "none") -> Linear:
         """One linear layer from the matrices of `parts`, one above the other."""
