@@ -19,10 +19,11 @@ from tgi.worker.quantization.codebook import table_on
 from tgi.worker.quantization.quantize import quantized
 from tgi.worker.quantization.weight import QuantizedWeight
 
-ROWS, INPUTS = 16, 256  # of a tile; all groups divide INPUTS
-NARROW, WIDE = 16, 32  # outputs of a tile
-MANY_OUTPUTS = 8192  # fill a GPU with wide tiles too
-WARPS, STAGES = 4, 4  # stages: tiles on their way from memory
+ROWS = 16  # of a tile
+NARROW, WIDE = 16, 32  # outputs of a tile,
+MANY_OUTPUTS = 4096  # of which so many fill a GPU with wide ones too
+BYTES = 256  # of an output in a tile; most columns of scales are wide enough then to be copied ahead, too
+STAGES = {1: 6, 2: 4}  # tiles on their way from memory, by the numbers in a byte
 
 
 @triton.jit
@@ -68,7 +69,8 @@ def multiply(
             code = tl.reshape(code, (OUTPUTS, INPUTS // GROUP, GROUP))
             if factors is not None:
                 factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
-                code = tl.load(table + factor[:, :, None] * 16 + code)
+                entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
+                code = tl.gather(entries, code.to(tl.int32), 2)
             else:
                 code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
                 if shifts is not None:
@@ -92,33 +94,34 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     grouped = scales if factors is None else factors
     groups = grouped.shape[1]
     tile = WIDE if outputs >= MANY_OUTPUTS else NARROW
+    each = 8 // weight.bits
     multiply[triton.cdiv(outputs, tile), triton.cdiv(rows, ROWS)](
         *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else table_on(x.device), bias, y),
         *(rows, outputs, inputs, codes.shape[1], groups),
         GROUP=0 if groups == 1 and shifts is None and factors is None else inputs // groups,
         ROWS=ROWS,
         OUTPUTS=tile,
-        INPUTS=INPUTS,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        INPUTS=each * BYTES,
+        num_warps=tile // 8,
+        num_stages=STAGES[each],
     )
     return y
 
 
 def trial(device: torch.device) -> None:
-    """Raises Differs unless products of all forms of weights are torch's there."""
-    x, plain, bias = numbers(device, 5, 416), numbers(device, 40, 416), numbers(device, 40)
-    groups = numbers(device, 40, 13).half()
+    """Raises Differs unless products with all forms of weights are torch's there, with tiles of both sizes."""
+    interpreted = device.type == "cpu"
+    outputs, dtype = (40, torch.float16) if interpreted else (MANY_OUTPUTS + 8, torch.bfloat16)
+    x, bias = numbers(device, 5, 416, dtype=dtype), numbers(device, outputs, dtype=dtype)
+    plain, groups = numbers(torch.device("cpu"), outputs, 416), numbers(device, outputs, 13).half()
     forms = {form: quantized(plain, form).to(device) for form in ("int8", "int4")}
     forms["int8 in groups"] = forms["int8"]._replace(scales=groups, shifts=groups)
     forms["int4 in groups"] = QuantizedWeight(forms["int4"].codes, groups, None)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= float8.SINCE:
+    if interpreted or torch.cuda.get_device_capability(device) >= float8.SINCE:
         forms["fp8"] = quantized(plain, "fp8").to(device)
-    tolerances = {torch.float16: 2**-9, torch.bfloat16: 2**-7}
-    if device.type != "cuda":
-        del tolerances[torch.bfloat16]  # which Triton's interpreter cannot multiply
     for form, weight in forms.items():
-        for dtype, tolerance in tolerances.items():
-            its = x.to(dtype), bias.to(dtype)
-            expected = F.linear(its[0], weight.dequantized(dtype), its[1])
-            agree(f"a product with {form} in {dtype}", product(its[0], weight, its[1]), expected, tolerance)
+        expected = F.linear(x, weight.dequantized(dtype), bias)
+        agree(f"a product with {form}", product(x, weight, bias), expected, 2**-7)
+    small = forms["int4"].split([24, outputs - 24])[0]
+    expected = F.linear(x, small.dequantized(dtype))
+    agree("a small product with int4", product(x, small, None), expected, 2**-7)
