@@ -110,7 +110,7 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 def trial(device: torch.device) -> None:
     """Raises Differs unless products with all forms of weights are torch's there, with tiles of both sizes."""
-    interpreted = device.type == "cpu"
+    interpreted = device.type == "cpu"  # where bfloat16 is not multiplied
     outputs, dtype = (40, torch.float16) if interpreted else (MANY_OUTPUTS + 8, torch.bfloat16)
     x, bias = numbers(device, 5, 416, dtype=dtype), numbers(device, outputs, dtype=dtype)
     plain, groups = numbers(torch.device("cpu"), outputs, 416), numbers(device, outputs, 13).half()
