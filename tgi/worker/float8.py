@@ -6,7 +6,9 @@ the format has. Such a float has three bits behind the first, so each activation
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from tgi.worker.quantization.quantize import MOST_FLOAT, quantized
 from tgi.worker.quantization.weight import QuantizedWeight
+
+Scaled: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +57,17 @@ def multiplies(device: torch.device) -> bool:
     return True
 
 
-def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias, [rows, outputs] in the type of x [rows, inputs], for a weight of 8-bit floats."""
-    rows = x.float()
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit floats [rows, inputs] and their float32 scales [rows, 1] for x [rows, inputs]."""
+    rows = x.to(torch.float32)
     scales = (rows.abs().amax(1, keepdim=True) / MOST_FLOAT).clamp_min_(TINY)
-    codes = rows.div_(scales).clamp_(-MOST_FLOAT, MOST_FLOAT).to(torch.float8_e4m3fn)
+    return (rows / scales).clamp_(-MOST_FLOAT, MOST_FLOAT).to(torch.float8_e4m3fn), scales
+
+
+def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, scaled: Scaled = scaled) -> Tensor:
+    """x @ weight.T + bias, [rows, outputs] in the type of x [rows, inputs], for a weight of 8-bit floats. `scaled` does
+    to x what the function of that name does."""
+    codes, scales = scaled(x)
     # Scales of rows are taken for results in bfloat16 alone by some of torch's kernels.
     y = torch._scaled_mm(
         codes,

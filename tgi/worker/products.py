@@ -29,7 +29,8 @@ def find_product(weight: Weight, bias: Tensor | None, dtype: torch.dtype, gpu: G
     if dtype is torch.float32:
         return dequantizing
     floats = weight.floating and float8.multiplies(weight.device)
-    many = partial(float8.product, weight=weight, bias=bias) if floats else dequantizing
+    scaled = float8.scaled if gpu is None else gpu.scaled
+    many = partial(float8.product, weight=weight, bias=bias, scaled=scaled) if floats else dequantizing
     if gpu is None:
         return many
     return partial(_by_rows, FEW_FLOATS if floats else FEW, partial(gpu.product, weight=weight, bias=bias), many)

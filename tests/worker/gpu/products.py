@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from tgi.worker import float8
+from tgi.worker.gpu.float8 import scaled
 from tgi.worker.gpu.product import product
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
@@ -38,6 +39,9 @@ def launches(dtype: torch.dtype) -> None:
     if dtype is torch.float32:
         return  # products.py leaves it to torch
     x, bias = torch.empty(3, 2048, dtype=dtype), torch.empty(WIDE, dtype=dtype)
+    if capability >= float8.SINCE:
+        for inputs in (2048, 14336):
+            scaled(torch.empty(3, inputs, dtype=dtype))
     for number, weight in enumerate(forms(WIDE, 2048)):
         if weight.floating and capability < float8.SINCE:
             continue

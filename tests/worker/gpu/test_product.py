@@ -73,9 +73,21 @@ def test_few_rows_are_multiplied_from_the_columns() -> None:
         multiply = find_product(weight, bias, HALF, GPU)
         x = numbers(CPU, few + 1, 64, dtype=HALF)
         assert torch.equal(multiply(x[:few]), GPU.product(x[:few], weight, bias))
-        floats = weight.floating
-        many = float8.product(x, weight, bias) if floats else F.linear(x, weight.dequantized(HALF), bias)
+        many = F.linear(x, weight.dequantized(HALF), bias)
+        if weight.floating:
+            many = float8.product(x, weight, bias, GPU.scaled)
         assert torch.equal(multiply(x), many)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, HALF])
+def test_rows_in_8_bit_floats_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Of numbers that need no rounding, with which the interpreter is wrong by up to a half."""
+    sizes = torch.tensor([1, 0, 2**-20, 64])[:, None]
+    for inputs in (32, 300, 4096):
+        x = (float8.scaled(numbers(CPU, 4, inputs))[0].float() * sizes).to(dtype)
+        (codes, scales), (expected, units) = GPU.scaled(x), float8.scaled(x)
+        assert torch.equal(scales, units)
+        assert torch.equal(codes.float(), expected.float())
 
 
 def test_a_layer_keeps_its_weight_in_few_bits_and_adds_what_it_is_given() -> None:

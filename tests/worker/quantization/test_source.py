@@ -83,7 +83,7 @@ def test_8_bit_floats_are_made_of_the_layers_alone(tmp_path: Path, caplog: pytes
     assert isinstance(found, QuantizedWeight)
     assert found.floating
     for name, outputs in ((EMBEDDING, 32), (HEAD, 32), ("odd", 24)):
-        assert torch.equal(read.weight(name, outputs, 64), plain[f"{name}.weight"])  # type: ignore[arg-type]
+        assert torch.equal(read.weight(name, outputs, 64), plain[f"{name}.weight"])
     assert [message.rpartition(": ")[2] for message in caplog.messages] == [
         "it is of outputs that are no multiple of 16",
     ]

@@ -18,6 +18,7 @@ MODULES = (
     "tgi.worker.gpu.turn",
     "tgi.worker.gpu.gate",
     "tgi.worker.gpu.product",
+    "tgi.worker.gpu.float8",
 )
 
 

@@ -7,13 +7,14 @@ class Gpu:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         """`capability` is CUDA's compute capability."""
-        from tgi.worker.gpu import gate, norm, product, turn
+        from tgi.worker.gpu import float8, gate, norm, product, turn
 
         self.capability = capability
         self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
         self.turn = turn.turn
         self.gate = gate.gate
         self.product = product.product
+        self.scaled = float8.scaled
 
     @property
     def float8(self) -> bool:
