@@ -18,6 +18,7 @@ MAY_IMPORT = {
 # Library -> the rooms that may import it. hub converts in a child process that exits; that file is named.
 ONLY_IN = {
     "torch": {"worker", "hub/gguf/convert.py"},
+    "triton": {"worker"},
     "transformers": {"worker", "hub/gguf/convert.py"},
     "falcon": {"api"},
     "uvicorn": {"api"},

@@ -1,9 +1,10 @@
 """Builds the batches that models and attention take, from rows written by hand."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tgi.worker.batch import Attention, Batch, Model
 
@@ -41,6 +42,12 @@ def make_batch(rows: Sequence[Row], page_size: int = PAGE) -> Batch:
         query_lengths=[len(row.tokens) for row in rows],
         context_lengths=context,
     )
+
+
+def moved(batch: Batch, device: str) -> Batch:
+    """The same there."""
+    columns: list[Any] = [column.to(device) if isinstance(column, Tensor) else column for column in batch]
+    return Batch(*columns)
 
 
 def prefill(model: Model, attention: Attention, ids: Sequence[int], pages: Sequence[int]) -> torch.Tensor:

@@ -187,6 +187,6 @@ def test_what_the_decoder_does_not_do_goes_to_transformers(directory: Path, monk
 def test_loading_imports_nothing_heavy() -> None:
     import subprocess
 
-    heavy = ("transformers", "safetensors.torch", "torch._dynamo")
+    heavy = ("transformers", "safetensors.torch", "torch._dynamo", "triton")
     code = f"import sys, tgi.worker.start; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,14 +1,25 @@
 """What only a GPU can show: the real kernels, graphs and copies. Left out where there is none."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.models import model
+from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tgi.kernel.messages import Sampling
 from tgi.kernel.settings import Settings
+from tgi.worker.attention import build_attention
+from tgi.worker.gpu.choose import tried
+from tgi.worker.gpu.kernels import Gpu
+from tgi.worker.gpu.trial import numbers
+from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.rotary import Rope, Rotary
+from tgi.worker.linear import ACTIVATIONS
+from tgi.worker.load import build_model
 from tgi.worker.start import start_engine
 from tgi.worker.warm import WARM_SAMPLING
 
@@ -16,7 +27,13 @@ GPU = "cuda"
 PROMPTS = [[5, 9, 3], [7] * 20, list(range(40)), [1], [8, 8, 30, 2] * 200]
 SAMPLINGS = [Sampling(0), Sampling(1, do_sample=True), WARM_SAMPLING._replace(watermark=False), Sampling(2, top_n=3)]
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# Where the tests of kernels run in the same process, Triton's interpreter stands for the GPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels: run this file alone"),
+]
 
 
 def drawn(kind: str, dtype: str, run: Path, device: str, graphs: tuple[int, ...]) -> list[Drawn]:
@@ -56,3 +73,50 @@ def test_recorded_steps_draw_what_computed_ones_do(kind: str, tmp_path: Path) ->
         same = next((at for at, pair in enumerate(zip(one.ids, other.ids, strict=True)) if len(set(pair)) > 1), 12)
         assert same > 0
         assert one.logprobs[:same] == pytest.approx(other.logprobs[:same], abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    found = tried(torch.device(GPU), torch.cuda.get_device_capability())
+    assert found is not None, "a kernel failed its trial; the log says why"
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_a_real_model_are_what_torch_computes(gpu: Gpu, dtype: torch.dtype) -> None:
+    """Of few tokens and of many."""
+    there = torch.device(GPU)
+    tolerance = {torch.bfloat16: 1 / 128, torch.float16: 1 / 1024, torch.float32: 1e-5}[dtype]
+
+    def near(found: Tensor, expected: Tensor, roundings: int = 1) -> None:
+        torch.testing.assert_close(found, expected, rtol=roundings * tolerance, atol=roundings * tolerance / 4)
+
+    for tokens in (1, 3000):
+        x, qkv = numbers(there, tokens, 4096, dtype=dtype), numbers(there, tokens, 48, 128, dtype=dtype, seed=1)
+        norm = Norm(numbers(there, 4096, seed=2), numbers(there, 4096, seed=3), 1e-5, True)
+        near(norm._replace(kernels=gpu)(x), norm(x))
+        norm = Norm(numbers(there, 40, 128, seed=4), None, 1e-6, False)
+        found, expected = qkv.clone(), qkv.clone()
+        norm._replace(kernels=gpu).in_place(found[:, :40])
+        norm.in_place(expected[:, :40])
+        near(found, expected)
+        for neighbours in (False, True):
+            turned = [qkv.clone(), qkv.clone()]
+            for one, kernels in zip(turned, (gpu, None), strict=True):
+                rotary = Rotary(Rope(128, {"rope_theta": 500000.0}, neighbours), there, kernels)
+                rotary.rotate(one, 40, rotary.angles(torch.arange(tokens, device=there), tokens, 40))
+            near(*turned)
+        left, right = numbers(there, tokens, 2 * 8192, dtype=dtype).chunk(2, 1)
+        for then, activation in ACTIVATIONS.items():
+            near(gpu.gate(torch.cat((left, right), 1), then), activation(left) * right, roundings=2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
+def test_models_with_our_kernels_are_what_torch_computes(gpu: Gpu, kind: str) -> None:
+    batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])
+    there = moved(batch, GPU)
+    found = []
+    for ours in (gpu, None):
+        made = build_model(model(kind), "float32", GPU, lambda stage, percent: None, gpu=ours)
+        found.append(made.forward(there, build_attention(made.kv, 20, made.device)).log_softmax(-1))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-3)

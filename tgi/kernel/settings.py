@@ -141,7 +141,7 @@ class Settings:
     )
     use_flash_attention: bool = setting(True, "Attention kernels.", boolean, ignored=KERNEL)
     disable_custom_kernels: bool = setting(
-        False, "Compute with torch's own operations alone; on CUDA nothing else is used anyway.", boolean
+        False, "Compute with torch's own operations alone, and none of our kernels, on CPU or CUDA.", boolean
     )
 
     # Limits

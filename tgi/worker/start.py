@@ -78,8 +78,8 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     kernels = gpu = None
     progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
-        gpu = find_gpu(device)
-        kernels = find_kernels([read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()], device)
+        recipes = [read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()]
+        kernels, gpu = find_kernels(recipes, device), find_gpu(recipes, device)
     if kernels is None and device == "cpu":
         choose_threads()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.models import model as make
-from tests.worker.batches import Row, make_batch
+from tests.worker.batches import Row, make_batch, moved
 from tests.worker.gpu.counting import counted
 from tests.worker.loras import make_adapter
 from tgi.worker.attention.cuda import CudaAttention
@@ -78,7 +78,7 @@ class Absent:
 def of_a_layer(kind: str, gpu: Gpu | None) -> Counter[str]:
     """What one more layer tells a GPU to do in a decode step, beside attention."""
     batch = make_batch([Row([5], 3, [0]), Row([8], 9, [1])])
-    there = Batch(*(column.to("meta") if isinstance(column, Tensor) else column for column in batch))
+    there = moved(batch, "meta")
     found = []
     for layers in (3, 2):
         model = load(make(kind, layers=layers), gpu, "meta", "bfloat16")

@@ -34,10 +34,11 @@ def test_norms_are_those_of_torch(centred: bool, dtype: torch.dtype) -> None:
         for bias in (None, numbers(CPU, size, seed=2)) if centred else (None,):
             norm = Norm(numbers(CPU, size, seed=1), bias, 1e-5, centred)
             near(norm._replace(kernels=GPU)(x), norm(x))
-    parts = numbers(CPU, 2, 3, 20, dtype=dtype)
-    norm = Norm(numbers(CPU, 3, 20, seed=1), None, 1e-6, centred)
-    near(norm._replace(kernels=GPU)(parts), norm(parts))
-    assert norm._replace(kernels=GPU)(parts[:0]).shape == (0, 3, 20)
+    for shape in ((3, 20), (9, 256)):
+        parts = numbers(CPU, 2, *shape, dtype=dtype)
+        norm = Norm(numbers(CPU, *shape, seed=1), None, 1e-6, centred)
+        near(norm._replace(kernels=GPU)(parts), norm(parts))
+        assert norm._replace(kernels=GPU)(parts[:0]).shape == (0, *shape)
 
 
 @pytest.mark.parametrize("shape", [(60,), (3, 20)])

@@ -3,12 +3,14 @@
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
 
 from tgi.kernel.errors import UserError
 from tgi.worker.gpu.kernels import Gpu
+from tgi.worker.load import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +24,12 @@ MODULES = (
 )
 
 
-def find_gpu(device: str) -> Gpu | None:
-    """Our kernels, if they can compute there ("cpu", "cuda"). What is chosen is logged."""
+def find_gpu(recipes: Sequence[Recipe], device: str) -> Gpu | None:
+    """Our kernels, if they can compute any of these models there ("cpu", "cuda"). What is chosen is logged."""
     if device != "cuda":
+        return None
+    if all(recipe.decoder is None for recipe in recipes):
+        log.info("computing with torch's kernels: the model runs through transformers")
         return None
     if importlib.util.find_spec("triton") is None:
         log.info("computing with torch's kernels: there is no triton, in which our own are written")
@@ -35,6 +40,7 @@ def find_gpu(device: str) -> Gpu | None:
 def tried(device: torch.device, capability: tuple[int, int], modules: Sequence[str] = MODULES) -> Gpu | None:
     """Our kernels, if those of all modules pass their trials there. Raises UserError where one of them breaks the GPU,
     so that nothing can compute on it any more."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns that it will be asked for one day
     for name in modules:
         try:
             importlib.import_module(name).trial(device)

@@ -10,7 +10,8 @@ from tgi.worker.gpu.trial import agree, numbers
 PAIRS = 1024  # that a program turns
 
 
-@triton.jit
+# Positions lie wherever a step's columns put them. One kernel serves any place, so none is compiled in a later step.
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _turn(
     x, angles, positions, heads, pairs, x_token, x_head,
     NEIGHBOURS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
