@@ -26,7 +26,7 @@ BYTES = 256  # of an output in a tile; most columns of scales are wide enough th
 STAGES = {1: 6, 2: 4}  # tiles on their way from memory, by the numbers in a byte
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def multiply(
     x,  # [rows, inputs]
     codes,  # [outputs, width], two in a byte where these are uint8
