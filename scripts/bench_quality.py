@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Measures what fewer bits cost: how well a model foretells a text, in bfloat16 and in the formats made from that.
+"""Measures what fewer bits cost: how well a model foretells a text, in bfloat16 and in the formats made from that, and
+with its keys and values in 8 bits, as they are kept on a GPU.
 
     .venv/bin/python scripts/bench_quality.py [--model-id FILE.gguf] [--windows 16] [--length 512]
 
@@ -28,6 +29,7 @@ from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
 from tgi.kernel.option import count
 from tgi.worker.attention import build_attention
+from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.batch import Attention, Batch, Model
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.load import read_recipe
@@ -38,6 +40,7 @@ from tgi.worker.quantization.source import QuantizingSource, Source
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, plain
 
 CPU = torch.device("cpu")
+CACHES = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class Plain:
@@ -141,6 +144,10 @@ def load(directory: Path, positions: int) -> list[Format]:
             model = Decoder(config, weights, torch.bfloat16, CPU, kernels)
             pages = -(-positions // 16)
             found.append(Format(name, source.bits, model, build_attention(model.kv, pages, CPU)))
+    exact = found[0]
+    for name, stored in CACHES.items():
+        attention = CudaAttention(exact.model.kv._replace(stored=stored), pages, CPU, "plain")
+        found.append(exact._replace(name=f"{exact.name}, cache {name}", attention=attention))
     return found
 
 

@@ -37,4 +37,5 @@ def test_a_promise_is_never_seen_half_written(tmp_path: Path) -> None:
 def test_a_model_in_other_bits_is_another_model() -> None:
     assert served("abc", "int8") == served("abc", "eetq") != served("abc", "int4")
     assert "abc" == served("abc", None) == served("abc", "gptq") != served("abc", "int8")
-    assert served("", "int8") == ""  # not known yet
+    assert len({served("abc", made, cache) for made in ("int8", None) for cache in ("fp8_e5m2", None)}) == 4
+    assert served("", "int8", "fp8_e5m2") == ""  # not known yet

@@ -72,7 +72,6 @@ REFUSED = [
     ({"speculate": 17}, r"`speculate` must be <= 16. Given: 17"),
     ({"speculate": 0, "draft_model_id": "small"}, "the draft model would draft nothing"),
     ({"draft_model_revision": "main"}, "no `draft_model_id` is given"),
-    ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache has the model's type"),
     ({"rope_scaling": "dynamic"}, "Use --rope-scaling linear"),
     ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
     ({"aip_health_route": "health"}, "`aip_health_route` must begin with a slash"),

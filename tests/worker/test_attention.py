@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
 from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
+from tgi.worker.attention.cache import narrowed
 from tgi.worker.attention.cpu import CpuAttention, agreeing, choose_shapes
 from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.tiles import KEY_BLOCK
@@ -282,6 +283,21 @@ def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
     on_cuda(kv, "plain")
 
 
+@pytest.mark.parametrize("way", ["packed", "plain"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_cuda_reads_8_bits_as_the_type_of_the_queries(
+    way: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers too large for 8 bits become the largest. What was divided is multiplied again."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(cuda, "varlen_attn", reference(calls, None))
+    kv = KVShape(2, 6, 2, 16, torch.float32, stored=stored, scales=((1.0, 1.0), (0.05, 20.0)))
+    assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(kv._replace(stored=None), torch.device("cuda"))
+    assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "packed"
+    on_cuda(kv, way)
+    assert len(calls) == (2 if way == "packed" else 0)
+
+
 def test_what_stands_behind_a_context_does_not_reach_a_recorded_step() -> None:
     """A page of this request was another's before, whose float16 values overflowed."""
     kv = KVShape(1, 4, 2, 16, torch.float16)
@@ -299,8 +315,13 @@ def on_cuda(kv: KVShape, way: str) -> None:
     """Chunks of two sequences in the second layer, by the code for CUDA."""
     attention = CudaAttention(kv, 100, CPU, way)
     one, two = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
+    one.value[3, 0, 0] = 1e6
+    one.key[80, 1, 2] = -1e6
     run(attention, (one, 0, 60), (two, 0, 36), layer=1)
     chunk, decode = run(attention, (one, 60, 90), (two, 36, 37), layer=1)
+    for sequence in (one, two):
+        kept = zip((sequence.key, sequence.value), kv.divisors(1), strict=True)
+        sequence.key, sequence.value = (narrowed(x, kv.kept, by).to(kv.dtype) * by for x, by in kept)
     first, second = (expected(sequence, window=kv.window(1), cap=kv.softcap) for sequence in (one, two))
     torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(decode.double(), second[36:], rtol=1e-5, atol=1e-5)

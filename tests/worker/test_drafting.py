@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.models import model as make
 from tests.worker.driving import drive, make_engine
@@ -186,6 +187,8 @@ def test_a_page_takes_the_bytes_of_both_caches() -> None:
     large, small = load("qwen3"), load("llama", hidden=64, layers=2)
     both, alone, other = (_need(Models(*models)) for models in ((large, small), (large, None), (small, None)))
     assert both == alone._replace(page_bytes=alone.page_bytes + other.page_bytes)
+    halved = _need(Models(large, small, torch.float8_e5m2))
+    assert halved == both._replace(page_bytes=both.page_bytes // large.kv.dtype.itemsize)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
 from tests.worker.test_scripted import good, slot, step
 from tgi.kernel import rundir
+from tgi.kernel.errors import UserError
 from tgi.kernel.messages import Sampling, encode
 from tgi.kernel.pack import floats
 from tgi.kernel.presence import Status
@@ -99,6 +100,12 @@ def test_what_the_user_must_mend_ends_it_for_good(
         child.close()
     assert words in last_words(tmp_path, "worker-0").read_text()
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_cache_of_8_bits_is_refused_on_cpu(tmp_path: Path) -> None:
+    settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", kv_cache_dtype="fp8_e4m3fn")
+    with pytest.raises(UserError, match=r"`kv_cache_dtype` is fp8_e4m3fn.* for GPUs.* Leave out --kv-cache-dtype\."):
+        start_engine(settings, lambda stage, percent: None)
 
 
 @pytest.mark.parametrize("least", [{"max_batch_prefill_tokens": 1}, {"max_total_tokens": 2}, {"max_batch_size": 1}])

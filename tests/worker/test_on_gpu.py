@@ -14,7 +14,9 @@ from tests.worker.quantization.weights import random_floats, random_weight, rand
 from tgi.kernel.messages import Sampling
 from tgi.kernel.settings import Settings
 from tgi.worker import float8
-from tgi.worker.attention import build_attention
+from tgi.worker.attention import build_attention, gathered
+from tgi.worker.attention.cache import Cache
+from tgi.worker.batch import KVShape
 from tgi.worker.gpu.choose import tried
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.gpu.trial import numbers
@@ -41,7 +43,13 @@ pytestmark = [
 
 
 def drawn(
-    kind: str, dtype: str, run: Path, device: str, graphs: tuple[int, ...], quantize: str | None = None
+    kind: str,
+    dtype: str,
+    run: Path,
+    device: str,
+    graphs: tuple[int, ...],
+    cache: str | None = None,
+    quantize: str | None = None,
 ) -> list[Drawn]:
     """What the engine draws that a worker would start."""
     run.mkdir()
@@ -52,6 +60,7 @@ def drawn(
         device=device,
         quantize=quantize,
         cuda_graphs=graphs,
+        kv_cache_dtype=cache,
         max_batch_size=8,
         max_total_tokens=1000,
         max_batch_total_tokens=8000,
@@ -71,11 +80,13 @@ def test_a_gpu_draws_what_a_cpu_does(kind: str, tmp_path: Path) -> None:
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_recorded_steps_draw_what_computed_ones_do(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cache"), [("llama", None), ("gemma2", None), ("llama", "fp8_e4m3fn"), ("gemma2", "fp8_e5m2")]
+)
+def test_recorded_steps_draw_what_computed_ones_do(kind: str, cache: str | None, tmp_path: Path) -> None:
     """In bfloat16, by whatever kernels there are. Where tokens are level they may part, and go on otherwise."""
-    plain = drawn(kind, "bfloat16", tmp_path / "plain", GPU, (0,))
-    recorded = drawn(kind, "bfloat16", tmp_path / "recorded", GPU, ())
+    plain = drawn(kind, "bfloat16", tmp_path / "plain", GPU, (0,), cache)
+    recorded = drawn(kind, "bfloat16", tmp_path / "recorded", GPU, (), cache)
     for one, other in zip(plain, recorded, strict=True):
         same = next((at for at, pair in enumerate(zip(one.ids, other.ids, strict=True)) if len(set(pair)) > 1), 12)
         assert same > 0
@@ -116,6 +127,36 @@ def test_rows_of_a_real_model_are_what_torch_computes(gpu: Gpu, dtype: torch.dty
         left, right = numbers(there, tokens, 2 * 8192, dtype=dtype).chunk(2, 1)
         for then, activation in ACTIVATIONS.items():
             near(gpu.gate(torch.cat((left, right), 1), then), activation(left) * right, roundings=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (16, 16, 256), (32, 1, 80)])
+def test_decode_attention_is_what_torch_computes(
+    gpu: Gpu, heads: int, kv_heads: int, head_dim: int, kept: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """Of short contexts and long ones, with windows and caps, and the same for a row that stands alone."""
+    there, contexts = torch.device(GPU), [1, 16, 17, 1000, 5000]
+    tolerance = {torch.bfloat16: 1 / 128, torch.float16: 1 / 512, torch.float32: 1e-4}[dtype]
+    pages = [-(-length // 16) for length in contexts]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).split(pages)
+    rows = [Row([0], length - 1, own.tolist()) for length, own in zip(contexts, order, strict=True)]
+    batch = moved(make_batch(rows, 16), GPU)
+    qkv = numbers(there, len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    places = torch.arange(16 * sum(pages), device=there)
+    written = numbers(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+    for window, cap in ((None, None), (4096, None), (None, 5.0)):
+        kv = KVShape(1, heads, kv_heads, head_dim, dtype, (window,), cap, gpu=gpu, stored=kept)
+        cache = Cache(kv, 0, sum(pages), 16, there)
+        cache.write(written, places)
+        together, alone = (
+            gpu.attend(qkv[at:], cache.keys, cache.values, batch.page_table[at:], batch.context[at:], 0.1, window, cap)
+            for at in (0, len(contexts) - 1)
+        )
+        expected = gathered.attend(gathered.plan(batch, kv, 16), qkv[:, :heads].contiguous(), cache, 0.1, window, cap)
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(together, expected, rtol=tolerance, atol=tolerance * largest)
+        assert torch.equal(alone[0], together[-1])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
@@ -160,8 +201,8 @@ def multiply_exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
 def test_recorded_steps_in_few_bits_draw_what_computed_ones_do(quantize: str, tmp_path: Path) -> None:
     if quantize == "fp8" and not float8.held_on(torch.device(GPU)):
         pytest.skip("needs a GPU that multiplies 8-bit floats")
-    plain = drawn("llama", "bfloat16", tmp_path / "plain", GPU, (0,), quantize)
-    recorded = drawn("llama", "bfloat16", tmp_path / "recorded", GPU, (), quantize)
+    plain = drawn("llama", "bfloat16", tmp_path / "plain", GPU, (0,), quantize=quantize)
+    recorded = drawn("llama", "bfloat16", tmp_path / "recorded", GPU, (), quantize=quantize)
     for one, other in zip(plain, recorded, strict=True):
         assert one.ids[:1] == other.ids[:1]
         assert one.logprobs[:1] == pytest.approx(other.logprobs[:1], abs=0.1)

@@ -114,11 +114,6 @@ def _refuse_unbuilt(settings: Settings) -> None:
             "`quantize` is exl2, whose weights have other bits in each layer: they are not supported. Serve the "
             "original weights with --quantize int4 or int8, or a GPTQ or AWQ checkpoint."
         )
-    if settings.kv_cache_dtype is not None:
-        raise _invalid(
-            f"`kv_cache_dtype` is {settings.kv_cache_dtype}, but the KV cache has the model's type so far. "
-            "Leave out --kv-cache-dtype."
-        )
     if settings.rope_scaling == "dynamic":
         raise _invalid(
             "`rope_scaling` is dynamic, whose angles change with the longest sequence of a batch: it is not supported. "

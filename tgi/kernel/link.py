@@ -209,8 +209,8 @@ class Link:
             return f"protocol {hello.protocol} against {PROTOCOL}; run the same version of tgi on both sides"
         if hello.model and self.me.model and hello.model != self.me.model:
             return (
-                f"it serves another model ({hello.model} against {self.me.model}); start both with the same model and "
-                "the same --quantize"
+                f"it serves another model ({hello.model} against {self.me.model}); start both with the same model, the "
+                "same --quantize and the same --kv-cache-dtype"
             )
         return ""
 

@@ -12,8 +12,8 @@ class Hello(NamedTuple):
     """The first message in each direction of a link: who speaks, and in which life.
 
     A new `boot` in an old `place` means that the process was restarted and knows nothing; its upstream neighbour then
-    submits again what was in flight. `model` is a fingerprint of what is served (config, tokenizer, quantization),
-    empty while unknown; neighbours whose fingerprints differ refuse each other.
+    submits again what was in flight. `model` is a fingerprint of what is served (config, tokenizer, quantization, type
+    of the KV cache), empty while unknown; neighbours whose fingerprints differ refuse each other.
     """
 
     protocol: int

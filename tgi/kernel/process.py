@@ -83,7 +83,8 @@ class Process:
 
     def hello(self, model: str = "") -> Hello:
         """This process's first message on a link. `model` is the fingerprint of the directory that it serves."""
-        return Hello(PROTOCOL, self.role, self.place, self.boot, served(model, self.settings.quantize))
+        what = served(model, self.settings.quantize, self.settings.kv_cache_dtype)
+        return Hello(PROTOCOL, self.role, self.place, self.boot, what)
 
     def address(self, name: str) -> str:
         """Where a link of this deployment meets, e.g. "tok-0.front"."""
@@ -155,7 +156,8 @@ def _at_eof(fd: int) -> bool:
     return bool(poll.poll(0)) and os.read(fd, 1) == b""
 
 
-def served(model: str, quantize: str | None) -> str:
-    """What HELLO says of a model with this fingerprint: what its weights are made at load makes it another one."""
-    made = MADE_AT_LOAD.get(quantize or "")
-    return f"{model} in {made}" if model and made is not None else model
+def served(model: str, quantize: str | None, cache: str | None = None) -> str:
+    """What HELLO says of a model with this fingerprint: what its weights are made at load makes it another one, and
+    what its keys and values are kept as."""
+    made = (MADE_AT_LOAD.get(quantize or ""), cache)
+    return " in ".join([model, *(name for name in made if name is not None)]) if model else model

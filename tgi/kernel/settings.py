@@ -126,7 +126,12 @@ class Settings:
         share,
         env=("TGI_WIGGLE_ROOM",),
     )
-    kv_cache_dtype: str | None = setting(None, "Not supported yet, refused.", text, choices=("fp8_e4m3fn", "fp8_e5m2"))
+    kv_cache_dtype: str | None = setting(
+        None,
+        "Keys and values in 8 bits on a GPU, twice as many tokens of them; default: in the type of the activations.",
+        text,
+        choices=("fp8_e4m3fn", "fp8_e5m2"),
+    )
     cuda_graphs: tuple[int, ...] = setting(
         (),
         "Batch sizes to capture as CUDA graphs, 0 for none; default powers of two up to --max-batch-size.",

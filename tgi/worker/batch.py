@@ -52,6 +52,18 @@ class KVShape(NamedTuple):
     softcap: float | None = None  # c: a score s counts as c * tanh(s / c)
     kernels: Kernels | None = None  # what computes on CPU; None: torch
     gpu: Gpu | None = None  # what computes on a GPU; None: torch
+    stored: torch.dtype | None = None  # on a GPU, what keys and values are kept as; None: as they are
+    # Of each layer, what keys and values are divided by where they are kept in 8 bits. Empty: 1.
+    scales: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The type of the cache."""
+        return self.stored or self.dtype
+
+    def divisors(self, layer: int) -> tuple[float, float]:
+        """What a layer's keys and values in the cache have been divided by."""
+        return self.scales[layer] if self.scales and self.kept.itemsize == 1 else (1.0, 1.0)
 
     def window(self, layer: int) -> int | None:
         """The window of a layer."""

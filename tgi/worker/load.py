@@ -13,6 +13,7 @@ from tgi.worker import float8
 from tgi.worker.batch import Model
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.gpu.kernels import Gpu
+from tgi.worker.models.cache_scales import cache_scales
 from tgi.worker.models.config import DecoderConfig, Unsupported
 from tgi.worker.models.decoder import Decoder
 from tgi.worker.models.families import FAMILIES
@@ -121,9 +122,10 @@ def _build_decoder(
         source = scheme.source(checkpoint, quantize, float8.held_on(device))
         reader = WeightReader(source, config, dtype, device, kernels, gpu)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
+        scales = cache_scales(checkpoint, len(config.layers))
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:
             weights = weights._replace(embedding=stored_embedding(scheme.stored_source(checkpoint), config, dtype))
     progress("measuring kernels", 95)
-    return Decoder(config, weights, dtype, device, kernels, gpu)
+    return Decoder(config, weights, dtype, device, kernels, gpu, scales)

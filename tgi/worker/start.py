@@ -19,7 +19,7 @@ from tgi.kernel.presence import Limits
 from tgi.kernel.settings import MADE_AT_LOAD, Settings
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
-from tgi.worker.batch import Model, Recordable
+from tgi.worker.batch import KVShape, Model, Recordable
 from tgi.worker.drafting import Draft, need_same_tokens
 from tgi.worker.engine import Recording, TorchEngine
 from tgi.worker.gpu.choose import find_gpu
@@ -42,12 +42,18 @@ class Models(NamedTuple):
 
     served: Model
     draft: Model | None
+    stored: torch.dtype | None = None  # what their caches are to hold; None: the type of each
+
+    def kv(self, model: Model) -> KVShape:
+        """What one of them keeps."""
+        return model.kv._replace(stored=self.stored)
 
 
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
-    models = _load(settings, device, progress)
+    stored = _stored(settings.kv_cache_dtype, device)
+    models = _load(settings, device, progress)._replace(stored=stored)
     progress("sizing the KV cache", 96)
     graphs = _graphs(settings, models.served)
     room = _room(settings, models, graphs)
@@ -118,9 +124,9 @@ def _engine(
     mark: Watermark | None = None,
 ) -> TorchEngine:
     """The engine over caches of so many pages, which will record decode steps of these numbers of rows."""
-    served, draft = models
-    attention = build_attention(served.kv, limits.pages, served.device)
-    second = None if draft is None else Draft(draft, build_attention(draft.kv, limits.pages, draft.device))
+    served, draft = models.served, models.draft
+    attention = build_attention(models.kv(served), limits.pages, served.device)
+    second = None if draft is None else Draft(draft, build_attention(models.kv(draft), limits.pages, draft.device))
     recording = None
     if graphs and isinstance(attention, Recordable):
         recording = Recording(CudaGraphs(), attention, graphs)
@@ -154,13 +160,26 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
+def _stored(name: str | None, device: str) -> torch.dtype | None:
+    """What --kv-cache-dtype asks for."""
+    if name is None:
+        return None
+    if device != "cuda":
+        raise UserError(
+            f"`kv_cache_dtype` is {name}, and caches of 8 bits are for GPUs, but this worker is on CPU, where keys and "
+            "values have the model's type. Leave out --kv-cache-dtype."
+        )
+    found: torch.dtype = getattr(torch, name.replace("fp8", "float8"))
+    return found
+
+
 def _need(models: Models) -> memory.Need:
-    loaded = [model for model in models if model is not None]
+    loaded = [model for model in (models.served, models.draft) if model is not None]
     served = models.served
     return memory.Need(
         context=min(model.context for model in loaded),
         page_size=page_size(served.kv, served.device),
-        page_bytes=sum(page_bytes(model.kv, model.device) for model in loaded),
+        page_bytes=sum(page_bytes(models.kv(model), model.device) for model in loaded),
         vocab_size=served.vocab_size,
         dtype=str(served.kv.dtype).removeprefix("torch."),
         device=served.device.type,

@@ -29,4 +29,4 @@ def page_size(kv: KVShape, device: torch.device) -> int:
 
 def page_bytes(kv: KVShape, device: torch.device) -> int:
     """Bytes that one page takes, over all layers."""
-    return 2 * kv.layers * kv.kv_heads * kv.head_dim * kv.dtype.itemsize * page_size(kv, device)
+    return 2 * kv.layers * kv.kv_heads * kv.head_dim * kv.kept.itemsize * page_size(kv, device)

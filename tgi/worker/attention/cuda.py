@@ -1,18 +1,24 @@
-"""Attention on CUDA through torch's own variable-length attention, torch.nn.attention.varlen.varlen_attn.
+"""Attention on CUDA, over pages in the model's type or in 8 bits (cache.py).
 
-torch brings Flash Attention 2, which reads keys in one piece. Flash Attention 3 (Hopper) or 4 (Blackwell), if their
-package is installed, take its place and read pages where they lie. So there are three ways, chosen once:
+Where every row has one token, our own kernel reads the pages where they lie (gpu/attend.py), if there is one. It does
+so beside any of the ways below: it divides a long context among many multiprocessors and needs no more than its length
+for that, where the kernels below keep a row's result independent of its batch only if one of them reads it all.
+
+Prompts go through torch's own variable-length attention, torch.nn.attention.varlen.varlen_attn. torch brings Flash
+Attention 2, which reads keys in one piece. Flash Attention 3 (Hopper) or 4 (Blackwell), if their package is installed,
+take its place and read pages where they lie. So there are three ways, chosen once:
 
 - "paged": FA3 or FA4. One split of the keys per query (`num_splits=1`) keeps a row's result independent of its batch.
-- "packed": FA2. The pages in use are first copied together, in the order of the rows.
+- "packed": FA2, and all caches of 8 bits, since queries and keys are to be of one type. The pages in use are first
+  copied together, in the order of the rows and in the model's type.
 - "plain": float32, which no flash kernel computes, and capped scores, which varlen_attn does not offer. As packed, then
   row by row. It is slow, and takes memory for all scores of a row.
 
-Steps that are recorded (recorded.py) read pages where they lie too, where that is possible: how many blocks of keys a
-row has is counted on the device from `seqused_k`, so what the host says of contexts may be a bound. With a page table,
-FA3 takes its bound from the table's width and leaves `max_k` alone; it serves to choose how keys are split, which
-`num_splits=1` has settled. FA2 wants the keys in one piece, whose length the host must know: for it and for "plain"
-gathered.py stands in.
+Steps that are recorded (recorded.py) read pages where they lie too, where that is possible: our own kernel takes
+contexts from the device, and FA3 counts there how many blocks of keys a row has from `seqused_k`, so what the host says
+of contexts may be a bound. With a page table, FA3 takes its bound from the table's width and leaves `max_k` alone; it
+serves to choose how keys are split, which `num_splits=1` has settled. FA2 wants the keys in one piece, whose length the
+host must know: without our own kernel, gathered.py stands in for it and for "plain".
 
 The arguments are checked on CPU against a reference in place of the kernels. No GPU has run this file yet.
 """
@@ -29,6 +35,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from tgi.worker.attention import gathered
+from tgi.worker.attention.cache import Cache
 from tgi.worker.batch import Batch, KVShape
 
 log = logging.getLogger(__name__)
@@ -49,9 +56,16 @@ class Plan(NamedTuple):
     context_lengths: list[int]
 
 
+class Single(NamedTuple):
+    """Arguments of a step whose rows have a token each, which our own kernel reads on the device."""
+
+    writes: Tensor  # as in Plan, like the next ones
+    context: Tensor
+    page_table: Tensor
+
+
 class CudaAttention:
-    """The backend. The cache of a layer is two tensors [pages + 1, page_size, kv_heads, head_dim], keys and values. The
-    last page is nobody's."""
+    """The backend. The last page of the cache is nobody's."""
 
     page_size = 16
 
@@ -59,17 +73,20 @@ class CudaAttention:
         self._kv = kv
         self._way = way or _choose(kv, device)
         self.spare = pages
-        shape = (pages + 1, self.page_size, kv.kv_heads, kv.head_dim)
-        self._keys = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
-        self._values = [torch.zeros(shape, dtype=kv.dtype, device=device) for _ in range(kv.layers)]
-        log.info("attention on %s is %s", device, self._way)
+        self._caches = [Cache(kv, layer, pages + 1, self.page_size, device) for layer in range(kv.layers)]
+        kept = str(kv.kept).removeprefix("torch.")
+        log.info("attention on %s is %s, over keys and values kept as %s", device, self._way, kept)
 
     def bounds(self, rows: int, longest: int) -> list[int]:
         """See Recordable. Pages that are read in place cost nothing where a context does not reach."""
-        return [longest] if self._way == "paged" else gathered.bounds(self._kv, rows, longest, self.page_size)
+        if self._kv.gpu is not None or self._way == "paged":
+            return [longest]
+        return gathered.bounds(self._kv, rows, longest, self.page_size)
 
-    def plan(self, batch: Batch) -> Plan | gathered.Plan:
+    def plan(self, batch: Batch) -> Plan | Single | gathered.Plan:
         """See Attention."""
+        if self._kv.gpu is not None and max(batch.query_lengths) == 1:
+            return Single(batch.cache_at, batch.context, batch.page_table)
         if batch.recorded and self._way != "paged":
             return gathered.plan(batch, self._kv, self.page_size)
         reads = cu_context = None
@@ -88,25 +105,30 @@ class CudaAttention:
             context_lengths=batch.context_lengths,
         )
 
-    def write_and_attend(self, plan: Plan | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+    def write_and_attend(self, plan: Plan | Single | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See Attention."""
-        query, key, value = qkv.split([self._kv.heads, self._kv.kv_heads, self._kv.kv_heads], dim=1)
-        keys, values = self._keys[layer], self._values[layer]
-        if self._kv.dtype is torch.float16:  # an overflow in one request must not reach the next owner of its pages
-            key, value = key.nan_to_num(), value.nan_to_num()
-        keys.flatten(0, 1).index_copy_(0, plan.writes, key)
-        values.flatten(0, 1).index_copy_(0, plan.writes, value)
-        query = query.contiguous()
+        cache = self._caches[layer]
+        key_divisor, value_divisor = cache.divisors
+        cache.write(qkv, plan.writes)
+        found = self._attend(plan, layer, qkv, scale * key_divisor)
+        return found if value_divisor == 1.0 else found * value_divisor
+
+    def _attend(self, plan: Plan | Single | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """What the queries find in the cache as it is, [T, heads, head_dim]."""
+        kv, cache, window = self._kv, self._caches[layer], self._kv.window(layer)
+        if isinstance(plan, Single):
+            assert kv.gpu is not None
+            rest = plan.page_table, plan.context, scale, window, kv.softcap
+            found: Tensor = kv.gpu.attend(qkv, cache.keys, cache.values, *rest)
+            return found
+        query = qkv[:, : kv.heads].contiguous()
         if isinstance(plan, gathered.Plan):
-            return gathered.attend(plan, query, keys, values, scale, self._kv.window(layer), self._kv.softcap)
+            return gathered.attend(plan, query, cache, scale, window, kv.softcap)
         paged = plan.reads is None
-        if plan.reads is not None:
-            keys = keys.flatten(0, 1).index_select(0, plan.reads)
-            values = values.flatten(0, 1).index_select(0, plan.reads)
+        keys, values = (cache.keys, cache.values) if plan.reads is None else cache.tokens(plan.reads)
         if self._way == "plain":
             return self._row_by_row(plan, layer, query, keys, values, scale)
-        window = self._kv.window(layer)
-        found: Tensor = varlen_attn(
+        found = varlen_attn(
             query,
             keys,
             values,
@@ -117,7 +139,7 @@ class CudaAttention:
             scale=scale,
             # Keys before and behind a query's own; -1: all.
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=self._kv.heads != self._kv.kv_heads,
+            enable_gqa=kv.heads != kv.kv_heads,
             seqused_k=plan.context if paged else None,
             block_table=plan.page_table if paged else None,
             num_splits=1 if paged else None,
@@ -180,6 +202,8 @@ def _choose(kv: KVShape, device: torch.device) -> str:
     """The way for this model on this device. Activates the newest flash attention that is installed for it."""
     if kv.dtype is torch.float32 or kv.softcap is not None:
         return "plain"
+    if kv.kept is not kv.dtype:
+        return "packed"
     major, _ = torch.cuda.get_device_capability(device)
     wanted = {9: "FA3", 10: "FA4"}.get(major)
     if wanted is None or wanted not in flash.list_flash_attention_impls():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tgi.worker.attention.cache import Cache
 from tgi.worker.batch import Batch, KVShape
 
 # What the keys and values of one layer may take when they are copied together. More would not be read quickly either.
@@ -54,14 +55,11 @@ def plan(batch: Batch, kv: KVShape, page_size: int) -> Plan:
     return Plan(batch.cache_at, batch.page_table.flatten().long(), masks)
 
 
-def attend(
-    plan: Plan, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, cap: float | None
-) -> Tensor:
-    """[R, heads, head_dim], for queries of that shape and a layer's cache [pages, page_size, kv_heads, head_dim]."""
-    rows, (kv_heads, head_dim) = len(query), keys.shape[2:]
-    found = (cache.index_select(0, plan.pages).view(rows, -1, kv_heads, head_dim) for cache in (keys, values))
-    key, value = (x.transpose(1, 2) for x in found)
-    grouped, mask = query.view(rows, kv_heads, -1, head_dim), plan.masks[window]
+def attend(plan: Plan, query: Tensor, cache: Cache, scale: float, window: int | None, cap: float | None) -> Tensor:
+    """[R, heads, head_dim], for queries of that shape and the cache of a layer."""
+    rows, mask = len(query), plan.masks[window]
+    key, value = (x.view(rows, -1, *x.shape[2:]).transpose(1, 2) for x in cache.pages(plan.pages))
+    grouped = query.view(rows, key.shape[1], -1, query.shape[2])
     if cap is None:
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:

@@ -21,6 +21,8 @@ MODULES = (
     "tgi.worker.gpu.gate",
     "tgi.worker.gpu.product",
     "tgi.worker.gpu.float8",
+    "tgi.worker.gpu.keep",
+    "tgi.worker.gpu.attend",
 )
 
 

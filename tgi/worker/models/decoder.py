@@ -36,12 +36,13 @@ class Decoder:
         device: torch.device,
         kernels: Kernels | None = None,
         gpu: Gpu | None = None,
+        scales: tuple[tuple[float, float], ...] = (),
     ) -> None:
         self.vocab_size = config.vocab_size
         self.context = config.context
         windows = tuple(layer.window for layer in config.layers)
         shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
-        self.kv = KVShape(*shape, windows, config.attention_cap, kernels, gpu)
+        self.kv = KVShape(*shape, windows, config.attention_cap, kernels, gpu, scales=scales)
         self.device = device
         self.unrecordable = None if config.experts is None else "the host reads which experts its tokens chose"
         self._config = config

@@ -135,7 +135,7 @@ def _remarks(declared: Declared, schemes: list[LayerScheme]) -> list[str]:
     if any(scheme.activations and not scheme.floating for scheme in schemes):
         remarks.append("activations are not quantized, though the checkpoint provides for it: its weights alone are")
     if declared.values.get("kv_cache_scheme"):
-        remarks.append("kv_cache_scheme is not used: the KV cache has the number format of the activations")
+        remarks.append("kv_cache_scheme is not used: its scales count where --kv-cache-dtype is given")
     return remarks
 
 
