@@ -19,8 +19,3 @@ class Gpu:
         self.scaled = float8.scaled
         self.keep = keep.keep
         self.attend = partial(attend.attend, capability=capability)
-
-    @property
-    def float8(self) -> bool:
-        """Whether it multiplies 8-bit floats."""
-        return self.capability >= (8, 9)
