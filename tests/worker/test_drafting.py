@@ -174,7 +174,9 @@ def test_it_is_loaded_at_start(tmp_path: Path) -> None:
     assert drive(make_engine(load("llama")), [prompt], 5)[0].ids == first + ints(result.ids)
 
 
-@pytest.mark.parametrize(("asked", "drafts"), [("int4", "int4"), ("eetq", "eetq"), ("gptq", None), (None, None)])
+@pytest.mark.parametrize(
+    ("asked", "drafts"), [("int4", "int4"), ("eetq", "eetq"), ("fp8", "fp8"), ("gptq", None), (None, None)]
+)
 def test_what_is_made_at_load_is_made_of_it_too(asked: str | None, drafts: str | None, tmp_path: Path) -> None:
     served, draft = tmp_path / "served", tmp_path / "draft"
     settings = Settings(model_dir=served, draft_model_dir=draft, quantize=asked)

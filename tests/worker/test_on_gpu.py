@@ -10,8 +10,10 @@ from torch import Tensor
 from tests.models import model
 from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
+from tests.worker.quantization.weights import random_floats, random_weight, random_whole
 from tgi.kernel.messages import Sampling
 from tgi.kernel.settings import Settings
+from tgi.worker import float8
 from tgi.worker.attention import build_attention, gathered
 from tgi.worker.attention.cache import Cache
 from tgi.worker.batch import KVShape
@@ -22,6 +24,8 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import Rope, Rotary
 from tgi.worker.linear import ACTIVATIONS
 from tgi.worker.load import build_model
+from tgi.worker.products import FEW_FLOATS, find_product
+from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.start import start_engine
 from tgi.worker.warm import WARM_SAMPLING
 
@@ -39,7 +43,13 @@ pytestmark = [
 
 
 def drawn(
-    kind: str, dtype: str, run: Path, device: str, graphs: tuple[int, ...], cache: str | None = None
+    kind: str,
+    dtype: str,
+    run: Path,
+    device: str,
+    graphs: tuple[int, ...],
+    cache: str | None = None,
+    quantize: str | None = None,
 ) -> list[Drawn]:
     """What the engine draws that a worker would start."""
     run.mkdir()
@@ -48,6 +58,7 @@ def drawn(
         run_dir=run,
         dtype=dtype,
         device=device,
+        quantize=quantize,
         cuda_graphs=graphs,
         kv_cache_dtype=cache,
         max_batch_size=8,
@@ -157,3 +168,41 @@ def test_models_with_our_kernels_are_what_torch_computes(gpu: Gpu, kind: str) ->
         made = build_model(model(kind), "float32", GPU, lambda stage, percent: None, gpu=ours)
         found.append(made.forward(there, build_attention(made.kv, 20, made.device)).log_softmax(-1))
     torch.testing.assert_close(*found, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_few_bits_are_those_of_what_the_weights_stand_for(gpu: Gpu, dtype: torch.dtype) -> None:
+    """Of few rows from their columns, a row's bits whatever its company; of many as products.py says."""
+    there = torch.device(GPU)
+    forms = [random_whole(4112, 4096, 8), random_whole(1040, 4096, 4), random_weight(4112, 4096, 4, 128, True)]
+    forms += [random_weight(1040, 4096, 4, 32, False), random_weight(1040, 4096, 8, 16, True)]
+    floats = float8.held_on(there)
+    if floats:
+        assert float8.multiplies(there)
+        forms += [random_floats(4112, 4096), random_floats(1040, 14336)]
+    for weight in (form.to(there) for form in forms):
+        outputs, inputs = weight.shape
+        multiply = find_product(weight, numbers(there, outputs, dtype=dtype), dtype, gpu)
+        x = numbers(there, 300, inputs, dtype=dtype, seed=1)
+        expected = multiply_exactly(x, weight) + numbers(there, outputs)
+        for rows in (1, 5, 16, 17, 64, 300):
+            found = multiply(x[:rows]).float()
+            rounded = weight.floating and rows > FEW_FLOATS
+            assert (found - expected[:rows]).norm() <= (0.04 if rounded else 0.004) * expected[:rows].norm()
+            if rows <= FEW_FLOATS:
+                assert torch.equal(found[:1], multiply(x[:1]).float())
+
+
+def multiply_exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    return (x.double() @ weight.dequantized(torch.float32).double().t()).float()
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8"])
+def test_recorded_steps_in_few_bits_draw_what_computed_ones_do(quantize: str, tmp_path: Path) -> None:
+    if quantize == "fp8" and not float8.held_on(torch.device(GPU)):
+        pytest.skip("needs a GPU that multiplies 8-bit floats")
+    plain = drawn("llama", "bfloat16", tmp_path / "plain", GPU, (0,), quantize=quantize)
+    recorded = drawn("llama", "bfloat16", tmp_path / "recorded", GPU, (), quantize=quantize)
+    for one, other in zip(plain, recorded, strict=True):
+        assert one.ids[:1] == other.ids[:1]
+        assert one.logprobs[:1] == pytest.approx(other.logprobs[:1], abs=0.1)

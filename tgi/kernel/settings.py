@@ -32,9 +32,10 @@ MADE_AT_LOAD = {
     "bitsandbytes": "int8",
     "bitsandbytes-nf4": "int4",
     "bitsandbytes-fp4": "int4",
+    "fp8": "fp8",
 }
-# The other names say what the weights are already.
-QUANTIZATIONS = (*MADE_AT_LOAD, "awq", "compressed-tensors", "exl2", "fp8", "gptq", "marlin")
+# The other names say what the weights are already, and so does fp8 where they are.
+QUANTIZATIONS = (*MADE_AT_LOAD, "awq", "compressed-tensors", "exl2", "gptq", "marlin")
 CHUNKED = "prompts are always computed in chunks, beside the decode steps of others"
 KERNEL = "the attention kernel follows from the device"
 ONE_SHARD = "there is one shard"
@@ -57,7 +58,7 @@ class Settings:
     quantize: str | None = setting(
         None,
         "Weights in fewer bits: int8 and int4 (and eetq, bitsandbytes…, which stand for one of them) are made at load, "
-        "the others say what the weights are already.",
+        "and fp8 on a GPU that has 8-bit floats; the others say what the weights are already.",
         text,
         also=("HF_MODEL_QUANTIZE",),
         choices=QUANTIZATIONS,

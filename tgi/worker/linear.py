@@ -23,6 +23,7 @@ from tgi.worker.best import Best, find_best
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.native.kernels import THEN, Kernels
 from tgi.worker.native.program import Delta, Program
+from tgi.worker.products import find_product
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.weight import Weight, plain
 
@@ -85,7 +86,7 @@ class Linear:
     left side is rounded first and `bias` has the outputs of both, one behind the other.
     Weights given may be freed afterwards: on CPU this object keeps its own reordered copies. `dtype`, that of x and y,
     must be given for a quantized weight. Our own kernels compute with one as it is, torch's on CPU with what it stands
-    for, and on CUDA each call finds that anew. `kernels` are those on CPU, `gpu` those on a GPU.
+    for, and on CUDA products.py says how. `kernels` are those on CPU, `gpu` those on a GPU.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class Linear:
         else:
             if gated is not None:
                 weight = matrix((weight, gated), dtype)
-            self._weight = plain(weight, dtype) if weight.device.type == "cpu" else weight
+            self._weight = plain(weight, dtype) if weight.device.type == "cpu" and gpu is None else weight
+            self._product = find_product(self._weight, bias, dtype, gpu)
             self._call = self._plain if gated is None else self._gated
 
     def __call__(self, x: Tensor, other: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
@@ -191,7 +193,7 @@ class Linear:
         return self._gpu.gate(sums, self.then)
 
     def _gated(self, x: Tensor, other: Tensor | None) -> Tensor:
-        return self.gate(F.linear(x, plain(self._weight, self.dtype), self._bias))
+        return self.gate(self._product(x))
 
     def _reordered(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, variant = _UNARY[self.then]
@@ -201,7 +203,7 @@ class Linear:
         return _run_binary(x, other, self._weight, self._bias, self.then)
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
-        y = F.linear(x, plain(self._weight, self.dtype), self._bias)
+        y = self._product(x)
         if self.then in ACTIVATIONS:
             return ACTIVATIONS[self.then](y)
         if other is None:

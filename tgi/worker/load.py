@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tgi.kernel.errors import UserError
+from tgi.worker import float8
 from tgi.worker.batch import Model
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.gpu.kernels import Gpu
@@ -118,7 +119,8 @@ def _build_decoder(
     dtype, scheme = recipe.dtype, recipe.scheme
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         quantize = quantized if kernels is None else Quantizer(kernels).quantized
-        reader = WeightReader(scheme.source(checkpoint, quantize), config, dtype, device, kernels, gpu)
+        source = scheme.source(checkpoint, quantize, float8.held_on(device))
+        reader = WeightReader(source, config, dtype, device, kernels, gpu)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
         scales = cache_scales(checkpoint, len(config.layers))
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):

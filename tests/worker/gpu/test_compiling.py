@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 # Modules with `launches()`: see compiling.py.
-LAUNCHES = ("tests.worker.gpu.attending", "tests.worker.gpu.rows")
+LAUNCHES = ("tests.worker.gpu.attending", "tests.worker.gpu.rows", "tests.worker.gpu.products")
 
 
 def test_every_kernel_compiles_to_machine_code() -> None:

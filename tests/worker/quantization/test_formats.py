@@ -43,11 +43,12 @@ def some_weight() -> Tensor:
     return weight
 
 
-def read(directory: Path, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Weight:
+def read(directory: Path, outputs: int = OUTPUTS, inputs: int = INPUTS, float8: bool = False) -> Weight:
+    """For a device that multiplies 8-bit floats, or not."""
     format = find_format(directory, json.loads((directory / "config.json").read_text()))
     assert format is not None
     with Checkpoint(directory) as checkpoint:
-        return FormatSource(checkpoint, format).weight("some.layer", outputs, inputs)
+        return FormatSource(checkpoint, format, float8).weight("some.layer", outputs, inputs)
 
 
 INTEGERS: list[tuple[Form, int, int, bool]] = [  # with the bits and the group that we hold it in, and if it has shifts
@@ -104,6 +105,37 @@ def test_what_does_not_fit_is_dequantized(form: Form, tmp_path: Path) -> None:
     found = read(tmp_path)
     assert isinstance(found, Tensor)
     assert torch.equal(found, meant)
+
+
+@pytest.mark.parametrize("form", [Fp8(), Fp8("fbgemm_fp8", 1), Fp8("compressed-tensors"), Fp8("compressed-tensors", 1)])
+def test_8_bit_floats_are_held_as_they_are_where_they_are_multiplied(form: Form, tmp_path: Path) -> None:
+    meant = write_layer(form, some_weight(), tmp_path)
+    found = read(tmp_path, float8=True)
+    assert isinstance(found, QuantizedWeight)
+    assert found.floating
+    assert torch.equal(found.dequantized(torch.float32), meant)
+
+
+@pytest.mark.parametrize(
+    ("form", "outputs", "dtype", "reason"),
+    [
+        (Fp8("fp8", 32, 96, "weight_scale_inv"), OUTPUTS, torch.float8_e4m3fn, "its scales are for blocks"),
+        (Fp8("compressed-tensors", 32, INPUTS), OUTPUTS, torch.float8_e4m3fn, "its scales are for blocks"),
+        (Fp8(), OUTPUTS, torch.float8_e5m2, "nothing is computed with e5m2"),
+        (Fp8(), OUTPUTS - 8, torch.float8_e4m3fn, "no multiples of 16"),
+    ],
+)
+def test_8_bit_floats_that_are_not_multiplied_become_plain(
+    form: Form, outputs: int, dtype: torch.dtype, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    meant = write_layer(form, some_weight()[:outputs], tmp_path)
+    weight = "some.layer.weight"
+    change_tensors(tmp_path, lambda tensors: tensors.update({weight: tensors[weight].to(dtype)}))
+    found = read(tmp_path, outputs, float8=True)
+    assert isinstance(found, Tensor)
+    assert torch.allclose(found, meant, rtol=0.2, atol=1e-4)
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -348,6 +380,19 @@ def test_a_flag_that_names_the_kind(form: Form, quantize: str | None, tmp_path: 
     assert read_scheme(tmp_path, {"quantization_config": form.config()}, quantize).stored is not None
 
 
+def test_8_bit_floats_are_made_at_load_where_they_are_multiplied(tmp_path: Path) -> None:
+    write_layer(Gptq(), some_weight(), tmp_path)
+    gptq = {"quantization_config": Gptq().config()}
+    with Checkpoint(tmp_path) as checkpoint:
+        for config, stored in (({}, False), (gptq, True)):
+            scheme = read_scheme(tmp_path, config, "fp8")
+            assert ((scheme.stored is not None), scheme.made) == (stored, "fp8")
+            scheme.source(checkpoint, float8=True)
+            with pytest.raises(UserError, match=r"which this device does not multiply.* Choose int8 or int4"):
+                scheme.source(checkpoint)
+    assert read_scheme(tmp_path, {"quantization_config": Fp8().config()}, "fp8").made is None
+
+
 def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
@@ -363,7 +408,7 @@ def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "int-quantized of compressed-tensors",
         "activations are not quantized",
         "kv_cache_scheme is not used",
-        "8-bit floats, which are dequantized",
+        "8-bit floats, which a GPU from compute capability 8.9 on multiplies",
     ):
         assert words in caplog.text
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.worker.quantization.weights import random_weight, random_whole
+from tests.worker.quantization.weights import random_floats, random_weight, random_whole
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
@@ -36,6 +36,18 @@ def test_so_are_those_with_one_scale_for_each_output(whole: list[int], others: l
         assert torch.equal(found.dequantized(torch.float32), expected)
     assert (found.bits, found.group) == (max(whole), 256)
     assert (found.factors is None) == (max(whole) == 8)
+
+
+def test_8_bit_floats_are_joined_with_their_own_kind_alone() -> None:
+    one, other, integers = random_floats(3, 64), random_floats(2, 64, seed=1), random_whole(2, 64, 8)
+    found = matrix([one, other], torch.bfloat16)
+    assert isinstance(found, QuantizedWeight)
+    assert found.floating
+    expected = [part.dequantized(torch.float32) for part in (one, other)]
+    assert torch.equal(found.dequantized(torch.float32), torch.cat(expected))
+    beside = matrix([one, integers], torch.float32)
+    assert isinstance(beside, torch.Tensor)
+    assert torch.equal(beside, torch.cat([expected[0], integers.dequantized(torch.float32)]))
 
 
 def test_beside_a_plain_weight_all_are_plain() -> None:

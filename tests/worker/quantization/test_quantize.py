@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tgi.worker.quantization.codebook import FACTORS, LEVELS, TABLE
-from tgi.worker.quantization.quantize import FINE, GROUP, MOST, PIECE, quantized
+from tgi.worker.quantization.quantize import FINE, GROUP, MOST, MOST_FLOAT, PIECE, quantized
 
 ROUNDING = 2**-11  # of a scale to float16,
 SMALLEST = 2**-25  # and by how much it is off where float16 has few bits left
@@ -53,10 +53,21 @@ def test_four_bits_are_as_near_as_with_any_factor(weight: Tensor) -> None:
     assert (off <= scale(weight) * (allowed + GROUP**0.5 / FINE) + GROUP**0.5 * 2 * slack(weight)).all()
 
 
+@settings(deadline=None)
+@given(weights)
+def test_eight_bit_floats_are_off_by_a_sixteenth(weight: Tensor) -> None:
+    """Or, close to zero, by half a step between their smallest."""
+    found = quantized(weight, "fp8")
+    assert (found.bits, found.group, found.floating, found.scales.dtype) == (8, 2 * GROUP, True, torch.float32)
+    scales = weight.abs().amax(1, keepdim=True) / MOST_FLOAT
+    off = (found.dequantized(torch.float32) - weight).abs()
+    assert (off <= (1 + 1e-5) * torch.maximum(weight.abs() / 16, scales * 2**-10)).all()
+
+
 def test_weights_of_many_pieces_keep_their_order() -> None:
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(3 * PIECE // 96 + 1, 96, generator=generator).bfloat16()
-    for form, most in (("int8", 0.007), ("int4", 0.085)):
+    for form, most in (("int8", 0.007), ("int4", 0.085), ("fp8", 0.028)):
         found = quantized(weight, form)
         assert found.shape == weight.shape
         off = (found.dequantized(torch.float32) - weight.float()).norm() / weight.float().norm()
@@ -91,6 +102,18 @@ def test_an_output_of_zeros_and_one_beyond_float16_do_not_touch_others(form: str
     found = quantized(weight, form)
     assert not found.dequantized(torch.float32)[0].any()
     assert not found.scales[1:4].isfinite().any()
+    assert torch.equal(found.dequantized(torch.float32)[4], plainly.dequantized(torch.float32)[4])
+
+
+def test_floats_of_zeros_and_of_what_is_not_finite_do_not_touch_others() -> None:
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    plainly = quantized(weight, "fp8")
+    weight[0], weight[3] = 0, 1e30 * weight[3]
+    weight[1, 3], weight[2, 5] = math.nan, math.inf
+    found = quantized(weight, "fp8")
+    assert not found.dequantized(torch.float32)[0].any()
+    assert not found.scales[1:3].isfinite().any()
+    assert torch.allclose(found.dequantized(torch.float32)[3], weight[3], rtol=1 / 16, atol=1e27)
     assert torch.equal(found.dequantized(torch.float32)[4], plainly.dequantized(torch.float32)[4])
 
 

@@ -75,6 +75,20 @@ def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog:
     ]
 
 
+def test_8_bit_floats_are_made_of_the_layers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["a", EMBEDDING, HEAD]
+    plain = {f"{name}.weight": torch.randn(32, 64) for name in names} | {"odd.weight": torch.randn(24, 64)}
+    read = QuantizingSource(source(tmp_path, plain), "fp8")
+    found = read.weight("a", 32, 64)
+    assert isinstance(found, QuantizedWeight)
+    assert found.floating
+    for name, outputs in ((EMBEDDING, 32), (HEAD, 32), ("odd", 24)):
+        assert torch.equal(read.weight(name, outputs, 64), plain[f"{name}.weight"])
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == [
+        "it is of outputs that are no multiple of 16",
+    ]
+
+
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_an_output_of_zeros_is_quantized_with_the_others(form: str, tmp_path: Path) -> None:
     weight = torch.randn(4, 64)

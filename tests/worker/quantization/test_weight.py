@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.worker.quantization.weights import random_weight, random_whole
+from tests.worker.quantization.weights import random_floats, random_weight, random_whole
 from tgi.worker.quantization.codebook import TABLE
 from tgi.worker.quantization.weight import joined
 
@@ -42,6 +42,19 @@ def test_with_factors_it_is_a_scale_for_each_output_times_whole_numbers_of_the_t
         assert float(found[output, number]) == float(weight.scales[output, 0]) * whole
     assert torch.equal(weight.rows(torch.tensor([4, 1, 4])).dequantized(torch.float32), found[[4, 1, 4]])
     assert torch.equal(joined(weight.split([2, 3])[::-1]).dequantized(torch.float32), found[[2, 3, 4, 0, 1]])
+
+
+def test_8_bit_floats_are_multiplied_by_a_scale_for_each_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_floats(5, 96)
+    monkeypatch.setattr("tgi.worker.quantization.weight.PIECE", 200)  # two outputs at a time
+    found = weight.dequantized(torch.float32)
+    assert (weight.bits, weight.shape, weight.group, weight.nbytes) == (8, (5, 96), 96, 5 * (96 + 4))
+    assert (weight.floating, weight.whole) == (True, False)
+    for output, number in ((0, 0), (1, 33), (4, 95)):
+        assert float(found[output, number]) == float(weight.scales[output, 0] * weight.codes[output, number].float())
+    assert torch.equal(weight.rows(torch.tensor([4, 1, 4])).dequantized(torch.float32), found[[4, 1, 4]])
+    assert torch.equal(joined(weight.split([2, 3])[::-1]).dequantized(torch.float32), found[[2, 3, 4, 0, 1]])
+    assert weight.to(torch.device("meta")).floating
 
 
 def test_code_8_of_the_table_is_zero_with_every_factor() -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from tgi.worker.quantization.codebook import TABLE
+from tgi.worker.quantization.quantize import quantized
 from tgi.worker.quantization.weight import QuantizedWeight
 
 
@@ -15,6 +16,12 @@ def random_weight(outputs: int, inputs: int, bits: int, group: int, shifted: boo
     else:
         codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
     return QuantizedWeight(codes, scales, shifts)
+
+
+def random_floats(outputs: int, inputs: int, seed: int = 0) -> QuantizedWeight:
+    """8-bit floats."""
+    generator = torch.Generator().manual_seed(seed)
+    return quantized(torch.randn(outputs, inputs, generator=generator) / 50, "fp8")
 
 
 def random_whole(outputs: int, inputs: int, bits: int, seed: int = 0) -> QuantizedWeight:

@@ -19,6 +19,8 @@ MODULES = (
     "tgi.worker.gpu.norm",
     "tgi.worker.gpu.turn",
     "tgi.worker.gpu.gate",
+    "tgi.worker.gpu.product",
+    "tgi.worker.gpu.float8",
     "tgi.worker.gpu.keep",
     "tgi.worker.gpu.attend",
 )

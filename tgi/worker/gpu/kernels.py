@@ -9,16 +9,13 @@ class Gpu:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         """`capability` is CUDA's compute capability."""
-        from tgi.worker.gpu import attend, gate, keep, norm, turn
+        from tgi.worker.gpu import attend, float8, gate, keep, norm, product, turn
 
         self.capability = capability
         self.norm, self.norm_in_place = norm.norm, norm.norm_in_place
         self.turn = turn.turn
         self.gate = gate.gate
+        self.product = product.product
+        self.scaled = float8.scaled
         self.keep = keep.keep
         self.attend = partial(attend.attend, capability=capability)
-
-    @property
-    def float8(self) -> bool:
-        """Whether it multiplies 8-bit floats."""
-        return self.capability >= (8, 9)

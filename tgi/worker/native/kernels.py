@@ -162,6 +162,7 @@ class Kernels:
             else:
                 assert weight.group in GROUPS
                 assert weight.factors is None
+                assert not weight.floating
                 self._pack_quantized(*map(_at, columns[:3]), *to)
         return packed
 

@@ -37,6 +37,7 @@ class LayerScheme(NamedTuple):
     symmetric: bool
     size: int  # inputs of a group; -1: all
     block: tuple[int, int] | None  # outputs and inputs of a block, of 8-bit floats
+    activations: bool  # are to be quantized too
 
 
 class Compressed:
@@ -52,7 +53,7 @@ class Compressed:
         self._schemes = [_scheme(groups.within(name)) for name in groups.values]
         self.remarks = tuple(_remarks(declared, self._schemes))
 
-    def read(self, columns: Columns) -> Levels | Tensor:
+    def read(self, columns: Columns) -> Levels | fp8.Floats | Tensor:
         """The weight of a layer, as it is if it is not quantized."""
         if "weight_packed" in columns:
             return _packed(columns, self._of(columns, "weight_packed"))
@@ -60,7 +61,7 @@ class Compressed:
         if dtype is torch.int8:
             return _integers(columns, self._of(columns, "weight"))
         if dtype in fp8.FLOAT8:
-            return fp8.dequantized(columns, self._of(columns, "weight").block)
+            return fp8.floats(columns, self._of(columns, "weight").block)
         return columns.plain()
 
     def _of(self, columns: Columns, column: str) -> LayerScheme:
@@ -123,6 +124,7 @@ def _scheme(declared: Declared) -> LayerScheme:
         bool(weights.values.get("symmetric", True)),
         weights.integer("group_size") if grouped else -1,
         fp8.block(declared, weights.values.get("block_structure")),
+        bool(declared.values.get("input_activations")),
     )
 
 
@@ -130,8 +132,7 @@ def _remarks(declared: Declared, schemes: list[LayerScheme]) -> list[str]:
     remarks = [f"the weights are in the format {declared.text('format', FORMATS[0])} of compressed-tensors"]
     if any(scheme.floating for scheme in schemes):
         remarks.append(fp8.REMARK)
-    groups = declared.within("config_groups")
-    if any(groups.within(name).values.get("input_activations") for name in groups.values):
+    if any(scheme.activations and not scheme.floating for scheme in schemes):
         remarks.append("activations are not quantized, though the checkpoint provides for it: its weights alone are")
     if declared.values.get("kv_cache_scheme"):
         remarks.append("kv_cache_scheme is not used: its scales count where --kv-cache-dtype is given")

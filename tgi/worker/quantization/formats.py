@@ -13,7 +13,7 @@ from tgi.worker.quantization.awq import Awq
 from tgi.worker.quantization.columns import Columns
 from tgi.worker.quantization.compressed import Compressed
 from tgi.worker.quantization.declared import declared
-from tgi.worker.quantization.fp8 import Fp8
+from tgi.worker.quantization.fp8 import Floats, Fp8
 from tgi.worker.quantization.gptq import Gptq
 from tgi.worker.quantization.levels import Levels
 from tgi.worker.quantization.weight import Weight, plain
@@ -32,7 +32,7 @@ class Format(Protocol):
     def remarks(self) -> tuple[str, ...]:
         """What the log should say of this checkpoint."""
 
-    def read(self, columns: Columns) -> Levels | Tensor:
+    def read(self, columns: Columns) -> Levels | Floats | Tensor:
         """The weight of a layer that has a tensor of one of those names, or UserError."""
 
 
@@ -66,7 +66,8 @@ class FormatSource:
     and so becomes what does not fit into QuantizedWeight; the log says once for each reason which weight was first.
     Raises UserError where no weight at all is in that format."""
 
-    def __init__(self, checkpoint: Checkpoint, format: Format) -> None:
+    def __init__(self, checkpoint: Checkpoint, format: Format, float8: bool = False) -> None:
+        """`float8`: weights are to be where 8-bit floats are multiplied as they are."""
         if not {name.rpartition(".")[2] for name in checkpoint} & set(format.stored_as):
             raise UserError(
                 f"The config in {checkpoint.directory} says that its weights are quantized, but none of its tensors is "
@@ -74,6 +75,7 @@ class FormatSource:
             )
         self._checkpoint = checkpoint
         self._format = format
+        self._float8 = float8
         self._said: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -97,6 +99,8 @@ class FormatSource:
         if isinstance(found, Tensor):
             return found
         reason = found.misfit()
+        if isinstance(found, Floats) and not self._float8:
+            reason = "this device does not multiply 8-bit floats"
         if reason is None:
             return found.quantized()
         if reason not in self._said:

@@ -22,8 +22,10 @@ def matrix(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
 
 def _common(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
     """The same weights with the same bits, groups and columns, or None."""
-    if all(part.factors is not None for part in parts):
+    if all(part.factors is not None for part in parts) or all(part.floating for part in parts):
         return list(parts)
+    if any(part.floating for part in parts):
+        return None
     parts = [part if part.factors is None else QuantizedWeight(part.numbers(), part.scales, None) for part in parts]
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     shifted = any(part.shifts is not None for part in parts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tgi.kernel.errors import UserError
+from tgi.worker import float8
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.quantize import GROUP, Quantize, quantized
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight, plain
@@ -75,7 +76,8 @@ def _need_columns(name: str, found: QuantizedWeight) -> None:
 class QuantizingSource:
     """Quantizes what another source reads plain, when it is asked for: the plain weights are never all in memory.
 
-    The first layer and the last are made of 8 bits in any form: errors there are dear, and they are few.
+    The first layer and the last are made of 8 bits where others are of 4, and stay plain where others are 8-bit floats,
+    which are further off than whole numbers of 8 bits: errors there are dear, and they are few.
     """
 
     def __init__(self, source: Source, form: str, quantize: Quantize = quantized) -> None:
@@ -100,9 +102,16 @@ class QuantizingSource:
         if inputs % GROUP:
             self._tell(name, f"of inputs that are no multiple of {GROUP}")
             return found
+        floats = self._form == "fp8"
+        if floats and name in (EMBEDDING, HEAD):
+            return found
+        if floats and not float8.fits(outputs, inputs):
+            self._tell(name, f"of outputs that are no multiple of {float8.MULTIPLE}")
+            return found
         made = self._quantize(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
-        if not LEAST_SCALE < float(made.scales.abs().max()) < math.inf:
-            self._tell(name, "of numbers too large or too small for scales in float16")
+        least = 0 if floats else LEAST_SCALE
+        if not least < float(made.scales.abs().max()) < math.inf:
+            self._tell(name, "of numbers too large or too small for its scales")
             return found
         return made
 

@@ -24,18 +24,27 @@ class QuantizedWeight(NamedTuple):
 
         weight[o, i] = scales[o, 0] * TABLE[factors[o, i // 32], codes[o, i]].
 
+    Codes may be 8-bit floats, float8_e4m3fn [outputs, inputs], with one scale for each output and no shifts. These
+    scales are float32: products of 8-bit floats take them so, and with codes of up to 448 they are often so small that
+    float16 has too few bits for them.
+
     Every column has a row for each output, so weights are split and joined by outputs as they are.
     """
 
     codes: Tensor
-    scales: Tensor  # float16 [outputs, inputs // group]
+    scales: Tensor  # float16 [outputs, inputs // group]; float32 for 8-bit floats
     shifts: Tensor | None  # the same; None: all zero
     factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of TABLE
 
     @property
     def bits(self) -> int:
         """8 or 4."""
-        return 8 if self.codes.dtype is torch.int8 else 4
+        return 4 if self.codes.dtype is torch.uint8 else 8
+
+    @property
+    def floating(self) -> bool:
+        """Whether the codes are 8-bit floats."""
+        return self.codes.dtype is torch.float8_e4m3fn
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,7 +59,8 @@ class QuantizedWeight(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether it is whole numbers of 8 bits times one scale for each output, of as many inputs as no group has."""
-        single = self.bits == 8 and self.shifts is None and self.group == self.shape[1] and self.group not in GROUPS
+        integers = self.codes.dtype is torch.int8 and self.shifts is None
+        single = integers and self.group == self.shape[1] and self.group not in GROUPS
         return single or self.factors is not None
 
     @property
@@ -78,7 +88,7 @@ class QuantizedWeight(NamedTuple):
         return found
 
     def numbers(self) -> Tensor:
-        """What the codes stand for, int8 [outputs, inputs]."""
+        """What the codes stand for, int8 or 8-bit floats [outputs, inputs]."""
         if self.bits == 8:
             return self.codes
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
