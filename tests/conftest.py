@@ -1,5 +1,6 @@
 """What many tests share: models, and a place for the samples of metrics."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tgi.worker.threads import wait_shortly
 # and sums come in one order.
 wait_shortly()
 keep_order()
+# Without a GPU Triton interprets its kernels (tests/worker/gpu). It is to know that before anything imports it, as torch
+# does at times.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Where no test says otherwise.
 SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")
