@@ -1,4 +1,4 @@
-"""Kernels are computed by Triton's interpreter here, on CPU; tests/conftest.py asks for it. On a machine with a GPU it does
+"""Kernels are computed by Triton's interpreter here, on CPU; tests/conftest.py asks for it. Where there is a GPU it does
 not, and these tests are left out unless TRITON_INTERPRET=1 is set."""
 
 import os
