@@ -16,7 +16,7 @@ from tgi.worker.threads import wait_shortly
 # and sums come in one order.
 wait_shortly()
 keep_order()
-# Without a GPU Triton interprets its kernels (tests/worker/gpu), which it must know before anything imports it, as torch
+# Without a GPU Triton interprets its kernels (tests/worker/gpu). It must know before anything imports it, which torch
 # does at times.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,5 +1,5 @@
-"""Kernels are computed by Triton's interpreter here, on CPU; tests/conftest.py asks for it. Where there is a GPU it does
-not, and these tests are left out unless TRITON_INTERPRET=1 is set."""
+"""Kernels are computed by Triton's interpreter here, on CPU; tests/conftest.py asks for it. With a GPU it does not, and
+these tests are left out unless TRITON_INTERPRET=1 is set."""
 
 import os
 from collections.abc import Iterator
