@@ -107,7 +107,7 @@ def test_a_turn_encodes_what_is_new() -> None:
 
 def test_what_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stretches, "LONG_TEXT", 0)
-    monkeypatch.setattr(stretches, "MOST_BYTES", 12_000)
+    monkeypatch.setattr(stretches, "MOST_BYTES", 15_000)
     counting = Counting(tokenizers("byte_level"))
     divided = Stretches(counting)
     for number in range(30):

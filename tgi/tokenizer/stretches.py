@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from os.path import commonprefix
-from sys import getsizeof
 from threading import Lock
 
 from tokenizers import Tokenizer
@@ -13,9 +12,9 @@ from tgi.kernel.pack import INT32, pack
 
 # A text of fewer characters is encoded whole, in less than a millisecond.
 LONG_TEXT = 2 << 10
-# Of stretches that are remembered, with their ids; OVERHEAD is what the table takes for each.
+# Of stretches that are remembered, with their ids. Characters count as bytes; OVERHEAD is what else each takes.
 MOST_BYTES = 32 << 20
-OVERHEAD = 200
+OVERHEAD = 300
 # Choices on the way to one token in a pattern of them, each of which is a group in another.
 DEEPEST = 32
 
@@ -86,8 +85,8 @@ class Stretches:
 
 
 def _size(stretch: str, column: bytes) -> int:
-    """Bytes that an entry takes."""
-    return getsizeof(stretch) + getsizeof(column) + OVERHEAD
+    """Bytes that an entry takes, about. Equal texts count alike, which is not so by sys.getsizeof."""
+    return len(stretch) + len(column) + OVERHEAD
 
 
 def _longest(words: Iterable[str], depth: int = 0) -> str:
