@@ -19,7 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -52,6 +52,8 @@ class Cage:
             else:
                 (self._path / "cpu.max").write_text(f"{quota} {PERIOD}")
         except OSError as error:
+            with suppress(OSError):
+                self._path.rmdir()
             raise Failed(f"no control group can be made that limits CPU time: {error}") from error
 
     def take(self, pid: int) -> None:
@@ -93,7 +95,7 @@ async def load(
     port: int, asked: list[dict[str, Any]], seconds: float, spent: Callable[[], float]
 ) -> tuple[float, float]:
     """Tokens/s of clients that ask for one of these each, over and over; and how fast `spent` grows. The first second
-    is not counted."""
+    is not counted: until then not all front ends have heard from the others."""
     answers: list[Stream] = []
 
     async def ask(body: dict[str, Any]) -> None:
@@ -108,7 +110,8 @@ async def load(
         end, after = time.perf_counter(), spent()
         for client in clients:
             client.cancel()
-    tokens = sum(begin <= event.time < end for answer in answers for event in answer.events())
+    counted = [answer for answer in answers if answer.ended >= begin]
+    tokens = sum(begin <= event.time < end for answer in counted for event in answer.events())
     return tokens / (end - begin), (after - before) / (end - begin)
 
 

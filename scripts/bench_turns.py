@@ -19,8 +19,8 @@ import time
 
 from scripts.bench import ROUTE
 from scripts.beside import models
-from scripts.beside.servers import Server, free_port
-from scripts.beside.streams import burst, median
+from scripts.beside.servers import Failed, Server, free_port
+from scripts.beside.streams import BadStream, burst, median
 from scripts.beside.workloads import Words
 from tgi.kernel.option import count, counts
 
@@ -64,14 +64,20 @@ def main() -> None:
     words, port = Words(model.tokenizer), free_port()
     mark = next(one["content"] for one in json.loads(model.tokenizer.read_text())["added_tokens"] if one["special"])
     up = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(port)]
-    with Server([*up, "--model-id", str(model.directory), *options.server], {}, port) as server:
-        server.wait(ROUTE, {"inputs": "a", "parameters": {"max_new_tokens": 1}})
-        measure(server, words, mark, options.new, options, f"{time.time_ns()} first")
-        print(f"{'history':>8} {'first turn':>12} {f'and {options.new} more':>12} {f'{options.new} alone':>12}")
-        for history in options.history:
-            seeds = [f"{time.time_ns()} {number}" for number in range(options.repetitions)]
-            found = [measure(server, words, mark, history, options, seed) for seed in seeds]
-            print(f"{history:>8}" + "".join(f" {median([*column]):>12.1f}" for column in zip(*found, strict=True)))
+    lines = [f"{'history':>8} {'first turn':>12} {f'and {options.new} more':>12} {f'{options.new} alone':>12}"]
+    try:
+        with Server([*up, "--model-id", str(model.directory), *options.server], {}, port) as server:
+            server.wait(ROUTE, {"inputs": "a", "parameters": {"max_new_tokens": 1}})
+            measure(server, words, mark, options.new, options, f"{time.time_ns()} first")
+            for history in options.history:
+                seeds = [f"{time.time_ns()} {number}" for number in range(options.repetitions)]
+                found = [measure(server, words, mark, history, options, seed) for seed in seeds]
+                lines.append(
+                    f"{history:>8}" + "".join(f" {median([*column]):>12.1f}" for column in zip(*found, strict=True))
+                )
+    except (Failed, BadStream) as error:
+        sys.exit(f"The server failed: {error}")
+    print(*lines, sep="\n")  # below what the server had to say
 
 
 if __name__ == "__main__":

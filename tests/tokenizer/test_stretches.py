@@ -107,7 +107,7 @@ def test_a_turn_encodes_what_is_new() -> None:
 
 def test_what_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stretches, "LONG_TEXT", 0)
-    monkeypatch.setattr(stretches, "MOST_CHARACTERS", 4000)
+    monkeypatch.setattr(stretches, "MOST_BYTES", 15_000)
     counting = Counting(tokenizers("byte_level"))
     divided = Stretches(counting)
     for number in range(30):
@@ -118,3 +118,34 @@ def test_what_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyP
     assert counting.characters == 0
     divided.ids(f"<|b|>{'x' * 100}0", False)
     assert counting.characters == len(f"<|b|>{'x' * 100}0")
+
+
+def plain(words: dict[str, int]) -> Tokenizer:
+    return Tokenizer(models.WordLevel(words, unk_token=""))
+
+
+def test_a_text_that_cannot_be_read_is_no_reason_not_to_start() -> None:
+    """The probe for what a tokenizer adds is such a text where the vocabulary has neither it nor a token for it."""
+    assert Stretches(named(plain({"Hello": 0}))).ids("Hello<|a|>" * 1000, True) is None
+
+
+def test_what_several_post_processors_add_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "LONG_TEXT", 0)
+    tokenizer = named(plain({"a": 0, "[CLS]": 1, "[SEP]": 2}))
+    both = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    tokenizer.post_processor = processors.Sequence([both, both])
+    assert tokenizer.encode("a").ids == [1, 1, 0, 2, 2]
+    assert Stretches(tokenizer).ids("a<|a|>a", True) is None
+
+
+def test_thousands_of_tokens_are_found_as_the_tokenizer_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a place where none stands is not compared with each of them, which would take many times as long."""
+    monkeypatch.setattr(stretches, "LONG_TEXT", 0)
+    tokenizer = Tokenizer.from_str(KINDS["byte_level"]().tokenizer.to_str())
+    many = [f"<unused{number}>" for number in range(3000)] + [f"<unused{number}" for number in range(0, 3000, 7)]
+    many += ["\n" * size for size in range(2, 60)] + ["<", "(.*)", "é", "e"]
+    tokenizer.add_tokens([AddedToken(one, normalized=False) for one in many])
+    divided = Stretches(tokenizer)
+    for text in ["<unused12<unused7><unused14<unused2999>>", "a" + "\n" * 59 + "b\n" + "\n" * 140, "<(.*)é\n\n"]:
+        assert ints(divided.ids(text, False) or b"") == tokenizer.encode(text, add_special_tokens=False).ids
+    assert divided.ids("<unuse" * 300_000 + "\n\n", False)

@@ -1,6 +1,9 @@
 """Ids of long texts, stretch by stretch between the tokens that stand in them, and the memory of stretches."""
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
+from os.path import commonprefix
 from threading import Lock
 
 from tokenizers import Tokenizer
@@ -9,9 +12,11 @@ from tgi.kernel.pack import INT32, pack
 
 # A text of fewer characters is encoded whole, in less than a millisecond.
 LONG_TEXT = 2 << 10
-# That are remembered, each stretch counting OVERHEAD more: some 10 bytes for each, with its ids.
-MOST_CHARACTERS = 4 << 20
-OVERHEAD = 64
+# Of stretches that are remembered, with their ids. Characters count as bytes; OVERHEAD is what else each takes.
+MOST_BYTES = 32 << 20
+OVERHEAD = 300
+# Choices on the way to one token in a pattern of them, each of which is a group in another.
+DEEPEST = 32
 
 
 class Stretches:
@@ -32,10 +37,10 @@ class Stretches:
         self._named: re.Pattern[str] | None = None
         if named and not any(one.lstrip or one.rstrip or one.single_word for _, one in named.values()):
             # As a tokenizer does it: what begins first, and of those the longest.
-            self._named = re.compile(f"({'|'.join(map(re.escape, sorted(named, key=len, reverse=True)))})")
+            self._named = re.compile(f"({_longest(named)})")
         self._added = _added(tokenizer)
         self._known: dict[tuple[bool, str], bytes] = {}  # the last one that was asked for comes last
-        self._characters = 0  # of these, OVERHEAD included
+        self._bytes = 0  # that these take
         self._lock = Lock()
 
     def ids(self, text: str, add_special_tokens: bool) -> bytes | None:
@@ -73,18 +78,45 @@ class Stretches:
         if key in self._known:
             return  # another thread was faster
         self._known[key] = column
-        self._characters += len(key[1]) + OVERHEAD
-        while self._characters > MOST_CHARACTERS:
+        self._bytes += _size(key[1], column)
+        while self._bytes > MOST_BYTES:
             oldest = next(iter(self._known))
-            del self._known[oldest]
-            self._characters -= len(oldest[1]) + OVERHEAD
+            self._bytes -= _size(oldest[1], self._known.pop(oldest))
+
+
+def _size(stretch: str, column: bytes) -> int:
+    """Bytes that an entry takes, about. Equal texts count alike, which is not so by sys.getsizeof."""
+    return len(stretch) + len(column) + OVERHEAD
+
+
+def _longest(words: Iterable[str], depth: int = 0) -> str:
+    """A pattern of the longest of these words that stands at a place. What begins alike is looked at once: some
+    tokenizers have thousands of tokens, and trying one after the other would take longer than to encode the text."""
+    if depth > DEEPEST:
+        return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
+    alike: dict[str, list[str]] = defaultdict(list)
+    for word in words:
+        alike[word[:1]].append(word)
+    ends = bool(alike.pop("", None))  # one of the words, if none goes on
+    begins = [commonprefix(some) for some in alike.values()]  # noqa: RUF071 (of characters)
+    choices = [
+        re.escape(begin) + _longest([word[len(begin) :] for word in some], depth + 1)
+        for begin, some in zip(begins, alike.values(), strict=True)
+    ]
+    return f"(?:{'|'.join(choices)}){'?' * ends}" if choices else ""
 
 
 def _added(tokenizer: Tokenizer) -> tuple[bytes, bytes] | None:
     """What the tokenizer puts before and behind each text if it is to add special tokens; None: it cannot be told."""
-    encoding = tokenizer.encode("a", add_special_tokens=True)
+    try:
+        bare = tokenizer.encode("a", add_special_tokens=False).ids
+        encoding = tokenizer.encode("a", add_special_tokens=True)
+    except Exception:  # the package raises plain Exception, here for a vocabulary without "a" and without unknowns
+        return None
     ids, mask = encoding.ids, encoding.special_tokens_mask
     if 0 not in mask:
         return None
     first, last = mask.index(0), len(mask) - mask[::-1].index(0)
+    if ids[first:last] != bare:
+        return None  # of several post-processors the mask tells the last one's alone
     return pack(INT32, ids[:first]), pack(INT32, ids[last:])
