@@ -1,5 +1,7 @@
 import math
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -281,6 +283,14 @@ def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
     kv = KVShape(2, 6, 2, 16, torch.float32, (5, window), softcap=0.5)
     assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "plain"
     on_cuda(kv, "plain")
+
+
+def test_a_package_without_the_kernels_is_as_if_it_were_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch finds no module, and where one has nothing of what torch looks for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (None, ModuleType("flash_attn_interface")):
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+        assert cuda._choose(KVShape(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
 
 
 @pytest.mark.parametrize("way", ["packed", "plain"])

@@ -210,7 +210,7 @@ def _choose(kv: KVShape, device: torch.device) -> str:
         return "packed"
     try:
         flash.activate_flash_attention_impl(wanted)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # the latter where a package has not all that torch looks for
         log.info("%s is not installed (%s): pages are copied together for each layer", wanted, error)
         return "packed"
     return "paged"
