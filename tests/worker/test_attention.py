@@ -1,5 +1,7 @@
 import math
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -228,10 +230,10 @@ def reference(calls: list[dict[str, Any]], window: int | None) -> Callable[..., 
         *,
         scale: float,
         window_size: tuple[int, int],
-        enable_gqa: bool,
-        seqused_k: Tensor | None,
-        block_table: Tensor | None,
-        num_splits: int | None,
+        enable_gqa: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        num_splits: int | None = None,
     ) -> Tensor:
         calls.append({"num_splits": num_splits, "enable_gqa": enable_gqa})
         assert window_size == (-1 if window is None else window - 1, 0)
@@ -276,11 +278,36 @@ def test_cuda_gives_the_kernels_what_they_ask_for(
         assert calls == [{"num_splits": splits, "enable_gqa": heads != kv_heads}] * 2
 
 
+def test_an_older_torch_is_given_no_more_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11's knows neither pages nor a word for grouped heads, which it takes all the same."""
+    calls: list[dict[str, Any]] = []
+    newer = reference(calls, None)
+
+    def older(*arguments: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+        return newer(*arguments, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(cuda, "varlen_attn", older)
+    monkeypatch.setattr(cuda, "TAKEN", frozenset(("scale", "window_size")))
+    on_cuda(KVShape(2, 6, 2, 16, torch.float32), "packed")
+    assert len(calls) == 2
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda.flash, "activate_flash_attention_impl", lambda name: None)
+    assert cuda._choose(KVShape(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
     kv = KVShape(2, 6, 2, 16, torch.float32, (5, window), softcap=0.5)
     assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "plain"
     on_cuda(kv, "plain")
+
+
+def test_a_package_without_the_kernels_is_as_if_it_were_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch finds no module, and where one has nothing of what torch looks for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (None, ModuleType("flash_attn_interface")):
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+        assert cuda._choose(KVShape(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
 
 
 @pytest.mark.parametrize("way", ["packed", "plain"])

@@ -15,7 +15,7 @@ from tgi.worker.load import build_model
 NAME = "model.layers.{}.self_attn.{}"
 
 
-def loaded(directory: Path, **scales: torch.Tensor) -> KVShape:
+def loaded(directory: Path, narrow: bool = True, **scales: torch.Tensor) -> KVShape:
     """Of a model of two layers with these further tensors, "0_k_scale" for one of the first."""
     there = model("llama", layers=2)
     directory.mkdir()
@@ -23,7 +23,7 @@ def loaded(directory: Path, **scales: torch.Tensor) -> KVShape:
     weights = load_file(there / "model.safetensors")
     further = {NAME.format(*name.split("_", 1)): scale for name, scale in scales.items()}
     save_file(weights | further, directory / "model.safetensors")
-    return build_model(directory, "auto", "cpu", lambda stage, percent: None).kv
+    return build_model(directory, "auto", "cpu", lambda stage, percent: None, narrow=narrow).kv
 
 
 def test_they_count_in_8_bits(tmp_path: Path) -> None:
@@ -42,3 +42,8 @@ def test_they_count_in_8_bits(tmp_path: Path) -> None:
 def test_what_cannot_be_one_is_refused(scale: list[float], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.layers.1.self_attn.v_scale.* one number above 0 is expected\. Leave"):
         loaded(tmp_path / "model", **{"1_v_scale": torch.tensor(scale)})
+
+
+def test_where_they_do_not_count_they_may_be_anything(tmp_path: Path) -> None:
+    """One for each head, say: a model is served that nobody wants a cache of 8 bits for."""
+    assert loaded(tmp_path / "model", narrow=False, **{"1_v_scale": torch.tensor([1.0, 1.0])}).scales == ()

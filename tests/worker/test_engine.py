@@ -15,6 +15,7 @@ from tgi.kernel.presence import Limits
 from tgi.worker.batch import Batch, KVShape
 from tgi.worker.best import Best, find_best
 from tgi.worker.engine import TorchEngine
+from tgi.worker.loop import Poisoned
 from tgi.worker.noise import Noise
 from tgi.worker.sampling import sample
 from tgi.worker.slots import BadStep
@@ -289,6 +290,22 @@ def test_a_failed_forward_leaves_its_rows_where_they_were() -> None:
         engine.launch(step(3, [(0, 10, 1, 1)]))
     drawn += go(engine, step(4, [(0, 9, 1, 1)]))
     assert drawn == expected(PROMPT, 2, Sampling(1))[0]
+
+
+def test_whatever_is_raised_where_the_device_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises plain errors. Where the device goes on, they are what they are."""
+    engine = make_engine()
+    engine._cuda = True
+    raised = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    engine._need_device(raised)
+
+    def lost(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(Poisoned, match="Triton Error"):
+        engine._need_device(raised)
 
 
 def test_a_reset_empties_the_slots() -> None:

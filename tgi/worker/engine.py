@@ -134,6 +134,9 @@ class TorchEngine:
             raise
         except torch.AcceleratorError as error:
             raise Poisoned(str(error)) from error
+        except RuntimeError as error:
+            self._need_device(error)
+            raise
 
     def done(self, pending: Pending | Result) -> bool:
         """Whether the step's result is on the host."""
@@ -223,6 +226,15 @@ class TorchEngine:
             for row, fault in zip(np.flatnonzero(np.frombuffer(step.draws, np.uint8)), masks.faults, strict=True):
                 faults[row] = faults[row] or fault
         return faults if any(faults) else []  # the lost one may have ended
+
+    def _need_device(self, error: RuntimeError) -> None:
+        """Raises Poisoned if the device is lost, which Triton, whose launches may be the first to hear of it, tells by
+        no type of error."""
+        try:
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
+        except torch.AcceleratorError:
+            raise Poisoned(str(error)) from error
 
     def _drafted(self, step: Step, rows: Rows) -> Drafted | None:
         """Writes the rows' drafts behind what is known, if they have any. On CUDA they come to the host too, and the

@@ -69,15 +69,17 @@ def build_model(
     kernels: Kernels | None = None,
     quantize: str | None = None,
     gpu: Gpu | None = None,
+    narrow: bool = False,
 ) -> Model:
     """The model in a directory, ready to compute on `device` ("cpu", "cuda"). `dtype`, `quantize` as for read_recipe.
 
     `trust_code` lets Python code in the directory run. `kernels`, if given, fit this model (native/choose.py), and
-    `gpu` this device (gpu/choose.py). Raises UserError for whatever is wrong with the directory.
+    `gpu` this device (gpu/choose.py). `narrow`: its cache will be of 8 bits. Raises UserError for whatever is wrong
+    with the directory.
     """
     recipe, place = read_recipe(directory, dtype, quantize), torch.device(device)
     if recipe.decoder is not None:
-        return _build_decoder(directory, recipe.decoder, recipe, place, progress, kernels, gpu)
+        return _build_decoder(directory, recipe.decoder, recipe, place, progress, kernels, gpu, narrow)
     from tgi.worker.models.fallback import build_fallback  # imports transformers, which takes seconds
 
     return build_fallback(directory, recipe.dtype, place, progress, trust_code)
@@ -114,6 +116,7 @@ def _build_decoder(
     progress: Progress,
     kernels: Kernels | None,
     gpu: Gpu | None,
+    narrow: bool,
 ) -> Decoder:
     progress("loading weights", 0)
     dtype, scheme = recipe.dtype, recipe.scheme
@@ -122,7 +125,7 @@ def _build_decoder(
         source = scheme.source(checkpoint, quantize, float8.held_on(device))
         reader = WeightReader(source, config, dtype, device, kernels, gpu)
         weights = reader.weights(lambda percent: progress("loading weights", percent * 9 // 10))
-        scales = cache_scales(checkpoint, len(config.layers))
+        scales = cache_scales(checkpoint, len(config.layers)) if narrow else ()
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Mapped anew, so that what was read of the file so far is given back. Rows come into memory when looked up.
         with Checkpoint(directory) as checkpoint:

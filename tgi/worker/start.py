@@ -90,8 +90,9 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
         choose_threads()
 
     def build(directory: Path, told: Progress) -> Model:
-        asked = quantize[directory]
-        return build_model(directory, settings.dtype, device, told, settings.trust_remote_code, kernels, asked, gpu)
+        asked, narrow = quantize[directory], settings.kv_cache_dtype is not None
+        trusted = settings.trust_remote_code
+        return build_model(directory, settings.dtype, device, told, trusted, kernels, asked, gpu, narrow)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:

@@ -30,6 +30,8 @@ WARM_SAMPLING = Sampling(
 def warm_up(engine: TorchEngine, limits: Limits, rows: int, tokens: int, drafts: int, finds: bool) -> None:
     """A prefill of `rows` prompts of `tokens` tokens, a decode step behind it, and a step with so many drafts for as
     many rows as may have them at once. The draft model finds them if there is one. Then all is forgotten."""
+    if drafts and finds:
+        drafts = max(drafts, 2)  # behind the first, the draft model computes single tokens
     drafts = max(0, min(drafts, limits.max_total_tokens - tokens - 2))
     each = -(-min(tokens + 2 + drafts, limits.max_total_tokens) // limits.page_size)
     ids = pack(INT32, [0] * tokens)

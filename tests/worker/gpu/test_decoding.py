@@ -1,6 +1,7 @@
 """Whole engines that decode with our attention, by Triton's interpreter, beside those that decode with torch's."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tgi.worker.batch import KVShape
 from tgi.worker.engine import Recording
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.load import build_model
+from tgi.worker.warm import warm_up
 
 CPU, PAGES = torch.device("cpu"), 24
 GPU = Gpu((8, 0))
@@ -50,6 +52,28 @@ def test_an_engine_draws_what_torch_draws(
     for ours, torchs in zip(drawn(kind, dtype, stored, GPU, rows), drawn(kind, dtype, stored, None), strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=tolerance)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_draft_model_decodes_before_anybody_waits(drafts: int) -> None:
+    """Single tokens too, for which there is a kernel to be compiled."""
+    model, seen, gpu = (
+        build_model(make("llama", layers=1), "float32", "cpu", lambda stage, percent: None),
+        [],
+        Gpu((8, 0)),
+    )
+    attend = gpu.attend
+
+    def counting(*arguments: Any) -> torch.Tensor:
+        seen.append(arguments)
+        return attend(*arguments)
+
+    gpu.attend = counting  # type: ignore[assignment]
+    engine = make_engine(model, slots=2, pages=PAGES, draft=model)
+    assert engine._drafter is not None
+    engine._drafter._attention = CudaAttention(model.kv._replace(gpu=gpu), PAGES, CPU, "plain")
+    warm_up(engine, engine.limits, 2, 20, drafts, True)
+    assert seen
 
 
 def test_a_layer_takes_three_launches() -> None:

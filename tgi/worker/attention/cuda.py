@@ -23,9 +23,10 @@ host must know: without our own kernel, gathered.py stands in for it and for "pl
 The arguments are checked on CPU against a reference in place of the kernels. No GPU has run this file yet.
 """
 
+import inspect
 import logging
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,9 @@ from tgi.worker.attention.cache import Cache
 from tgi.worker.batch import Batch, KVShape
 
 log = logging.getLogger(__name__)
+
+# What varlen_attn can be told: before torch 2.12 nothing of pages, nor that heads are grouped, which it sees itself.
+TAKEN = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 class Plan(NamedTuple):
@@ -128,6 +132,11 @@ class CudaAttention:
         keys, values = (cache.keys, cache.values) if plan.reads is None else cache.tokens(plan.reads)
         if self._way == "plain":
             return self._row_by_row(plan, layer, query, keys, values, scale)
+        more: dict[str, Any] = {}
+        if paged:
+            more = {"seqused_k": plan.context, "block_table": plan.page_table, "num_splits": 1}
+        if kv.heads != kv.kv_heads and "enable_gqa" in TAKEN:
+            more["enable_gqa"] = True
         found = varlen_attn(
             query,
             keys,
@@ -139,10 +148,7 @@ class CudaAttention:
             scale=scale,
             # Keys before and behind a query's own; -1: all.
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=kv.heads != kv.kv_heads,
-            seqused_k=plan.context if paged else None,
-            block_table=plan.page_table if paged else None,
-            num_splits=1 if paged else None,
+            **more,
         )
         return found
 
@@ -206,11 +212,11 @@ def _choose(kv: KVShape, device: torch.device) -> str:
         return "packed"
     major, _ = torch.cuda.get_device_capability(device)
     wanted = {9: "FA3", 10: "FA4"}.get(major)
-    if wanted is None or wanted not in flash.list_flash_attention_impls():
+    if wanted is None or "block_table" not in TAKEN or wanted not in flash.list_flash_attention_impls():
         return "packed"
     try:
         flash.activate_flash_attention_impl(wanted)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # the latter where a package has not all that torch looks for
         log.info("%s is not installed (%s): pages are copied together for each layer", wanted, error)
         return "packed"
     return "paged"
