@@ -12,10 +12,11 @@ from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.gpu.counting import counted
 from tests.worker.test_recorded import Again
 from tgi.kernel.messages import Sampling
-from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention.cuda import CudaAttention, Mixed
 from tgi.worker.batch import KVShape
 from tgi.worker.engine import Recording
 from tgi.worker.gpu.kernels import Gpu
+from tgi.worker.gpu.trial import numbers
 from tgi.worker.load import build_model
 from tgi.worker.warm import warm_up
 
@@ -52,6 +53,24 @@ def test_an_engine_draws_what_torch_draws(
     for ours, torchs in zip(drawn(kind, dtype, stored, GPU, rows), drawn(kind, dtype, stored, None), strict=True):
         assert ours.ids == torchs.ids
         assert ours.logprobs == pytest.approx(torchs.logprobs, abs=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_rows_of_a_token_are_ours_beside_a_prompt(window: int | None) -> None:
+    kv = KVShape(1, 4, 2, 16, torch.float32, (window,))
+    known = make_batch([Row(range(30), 0, [3, 1]), Row(range(17), 0, [0, 4])])
+    step = make_batch([Row([5], 30, [3, 1]), Row([6], 17, [0, 4]), Row(range(20), 0, [2, 6]), Row([7], 0, [5])])
+    found = []
+    for gpu in (GPU, None):
+        attention = CudaAttention(kv._replace(gpu=gpu), PAGES, CPU, "plain")
+        attention.write_and_attend(attention.plan(known), 0, numbers(CPU, 47, 8, 16), 0.2)
+        plan = attention.plan(step)
+        if gpu is not None:
+            assert isinstance(plan, Mixed)
+            assert len(plan.single.context) == 2
+            assert plan.others.query_lengths == [20, 1]
+        found.append(attention.write_and_attend(plan, 0, numbers(CPU, 23, 8, 16, seed=1), 0.2))
+    assert torch.allclose(*found, atol=1e-6)
 
 
 @pytest.mark.parametrize("drafts", [1, 3])

@@ -1,8 +1,9 @@
 """Attention on CUDA, over pages in the model's type or in 8 bits (cache.py).
 
-Where every row has one token, our own kernel reads the pages where they lie (gpu/attend.py), if there is one. It does
-so beside any of the ways below: it divides a long context among many multiprocessors and needs no more than its length
-for that, where the kernels below keep a row's result independent of its batch only if one of them reads it all.
+Rows of one token are for our own kernel (gpu/attend.py), if there is one, which reads pages where they lie. It does so
+beside any of the ways below: it divides a long context among many multiprocessors and needs no more than its length for
+that, where the kernels below keep a row's result independent of its batch only if one of them reads it all. A step
+begins with these rows, and what is behind them is planned as if it were alone.
 
 Prompts go through torch's own variable-length attention, torch.nn.attention.varlen.varlen_attn. torch brings Flash
 Attention 2, which reads keys in one piece. Flash Attention 3 (Hopper) or 4 (Blackwell), if their package is installed,
@@ -26,7 +27,7 @@ The arguments are checked on CPU against a reference in place of the kernels. No
 import inspect
 import logging
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -61,11 +62,22 @@ class Plan(NamedTuple):
 
 
 class Single(NamedTuple):
-    """Arguments of a step whose rows have a token each, which our own kernel reads on the device."""
+    """Arguments of rows that have a token each, which our own kernel reads on the device."""
 
     writes: Tensor  # as in Plan, like the next ones
     context: Tensor
     page_table: Tensor
+
+
+class Mixed(NamedTuple):
+    """A step that begins with rows of a token each, and others."""
+
+    writes: Tensor  # of all
+    single: Single
+    others: Plan
+
+
+AnyPlan: TypeAlias = Plan | Single | Mixed | gathered.Plan
 
 
 class CudaAttention:
@@ -87,12 +99,18 @@ class CudaAttention:
             return [longest]
         return gathered.bounds(self._kv, rows, longest, self.page_size)
 
-    def plan(self, batch: Batch) -> Plan | Single | gathered.Plan:
+    def plan(self, batch: Batch) -> AnyPlan:
         """See Attention."""
-        if self._kv.gpu is not None and max(batch.query_lengths) == 1:
-            return Single(batch.cache_at, batch.context, batch.page_table)
+        if self._kv.gpu is not None and (count := _singles(batch)):
+            single = Single(batch.cache_at, batch.context[:count], batch.page_table[:count])
+            if count == len(batch.query_lengths):
+                return single
+            return Mixed(batch.cache_at, single, self._plan(_behind(batch, count)))
         if batch.recorded and self._way != "paged":
             return gathered.plan(batch, self._kv, self.page_size)
+        return self._plan(batch)
+
+    def _plan(self, batch: Batch) -> Plan:
         reads = cu_context = None
         if self._way != "paged":
             reads, cu_context = self._reads(batch)
@@ -109,7 +127,7 @@ class CudaAttention:
             context_lengths=batch.context_lengths,
         )
 
-    def write_and_attend(self, plan: Plan | Single | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+    def write_and_attend(self, plan: AnyPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """See Attention."""
         cache = self._caches[layer]
         key_divisor, value_divisor = cache.divisors
@@ -117,7 +135,7 @@ class CudaAttention:
         found = self._attend(plan, layer, qkv, scale * key_divisor)
         return found if value_divisor == 1.0 else found * value_divisor
 
-    def _attend(self, plan: Plan | Single | gathered.Plan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+    def _attend(self, plan: AnyPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
         """What the queries find in the cache as it is, [T, heads, head_dim]."""
         kv, cache, window = self._kv, self._caches[layer], self._kv.window(layer)
         if isinstance(plan, Single):
@@ -125,6 +143,10 @@ class CudaAttention:
             rest = plan.page_table, plan.context, scale, window, kv.softcap
             found: Tensor = kv.gpu.attend(qkv, cache.keys, cache.values, *rest)
             return found
+        if isinstance(plan, Mixed):
+            count = len(plan.single.context)
+            parts = (plan.single, qkv[:count]), (plan.others, qkv[count:])
+            return torch.cat([self._attend(part, layer, its, scale) for part, its in parts])
         query = qkv[:, : kv.heads].contiguous()
         if isinstance(plan, gathered.Plan):
             return gathered.attend(plan, query, cache, scale, window, kv.softcap)
@@ -184,6 +206,23 @@ class CudaAttention:
                 out = _capped(q, k, v, bias, scale, cap)
             found[mine] = out[0].transpose(0, 1)
         return found
+
+
+def _singles(batch: Batch) -> int:
+    """How many rows with a token each the batch begins with."""
+    rows = batch.query_lengths
+    return next((row for row, count in enumerate(rows) if count > 1), len(rows))
+
+
+def _behind(batch: Batch, rows: int) -> Batch:
+    """The rows behind so many that have a token each. Where tokens go is left as it is."""
+    return batch._replace(
+        cu_query=batch.cu_query[rows:] - rows,
+        context=batch.context[rows:],
+        page_table=batch.page_table[rows:],
+        query_lengths=batch.query_lengths[rows:],
+        context_lengths=batch.context_lengths[rows:],
+    )
 
 
 def _mask(count: int, context: int, window: int | None, like: Tensor) -> Tensor:
