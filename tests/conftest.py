@@ -1,5 +1,6 @@
 """What many tests share: models, and a place for the samples of metrics."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -35,3 +36,8 @@ def tiny_llama() -> Path:
 def demo_model() -> Path:
     """The real model that is served by default; fetched on the first use."""
     return demo()
+
+
+def pytest_unconfigure() -> None:
+    """What loops froze in this process is to be found when Python ends, or Triton tells of leaks."""
+    gc.unfreeze()

@@ -1,10 +1,8 @@
 """What tells an engineer how close a GPU is to what it can do: by all that CPUs have of it, and by a clock that stands
 for a GPU's."""
 
-import gc
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +22,6 @@ TWO_LAYER = CONFIG | SHAPES["two-layer"]
 # Of two layers of width 64, and of the head.
 LAYERS = 2 * (4 * 64 * 64 + 3 * 64 * 256)
 HEAD = 64 * TWO_LAYER["vocab_size"]
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """What the script freezes is to be found when Python ends, or Triton tells of leaks."""
-    yield
-    gc.unfreeze()
 
 
 def test_the_tables_hold_what_was_measured(

@@ -41,8 +41,7 @@ def drawn(kind: str, dtype: str, stored: torch.dtype | None, gpu: Gpu | None, ro
     ("kind", "dtype", "stored", "rows"),
     [
         ("gemma2", "float32", None, [4]),  # windows and capped scores
-        ("llama", "float32", None, []),
-        ("llama", "bfloat16", None, [4]),
+        ("llama", "bfloat16", None, []),
         ("llama", "bfloat16", torch.float8_e4m3fn, [4]),
     ],
 )
