@@ -142,6 +142,8 @@ def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
         procfile.write_text((ROOT / "Procfile").read_text().replace("tgi api", f"tgi api --port {server.port}"))
         server.launch("honcho", [sys.executable, "-m", "honcho", "-f", str(procfile), "start"], env, tmp_path).ready()
         assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+        # A signal that finds honcho printing a line ends it, and leaves all that it started.
+        server.until(lambda: "Success" in server.said(), "the last line is printed")
         server.stop()
 
 
