@@ -258,3 +258,8 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object
     tensors = load_file(directory / WEIGHTS)
     change(tensors)
     save_file(tensors, directory / WEIGHTS)
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    """For change_tensors: this change of one column of the layer."""
+    return lambda tensors: tensors.update({f"some.layer.{name}": change(tensors[f"some.layer.{name}"])})

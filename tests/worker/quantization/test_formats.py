@@ -1,11 +1,9 @@
-"""Quantized checkpoints of others stand for what their formats define, are served so, and are refused in words."""
+"""Quantized checkpoints of others stand for what their formats define, and are served so."""
 
 import json
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,35 +19,17 @@ from tests.worker.quantization.checkpoints import (
     Gptq,
     change_config,
     change_tensors,
+    changed,
     rounded,
     write,
     write_layer,
 )
+from tests.worker.quantization.reading import INPUTS, OUTPUTS, read, some_weight
 from tgi.kernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.load import build_model, read_recipe
-from tgi.worker.quantization.formats import FormatSource, find_format
 from tgi.worker.quantization.scheme import read_scheme
-from tgi.worker.quantization.weight import QuantizedWeight, Weight, plain
-
-OUTPUTS, INPUTS = 48, 256
-
-
-def some_weight() -> Tensor:
-    """Some rows are of one sign, so that zero points are at both ends of their range."""
-    weight = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)) * 0.05
-    weight[:4] = weight[:4].abs()
-    weight[4:8] = -weight[4:8].abs()
-    return weight
-
-
-def read(directory: Path, outputs: int = OUTPUTS, inputs: int = INPUTS, float8: bool = False) -> Weight:
-    """For a device that multiplies 8-bit floats, or not."""
-    format = find_format(directory, json.loads((directory / "config.json").read_text()))
-    assert format is not None
-    with Checkpoint(directory) as checkpoint:
-        return FormatSource(checkpoint, format, float8).weight("some.layer", outputs, inputs)
-
+from tgi.worker.quantization.weight import QuantizedWeight, plain
 
 INTEGERS: list[tuple[Form, int, int, bool]] = [  # with the bits and the group that we hold it in, and if it has shifts
     (Gptq(), 4, 32, False),
@@ -226,69 +206,6 @@ def test_it_is_served_as_what_it_stands_for(
     assert served(written.directory, native) == served(written.twin, native)
 
 
-def dropped(name: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.pop(f"some.layer.{name}")
-
-
-def cut(name: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.update({f"some.layer.{name}": tensors[f"some.layer.{name}"][:-1].contiguous()})
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.update({f"some.layer.{name}": change(tensors[f"some.layer.{name}"])})
-
-
-def beyond(order: Tensor) -> Tensor:
-    order[3] = 8
-    return order
-
-
-@pytest.mark.parametrize(
-    ("form", "change", "words"),
-    [
-        (Gptq(), dropped("scales"), "no tensor 'some.layer.scales'"),
-        (Gptq(), dropped("qweight"), "none of its tensors is a qweight"),
-        (Gptq(), cut("qzeros"), "'some.layer.qzeros' in .*safetensors has shape"),
-        (Gptq(), changed("qweight", Tensor.long), "'some.layer.qweight' in .*safetensors has dtype int64; int32"),
-        (Gptq(), changed("g_idx", beyond), "'some.layer.g_idx' in .*safetensors names group 8"),
-        (Gptq(), changed("g_idx", torch.neg), "'some.layer.g_idx' in .*safetensors names group"),
-        (Gptq(bits=8), cut("qweight"), "'some.layer.qweight' in .*safetensors has shape"),
-        (
-            Gptq(),
-            changed("scales", lambda scales: scales / 0),
-            "'some.layer.scales' in .* has numbers that are not finite",
-        ),
-        (Awq(), dropped("qzeros"), "no tensor 'some.layer.qzeros'"),
-        (Awq(), cut("qweight"), "'some.layer.qweight' in .*safetensors has shape"),
-        (Compressed(), dropped("weight_scale"), "no tensor 'some.layer.weight_scale'"),
-        (Compressed(symmetric=False), dropped("weight_zero_point"), "no tensor 'some.layer.weight_zero_point'"),
-        (Compressed(), cut("weight_packed"), "'some.layer.weight_packed' in .*safetensors has shape"),
-        (Compressed("int-quantized", 8, -1), dropped("weight_scale"), "no tensor 'some.layer.weight_scale'"),
-        (Compressed("int-quantized", 8, -1), cut("weight_scale"), "'some.layer.weight_scale' in .*safetensors has sha"),
-        (Fp8(), dropped("weight_scale"), "no tensor 'some.layer.weight_scale'"),
-        (Fp8("fp8", 32, 32), cut("weight_scale"), "'some.layer.weight_scale' in .*safetensors has shape"),
-        (Fp8("fbgemm_fp8", 1), changed("weight_scale", Tensor.int), "has dtype int32; float16 or"),
-    ],
-)
-def test_bad_tensors_are_named(
-    form: Form, change: Callable[[dict[str, Tensor]], object], words: str, tmp_path: Path
-) -> None:
-    write_layer(form, some_weight(), tmp_path)
-    change_tensors(tmp_path, change)
-    with pytest.raises(UserError, match=words):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("form", "outputs", "inputs"),
-    [(Gptq(size=-1), 36, 64), (Gptq(size=-1), 64, 36), (Awq(size=-1), 36, 64), (Awq(size=-1), 64, 1)],
-)
-def test_sizes_that_do_not_fill_words_are_refused(form: Form, outputs: int, inputs: int, tmp_path: Path) -> None:
-    write_layer(form, torch.randn(outputs, inputs), tmp_path)
-    with pytest.raises(UserError, match=f"{outputs} outputs and {inputs} inputs, which do not fill words of 8"):
-        read(tmp_path, outputs, inputs)
-
-
 def first_alone(shape: tuple[int, ...], numbers: Tensor) -> Tensor:
     return numbers.flatten()[:1].clone().reshape(shape)
 
@@ -307,69 +224,6 @@ def test_a_block_may_be_larger_than_the_weight(tmp_path: Path) -> None:
     expected = plain(read(tmp_path), torch.float32)
     change_config(tmp_path, lambda config: config["quantization_config"].update(weight_block_size=[10**18, 64]))
     assert torch.equal(plain(read(tmp_path), torch.float32), expected)
-
-
-def scheme(**weights: Any) -> dict[str, Any]:
-    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-
-
-@pytest.mark.parametrize(
-    ("form", "entries", "words"),
-    [
-        (Gptq(), {"bits": 3}, "bits is 3, but GPTQ with 4 and 8 bits is read"),
-        (Gptq(), {"bits": "4"}, "bits is '4', but a whole number"),
-        (Gptq(), {"group_size": 20}, "'some.layer' in .* has 256 inputs, which do not divide into groups of 20"),
-        (Gptq(), {"group_size": 0}, "groups of 0"),
-        (Gptq(), {"checkpoint_format": "marlin"}, "checkpoint_format is marlin, but gptq and gptq_v2"),
-        (Gptq(), {"dynamic": {"+:(": {"bits": 8}}}, "no regular expression"),
-        (Gptq(), {"dynamic": {"+:a{99999999999999}": {"bits": 8}}}, "no regular expression"),
-        (Gptq(), {"dynamic": {"+:x": {"bits": 3}}}, "bits is 3"),
-        (Gptq(), {"dynamic": {"+:x": 3}}, "x is 3, but an object"),
-        (Gptq(), {"quant_method": "hqq"}, "quant_method is 'hqq', but gptq, awq, compressed-tensors, fp8"),
-        (Gptq(), {"quant_method": None}, "quant_method is None"),
-        (Awq(), {"bits": 3}, "bits is 3, but AWQ with 4 bits"),
-        (Awq(), {"version": "gemv"}, "version is gemv, but AWQ in the gemm layout"),
-        (Compressed(), {"format": "marlin-24"}, "format is marlin-24, but pack-quantized"),
-        (Compressed(), {"format": 4}, "format is 4, but a word"),
-        (Compressed(), {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format sparse-24-bitmask"),
-        (Compressed(), {"transform_config": {"config_groups": {"R1": {}}}}, "transforms of activations"),
-        (Compressed(), {"config_groups": {}}, "'some.layer.weight_packed' in .* nothing under config_groups"),
-        (Compressed(), {"config_groups": [4]}, "config_groups is \\[4\\], but an object"),
-        (Compressed(), {"config_groups": {"W4A16": ["Linear"]}}, "W4A16 is .* but an object"),
-        (Compressed(), {"config_groups": {"group_0": {"targets": "Linear"}}}, "targets of a scheme are 'Linear'"),
-        (Compressed(), {"config_groups": {"group_0": {"targets": ["re:("]}}}, "no regular expression"),
-        (Compressed(), {"config_groups": {"a": {"targets": ["re:" + 3000 * "("]}}}, "no regular expression"),
-        (Compressed(), scheme(num_bits=3), "integers of 3 bits"),
-        (Compressed(), scheme(num_bits=4, type="float"), "floats of 4 bits"),
-        (Compressed(), scheme(num_bits=4, group_size=20), "groups of 20"),
-        (Fp8(), {"weight_block_size": [128]}, "blocks are \\[128\\], but two sizes"),
-    ],
-)
-def test_bad_configs_are_refused(form: Form, entries: dict[str, Any], words: str, tmp_path: Path) -> None:
-    write_layer(form, some_weight(), tmp_path)
-    change_config(tmp_path, lambda config: config["quantization_config"].update(entries))
-    with pytest.raises(UserError, match=words):
-        read(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"bits": []}', 100_000 * "["])
-def test_bad_configs_beside_are_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "quantize_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"quantize_config\.json"):
-        find_format(tmp_path, {})
-
-
-@pytest.mark.parametrize(
-    ("form", "quantize", "words"),
-    [
-        (Gptq(), "awq", "another: the weights are GPTQ's, of 4 bits in groups of 32 inputs"),
-        (Fp8(), "marlin", "another: the weights are 8-bit floats"),
-        (Compressed(), "exl2", "exl2 are not read"),
-    ],
-)
-def test_a_flag_that_names_another_kind(form: Form, quantize: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        read_scheme(tmp_path, {"quantization_config": form.config()}, quantize)
 
 
 @pytest.mark.parametrize(
@@ -411,13 +265,6 @@ def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixt
         "8-bit floats, which a GPU from compute capability 8.9 on multiplies",
     ):
         assert words in caplog.text
-
-
-@pytest.mark.parametrize("form", [Gptq(), Awq()])
-def test_plain_weights_that_are_said_to_be_quantized_are_refused(form: Form, tmp_path: Path) -> None:
-    written = write("llama", form, tmp_path, ("",), layers=1)  # which leaves all of them plain
-    with pytest.raises(UserError, match="says that its weights are quantized, but none of its tensors is a qweight"):
-        build_model(written.directory, "float32", "cpu", lambda stage, percent: None)
 
 
 def test_what_is_left_plain_may_be_quantized_at_load(tmp_path: Path) -> None:
