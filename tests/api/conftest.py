@@ -138,6 +138,12 @@ class Reply:
         self.body = b"".join(self.chunks)
 
 
+def openai_error(status: int, kind: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """The body of an error below /v1."""
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return {"error": error, "error_type": kind}
+
+
 def _chunks(body: bytes) -> Iterator[bytes]:
     while body:
         size, _, body = body.partition(b"\r\n")

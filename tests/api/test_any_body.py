@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.api.bodies import WORDS, anything, nearly, right
-from tests.api.conftest import Front, Reply, standard
+from tests.api.conftest import Front, Reply, openai_error, standard
+from tgi.api.errors import REJECTION_TYPES
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.api.shapes import cloud
 from tgi.api.shapes.chat import ChatRequest
@@ -75,12 +76,19 @@ def bodies(path: str, make: Callable[[Any], st.SearchStrategy[Any]]) -> st.Searc
     return make(shape)
 
 
-def answered(reply: Reply) -> None:
-    """Front.post has held the answer against the document. An error is text, or JSON of a known kind."""
+def answered(path: str, reply: Reply) -> None:
+    """Front.post has held the answer against the document. An error is text, or JSON of a known kind; below /v1 it is
+    always OpenAI's object."""
     assert reply.status in DOCUMENTED, reply.body
     if reply.status == 200:
         return
-    if reply.headers["content-type"] == "application/json":
+    if path.startswith("/v1/"):
+        body = json.loads(reply.body)
+        error = body["error"]
+        assert body == openai_error(reply.status, body["error_type"], error["message"], error["param"])
+        assert error["message"]
+        assert body["error_type"] in ERROR_TYPES[reply.status] | {REJECTION_TYPES.get(reply.status)}
+    elif reply.headers["content-type"] == "application/json":
         assert json.loads(reply.body)["error_type"] in ERROR_TYPES[reply.status]
     else:
         assert reply.headers["content-type"] == "text/plain; charset=utf-8"
@@ -98,7 +106,7 @@ def test_anything(front: Front, path: str) -> None:
     @quick
     @given(anything)
     def sent(body: Any) -> None:
-        answered(front.post(path, written(body)))
+        answered(path, front.post(path, written(body)))
 
     sent()
 
@@ -109,7 +117,7 @@ def test_what_the_types_suggest(front: Front, path: str, make: Any) -> None:
     @quick
     @given(bodies(path, make))
     def sent(body: Any) -> None:
-        answered(front.post(path, written(body)))
+        answered(path, front.post(path, written(body)))
 
     sent()
 
@@ -119,7 +127,7 @@ def test_bytes(front: Front, path: str) -> None:
     @quick
     @given(st.binary(max_size=40) | st.text(alphabet='{}[]",:0e1-\\u ainpt', max_size=40).map(str.encode))
     def sent(body: bytes) -> None:
-        answered(front.post(path, body))
+        answered(path, front.post(path, body))
 
     sent()
 
@@ -141,13 +149,13 @@ def test_extremes(front: Front, path: str) -> None:
     for name in [*sorted(names), "__proto__", ""]:
         for place, extreme in enumerate(extremes):
             fields = [f'"{name}":{extreme}', right]
-            answered(front.post(path, f"{{{','.join(fields[:: 1 if place % 2 else -1])}}}"))
+            answered(path, front.post(path, f"{{{','.join(fields[:: 1 if place % 2 else -1])}}}"))
 
 
 def test_numbers_of_many_digits(front: Front) -> None:
     for name in GenerateParameters.__struct_fields__:
         for number in ("9" * 5000, "1e99999", "-" + "9" * 5000, "0." + "1" * 5000):
-            answered(front.post("/generate", f'{{"inputs":"x","parameters":{{"{name}":{number}}}}}'))
+            answered("/generate", front.post("/generate", f'{{"inputs":"x","parameters":{{"{name}":{number}}}}}'))
 
 
 @on_each_route
@@ -156,9 +164,9 @@ def test_megabytes(front: Front, path: str) -> None:
     for text in (MEGABYTES[:-200], MEGABYTES):
         value = json.dumps(text, ensure_ascii=False)
         for name in ("inputs", "prompt", "unknown", "id"):
-            answered(front.post(path, f'{{"{name}":{value}}}'))
+            answered(path, front.post(path, f'{{"{name}":{value}}}'))
         reply = front.post(path, f'{{"messages":[{{"role":"user","content":{value}}}]}}')
-        answered(reply)
+        answered(path, reply)
         assert (reply.status == 413) == (len(text) > len(MEGABYTES) - 20)
 
 
@@ -174,4 +182,4 @@ def test_deep_values_of_chats(front: Front, path: str) -> None:
             f'"unknown":{deep}',
         ):
             chat = f'{{"messages":[{{"role":"user","content":"a"}}],{field}}}'
-            answered(front.post(path, f'{{"instances":[{chat}]}}' if path == "/vertex" else chat))
+            answered(path, front.post(path, f'{{"instances":[{chat}]}}' if path == "/vertex" else chat))

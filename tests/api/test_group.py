@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.api.conftest import Front, texts
+from tests.api.conftest import Front, openai_error, texts
 from tests.api.test_lifecycle import Stream, silent
 from tgi.api import sse
 from tgi.kernel.messages import Cancel, End, Generate, Reason
@@ -73,10 +73,8 @@ def test_one_prompt_that_fails_ends_the_call_and_cancels_the_other(serve: Any) -
     first, second = asked(front, 2)
     front.tokenizers[0].send(End(second, Reason.INVALID, "too long"))
     reply = stream.rest()
-    assert (reply.status, reply.body) == (
-        422,
-        b'{"error":"Input validation error: too long","error_type":"validation"}',
-    )
+    assert reply.status == 422
+    assert json.loads(reply.body) == openai_error(422, "validation", "Input validation error: too long")
     assert front.tokenizers[0].next(Cancel).rid == first
     assert front.router.in_flight == 0
 
@@ -89,10 +87,10 @@ def test_one_that_fails_in_mid_stream_ends_the_stream(serve: Any) -> None:
     stream.until(b'"x"')
     front.tokenizers[0].send(End(second, Reason.FAILED, "broken"))
     body = stream.rest().body
-    assert body.endswith(
-        b'data: {"error":{"message":"Request failed during generation: broken","http_status_code":424}}\n\n'
-        b"data: [DONE]\n\n"
-    )
+    *_, event, done, _ = body.split(b"\n\n")
+    expected = openai_error(424, "generation", "Request failed during generation: broken")
+    expected["error"]["http_status_code"] = 424
+    assert (json.loads(event.removeprefix(b"data: ")), done) == (expected, b"data: [DONE]")
     assert front.tokenizers[0].next(Cancel).rid == first
     assert front.router.in_flight == 0
 
@@ -126,10 +124,8 @@ def test_a_request_that_can_never_have_its_places_is_refused_for_good(serve: Any
     front = serve(max_concurrent_requests=3)
     refused = front.post("/v1/completions", '{"prompt":["a","b"],"n":2}')
     assert refused.status == 422
-    assert json.loads(refused.body) == {
-        "error": "Input validation error: at most 3 texts can be generated at once. Given: 4",
-        "error_type": "validation",
-    }
+    text = "Input validation error: at most 3 texts can be generated at once. Given: 4"
+    assert json.loads(refused.body) == openai_error(422, "validation", text)
 
 
 def test_a_slow_choice_does_not_hold_the_others_up(serve: Any) -> None:

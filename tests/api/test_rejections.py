@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Front, request
+from tests.api.conftest import Front, openai_error, request
+from tgi.api.shapes.chat import ChatRequest
+from tgi.api.shapes.completions import CompletionRequest
+from tgi.api.shapes.native import GenerateParameters
+from tgi.api.validation import COMPLETIONS, EARLY, OPENAI, RULES, Rule
 
 SHAPE = "Failed to deserialize the JSON body into the target type: "
 SYNTAX = "Failed to parse the request body as JSON: "
@@ -101,9 +105,8 @@ def test_wrong_shape(front: Front, body: str, text: str) -> None:
 def test_a_wrong_entry_of_a_map_is_a_wrong_shape(front: Front) -> None:
     reply = front.post("/v1/chat/completions", '{"messages":[],"logit_bias":{"7":null}}')
     assert reply.status == 422
-    assert reply.body.decode() == (
-        f"{SHAPE}logit_bias: invalid entry: Expected `float`, got `null` at line 1 column 38"
-    )
+    text = f"{SHAPE}logit_bias: invalid entry: Expected `float`, got `null` at line 1 column 38"
+    assert json.loads(reply.body) == openai_error(422, "validation", text, "logit_bias")
 
 
 def test_stream_is_a_boolean_at_the_root(front: Front) -> None:
@@ -330,7 +333,8 @@ def test_what_openais_routes_refuse(
         assert reply.status == 200
         return
     assert reply.status == 422
-    assert json.loads(reply.body) == {"error": f"Input validation error: {text}", "error_type": "validation"}
+    param = next(iter(fields))
+    assert json.loads(reply.body) == openai_error(422, "validation", f"Input validation error: {text}", param)
 
 
 @pytest.mark.parametrize(
@@ -347,3 +351,59 @@ def test_half_a_surrogate_pair_is_called_by_its_name(front: Front) -> None:
         reply = front.post("/generate", body)
         assert reply.status == 400
         assert b"lone leading surrogate in hex escape at line 1 column" in reply.body
+
+
+# --- the form of errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", [EARLY, RULES, OPENAI, COMPLETIONS])
+def test_a_rule_is_about_a_field_of_the_request(rules: list[Rule]) -> None:
+    native = {*GenerateParameters.__struct_fields__, "inputs", "logit_bias"}
+    openai = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    for rule in rules:
+        assert rule.param in (native if rules in (EARLY, RULES) else openai), rule.detail
+        assert f"`{rule.param}`" in rule.detail or "`" not in rule.detail
+
+
+@pytest.mark.parametrize("shape", [ChatRequest(messages=[]), CompletionRequest(prompt="")])
+def test_fields_with_another_name_on_openais_routes_have_both(shape: ChatRequest | CompletionRequest) -> None:
+    native = {*GenerateParameters.__struct_fields__, "inputs"}
+    assert {*shape.names} <= native
+    assert {*shape.names.values()} <= {*shape.__struct_fields__}
+
+
+def test_a_defect_has_the_form_of_its_route(front: Front, monkeypatch: Any) -> None:
+    monkeypatch.setattr(front.service, "seed", lambda given: 1 / 0)
+    reply = front.post("/v1/completions", '{"prompt":"x"}')
+    assert json.loads(reply.body) == openai_error(500, "internal", "Internal server error")
+    reply = front.post("/generate", '{"inputs":"x"}')
+    assert reply.body == b'{"error":"Internal server error","error_type":"internal"}'
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/v1/chat", "/v1/chat/completions/", "/v1/%7Bask%7D", "/v1/%C3"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_unknown_paths_below_v1(front: Front, path: str, method: str) -> None:
+    reply = front.get(path, method)
+    assert (reply.status, reply.headers["content-type"]) == (404, "application/json")
+    error = json.loads(reply.body)
+    message = error["error"]["message"]
+    assert error == openai_error(404, "not_found", message)
+    assert message.startswith(f"There is no route {method} /v1")
+    assert front.get("/v10/models").body == b""
+
+
+def test_a_method_that_is_not_known(front: Front) -> None:
+    reply = front.get("/v1/completions", "LINK")
+    assert json.loads(reply.body) == openai_error(400, "bad_request", "Invalid HTTP method")
+    reply = front.get("/generate", "LINK")
+    assert (reply.status, reply.body) == (400, b"")
+
+
+def test_vertex_routes_below_v1_keep_tgis_errors(serve: Any) -> None:
+    predict, health = "/v1/endpoints/1/deployedModels/2:predict", "/v1/endpoints/1/deployedModels/2"
+    front = serve(up=False, aip_predict_route=predict, aip_health_route=health)
+    for reply in (front.get(health), front.post(predict, '{"instances":[{"inputs":"x"}]}')):
+        assert (reply.status, reply.body) == (503, b'{"error":"unhealthy","error_type":"healthcheck"}')
+        assert reply.headers["x-startup-stage"] == "starting tokenizers"
+    reply = front.post(predict, "{")
+    assert (reply.status, reply.headers["content-type"]) == (400, "text/plain; charset=utf-8")

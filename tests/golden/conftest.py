@@ -15,7 +15,7 @@ from tgi.kernel.presence import Status
 from tgi.kernel.settings import Settings
 
 LOADING = Status(False, True, "loading weights", 40)
-STALLED = Status(True, False, "", 100, LIMITS)
+STALLED = Status(True, False, "the worker finishes no step", 100, LIMITS)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """From a request that was read to its generations, and from those to an answer: what all generation routes share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from falcon.asgi import Request, Response
@@ -45,10 +46,11 @@ def generations(
     hide_stop: bool = False,
     steering: Steering = NONE,
     prompt_tops: int | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Generation]:
     """The generations of one request, `choices` for each prompt, next to each other. With `prompt_tops` the tokens of
-    the prompts come too, and so many of the likeliest in the place of each. Raises ApiError if they may not be
-    computed, or not now."""
+    the prompts come too, and so many of the likeliest in the place of each. `names` are the request's names of those
+    parameters that it calls otherwise. Raises ApiError if they may not be computed, or not now."""
     limits = service.router.limits
     asks = [
         Ask(
@@ -63,11 +65,11 @@ def generations(
         )
         for prompt in prompts
     ]
-    check(asks[0], EARLY)
+    check(asks[0], EARLY, names)
     count = max(1, p.best_of or 1) * choices
     admit(service, len(prompts) * count)
     for ask in asks:
-        check(ask, RULES)
+        check(ask, RULES, names)
     bell = Bell()
     form = grammar.encoded(p.grammar)
     adapter = None if p.adapter_id is None else service.router.adapters[p.adapter_id]

@@ -80,12 +80,14 @@ def build(service: Service) -> Asgi:
         app.add_middleware(tracing.Named(service.settings))
     app.add_middleware(Auth(service.settings.api_key, service.settings.aip_predict_route))
     app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty answer has no type
-    app.set_error_serializer(lambda req, resp, error: None)  # falcon's own errors (404, 405) have no body
-    app.add_error_handler(Exception, _unexpected)
-    app.add_error_handler(falcon.HTTPMethodNotAllowed, _not_allowed)
-    app.add_error_handler(ApiError, _api_error)
-    app.add_error_handler(Rejection, _rejection)
-    app.add_error_handler(ClientGone, _client_gone)
+    errors = Errors(service)
+    app.add_error_handler(Exception, errors.unexpected)
+    app.add_error_handler(falcon.HTTPBadRequest, errors.bad_request)
+    app.add_error_handler(falcon.HTTPNotFound, errors.not_found)
+    app.add_error_handler(falcon.HTTPMethodNotAllowed, errors.not_allowed)
+    app.add_error_handler(ApiError, errors.failed)
+    app.add_error_handler(Rejection, errors.rejected)
+    app.add_error_handler(ClientGone, errors.client_gone)
     for path, resource in routes(service).items():
         app.add_route(path, resource)
 
@@ -96,32 +98,52 @@ def build(service: Service) -> Asgi:
     return outermost if service.tracer is None else tracing.traced(outermost, service.tracer)
 
 
-async def _api_error(req: Request, resp: Response, error: ApiError, params: object) -> None:
-    accounting.failed(error, tracing.span_of(req))
-    resp.status = error.status
-    resp.content_type = "application/json"
-    resp.set_headers(error.headers)
-    resp.data = error.body
+class Errors:
+    """Falcon's handlers of exceptions: each becomes the answer that clients of its route read."""
 
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
-async def _rejection(req: Request, resp: Response, error: Rejection, params: object) -> None:
-    resp.status = error.status
-    if error.text:
-        resp.content_type = "text/plain; charset=utf-8"
-        resp.text = error.text
+    async def failed(self, req: Request, resp: Response, error: ApiError, params: object) -> None:
+        """A request that its route refuses, or that has failed."""
+        accounting.failed(error, tracing.span_of(req))
+        self._answer(req, resp, error)
 
+    async def rejected(self, req: Request, resp: Response, error: Rejection, params: object) -> None:
+        """A request that its route has not seen. Its text may quote the body, so traces do not have it."""
+        self._answer(req, resp, error)
 
-async def _not_allowed(req: Request, resp: Response, error: falcon.HTTPMethodNotAllowed, params: object) -> None:
-    resp.status = 405
-    allowed = dict(error.headers or {})["Allow"].split(", ")
-    resp.set_header("allow", ",".join(method for method in allowed if method != "OPTIONS"))
+    async def bad_request(self, req: Request, resp: Response, error: falcon.HTTPBadRequest, params: object) -> None:
+        """What falcon cannot read: a method that it does not know, a broken header. In TGI's form it has no body."""
+        self._answer(req, resp, Rejection(400, error.description or error.title or "Bad request", plain=""))
 
+    async def not_found(self, req: Request, resp: Response, error: falcon.HTTPNotFound, params: object) -> None:
+        """An unknown path. In TGI's form it has no body."""
+        text = f"There is no route {req.method} {req.path}. /docs lists the routes of this server"
+        self._answer(req, resp, Rejection(404, text, plain=""))
 
-async def _client_gone(req: Request, resp: Response, error: ClientGone, params: object) -> None:
-    """Nobody is there to read: what is set here is thrown away."""
-    resp.status = 499
+    async def not_allowed(
+        self, req: Request, resp: Response, error: falcon.HTTPMethodNotAllowed, params: object
+    ) -> None:
+        """A known path with another method. In TGI's form it has no body."""
+        methods = dict(error.headers or {})["Allow"].split(", ")
+        allow = ",".join(method for method in methods if method != "OPTIONS")
+        text = f"{req.method} is not allowed on {req.path}. Allowed: {allow}"
+        self._answer(req, resp, Rejection(405, text, plain="", headers={"allow": allow}))
 
+    async def client_gone(self, req: Request, resp: Response, error: ClientGone, params: object) -> None:
+        """The client has disconnected: what is set here is not sent."""
+        resp.status = 499
 
-async def _unexpected(req: Request, resp: Response, error: Exception, params: object) -> None:
-    log.error("%s %s failed", req.method, req.path, exc_info=error)
-    await _api_error(req, resp, ApiError(500, "internal", "Internal server error"), params)
+    async def unexpected(self, req: Request, resp: Response, error: Exception, params: object) -> None:
+        """A defect of the server."""
+        log.error("%s %s failed", req.method, req.path, exc_info=error)
+        await self.failed(req, resp, ApiError(500, "internal", "Internal server error"), params)
+
+    def _answer(self, req: Request, resp: Response, error: ApiError) -> None:
+        resp.status = error.status
+        resp.set_headers(error.headers)
+        if self._service.has_openai_errors(req):
+            resp.content_type, resp.data = "application/json", error.openai()
+        elif body := error.native():
+            resp.content_type, resp.data = error.native_type, body

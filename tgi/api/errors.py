@@ -1,48 +1,139 @@
-"""What a client is told when a request cannot be served: JSON errors, and plain-text rejections of bodies."""
+"""Errors of requests: status, text and type of each, and the body that carries them. Below /v1 a body has OpenAI's
+form, on all other routes TGI's (`Service.has_openai_errors` decides)."""
+
+from typing import Annotated
 
 import msgspec
 
+from tgi.api.shapes.types import doc
 from tgi.kernel.messages import End, Reason
 
 
 class ErrorResponse(msgspec.Struct):
-    """The body of every JSON error."""
+    """An error in TGI's form: the JSON body of its own routes. Routes below /v1 answer with OpenAiErrorResponse."""
 
     error: str
     error_type: str
 
 
+class OpenAiError(msgspec.Struct):
+    """What went wrong, as OpenAI's clients read it."""
+
+    message: Annotated[str, doc(example="Input validation error: `temperature` must be strictly positive")]
+    type: Annotated[str, doc("The same as `error_type`", example="validation")]
+    param: Annotated[
+        str | None, doc("Path of the field of the request that the error is about, if it is one", example="temperature")
+    ]
+    code: Annotated[int, doc("The HTTP status", example=422)]
+
+
+class OpenAiErrorResponse(msgspec.Struct):
+    """An error in OpenAI's form: the body of every error below /v1."""
+
+    error: OpenAiError
+    error_type: str
+
+
+class OpenAiStreamError(OpenAiError):
+    """What went wrong in a stream that had begun."""
+
+    http_status_code: Annotated[int, doc("The same as `code`, under TGI's name")]
+
+
+class OpenAiStreamErrorResponse(msgspec.Struct):
+    """The data of the event that ends a stream below /v1 that cannot go on."""
+
+    error: OpenAiStreamError
+    error_type: str
+
+
 class ApiError(Exception):
-    """A request that is refused or has failed, with a JSON body. `counted` is its label in tgi_request_failure."""
+    """A request that is refused or has failed. `param` is the path of the field that it is about, in the request's own
+    names. `counted` is its label in tgi_request_failure."""
+
+    native_type = "application/json"  # content type of `native`
 
     def __init__(
-        self, status: int, error_type: str, error: str, *, counted: str = "", headers: dict[str, str] | None = None
+        self,
+        status: int,
+        error_type: str,
+        error: str,
+        *,
+        param: str | None = None,
+        counted: str = "",
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(error)
         self.status = status
         self.error_type = error_type
         self.message = error
+        self.param = param
         self.counted = counted
         self.headers = headers or {}
-        self.body = msgspec.json.encode(ErrorResponse(error, error_type))
+
+    def native(self) -> bytes:
+        """The body in TGI's form."""
+        return msgspec.json.encode(ErrorResponse(self.message, self.error_type))
+
+    def openai(self) -> bytes:
+        """The body in OpenAI's form."""
+        error = OpenAiError(self.message, self.error_type, self.param, self.status)
+        return msgspec.json.encode(OpenAiErrorResponse(error, self.error_type))
+
+    def openai_event(self) -> bytes:
+        """The data of an event in OpenAI's form."""
+        error = OpenAiStreamError(self.message, self.error_type, self.param, self.status, self.status)
+        return msgspec.json.encode(OpenAiStreamErrorResponse(error, self.error_type))
 
 
-class Rejection(Exception):
-    """A body that could not be read as what the route expects, with a plain-text answer."""
+# The `error_type` of a Rejection, which TGI has none for, by its status.
+REJECTION_TYPES = {
+    400: "bad_request",
+    401: "unauthorized",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "payload_too_large",
+    415: "unsupported_media_type",
+    422: "validation",
+}
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-        self.text = text
+
+class Rejection(ApiError):
+    """A request that is refused before its route handles it: no key, no such route, a body that cannot be read. In
+    TGI's form the body is plain text: the message, or `plain` where TGI sends something else or nothing."""
+
+    native_type = "text/plain; charset=utf-8"
+
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        *,
+        param: str | None = None,
+        plain: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, REJECTION_TYPES[status], text, param=param, headers=headers)
+        self._plain = text if plain is None else plain
+
+    def native(self) -> bytes:
+        return self._plain.encode()
 
 
 class ClientGone(Exception):
     """The client has left: nobody reads an answer."""
 
 
-def validation(detail: str, *, counted: bool = True) -> ApiError:
+def validation(detail: str, *, param: str | None = None, counted: bool = True) -> ApiError:
     """422: a parameter or the prompt breaks a rule."""
-    return ApiError(422, "validation", f"Input validation error: {detail}", counted="validation" if counted else "")
+    text, label = f"Input validation error: {detail}", "validation" if counted else ""
+    return ApiError(422, "validation", text, param=param, counted=label)
+
+
+def unauthorized() -> Rejection:
+    """401: the server has keys and the request has none of them."""
+    text = "The API key is missing or wrong. Send the header `Authorization: Bearer KEY`"
+    return Rejection(401, text, plain="")
 
 
 def overloaded(retry_after: int = 1) -> ApiError:
@@ -51,10 +142,9 @@ def overloaded(retry_after: int = 1) -> ApiError:
     return ApiError(429, "overloaded", "Model is overloaded", counted="overloaded", headers=headers)
 
 
-def unhealthy(stage: str = "") -> ApiError:
-    """503: nothing can be computed now. While starting, a header names the stage."""
-    headers = {"x-startup-stage": stage} if stage else {}
-    return ApiError(503, "healthcheck", "unhealthy", headers=headers)
+def unhealthy(stage: str) -> ApiError:
+    """503: nothing can be computed now. A header says what the server waits for, at start and after a loss."""
+    return ApiError(503, "healthcheck", "unhealthy", headers={"x-startup-stage": stage})
 
 
 def failed(cause: str) -> ApiError:
@@ -74,9 +164,9 @@ def template(message: str) -> ApiError:
     return ApiError(422, "template_error", f"Template error: {message}", counted="template")
 
 
-def tool(message: str) -> ApiError:
+def tool(message: str, param: str | None = None) -> ApiError:
     """422: the tools of a request do not fit together."""
-    return ApiError(422, "tool_error", f"Tool error: {message}", counted="validation")
+    return ApiError(422, "tool_error", f"Tool error: {message}", param=param, counted="validation")
 
 
 def adapter(reason: str, *, lost: bool) -> ApiError:
@@ -89,21 +179,21 @@ def forbidden(text: str) -> ApiError:
     return ApiError(403, "forbidden", text)
 
 
-def no_model() -> ApiError:
-    """404: neither the served model nor an adapter of it has this name."""
-    return ApiError(404, "not_found", "Model not found")
+def no_model(param: str) -> ApiError:
+    """404: neither the served model nor an adapter of it has the name that `param` gives."""
+    return ApiError(404, "not_found", "Model not found", param=param)
 
 
 def suffix() -> ApiError:
     """422: a completion with a suffix."""
     text = "Suffix is not supported and can be achieved by preprocessing the prompt."
-    return ApiError(422, "suffix not supported", text, counted="validation")
+    return ApiError(422, "suffix not supported", text, param="suffix", counted="validation")
 
 
 def batch_size(limit: int) -> ApiError:
     """422: too many prompts in one call."""
     text = f"Number of prompts exceeds the maximum allowed batch size of {limit}"
-    return ApiError(422, "batch size exceeded", text, counted="validation")
+    return ApiError(422, "batch size exceeded", text, param="prompt", counted="validation")
 
 
 def no_instances() -> ApiError:

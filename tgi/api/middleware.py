@@ -4,7 +4,7 @@ import hmac
 
 from falcon.asgi import Request, Response
 
-from tgi.api.errors import Rejection
+from tgi.api import errors
 
 VARY = "origin, access-control-request-method, access-control-request-headers"
 
@@ -37,10 +37,10 @@ class Auth:
         self._open_path = open_path
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
-        """Compares with every key, each in constant time. Raises Rejection: 401 with nothing in it."""
+        """Compares with every key, each in constant time. Raises Rejection: 401."""
         if req.method != "POST" or not self._keys or req.path == self._open_path:
             return
         scheme, _, given = (req.get_header("authorization") or "").partition(" ")
         matches = sum(hmac.compare_digest(given.encode("latin-1", "replace"), key) for key in self._keys)
         if scheme.lower() != "bearer" or not matches:
-            raise Rejection(401, "")
+            raise errors.unauthorized()

@@ -50,7 +50,8 @@ def chat_prompt(request: ChatRequest, offer: Offer) -> bytes:
     """What the tokenizer makes the prompt of. Raises ApiError: 422 for images."""
     for message in request.messages:
         if isinstance(message.content, list) and any(isinstance(part, ImageChunk) for part in message.content):
-            raise errors.validation("`image_url` parts are not supported: this model reads text alone")
+            text = "`image_url` parts are not supported: this model reads text alone"
+            raise errors.validation(text, param="messages")
     return request.chat(offer.tools, offer.must)
 
 
@@ -63,12 +64,13 @@ class Stamp(NamedTuple):
     fingerprint: str
 
     @classmethod
-    def new(cls, service: Service, prefix: str, model: str | None = None) -> "Stamp":
-        """Of an answer that begins now, with an id of its own."""
+    def new(cls, service: Service, prefix: str, adapter: str) -> "Stamp":
+        """Of an answer that begins now, with an id of its own. `model` names what answers, whatever name was asked for:
+        the adapter, or the served model if `adapter` is empty."""
         return cls(
             f'"{prefix}-{uuid.uuid4().hex}"',
             int(time.time()),
-            quote(model if model and model != "tgi" else service.model_id),
+            quote(adapter or service.model_id),
             quote(f"{tgi.__version__}-{service.settings.docker_label or 'native'}"),
         )
 
@@ -103,9 +105,10 @@ def usage(prompt: int, completion: int) -> str:
     return f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion}}}'
 
 
-def failure(error: ApiError) -> str:
-    """The events that end a stream that cannot go on."""
-    return f'data: {{"error":{{"message":{quote(error.message)},"http_status_code":{error.status}}}}}\n\n{DONE}'
+def failure(error: ApiError, openai_errors: bool) -> str:
+    """The events that end a stream that cannot go on, in OpenAI's form or in TGI's."""
+    native = f'{{"error":{{"message":{quote(error.message)},"http_status_code":{error.status}}}}}'
+    return f"data: {error.openai_event().decode() if openai_errors else native}\n\n{DONE}"
 
 
 class Visible:

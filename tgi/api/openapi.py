@@ -10,7 +10,7 @@ import msgspec
 
 import tgi
 from tgi.api.errors import ErrorResponse
-from tgi.api.operations import INTERNAL, JSON, KSERVE, OPERATIONS, Operation, Reply
+from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, Reply
 from tgi.api.shapes import adapters, chat, cloud, completions, info, kserve, native, native_answers, openai_answers
 from tgi.api.shapes.refined import REFINED
 from tgi.api.shapes.types import ref
@@ -56,20 +56,21 @@ def _operation(operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
         made["requestBody"] = {"content": {JSON: {"schema": schemas.of(operation.request)}}, "required": True}
     if operation.secured:
         made["security"] = [{}, {KEY: []}]
-    told = any(reply.status == INTERNAL.status for reply in operation.replies)
-    made["responses"] = _responses(operation.replies if told else (*operation.replies, INTERNAL), schemas)
+    made["responses"] = _responses(operation.all_replies, schemas)
     return made
 
 
 def _responses(replies: Iterable[Reply], schemas: "_Schemas") -> dict[str, Any]:
-    """By status; replies of one status are merged."""
+    """By status; replies of one status are merged, and so are their bodies of one media type."""
     made: dict[str, Any] = {}
+    forms: dict[tuple[int, str], list[Any]] = {}
     for reply in replies:
         before = made.setdefault(str(reply.status), {})
         told = before.get("description")
         before["description"] = f"{told}, or: {reply.description}" if told else reply.description
         for body in reply.bodies:
-            choices = [schemas.of(shape) for shape in body.shapes]
+            choices = forms.setdefault((reply.status, body.media), [])
+            choices += [schema for shape in body.shapes if (schema := schemas.of(shape)) not in choices]
             content: dict[str, Any] = {"schema": choices[0] if len(choices) == 1 else {"anyOf": choices}}
             if body.example is not None:
                 content["example"] = body.example
@@ -87,7 +88,7 @@ class _Schemas:
         types = [ErrorResponse, *(struct for module in modules for struct in _structs(module))]
         for operation in operations:
             types += [operation.request] if operation.request is not None else []
-            types += [shape for reply in operation.replies for body in reply.bodies for shape in body.shapes]
+            types += [shape for reply in operation.all_replies for body in reply.bodies for shape in body.shapes]
         made, components = msgspec.json.schema_components(types, ref_template=ref("{name}")["$ref"])
         found: dict[str, Any] = {}
         for name, schema in components.items():

@@ -2,7 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from tgi.api.errors import ErrorResponse
+import msgspec
+
+from tgi.api import errors
+from tgi.api.errors import ApiError, ErrorResponse, OpenAiErrorResponse, OpenAiStreamErrorResponse, Rejection
 from tgi.api.shapes import adapters, cloud, kserve
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
@@ -31,11 +34,31 @@ class Body(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a status comes with."""
+    """What a status comes with. The bodies of an error follow from an example of it."""
 
     status: int
     description: str
     bodies: tuple[Body, ...] = ()
+    error: ApiError | None = None
+
+    @property
+    def native(self) -> tuple[Body, ...]:
+        """The bodies on routes with TGI's errors."""
+        if self.error is None:
+            return self.bodies
+        example = self.error.native()
+        if isinstance(self.error, Rejection):
+            return (Body(TEXT, (str,), example.decode()),) if example else ()
+        return (Body(JSON, (ErrorResponse,), msgspec.json.decode(example)),)
+
+    @property
+    def openai(self) -> tuple[Body, ...]:
+        """The bodies on routes with OpenAI's errors. TGI's form stays in the document where TGI's document has it, for
+        clients that are made from it; it is not sent."""
+        if self.error is None:
+            return self.bodies
+        shapes = (OpenAiErrorResponse,) if isinstance(self.error, Rejection) else (OpenAiErrorResponse, ErrorResponse)
+        return (Body(JSON, shapes, msgspec.json.decode(self.error.openai())),)
 
 
 class Operation(NamedTuple):
@@ -48,6 +71,14 @@ class Operation(NamedTuple):
     replies: tuple[Reply, ...]
     request: Any = None
     secured: bool = False  # wants a key, where the server has any
+
+    @property
+    def all_replies(self) -> tuple[Reply, ...]:
+        """Those of the table, with INTERNAL, and with the bodies that errors have on this path."""
+        told = any(reply.status == INTERNAL.status for reply in self.replies)
+        replies = self.replies if told else (*self.replies, INTERNAL)
+        openai = self.path.startswith("/v1/")
+        return tuple(reply._replace(bodies=reply.openai if openai else reply.native) for reply in replies)
 
 
 def ok(description: str, *bodies: Body) -> Reply:
@@ -65,24 +96,23 @@ def events(*shapes: Any) -> Body:
     return Body(EVENTS, shapes)
 
 
-def error(status: int, description: str, kind: str, text: str = "", media: str = JSON) -> Reply:
-    """A JSON error."""
-    return Reply(
-        status, description, (Body(media, (ErrorResponse,), {"error": text or description, "error_type": kind}),)
-    )
+def error(status: int, description: str, kind: str, text: str = "") -> Reply:
+    """An error of a request that was read."""
+    return Reply(status, description, error=ApiError(status, kind, text or description))
 
 
 def rejection(status: int, description: str, text: str) -> Reply:
     """A body that cannot be read."""
-    return Reply(status, description, (Body(TEXT, (str,), text),))
+    return Reply(status, description, error=Rejection(status, text))
 
 
-# Replies of one status are merged: a 422 is JSON where a rule is broken and plain text where the shape is wrong.
+# Replies of one status are merged: on TGI's routes a 422 is JSON where a rule is broken and plain text where the shape
+# is wrong.
 UNREADABLE = (
     rejection(
         400, "Not JSON", "Failed to parse the request body as JSON: EOF while parsing a value at line 1 column 1"
     ),
-    Reply(401, "No key, or a wrong one, where the server has keys"),
+    Reply(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized()),
     rejection(413, "The body is too long", "Failed to buffer the request body: length limit exceeded"),
     rejection(415, "The body is not declared as JSON", "Expected request with `Content-Type: application/json`"),
     rejection(
@@ -109,7 +139,7 @@ COLLAPSED = (
 )
 # TGI's document has the errors of /generate_stream as events; before the first token they are ordinary answers here.
 AS_EVENTS = tuple(
-    reply._replace(bodies=tuple(body._replace(media=EVENTS) for body in reply.bodies))
+    Reply(reply.status, reply.description, tuple(body._replace(media=EVENTS) for body in reply.native))
     for reply in (VALIDATION, FAILED, OVERLOADED, INCOMPLETE)
 )
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
@@ -139,7 +169,11 @@ OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "chat_completions", "Generate tokens",
         (
-            ok("Generated Chat Completion", json(ChatCompletion), events(ChatCompletionChunk, StreamErrorResponse)),
+            ok(
+                "Generated Chat Completion",
+                json(ChatCompletion),
+                events(ChatCompletionChunk, OpenAiStreamErrorResponse),
+            ),
             *GENERATION,
         ),
         ChatRequest, secured=True,
@@ -147,7 +181,7 @@ OPERATIONS = (
     Operation(
         "post", "/v1/completions", "completions", "Generate tokens",
         (
-            ok("Generated Completion", json(CompletionFinal), events(Completion, StreamErrorResponse)),
+            ok("Generated Completion", json(CompletionFinal), events(Completion, OpenAiStreamErrorResponse)),
             *GENERATION,
         ),
         CompletionRequest, secured=True,

@@ -74,12 +74,14 @@ class Router:
 
     @property
     def stage(self) -> str:
-        """Where start-up is, in words, from the tokenizer that is furthest."""
+        """What the server waits for before it can compute, in words, from the tokenizer that is furthest: at start, and
+        while a process that was lost is replaced."""
         stages = [t.status for t in self.tokenizers if t.status is not None]
         if not stages:
             return "starting tokenizers"
         best = max(stages, key=lambda status: (status.ready, status.percent))
-        return f"{best.stage or 'starting'} {best.percent}%"
+        stage = best.stage or "starting"
+        return stage if best.ready else f"{stage} {best.percent}%"
 
     @property
     def retry_after(self) -> int:

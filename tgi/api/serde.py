@@ -18,7 +18,7 @@ SHAPE = "Failed to deserialize the JSON body into the target type: "
 
 _AT = re.compile(r"^(?P<reason>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
-_MISSING = re.compile(r"Object missing required field (?P<name>`.*`)")
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 _BYTE = re.compile(r"^(?:JSON is malformed: )?(?P<reason>.*) \(byte (?P<byte>\d+)\)$")
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Python refuses integers of thousands of digits; no field takes one, so its size as a float says enough.
@@ -68,12 +68,15 @@ class Body(Generic[T]):
         except (ValueError, RecursionError) as broken:
             return _syntax(body, broken)
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+        param = where
+        if not told and (missing := _MISSING.match(reason)):
+            told = f"missing field `{missing['name']}`"
+            param = f"{where}.{missing['name']}".removeprefix(".")
         told = told or self._reason(reason, steps, value)
-        return Rejection(422, f"{SHAPE}{where + ': ' if where else ''}{told} at {_position(text, end)}")
+        message = f"{SHAPE}{where + ': ' if where else ''}{told} at {_position(text, end)}"
+        return Rejection(422, message, param=param or None)
 
     def _reason(self, reason: str, steps: list[str | int], value: Any) -> str:
-        if missing := _MISSING.match(reason):
-            return f"missing field {missing['name']}"
         kind = _resolve(self._type, steps)
         if reason.startswith("Invalid enum value") and isinstance(value, str):
             inner = _plain(kind)

@@ -56,6 +56,12 @@ class Service:
                 raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
         return body.decode(b"".join(chunks))
 
+    def has_openai_errors(self, req: Request) -> bool:
+        """Whether errors of this request have OpenAI's form: on every path below /v1, unless it is one of Vertex AI's,
+        which often are there."""
+        vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
+        return f"{req.path}/".startswith("/v1/") and req.path not in vertex
+
     def seed(self, given: int | None) -> int:
         """The request's seed, or a new one (uint64): drawn here, so that whoever dies below, it stays the same."""
         return self.draws.getrandbits(64) if given is None else given

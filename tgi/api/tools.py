@@ -18,7 +18,7 @@ class Offer(NamedTuple):
         """What a request offers. Raises ApiError: 422 if its tools do not fit together, or not the rest of it."""
         form = request.response_format
         if request.tools is not None and form is not None and form.type != "text":
-            raise errors.tool("Grammar and tools are mutually exclusive")
+            raise errors.tool("Grammar and tools are mutually exclusive", "response_format")
         tools = request.tools or []
         match request.tool_choice:
             case "none":
@@ -41,16 +41,16 @@ def _named(tools: Sequence[Tool], choices: Sequence[str | NamedTool]) -> list[To
     """The tools that a choice names, in their own order. Raises ApiError if one is not there."""
     names = {choice.function.name if isinstance(choice, NamedTool) else choice for choice in choices}
     if not names:
-        raise errors.tool("`tool_choice` names no tool")
+        raise errors.tool("`tool_choice` names no tool", "tool_choice")
     for name in sorted(names - {tool.function.name for tool in tools}):
-        raise errors.tool(f"Tool with name {name} not found")
+        raise errors.tool(f"Tool with name {name} not found", "tool_choice")
     return [tool for tool in tools if tool.function.name in names]
 
 
 def _check(names: list[str]) -> None:
     """Raises ApiError for names that do not tell the tools apart."""
     if "" in names:
-        raise errors.tool("a tool needs a name")
+        raise errors.tool("a tool needs a name", "tools")
     for name in names:
         if names.count(name) > 1:
-            raise errors.tool(f"Tool names must be unique. Given twice: {name}")
+            raise errors.tool(f"Tool names must be unique. Given twice: {name}", "tools")

@@ -1,6 +1,7 @@
 """The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tgi.api import errors, grammar
@@ -45,9 +46,9 @@ class Ask(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A numbered condition that must not hold, and what the client is told if it does."""
+    """A condition that must not hold, and what the client is told if it does."""
 
-    number: str
+    param: str  # the field that it is about: of GenerateParameters (or `inputs`), or of the body
     broken: Callable[[Any], bool]  # of an Ask, or of the body of one of OpenAI's routes
     detail: str  # formatted with `ask`
     counted: bool = True  # in tgi_request_failure
@@ -65,41 +66,41 @@ def _share(value: float) -> bool:
 # fmt: off
 # Before a place among the concurrent requests is taken.
 EARLY = [
-    Rule("1a", lambda a: a.stream and _is(a.p.best_of, lambda v: v != 1),
+    Rule("best_of", lambda a: a.stream and _is(a.p.best_of, lambda v: v != 1),
          "`best_of` != 1 is not supported when streaming tokens"),
-    Rule("1b", lambda a: a.stream and bool(a.p.decoder_input_details),
+    Rule("decoder_input_details", lambda a: a.stream and bool(a.p.decoder_input_details),
          "`decoder_input_details` == true is not supported when streaming tokens"),
-    Rule("2a", lambda a: not a.stream and _is(a.p.best_of, lambda v: v > 1) and a.settings.max_best_of == 1,
+    Rule("best_of", lambda a: not a.stream and _is(a.p.best_of, lambda v: v > 1) and a.settings.max_best_of == 1,
          "`best_of` != 1 is not allowed for this endpoint", counted=False),
-    Rule("2b", lambda a: not a.stream and _is(a.p.best_of, lambda v: v > a.settings.max_best_of),
+    Rule("best_of", lambda a: not a.stream and _is(a.p.best_of, lambda v: v > a.settings.max_best_of),
          "`best_of` must be > 0 and <= {ask.settings.max_best_of}. Given: {ask.p.best_of}", counted=False),
 ]
 
-# After it. The rules on token counts (17 to 20) and on what a grammar says (22 to 24) are the tokenizer's.
+# After it. The rules on token counts and on what a grammar says are the tokenizer's.
 RULES = [
-    Rule("4", lambda a: _is(a.p.best_of, lambda v: v > 1) and not a.samples,
+    Rule("best_of", lambda a: _is(a.p.best_of, lambda v: v > 1) and not a.samples,
          "you must use sampling when `best_of` is > 1"),
-    Rule("5", lambda a: _is(a.p.temperature, lambda v: v <= 0), "`temperature` must be strictly positive"),
-    Rule("6", lambda a: _is(a.p.repetition_penalty, lambda v: v <= 0),
+    Rule("temperature", lambda a: _is(a.p.temperature, lambda v: v <= 0), "`temperature` must be strictly positive"),
+    Rule("repetition_penalty", lambda a: _is(a.p.repetition_penalty, lambda v: v <= 0),
          "`repetition_penalty` must be strictly positive"),
-    Rule("7", lambda a: not -2 <= a.frequency_penalty <= 2,
+    Rule("frequency_penalty", lambda a: not -2 <= a.frequency_penalty <= 2,
          "`frequency_penalty` must be >= -2.0 and <= 2.0"),
-    Rule("8", lambda a: _is(a.p.top_p, _share), "`top_p` must be > 0.0 and < 1.0"),
-    Rule("9", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
-    Rule("10", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
-    Rule("11", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
+    Rule("top_p", lambda a: _is(a.p.top_p, _share), "`top_p` must be > 0.0 and < 1.0"),
+    Rule("typical_p", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
+    Rule("top_k", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
+    Rule("max_new_tokens", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda a: _is(a.p.max_new_tokens, lambda v: v < (a.p.min_new_tokens or 0)),
          "`min_new_tokens` must be <= `max_new_tokens`. Given: {ask.p.min_new_tokens} and {ask.p.max_new_tokens}"),
-    Rule("12", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
+    Rule("stop", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
          "`stop` supports up to {ask.settings.max_stop_sequences} stop sequences. Given: {ask.stops}"),
-    Rule("13", lambda a: a.p.seed is not None and _is(a.p.best_of, lambda v: v > 1),
+    Rule("seed", lambda a: a.p.seed is not None and _is(a.p.best_of, lambda v: v > 1),
          "`seed` must not be set when `best_of` > 1"),
-    Rule("14", lambda a: _is(a.p.top_n_tokens, lambda v: v > a.settings.max_top_n_tokens),
+    Rule("top_n_tokens", lambda a: _is(a.p.top_n_tokens, lambda v: v > a.settings.max_top_n_tokens),
          "`top_n_tokens` must be >= 0 and <= {ask.settings.max_top_n_tokens}. Given: {ask.p.top_n_tokens}"),
-    Rule("15", lambda a: a.inputs == "", "`inputs` cannot be empty"),
-    Rule("16", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
+    Rule("inputs", lambda a: a.inputs == "", "`inputs` cannot be empty"),
+    Rule("truncate", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
          "`truncate` must be strictly positive and less than {ask.max_input_tokens}. Given: {ask.p.truncate}"),
-    Rule("21", lambda a: grammar.wanted(a.p.grammar)
+    Rule("grammar", lambda a: grammar.wanted(a.p.grammar)
          and (a.settings.disable_grammar_support or not grammar.readable(a.p.grammar)), "grammar is not supported"),
     Rule("logit_bias", lambda a: a.highest_biased >= a.vocab_size,
          "`logit_bias` must name token ids < {ask.vocab_size}. Given: {ask.highest_biased}"),
@@ -122,14 +123,15 @@ OPENAI = [
 COMPLETIONS = [
     Rule("best_of", lambda r: _is(r.best_of, lambda v: v != (r.n or 1)),
          "`best_of` other than `n` is not supported by this server"),
-    Rule("echo", lambda r: bool(r.echo) and _is(r.logprobs, lambda v: v > MOST_PROMPT_TOPS),
+    Rule("logprobs", lambda r: bool(r.echo) and _is(r.logprobs, lambda v: v > MOST_PROMPT_TOPS),
          f"`logprobs` must be <= {MOST_PROMPT_TOPS} with `echo`"),
 ]
 # fmt: on
 
 
-def check(ask: Any, rules: list[Rule]) -> None:
-    """Raises ApiError for the first rule that is broken."""
+def check(ask: Any, rules: list[Rule], names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises ApiError for the first rule that is broken. `names` are the request's own names of parameters."""
     for rule in rules:
         if rule.broken(ask):
-            raise errors.validation(rule.detail.format(ask=ask), counted=rule.counted)
+            param = names.get(rule.param, rule.param)
+            raise errors.validation(rule.detail.format(ask=ask), param=param, counted=rule.counted)

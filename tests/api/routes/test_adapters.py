@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import READY, Front, standard, two_tokens
+from tests.api.conftest import READY, Front, openai_error, standard, two_tokens
 from tests.api.test_lifecycle import Stream
 from tgi.kernel.messages import Adapt, Adapted, Generate
 from tgi.kernel.presence import Adapter
@@ -78,10 +78,13 @@ def test_a_name_that_is_none_is_refused_on_native_routes_and_the_model_on_openai
 
 def test_answers_name_the_adapter(serve_adapters: Any) -> None:
     front = serve_adapters()
-    for name, echoed in (("poems", "poems"), ("org/code", "org/code"), ("tgi", "m"), (None, "m")):
-        chat = front.post("/v1/chat/completions", json.dumps(CHAT | {"model": name}))
-        completion = front.post("/v1/completions", json.dumps({"prompt": "x", "model": name}))
-        assert [json.loads(reply.body)["model"] for reply in (chat, completion)] == [echoed, echoed]
+    for name, echoed in (("poems", "poems"), ("org/code", "org/code"), ("tgi", "m"), ("gpt-4o", "m"), (None, "m")):
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x"})):
+            whole = front.post(path, json.dumps(body | {"model": name}))
+            assert json.loads(whole.body)["model"] == echoed
+            streamed = front.post(path, json.dumps(body | {"model": name, "stream": True}))
+            events = [json.loads(event.removeprefix(b"data: ")) for event in streamed.body.split(b"\n\n")[:-2]]
+            assert {event["model"] for event in events} == {echoed}
 
 
 def test_they_are_listed_behind_the_model(serve_adapters: Any) -> None:
@@ -161,7 +164,9 @@ def test_names_and_paths_that_cannot_be(serve_adapters: Any, body: str, text: st
     front = serve_adapters(allow_adapter_updates=True)
     reply = front.post(LOAD, body)
     assert (reply.status, json.loads(reply.body)["error_type"]) == (422, "validation")
-    assert text in json.loads(reply.body)["error"]
+    error = json.loads(reply.body)["error"]
+    assert text in error["message"]
+    assert error["param"] in error["message"]
 
 
 def test_the_workers_reason_is_told(serve_adapters: Any) -> None:
@@ -169,7 +174,7 @@ def test_the_workers_reason_is_told(serve_adapters: Any) -> None:
     for path, body in ((LOAD, load()), (UNLOAD, '{"lora_name":"poems"}')):
         reply = front.post(path, body)
         assert reply.status == 422
-        assert json.loads(reply.body) == {"error": "Adapter error: its rank is 0", "error_type": "adapter_error"}
+        assert json.loads(reply.body) == openai_error(422, "adapter_error", "Adapter error: its rank is 0")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ def test_nothing_changes_without_leave_key_or_model(serve: Any, settings: dict[s
         assert reply.status == status
         if status == 403:
             assert json.loads(reply.body)["error_type"] == "forbidden"
-            assert "--allow-adapter-updates" in json.loads(reply.body)["error"]
+            assert "--allow-adapter-updates" in json.loads(reply.body)["error"]["message"]
     if status == 401:
         assert front.post(LOAD, load(), authorization="Bearer k").status == 200
 
@@ -201,4 +206,5 @@ def test_a_tokenizer_that_dies_is_not_the_end_of_it_but_many_are(serve_adapters:
             tokenizer.send(Adapted(tokenizer.next(Adapt).rid))
         reply = stream.rest()
         assert reply.status == (200 if deaths == 1 else 500)
-    assert json.loads(reply.body)["error"] == "Adapter error: the tokenizer died 3 times while it had this request"
+    text = "Adapter error: the tokenizer died 3 times while it had this request"
+    assert json.loads(reply.body) == openai_error(500, "adapter_error", text)

@@ -73,13 +73,29 @@ def test_while_starting(serve: Any) -> None:
     assert front.post("/generate", '{"inputs":"x"}').status == 200
 
 
-def test_a_stall_shows_in_health_but_not_in_the_stage(serve: Any) -> None:
+def test_a_stall_shows_in_health(serve: Any) -> None:
     front = serve()
-    front.tokenizers[0].send(Status(True, False, "", 100, LIMITS))
+    front.tokenizers[0].send(Status(True, False, "the worker finishes no step", 100, LIMITS))
     while (reply := front.get("/health")).status == 200:
         pass
     assert (reply.status, reply.body) == (503, UNHEALTHY)
-    assert "x-startup-stage" not in reply.headers
+    assert reply.headers["x-startup-stage"] == "the worker finishes no step"
+
+
+def test_recovery_shows_its_stage(serve: Any) -> None:
+    front = serve()
+    tokenizer = front.tokenizers[0]
+    for status, stage in (
+        (Status(False, True, "waiting for the worker", 0, LIMITS), "waiting for the worker 0%"),
+        (Status(False, True, "loading weights", 40, LIMITS), "loading weights 40%"),
+    ):
+        tokenizer.send(status)
+        while (reply := front.get("/health")).headers.get("x-startup-stage") != stage:
+            assert reply.status == 200 or "x-startup-stage" in reply.headers
+        assert (reply.status, reply.body) == (503, UNHEALTHY)
+    tokenizer.stop()
+    while (reply := front.get("/health")).headers["x-startup-stage"] != "starting tokenizers":
+        assert reply.status == 503
 
 
 def test_an_unexpected_error_tells_the_client_nothing_of_the_code(front: Front, monkeypatch: Any) -> None:

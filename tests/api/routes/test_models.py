@@ -1,8 +1,9 @@
 """GET /v1/models and /v1/models/{model}."""
 
+import json
 from typing import Any
 
-from tests.api.conftest import Front
+from tests.api.conftest import Front, openai_error
 
 MODEL = b'{"id":"m","object":"model","created":0,"owned_by":"m"}'
 
@@ -23,7 +24,7 @@ def test_an_unknown_one(front: Front) -> None:
     for path in ("/v1/models/x", "/v1/models/m/x", "/v1/models/"):
         reply = front.get(path)
         assert reply.status == 404
-        assert reply.body == b'{"error":"Model not found","error_type":"not_found"}'
+        assert json.loads(reply.body) == openai_error(404, "not_found", "Model not found", "model")
 
 
 def test_names_with_slashes(serve: Any) -> None:

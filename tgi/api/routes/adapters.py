@@ -48,13 +48,16 @@ class LoadResource(_Updates):
         request = await self._service.read(req, self.body)
         name, path = request.lora_name, request.lora_path
         if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
-            raise errors.validation(f"`lora_name` must have 1 to {LONGEST_NAME} printable characters", counted=False)
+            text = f"`lora_name` must have 1 to {LONGEST_NAME} printable characters"
+            raise errors.validation(text, param="lora_name", counted=False)
         if name in ("tgi", self._service.model_id):
-            raise errors.validation(f"`lora_name` {name} is what the base model is called", counted=False)
+            text = f"`lora_name` {name} is what the base model is called"
+            raise errors.validation(text, param="lora_name", counted=False)
         if not (PurePosixPath(path).is_absolute() and path.isprintable()):
             raise errors.validation(
                 "`lora_path` must be the absolute path of a directory on the server's host. Adapters of the Hub are "
                 "loaded at start, with --lora-adapters",
+                param="lora_path",
                 counted=False,
             )
         await self._adapt(req, name, path)
@@ -72,7 +75,7 @@ class UnloadResource(_Updates):
         self._allowed()
         name = (await self._service.read(req, self.body)).lora_name
         if name not in self._service.router.adapters:
-            raise errors.no_model()
+            raise errors.no_model("lora_name")
         await self._adapt(req, name, "")
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(ModelDeleted(name, "model", True))

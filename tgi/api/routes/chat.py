@@ -26,8 +26,11 @@ class ChatEvents:
     """One chunk per token, each with one choice; a last one with the usage if it is asked for. Of a divided answer a
     token has a chunk for each of its parts, or one if it has none."""
 
-    def __init__(self, calls: list[Generation], stamp: Stamp, logprobs: bool, usage: bool) -> None:
+    def __init__(
+        self, calls: list[Generation], stamp: Stamp, logprobs: bool, usage: bool, openai_errors: bool = True
+    ) -> None:
         self._calls = calls
+        self._openai_errors = openai_errors
         self._visible = [Visible() for _ in calls]
         self._replies: defaultdict[int, Reply] = defaultdict(Reply)  # of divided answers
         self._head = (
@@ -61,7 +64,7 @@ class ChatEvents:
         return events
 
     def failure(self, error: ApiError) -> str:
-        return openai.failure(error)
+        return openai.failure(error, self._openai_errors)
 
     def close(self) -> str:
         usage = f'{self._head}],"usage":{self._usage.render()}}}\n\n' if self._usage else ""
@@ -127,9 +130,10 @@ class ChatResource:
         """The same for a body that has been read."""
         accounting.arrived()
         calls = generations(self._service, request)
-        stamp = Stamp.new(self._service, "chatcmpl", request.model)
+        stamp = Stamp.new(self._service, "chatcmpl", calls[0].request.sampling.adapter)
         if request.stream:
-            events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted)
+            openai_errors = self._service.has_openai_errors(req)
+            events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted, openai_errors)
             await answering.stream(self._service, req, resp, calls, events, None)
             return
         finished = await answering.finish(self._service, req, calls, unreadable)
@@ -143,7 +147,7 @@ def generations(service: Service, request: ChatRequest) -> list[Generation]:
     chat = openai.chat_prompt(request, offer)
     check(request, OPENAI)
     if offer.tools and service.settings.disable_grammar_support:
-        raise errors.validation("grammar is not supported")
+        raise errors.validation("grammar is not supported", param="tools")
     top_n = request.top_logprobs or 0
     p = openai.parameters(request, service.router.adapters, request.max_new_tokens, top_n)
     choices = request.n or 1
@@ -155,4 +159,5 @@ def generations(service: Service, request: ChatRequest) -> list[Generation]:
         choices=choices,
         hide_stop=True,
         steering=Steering.of(request),
+        names=request.names,
     )

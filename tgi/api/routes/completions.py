@@ -27,8 +27,11 @@ from tgi.kernel.messages import End
 class CompletionEvents:
     """One event per token; the last one of each choice has its finish reason and usage."""
 
-    def __init__(self, calls: list[Generation], request: CompletionRequest, stamp: Stamp) -> None:
+    def __init__(
+        self, calls: list[Generation], request: CompletionRequest, stamp: Stamp, openai_errors: bool = True
+    ) -> None:
         self._calls = calls
+        self._openai_errors = openai_errors
         self._request = request
         self._choices = len(calls) // len(request.prompts)
         self._visible = [Visible() for _ in calls]
@@ -59,7 +62,7 @@ class CompletionEvents:
         return events
 
     def failure(self, error: ApiError) -> str:
-        return openai.failure(error)
+        return openai.failure(error, self._openai_errors)
 
     def close(self) -> str:
         if not self._request.usage_wanted:
@@ -168,11 +171,10 @@ class CompletionsResource:
         """The same for a body that has been read."""
         accounting.arrived()
         calls = self._generations(request)
-        # TGI names the served model, whatever was asked for; here an adapter answers under its own name.
         stamp = Stamp.new(self._service, "cmpl", calls[0].request.sampling.adapter)
         characters = sum(len(prompt) for prompt in request.prompts)
         if request.stream:
-            events = CompletionEvents(calls, request, stamp)
+            events = CompletionEvents(calls, request, stamp, self._service.has_openai_errors(req))
             await answering.stream(self._service, req, resp, calls, events, characters)
             return
         finished = await answering.finish(self._service, req, calls)
@@ -198,5 +200,6 @@ class CompletionsResource:
             choices=request.n or 1,
             hide_stop=True,
             steering=Steering.of(request),
+            names=request.names,
             prompt_tops=request.logprobs if request.echo else None,
         )

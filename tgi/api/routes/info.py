@@ -20,7 +20,7 @@ class Health:
         """Whether a request sent now would be computed."""
         router = self._service.router
         if not router.healthy:
-            raise errors.unhealthy("" if router.was_ready else router.stage)
+            raise errors.unhealthy(router.stage)
 
     on_head = on_get  # falcon leaves the body out
 

@@ -33,7 +33,7 @@ class ModelResource:
     async def on_get(self, req: Request, resp: Response, model: str) -> None:
         """The model of this name, or 404. Names hold slashes, encoded or not."""
         if model != self._service.model_id and model not in self._service.router.adapters:
-            raise errors.no_model()
+            raise errors.no_model("model")
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(model_info(self._service, model))
 

@@ -44,7 +44,7 @@ class NativeEvents:
         return events
 
     def failure(self, error: ApiError) -> str:
-        return f"data: {error.body.decode()}\n\n"
+        return f"data: {error.native().decode()}\n\n"
 
     def close(self) -> str:
         return ""

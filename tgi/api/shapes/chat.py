@@ -193,6 +193,11 @@ class ChatRequest(OpenAiRequest):
             raise ShapeError("duplicate field `max_tokens`")
 
     @property
+    def names(self) -> dict[str, str]:
+        newer = {} if self.max_completion_tokens is None else {"max_new_tokens": "max_completion_tokens"}
+        return super().names | {"top_n_tokens": "top_logprobs"} | newer
+
+    @property
     def max_new_tokens(self) -> int | None:
         """The limit, under either name."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens

@@ -35,6 +35,10 @@ class CompletionRequest(OpenAiRequest):
             raise ShapeError("Empty array detected. Do not use an empty array for the prompt.", "prompt")
 
     @property
+    def names(self) -> dict[str, str]:
+        return super().names | {"top_n_tokens": "logprobs", "inputs": "prompt"}
+
+    @property
     def prompts(self) -> list[str]:
         """The prompts as a list."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt

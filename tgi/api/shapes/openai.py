@@ -201,6 +201,11 @@ class OpenAiRequest(Struct, kw_only=True):
         check_seed(self.seed)
 
     @property
+    def names(self) -> dict[str, str]:
+        """The names here of TGI's parameters that have another one there."""
+        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "grammar": "response_format"}
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings as a list."""
         return stop_strings(self.stop)
