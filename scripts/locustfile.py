@@ -175,7 +175,8 @@ def _pause(response: ResponseContextManager, name: str) -> float:
 def _reason(body: str) -> str:
     """What an error's body says."""
     try:
-        return str(json.loads(body)["error"])
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
         return body[:200] or "without a reason"
 

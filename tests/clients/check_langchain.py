@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -132,8 +133,13 @@ def test_choices_and_logprobs() -> None:
 
 
 def test_refusals_keep_their_class() -> None:
-    with pytest.raises(openai.UnprocessableEntityError):
+    text = "Input validation error: `top_p` must be > 0.0 and < 1.0"
+    with pytest.raises(openai.UnprocessableEntityError, match=text):
         chat_openai(top_p=1.5).invoke(MESSAGES)
+    with pytest.raises(openai.UnprocessableEntityError, match=text):
+        list(chat_openai(top_p=1.5).stream(MESSAGES))
+    with pytest.raises(HfHubHTTPError, match="`temperature` must be strictly positive"):
+        ChatHuggingFace(llm=endpoint(), temperature=-1, max_tokens=12).invoke(MESSAGES)
 
 
 # Text models

@@ -251,7 +251,9 @@ def test_models(client: OpenAI) -> None:
     assert client.models.retrieve(model.id) == model
     with pytest.raises(openai.NotFoundError) as refusal:
         client.models.retrieve("gpt-17")
-    assert refusal.value.body == "Model not found"
+    assert (refusal.value.message, refusal.value.param) == ("Error code: 404 - Model not found", "model")
+    with pytest.raises(openai.NotFoundError, match="There is no route POST /v1/responses"):
+        client.responses.create(model="tgi", input="Hi")
 
 
 # The asynchronous client
@@ -306,37 +308,51 @@ def test_async_models() -> None:
 # Errors
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-REFUSED = {
-    "temperature": {"temperature": -1},
-    "top_p": {"top_p": 1.5},
-    "too long": {"messages": [{"role": "user", "content": "Hi " * 10_000}]},
-    "image": {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}]},
-}
+# What is wrong, the text that the exception shows, and its `param`.
+REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "temperature": (
+        {"temperature": -1}, "Input validation error: `temperature` must be strictly positive", "temperature"
+    ),
+    "top_p": ({"top_p": 1.5}, "Input validation error: `top_p` must be > 0.0 and < 1.0", "top_p"),
+    "type": (
+        {"seed": "x"},
+        'Failed to deserialize the JSON body into the target type: seed: invalid type: string "x", expected u64 at ',
+        "seed",
+    ),
+    "too long": ({"messages": [{"role": "user", "content": "Hi " * 10_000}]}, "Input validation error: `inputs`", None),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, IMAGE]}]},
+        "Input validation error: `image_url` parts are not supported",
+        "messages",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refusals_have_their_class_and_text(client: OpenAI, reason: str, stream: bool) -> None:
+    fields, text, param = REFUSED[reason]
     with pytest.raises(openai.UnprocessableEntityError) as refusal:
-        client.chat.completions.create(**CHAT | REFUSED[reason], stream=stream)
-    assert isinstance(refusal.value.body, str)
-    assert refusal.value.response.json()["error"] == refusal.value.body
-    if "messages" not in REFUSED[reason]:
+        client.chat.completions.create(**CHAT | fields, stream=stream)
+    assert f"Error code: 422 - {text}" in str(refusal.value)
+    assert (refusal.value.type, refusal.value.param, refusal.value.code) == ("validation", param, "422")
+    if "messages" not in fields:
         with pytest.raises(openai.UnprocessableEntityError) as refusal:
-            client.completions.create(prompt=PROMPT, **GREEDY | REFUSED[reason], stream=stream)
-        assert "Input validation error" in str(refusal.value.body)
+            client.completions.create(prompt=PROMPT, **GREEDY | fields, stream=stream)
+        assert f"Error code: 422 - {text}" in str(refusal.value)
 
 
 def test_async_refusals_have_their_class() -> None:
-    with pytest.raises(openai.UnprocessableEntityError):
-        run_async(lambda client: client.chat.completions.create(**CHAT | REFUSED["temperature"]))
+    fields, text, _ = REFUSED["temperature"]
+    with pytest.raises(openai.UnprocessableEntityError, match=text):
+        run_async(lambda client: client.chat.completions.create(**CHAT | fields))
 
 
 def test_a_key_is_asked_for() -> None:
     with OpenAI(base_url=f"{GUARDED_URL}/v1", api_key=KEY) as client:
         assert client.completions.create(model="tgi", prompt="Hi", max_tokens=1).choices
     with OpenAI(base_url=f"{GUARDED_URL}/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(openai.AuthenticationError, match="The API key is missing or wrong"):
             client.completions.create(model="tgi", prompt="Hi", max_tokens=1)
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(openai.AuthenticationError, match="The API key is missing or wrong"):
             client.chat.completions.create(model="tgi", messages=MESSAGES, max_tokens=1, stream=True)

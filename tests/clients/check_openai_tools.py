@@ -150,7 +150,7 @@ def test_a_call_that_is_cut_off(client: OpenAI, whole: ChatCompletion) -> None:
     cut = MUST | {"max_tokens": whole.usage.completion_tokens - 4}
     with pytest.raises(openai.UnprocessableEntityError) as refusal:
         client.chat.completions.create(**cut)
-    assert "Failed to parse generated text" in str(refusal.value.body)
+    assert "Tool error: Failed to parse generated text" in str(refusal.value)
     chunks = list(client.chat.completions.create(stream=True, **cut))
     assert chunks[-1].choices[0].finish_reason == "length"
 
@@ -159,4 +159,4 @@ def test_refusals(client: OpenAI) -> None:
     for wrong in ({"tool_choice": "fly"}, {"tools": [*TOOLS, TOOLS[0]]}, {"response_format": {"type": "json_object"}}):
         with pytest.raises(openai.UnprocessableEntityError) as refusal:
             client.chat.completions.create(**ASK | wrong)
-        assert "Tool error" in str(refusal.value.body)
+        assert "Tool error: " in str(refusal.value)

@@ -156,7 +156,6 @@ def test_without_a_server_one_message_says_so() -> None:
 EVENT = b'data: {"index":1,"token":{"id":5,"text":"a"},"generated_text":null,"details":null}\n\n'
 ERROR = b'data: {"error":"Request failed during generation: x","error_type":"generation"}\n\n'
 CHUNK = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"},"finish_reason":null}]}\n\n'
-COMPLETION = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 # Path and stream -> status, the length that the head promises (None: until the connection closes), the body.
 BROKEN = {
     ("/generate", False): (503, None, b'{"error":"unhealthy","error_type":"healthcheck"}'),
@@ -166,7 +165,7 @@ BROKEN = {
     ("/v1/chat/completions", False): (200, None, b'{"choices":[]}'),
     ("/v1/chat/completions", True): (200, None, CHUNK),
     ("/v1/completions", False): (401, None, b""),
-    ("/v1/completions", True): (200, 1000, COMPLETION),
+    ("/v1/completions", True): (503, None, b'{"error":{"message":"unhealthy"},"error_type":"healthcheck"}'),
 }
 REASONS = {
     "/generate": "503: unhealthy",
@@ -176,7 +175,7 @@ REASONS = {
     "/v1/chat/completions": "not an answer of this route: KeyError('usage')",
     "/v1/chat/completions [stream]": "truncated: the stream ended without its last event",
     "/v1/completions": "401: without a reason",
-    "/v1/completions [stream]": "broken off: Incomplete response.",
+    "/v1/completions [stream]": "503: unhealthy",
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,7 @@ from schemathesis.specs.openapi.checks import ignored_auth, negative_data_reject
 from tests.api.conformance import conforms
 from tests.live.server import Server
 from tgi.api.operations import KSERVE, OPERATIONS, Operation
+from tgi.api.serde import SHAPE
 
 EXAMPLES = int(os.environ.get("TGI_FUZZ_EXAMPLES", "0"))
 SECONDS = 30  # an answer that takes longer hangs
@@ -114,6 +116,7 @@ def shaped(ctx: Any, response: Response, case: Case) -> None:
     assert response.status_code in (200, 404, 422)
     if response.status_code == 422:
         assert response.headers["content-type"] == ["application/json"], response.content
+        assert SHAPE not in response.text
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -134,7 +137,8 @@ def test_other_methods_are_refused_everywhere(server: Server) -> None:
         allowed |= {"HEAD"} if "GET" in allowed else set()
         for method in {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "QUERY"} - allowed:
             answer = server.client.request(method, path, json={"inputs": "Hello"})
-            assert (answer.status_code, answer.content) == (405, b""), f"{method} {path}"
+            assert answer.status_code == 405, f"{method} {path}"
+            told(path, method, answer, "method_not_allowed")
             assert {*answer.headers["allow"].split(",")} == allowed, f"{method} {path}"
 
 
@@ -147,6 +151,8 @@ def test_other_content_types_are_refused_everywhere(server: Server, kind: str | 
         path = operation.path.format(model="m", version="1")
         answer = server.client.post(path, content=json.dumps({"inputs": "Hello"}), headers=headers)
         assert answer.status_code == 415, path
+        if path.startswith("/v1/"):
+            told(path, "POST", answer, "unsupported_media_type")
 
 
 def test_no_operation_that_wants_a_key_goes_without(tiny_llama: Path, tmp_path: Path) -> None:
@@ -162,7 +168,18 @@ def test_no_operation_that_wants_a_key_goes_without(tiny_llama: Path, tmp_path: 
         for path in (operation.path.format(model="m", version="1") for operation in POSTS.values()):
             for key in WRONG_KEYS:
                 answer = server.client.post(path, json={}, headers={"authorization": key} if key is not None else {})
-                assert (answer.status_code, answer.content) == (401, b""), f"{path} with {key!r}"
+                assert answer.status_code == 401, f"{path} with {key!r}"
+                told(path, "POST", answer, "unauthorized")
+
+
+def told(path: str, method: str, answer: httpx.Response, kind: str) -> None:
+    """A refusal without a body on TGI's routes is OpenAI's object below /v1."""
+    if method == "HEAD" or not path.startswith("/v1/"):
+        assert answer.content == b"", f"{method} {path}"
+        return
+    body = answer.json()
+    error = {"message": body["error"]["message"], "type": kind, "param": None, "code": answer.status_code}
+    assert body == {"error": error, "error_type": kind}, f"{method} {path}"
 
 
 def let_in(ctx: Any, response: Response, case: Case) -> None:

@@ -52,7 +52,9 @@ def whole(server: Server, **fields: Any) -> tuple[dict[str, Any], Calls] | None:
     """The message and its calls; None if it was cut off within one, which it says."""
     answer = server.client.post("/v1/chat/completions", json=ASK | fields)
     if answer.status_code == 422:
-        assert answer.json()["error"].startswith("Tool error: Failed to parse generated text: EOF"), answer.text
+        assert answer.json()["error"]["message"].startswith("Tool error: Failed to parse generated text: EOF"), (
+            answer.text
+        )
         return None
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -127,4 +129,4 @@ def test_schemas_that_cannot_be_enforced_are_refused(server: Server) -> None:
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
     answer = server.client.post("/v1/chat/completions", json=ASK | {"tools": [*TOOLS, wrong]})
     assert answer.status_code == 422
-    assert "`not`" in answer.json()["error"]
+    assert "`not`" in answer.json()["error"]["message"]

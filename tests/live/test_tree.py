@@ -285,8 +285,50 @@ def test_health_tells_of_a_death_before_there_is_a_successor(server: Server) -> 
         server.commands["up"].send_signal(signal.SIGSTOP)
         try:
             process.kill()
-            server.until(lambda: server.client.get("/health").status_code == 503, f"the death of {victim} is told")
+            server.until(lambda: not server.healthy(), f"the death of {victim} is told")
+            assert server.client.get("/health").headers["x-startup-stage"]
         finally:
             server.commands["up"].send_signal(signal.SIGCONT)
         server.ready()
         assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+
+
+def test_every_503_says_what_the_server_waits_for(server: Server) -> None:
+    """While the worker hangs, while there is none, and of a front end that has started meanwhile."""
+    for role in ("api", "tokenizer", "scheduler", "worker"):
+        server.start(role, "--stall-limit", "0.5")
+    server.ready()
+
+    def stage(path: str = "/health", body: Any = None) -> str | None:
+        """That of a 503; "" for other answers, None while no front end listens."""
+        try:
+            answer = httpx.request("GET" if body is None else "POST", server.url + path, json=body, **LOCAL)
+        except httpx.TransportError:
+            return None
+        return answer.headers["x-startup-stage"] if answer.status_code == 503 else ""
+
+    supervisor = server.commands["worker"]
+    supervisor.send_signal(signal.SIGSTOP)
+    try:
+        worker = server.processes()["worker-0"]
+        stream = server.stream("Hello", max_new_tokens=5000)
+        next(stream)
+        worker.suspend()
+        server.until(lambda: stage() == "the worker finishes no step", "the stall is told")
+        worker.kill()
+        server.until(lambda: stage() == "waiting for the worker 0%", "the death is told")
+        stream.close()  # type: ignore[attr-defined]
+        server.kill("api-0")
+        server.until(lambda: stage() == "waiting for the worker 0%", "the new front end knows of it")
+        chat = {"messages": [{"role": "user", "content": "Hello"}]}
+        for path, body in {
+            "/ping": None, "/": None, "/generate": {"inputs": "Hello"}, "/generate_stream": {"inputs": "Hello"},
+            "/v1/chat/completions": chat, "/v1/completions": {"prompt": "Hello", "stream": True},
+            "/invocations": chat, "/vertex": {"instances": [chat]}, "/tokenize": {"inputs": "Hello"},
+            "/chat_tokenize": chat,
+        }.items():  # fmt: skip
+            assert stage(path, body) == "waiting for the worker 0%", path
+    finally:
+        supervisor.send_signal(signal.SIGCONT)
+    server.until(lambda: stage() == "", "the server is ready again")
+    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
