@@ -62,6 +62,21 @@ def test_operation_ids_are_unique() -> None:
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.parametrize("path", [path for path in OURS["paths"] if path.startswith("/v1/")])
+def test_errors_below_v1_have_openais_form(path: str) -> None:
+    for described in OURS["paths"][path].values():
+        for status, response in described["responses"].items():
+            if status == "200":
+                continue
+            (content,) = response["content"].items()
+            assert content[0] == "application/json"
+            assert {"$ref": "#/components/schemas/OpenAiErrorResponse"} in content[1]["schema"].get(
+                "anyOf", [content[1]["schema"]]
+            )
+            example = content[1]["example"]
+            assert (str(example["error"]["code"]), example["error"]["type"]) == (status, example["error_type"])
+
+
 # --- no less than TGI's -----------------------------------------------------------------------------------------------
 
 
