@@ -68,12 +68,11 @@ def test_errors_below_v1_have_openais_form(path: str) -> None:
         for status, response in described["responses"].items():
             if status == "200":
                 continue
-            (content,) = response["content"].items()
-            assert content[0] == "application/json"
-            assert {"$ref": "#/components/schemas/OpenAiErrorResponse"} in content[1]["schema"].get(
-                "anyOf", [content[1]["schema"]]
-            )
-            example = content[1]["example"]
+            [(media, content)] = response["content"].items()
+            assert media == "application/json"
+            forms = content["schema"].get("anyOf", [content["schema"]])
+            assert {"$ref": "#/components/schemas/OpenAiErrorResponse"} in forms
+            example = content["example"]
             assert (str(example["error"]["code"]), example["error"]["type"]) == (status, example["error_type"])
 
 

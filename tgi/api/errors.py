@@ -86,7 +86,7 @@ class ApiError(Exception):
         return msgspec.json.encode(OpenAiStreamErrorResponse(error, self.error_type))
 
 
-# The `error_type` of a Rejection, which TGI has none for, by its status.
+# The `error_type` of a Rejection by its status. TGI sends these errors without one.
 REJECTION_TYPES = {
     400: "bad_request",
     401: "unauthorized",

@@ -53,8 +53,8 @@ class Reply(NamedTuple):
 
     @property
     def openai(self) -> tuple[Body, ...]:
-        """The bodies on routes with OpenAI's errors. TGI's form stays in the document where TGI's document has it, for
-        clients that are made from it; it is not sent."""
+        """The bodies on routes with OpenAI's errors. TGI's form stands next to OpenAI's for clients that are made from
+        TGI's document; it is not sent."""
         if self.error is None:
             return self.bodies
         shapes = (OpenAiErrorResponse,) if isinstance(self.error, Rejection) else (OpenAiErrorResponse, ErrorResponse)
