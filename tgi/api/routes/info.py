@@ -62,6 +62,7 @@ class InfoResource:
                 max_waiting_tokens=settings.max_waiting_tokens,
                 max_batch_size=limits.max_batch_size,
                 server_version=tgi.__version__,
+                generation_config=self._service.router.defaults.given,
             )
         )
 

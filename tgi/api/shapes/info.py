@@ -30,6 +30,13 @@ class Info(Answer, kw_only=True):
     max_waiting_tokens: Annotated[Size, doc(example=20)]
     max_batch_size: Annotated[Size | None, doc(example=64)]
     server_version: Annotated[str, doc("Version of this server", example="0.1.0")]
+    generation_config: Annotated[
+        dict[str, float],
+        doc(
+            "Sampling defaults of the /v1 routes, from the model's generation_config.json",
+            example={"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+    ]
 
 
 class ModelInfo(Answer):
