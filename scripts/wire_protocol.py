@@ -8,7 +8,7 @@ import re
 import sys
 import tokenize
 
-from tgi.kernel import answer, messages, presence
+from tgi.kernel import answer, messages, presence, sampling
 from tgi.kernel.codec import MAX_FRAME_BYTES
 from tgi.kernel.states import EVENTS, State
 
@@ -49,7 +49,7 @@ def page() -> str:
     parts.append("## Messages\n\n")
     for tag, cls in enumerate(messages.MESSAGES):
         parts.append(_section(f"### {tag} `{cls.__name__}`", cls))
-    inner = (presence.Limits, presence.Adapter, answer.Part, messages.Slot)
+    inner = (presence.Limits, presence.Adapter, sampling.SamplingDefaults, answer.Part, messages.Slot)
     parts += [_section(f"### `{cls.__name__}` (inside other messages)", cls) for cls in inner]
     parts.append("## Why a request ended\n\n" + _enum("reason", messages.Reason) + "\n")
     parts.append("## What a part of an answer is\n\n" + _enum("kind", answer.Kind) + "\n")

@@ -184,7 +184,8 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
-    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag", "draft_model_dir", "adapters"}
+    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag", "sampling_defaults", "draft_model_dir"}
+    derived |= {"adapters"}
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 

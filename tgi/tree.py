@@ -14,7 +14,7 @@ from tgi.kernel import arguments, log, metrics, rundir, tracing
 from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.progress import Progress
-from tgi.kernel.settings import Settings
+from tgi.kernel.settings import GENERATION_CONFIGS, Settings
 from tgi.kernel.shards import warn_of_idle_devices
 from tgi.kernel.spawn import Spec
 from tgi.kernel.supervise import Supervisor, listening_socket
@@ -97,7 +97,7 @@ def _listen(settings: Settings) -> socket.socket:
 
 def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) -> Settings:
     """The settings with the model directory that all roles read: found, downloaded or imported here, once."""
-    from tgi.hub.card import read_card
+    from tgi.hub.card import read_card, sampling_defaults
     from tgi.hub.origin import commit, pipeline_tag
     from tgi.hub.overlay import Changes, changed
     from tgi.hub.resolve import DEFAULT_MODEL, model_directory
@@ -113,14 +113,19 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
     )
     directory = fetched(settings.model_id, settings.revision, weights=settings.weights_cache_override is None)
     known = replace(named, model_sha=commit(directory), model_pipeline_tag=pipeline_tag(directory))
+    generation = settings.generation_config
     changes = Changes(
         rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
         tokenizer_config=_path(settings.tokenizer_config_path),
         weights=_path(settings.weights_cache_override),
+        generation_config=None if generation in GENERATION_CONFIGS else _path(generation),
     )
     directory = changed(directory, changes, settings.run_dir / "models")
     read_card(directory)  # refuses here, once and in the foreground, what no role could serve
     known = replace(known, model_dir=directory)
+    if generation != "tgi":
+        known = replace(known, sampling_defaults=sampling_defaults(directory))
+    logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
     return _with_adapters(_with_draft(known, fetched), progress) if "worker" in roles else known
 
 

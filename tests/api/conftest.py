@@ -26,6 +26,7 @@ from tgi.kernel.messages import Adapt, Adapted, Cancel, End, Generate, Reason, T
 from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
 from tgi.kernel.permits import Permits
 from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
+from tgi.kernel.sampling import SamplingDefaults
 from tgi.kernel.settings import Settings
 
 LIMITS = Limits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
@@ -72,6 +73,7 @@ class FakeTokenizer:
         self.address = address
         self.place = place
         self.answer = answer
+        self.defaults = SamplingDefaults()  # of its next life
         self.received: queue.Queue[Any] = queue.Queue()
         self._todo: queue.Queue[list[Any] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -100,7 +102,8 @@ class FakeTokenizer:
                 return message
 
     def _run(self, status: Status | None) -> None:
-        link = Link.bind(self.address, Hello(PROTOCOL, "tokenizer", self.place, os.urandom(8)))
+        hello = Hello(PROTOCOL, "tokenizer", self.place, os.urandom(8), defaults=self.defaults)
+        link = Link.bind(self.address, hello)
         try:
             while True:
                 link.socket.poll(2)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.models import model
-from tgi.hub.card import read_card
+from tgi.hub.card import _SAMPLING, read_card, sampling_defaults
 from tgi.kernel.errors import UserError
+from tgi.kernel.sampling import SamplingDefaults
 
 
 @pytest.fixture
@@ -63,6 +64,46 @@ def test_ends_of_text_come_from_the_generation_config_first(copy: Path) -> None:
     assert read_card(copy).eos_token_ids == (4, 5)
     change(copy / "config.json", eos_token_id=None)
     assert read_card(copy).eos_token_ids == ()
+
+
+def test_sampling_defaults_come_from_the_generation_config(copy: Path) -> None:
+    assert sampling_defaults(copy) == SamplingDefaults()
+    qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}
+    change(copy / "generation_config.json", **qwen3)
+    assert sampling_defaults(copy) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    (copy / "generation_config.json").write_text('{"temperature": null, "top_k": -1, "repetition_penalty": 1}')
+    assert sampling_defaults(copy) == SamplingDefaults(top_k=-1, repetition_penalty=1)
+    (copy / "generation_config.json").write_text('{"do_sample": false, "temperature": 0, "max_new_tokens": 5}')
+    assert sampling_defaults(copy) == SamplingDefaults(temperature=0)
+    (copy / "generation_config.json").unlink()
+    assert sampling_defaults(copy) == SamplingDefaults()
+
+
+def test_every_sampling_default_has_a_rule() -> None:
+    assert tuple(_SAMPLING) == SamplingDefaults._fields
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("temperature", "-1", "a number >= 0"),
+        ("temperature", '"0.6"', "a number >= 0"),
+        ("temperature", "true", "a number >= 0"),
+        ("temperature", "NaN", "a number >= 0"),
+        ("temperature", "1e39", "a number >= 0"),
+        ("temperature", "1" + "0" * 400, "a number >= 0"),
+        ("top_k", "-2", "a whole number >= -1"),
+        ("top_k", "20.5", "a whole number >= -1"),
+        ("top_k", "4294967296", "a whole number >= -1"),
+        ("top_p", "0", "a number > 0 and <= 1"),
+        ("top_p", "[0.9]", "a number > 0 and <= 1"),
+        ("repetition_penalty", "0", "a number > 0"),
+    ],
+)
+def test_a_sampling_default_that_cannot_be_used_is_refused(copy: Path, name: str, value: str, expected: str) -> None:
+    (copy / "generation_config.json").write_text(f'{{"{name}": {value}}}')
+    with pytest.raises(UserError, match=rf"generation_config\.json: {name} is .*; {expected} was expected"):
+        sampling_defaults(copy)
 
 
 def test_chat_templates_come_from_every_place(copy: Path) -> None:

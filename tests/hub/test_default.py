@@ -10,10 +10,11 @@ from tokenizers import Tokenizer
 
 from tests.dequantized import transformers_model
 from tests.models import demo_model
-from tgi.hub.card import read_card
+from tgi.hub.card import read_card, sampling_defaults
 from tgi.hub.default import SMOLLM2, default_model
 from tgi.hub.resolve import model_directory
 from tgi.kernel.errors import UserError
+from tgi.kernel.sampling import SamplingDefaults
 
 
 def quiet(stage: str, percent: int) -> None:
@@ -61,6 +62,7 @@ def test_its_card(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
     assert card.eos_token_ids == (2,)
     assert (card.bos_token, card.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert "named SmolLM, trained by Hugging Face" in card.chat_templates["default"]
+    assert sampling_defaults(fetched[0]) == SamplingDefaults(temperature=0.2)
 
 
 def test_its_tokenizer(fetched: tuple[Path, list[tuple[str, int]]]) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.make_gguf import write_gguf
 from tests.models import model
-from tgi.hub.card import read_card
+from tgi.hub.card import read_card, sampling_defaults
 from tgi.hub.gguf import reader, weights
 from tgi.hub.gguf.architecture import Wanted
 from tgi.hub.gguf.convert import convert
@@ -206,6 +206,14 @@ def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
 def test_several_ends_of_turn(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 4})
     assert read_card(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
+
+
+def test_recommended_sampling_is_kept(tmp_path: Path) -> None:
+    keys = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 0}
+    metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
+    result = imported(write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata), tmp_path / "out")
+    assert sampling_defaults(result)[:4] == (0.6, 20, 0.95, 1.1)
+    assert json.loads((result / "generation_config.json").read_text())["min_p"] == 0.05
 
 
 def test_rope_scaling_is_kept(tmp_path: Path) -> None:

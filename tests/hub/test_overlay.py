@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tgi.hub.card import read_card
+from tgi.hub.card import read_card, sampling_defaults
 from tgi.hub.overlay import Changes, changed
 from tgi.kernel.errors import UserError
+from tgi.kernel.sampling import SamplingDefaults
 
 INDEX = "model.safetensors.index.json"
 
@@ -84,6 +85,21 @@ def test_a_tokenizer_config_that_is_none_is_refused(tiny_llama: Path, tmp_path: 
     (given := tmp_path / "given.json").write_text(content)
     with pytest.raises(UserError, match=said):
         changed(tiny_llama, Changes(tokenizer_config=given), tmp_path)
+
+
+def test_a_generation_config_replaces_entries_and_leaves_the_rest(tiny_llama: Path, tmp_path: Path) -> None:
+    model = copy(tiny_llama, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 3], "temperature": 0.6, "top_k": 20}')
+    (given := tmp_path / "given").mkdir()
+    (given / "generation_config.json").write_text('{"temperature": 0.8, "top_k": null}')
+    directory = changed(model, Changes(generation_config=given), tmp_path / "place")
+    assert sampling_defaults(directory) == SamplingDefaults(temperature=0.8)
+    assert read_card(directory).eos_token_ids == (7, 3)
+    (model / "generation_config.json").unlink()
+    directory = changed(model, Changes(generation_config=given), tmp_path / "place")
+    assert sampling_defaults(directory) == SamplingDefaults(temperature=0.8)
+    with pytest.raises(UserError, match=r"vllm has no generation_config\.json.*`auto` .* or `tgi`"):
+        changed(model, Changes(generation_config=Path("vllm")), tmp_path / "place")
 
 
 def test_weights_come_from_another_directory(tiny_llama: Path, tmp_path: Path) -> None:

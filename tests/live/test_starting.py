@@ -85,6 +85,29 @@ def test_adapters_that_are_not_there_are_told_before_anything_starts(tiny_llama:
         assert "Traceback" not in said
 
 
+def test_a_generation_config_that_cannot_be_used_is_told_before_anything_starts(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": -1}')
+    for given, told in (
+        ("auto", "generation_config.json: temperature is -1; a number >= 0 was expected"),
+        ("vllm", "vllm has no generation_config.json"),
+    ):
+        server = up(model, tmp_path / "run", "--generation-config", given)
+        said, _ = server.communicate(timeout=PATIENCE_SECONDS)
+        assert server.returncode == 1
+        assert told in said.splitlines()[-1]
+        assert "Traceback" not in said
+    server = up(model, tmp_path / "run", "--generation-config", "tgi")
+    try:
+        assert server.stdout is not None
+        assert any(line.startswith("Ready in") for line in server.stdout)
+    finally:
+        server.terminate()
+        server.communicate(timeout=PATIENCE_SECONDS)
+
+
 def test_the_line_with_the_url_comes_when_all_are_ready_and_has_the_true_port(tiny_llama: Path, tmp_path: Path) -> None:
     server = up(tiny_llama, tmp_path / "run")
     assert server.stdout is not None

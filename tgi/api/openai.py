@@ -17,6 +17,7 @@ from tgi.api.shapes.native import GenerateParameters
 from tgi.api.shapes.openai import OpenAiRequest
 from tgi.api.tools import Offer
 from tgi.kernel.messages import End, Reason
+from tgi.kernel.sampling import SamplingDefaults
 
 DONE = "data: [DONE]\n\n"
 
@@ -44,6 +45,14 @@ def parameters(
         ignore_eos=request.ignore_eos,
         adapter_id=request.model if request.model in adapters else None,
     )
+
+
+def fill_in(request: OpenAiRequest, defaults: SamplingDefaults) -> None:
+    """Sets fields that are absent or null to the model's defaults. What a client sends holds, also values that mean
+    "off"."""
+    for name, value in defaults.given.items():
+        if getattr(request, name) is None:
+            setattr(request, name, value)
 
 
 def chat_prompt(request: ChatRequest, offer: Offer) -> bytes:

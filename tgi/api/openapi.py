@@ -33,7 +33,7 @@ def document(with_kserve: bool = False) -> dict[str, Any]:
             "title": "Text Generation Inference",
             "description": "Text Generation Webserver",
             "license": {"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
-            "version": tgi.__version__,
+            "version": tgi.CONTRACT_VERSION,
         },
         "paths": paths,
         "components": {

@@ -15,6 +15,7 @@ from tgi.kernel.link import Gone, Link, Peer
 from tgi.kernel.messages import Adapted, Cancel, End, Tokenized
 from tgi.kernel.permits import Permits
 from tgi.kernel.presence import Adapter, Hello, Limits, Status
+from tgi.kernel.sampling import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Router:
         self._permits = permits
         self._admitted = 0  # permits of generations that will be submitted before this turn of the loop ends
         self.limits: Limits | None = None  # known once a worker has been ready
+        self.defaults = SamplingDefaults()  # known once a tokenizer is up, which is before `limits`
         self.adapters: dict[str, Adapter] = {}  # those that a request may ask for, by name in their order of loading
         self.tokenizers = [Tokenizer(link) for link in links]
         self._rids = itertools.count(1)
@@ -216,6 +218,7 @@ class Router:
             case Hello():
                 log.info("%s is up", peer)
                 tokenizer.peer = peer
+                self.defaults = message.defaults
                 homeless, self._homeless = self._homeless, {}
                 for call in homeless:
                     self._place(call)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any
 from tgi.hub import peft
 from tgi.hub.safetensors import weight_files
 from tgi.kernel.errors import UserError
+from tgi.kernel.sampling import SamplingDefaults
 
 # fmt: off
 ENCODER_DECODERS = {
@@ -40,6 +41,15 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+# What each of SamplingDefaults may be. Requests carry float32, which has neither smaller nor larger numbers than these.
+_TINY, _HUGE = 1e-30, 1e30
+_SAMPLING: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a number >= 0", lambda value: value == 0 or _TINY <= value <= _HUGE),
+    "top_k": ("a whole number >= -1", lambda value: isinstance(value, int) and -1 <= value < 2**31),
+    "top_p": ("a number > 0 and <= 1", lambda value: _TINY <= value <= 1),
+    "repetition_penalty": ("a number > 0", lambda value: _TINY <= value <= _HUGE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,22 @@ def read_card(directory: Path) -> Card:
         weights=weight_files(directory),
         fingerprint=_fingerprint(directory),
     )
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """What the model's generation_config.json recommends. `do_sample` is not read: as in vLLM requests sample, and a
+    temperature of 0 means greedy. Raises UserError for a value that cannot be used."""
+    path = directory / "generation_config.json"
+    config = _json(path)
+    found = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+    for name, value in found.items():
+        expected, allowed = _SAMPLING[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or not allowed(value):
+            raise UserError(
+                f"{path}: {name} is {value!r}; {expected} was expected. Correct it, or start with "
+                "--generation-config tgi, which does not read it."
+            )
+    return SamplingDefaults(**found)
 
 
 class _Numbers:

@@ -26,6 +26,7 @@ class Changes:
     rope_factor: float | None = None  # of linear scaling
     tokenizer_config: Path | None = None  # a tokenizer_config.json, or a .jinja template
     weights: Path | None = None  # a directory of safetensors
+    generation_config: Path | None = None  # a directory with a generation_config.json
 
 
 def changed(directory: Path, changes: Changes, place: Path) -> Path:
@@ -42,6 +43,8 @@ def changed(directory: Path, changes: Changes, place: Path) -> Path:
         files["config.json"] = _with_rope(directory / "config.json", changes.rope_factor)
     if changes.tokenizer_config:
         files = _with_tokenizer_config(files, directory, changes.tokenizer_config)
+    if changes.generation_config:
+        files["generation_config.json"] = _with_generation_config(directory, changes.generation_config)
     name = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
     return cached(place / name, lambda temporary: _lay_out(files, temporary), lambda stage, percent: None)
 
@@ -94,10 +97,25 @@ def _with_tokenizer_config(files: Files, directory: Path, path: Path) -> Files:
     if path.suffix == ".jinja":
         return {name: kept for name, kept in files.items() if name not in TEMPLATES} | {"chat_template.jinja": path}
     given = _object(path)
-    own = _object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
     dropped = TEMPLATES if given.get("chat_template") else ()
     kept = {name: content for name, content in files.items() if name not in dropped}
-    return kept | {"tokenizer_config.json": json.dumps(own | given)}
+    return kept | {"tokenizer_config.json": _merged(directory / "tokenizer_config.json", given)}
+
+
+def _with_generation_config(directory: Path, place: Path) -> str:
+    """The entries of the file in `place` over the model's own."""
+    path = place / "generation_config.json"
+    if not path.is_file():
+        raise UserError(
+            f"`generation_config` {place} has no generation_config.json. Name a directory that has one, `auto` for the "
+            "model's own, or `tgi` for TGI's defaults."
+        )
+    return _merged(directory / path.name, _object(path))
+
+
+def _merged(path: Path, given: dict[str, Any]) -> str:
+    """The JSON object in the model's file, which need not exist, with the given entries over its own."""
+    return json.dumps((_object(path) if path.is_file() else {}) | given)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -5,6 +5,8 @@ These belong to no request; messages.py says which way each message goes.
 
 from typing import NamedTuple
 
+from tgi.kernel.sampling import SamplingDefaults
+
 PROTOCOL = 1
 
 
@@ -23,6 +25,7 @@ class Hello(NamedTuple):
     model: str = ""
     epoch: int = 0
     rank: int = 0
+    defaults: SamplingDefaults = SamplingDefaults()  # of a tokenizer: what its front ends apply to requests on /v1
 
 
 class Refused(NamedTuple):

@@ -3,6 +3,21 @@
 from typing import NamedTuple
 
 
+class SamplingDefaults(NamedTuple):
+    """The sampling parameters that the model's generation_config.json recommends, under its names. Requests on /v1 that
+    lack a field of the same name get the value. None: the config says nothing."""
+
+    temperature: float | None = None  # 0: greedy
+    top_k: int | None = None  # 0 and -1: off
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        """Those that the config names."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
 class Sampling(NamedTuple):
     """How one request draws its tokens. Off values are the defaults; formulas in worker/sampling.py.
 

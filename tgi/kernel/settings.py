@@ -22,7 +22,9 @@ from tgi.kernel.option import (
     tcp_port,
     text,
 )
+from tgi.kernel.sampling import SamplingDefaults
 
+GENERATION_CONFIGS = ("auto", "tgi")  # what --generation-config may name besides a directory
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What plain weights may be made at load, by the names of `--quantize`: those of other makers mean the nearest of ours.
 MADE_AT_LOAD = {
@@ -112,6 +114,13 @@ class Settings:
         None,
         "A tokenizer_config.json whose entries replace the model's (the chat template, say), or a .jinja file.",
         text,
+    )
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults on /v1: auto takes those of the model's generation_config.json, tgi those of TGI. Or a "
+        "directory with a generation_config.json, whose entries replace the model's.",
+        text,
+        env=("TGI_GENERATION_CONFIG",),
     )
     huggingface_hub_cache: str | None = setting(None, "Where Hub models are kept.", text)
     weights_cache_override: str | None = setting(
@@ -277,6 +286,7 @@ class Settings:
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub
     model_pipeline_tag: str | None = None
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # as `generation_config` asks for
     draft_model_dir: Path | None = None  # the resolved draft_model_id
     adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each of lora_adapters
 
@@ -291,6 +301,7 @@ class Settings:
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         paths = ("run_dir", "model_dir", "draft_model_dir")
         values |= {name: Path(values[name]) for name in paths if values.get(name) is not None}
+        values["sampling_defaults"] = SamplingDefaults(*values["sampling_defaults"])
         values["adapters"] = tuple((name, directory) for name, directory in values["adapters"])
         return cls(**values)
 

@@ -26,7 +26,8 @@ def main(process: Process) -> None:
     tracer = tracing.tracer(process.settings, process.name)
     pool = Pool(Vocabulary.load(card), Chats.load(card), tracer=tracer)
     hello = process.hello(card.fingerprint)
-    front = Link.bind(process.address(f"tok-{process.place}.front"), hello)
+    defaults = process.settings.sampling_defaults
+    front = Link.bind(process.address(f"tok-{process.place}.front"), hello._replace(defaults=defaults))
     down = Link.connect(process.address("sched-0.front"), hello)
     process.watch(front)
     process.watch(down)

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import tgi
 from tests.api.conftest import LIMITS, READY, Front
 from tgi.kernel.presence import Status
 
@@ -23,7 +24,7 @@ def test_info(front: Front) -> None:
     assert reply.body.startswith(
         b'{"model_id":"m","model_sha":null,"model_pipeline_tag":null,"max_concurrent_requests":128,"max_best_of":2,'
         b'"max_stop_sequences":4,"max_input_tokens":2047,"max_total_tokens":2048,"validation_workers":1,'
-        b'"max_client_batch_size":4,"router":"text-generation-router","version":"'
+        b'"max_client_batch_size":4,"router":"text-generation-router","version":"3.3.6"'
     )
     older = {"model_dtype": "torch.float32", "model_device_type": "cpu", "max_input_length": 2047}
     older |= {"waiting_served_ratio": 0.3, "max_batch_total_tokens": 32768, "max_waiting_tokens": 20}
@@ -31,6 +32,7 @@ def test_info(front: Front) -> None:
     assert older | {"max_batch_size": 64, "sha": None, "docker_label": None} == {
         key: info[key] for key in [*older, "max_batch_size", "sha", "docker_label"]
     }
+    assert info["server_version"] == tgi.__version__
 
 
 def test_tokenize(front: Front) -> None:

@@ -143,6 +143,7 @@ class ChatResource:
 
 def generations(service: Service, request: ChatRequest) -> list[Generation]:
     """The generations of a chat, one for each choice. Raises ApiError if they may not be computed."""
+    openai.fill_in(request, service.router.defaults)
     offer = Offer.of(request)
     chat = openai.chat_prompt(request, offer)
     check(request, OPENAI)

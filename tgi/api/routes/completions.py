@@ -188,6 +188,7 @@ class CompletionsResource:
             raise errors.suffix()
         if len(request.prompts) > limit:
             raise errors.batch_size(limit)
+        openai.fill_in(request, self._service.router.defaults)
         check(request, OPENAI)
         check(request, COMPLETIONS)
         p = openai.parameters(request, self._service.router.adapters, request.max_tokens, request.logprobs or 0)

@@ -51,7 +51,7 @@ class InfoResource:
                 validation_workers=settings.validation_workers,
                 max_client_batch_size=settings.max_client_batch_size,
                 router="text-generation-router",
-                version=tgi.__version__,
+                version=tgi.CONTRACT_VERSION,
                 sha=settings.git_sha,
                 docker_label=settings.docker_label,
                 model_dtype=f"torch.{limits.dtype}",
@@ -61,6 +61,8 @@ class InfoResource:
                 max_batch_total_tokens=limits.max_batch_total_tokens,
                 max_waiting_tokens=settings.max_waiting_tokens,
                 max_batch_size=limits.max_batch_size,
+                server_version=tgi.__version__,
+                generation_config=self._service.router.defaults.given,
             )
         )
 

@@ -40,7 +40,7 @@ class ServerResource:
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """Name, version and extensions."""
-        metadata = ServerMetadata("text-generation-inference", tgi.__version__, ["health", "models", "metrics"])
+        metadata = ServerMetadata("text-generation-inference", tgi.CONTRACT_VERSION, ["health", "models", "metrics"])
         _answer(resp, metadata)
 
     on_head = on_get  # falcon leaves the body out

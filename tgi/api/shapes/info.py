@@ -6,7 +6,7 @@ from tgi.api.shapes.types import Answer, Size, doc
 
 
 class Info(Answer, kw_only=True):
-    """The model and the limits, as measured: the keys of TGI 3.3.6, then those that 1.4.2 had besides."""
+    """The model and the measured limits: the keys of TGI 3.3.6, those that only 1.4.2 had, then this server's own."""
 
     model_id: Annotated[str, doc("Model info", example="bigscience/blomm-560m")]
     model_sha: Annotated[str | None, doc(example="e985a63cdc139290c5f700ff1929f0b5942cced2")] = None
@@ -19,7 +19,7 @@ class Info(Answer, kw_only=True):
     validation_workers: Annotated[Size, doc(example=2)]
     max_client_batch_size: Annotated[Size, doc(example=32)]
     router: Annotated[str, doc("Router Info", example="text-generation-router")]
-    version: Annotated[str, doc(example="0.5.0")]
+    version: Annotated[str, doc("The TGI release whose contract is served", example="3.3.6")]
     sha: str | None = None
     docker_label: str | None = None
     model_dtype: Annotated[str, doc(example="torch.bfloat16")]
@@ -29,6 +29,14 @@ class Info(Answer, kw_only=True):
     max_batch_total_tokens: Annotated[Size, doc(example=16000)]
     max_waiting_tokens: Annotated[Size, doc(example=20)]
     max_batch_size: Annotated[Size | None, doc(example=64)]
+    server_version: Annotated[str, doc("Version of this server", example="0.1.0")]
+    generation_config: Annotated[
+        dict[str, float],
+        doc(
+            "Sampling defaults of the /v1 routes, from the model's generation_config.json",
+            example={"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+    ]
 
 
 class ModelInfo(Answer):

@@ -15,6 +15,14 @@ WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word that is a 
 BOS_BY_DEFAULT = LLAMA3 | {"tekken"}
 
 CONTROL = 3  # token_type of special tokens
+# Recommended sampling: names of generation_config.json -> keys behind "general.sampling." (gguf-py, constants.py).
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
@@ -99,8 +107,14 @@ def tokenizer_config(file: GGUF, context: int) -> dict[str, Any]:
 
 
 def generation_config(file: GGUF) -> dict[str, Any]:
-    """generation_config.json: every id that ends a turn, and the other special ids."""
+    """generation_config.json: every id that ends a turn, the other special ids, and the recommended sampling."""
     config: dict[str, Any] = {"_from_model_config": True}
+    for name, key in SAMPLING.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if value is not None:
+            # 0.6 stored as float32 reads 0.6000000238418579
+            config[name] = float(f"{value:.7g}") if isinstance(value, float) else value
+            config["do_sample"] = True
     ends = [token[0] for role in ("eos", "eot", "eom") if (token := _token(file, role)) is not None]
     if ends:
         distinct = list(dict.fromkeys(ends))

@@ -1,0 +1,104 @@
+"""The defaults that a model's generation_config.json gives requests on /v1, and what requests say against them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Front, standard
+from tgi.kernel.messages import Generate, Sampling
+from tgi.kernel.sampling import SamplingDefaults
+from tgi.kernel.settings import Settings
+
+DEFAULTS = SamplingDefaults(temperature=0.5, top_k=20, top_p=0.75, repetition_penalty=1.25)
+MESSAGES = [{"role": "user", "content": "x"}]
+CHAT, COMPLETION, NATIVE = {"messages": MESSAGES}, {"prompt": "x"}, {"inputs": "x"}
+V1 = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", COMPLETION),
+    ("/invocations", CHAT),
+    ("/invocations", COMPLETION),
+    ("/vertex", {"instances": [CHAT]}),
+]
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    front = Front(Settings(validation_workers=1, hostname="127.0.0.1"), tmp_path_factory.mktemp("front"), standard)
+    front.start()
+    front.tokenizers[0].defaults = DEFAULTS
+    front.tokenizers[0].start()
+    front.until_ready()
+    yield front
+    front.stop()
+
+
+def drawn(front: Front, path: str, body: dict[str, Any]) -> Sampling:
+    """How the tokens of a request are drawn."""
+    assert front.post(path, json.dumps(body)).status == 200
+    return front.tokenizers[0].next(Generate).sampling  # type: ignore[no-any-return]
+
+
+def values(sampling: Sampling) -> tuple[float, ...]:
+    return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+
+
+@pytest.mark.parametrize(("path", "body"), V1)
+def test_what_a_request_leaves_out_is_the_model_s(front: Front, path: str, body: dict[str, Any]) -> None:
+    sampling = drawn(front, path, body)
+    assert values(sampling) == DEFAULTS
+    assert sampling.samples
+
+
+@pytest.mark.parametrize("path", ["/generate", "/", "/invocations"])
+@pytest.mark.parametrize("parameters", [{}, {"do_sample": True}, {"temperature": 0.9}])
+def test_native_routes_keep_tgi_s(front: Front, path: str, parameters: dict[str, Any]) -> None:
+    sampling = drawn(front, path, NATIVE | {"parameters": parameters})
+    assert sampling.temperature in (1.0, pytest.approx(parameters.get("temperature", 1.0)))
+    assert values(sampling)[1:] == (0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 1}, (1.0, 20, 0.75, 1.25)),
+        ({"temperature": 0.25, "top_k": 3}, (0.25, 3, 0.75, 1.25)),
+        ({"top_k": 0}, (0.5, 0, 0.75, 1.25)),
+        ({"top_k": -1, "top_p": 1}, (0.5, 0, 1.0, 1.25)),
+        ({"repetition_penalty": 1}, (0.5, 20, 0.75, 1.0)),
+        ({"temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1}, (1.0, 0, 1.0, 1.0)),
+        ({"temperature": None, "top_k": None, "top_p": None, "repetition_penalty": None}, DEFAULTS),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), V1[:2])
+def test_what_a_request_says_holds(
+    front: Front, path: str, body: dict[str, Any], fields: dict[str, Any], expected: tuple[float, ...]
+) -> None:
+    assert values(drawn(front, path, body | fields)) == expected
+
+
+@pytest.mark.parametrize(("path", "body"), V1[:2])
+def test_temperature_0_is_greedy_whatever_the_defaults(front: Front, path: str, body: dict[str, Any]) -> None:
+    sampling = drawn(front, path, body | {"temperature": 0})
+    assert not sampling.samples
+    assert sampling.repetition_penalty == 1.25
+
+
+def test_a_default_temperature_of_0_is_greedy(tmp_path: Path) -> None:
+    front = Front(Settings(validation_workers=1, hostname="127.0.0.1"), tmp_path, standard)
+    front.start()
+    front.tokenizers[0].defaults = SamplingDefaults(temperature=0.0, top_k=20)
+    front.tokenizers[0].start()
+    front.until_ready()
+    for path, body in V1[:2]:
+        assert not drawn(front, path, body).samples
+        assert drawn(front, path, body | {"temperature": 1}).top_k == 20
+    front.stop()
+
+
+def test_info_shows_what_is_in_force(front: Front) -> None:
+    info = json.loads(front.get("/info").body)
+    assert info["generation_config"] == {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "repetition_penalty": 1.25}
+    assert [*info][-2:] == ["server_version", "generation_config"]

@@ -1,0 +1,56 @@
+"""A model's generation_config.json through a whole tree: requests on /v1 draw as it says, native ones as in TGI."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.live.server import Server
+from tests.models import model
+
+QWEN3: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+TGI: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1}
+PROMPT = "The capital of France is"
+
+
+def chat(server: Server, **fields: Any) -> str:
+    body = {"messages": [{"role": "user", "content": PROMPT}], "seed": 7, "max_tokens": 24, **fields}
+    answer = server.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def complete(server: Server, **fields: Any) -> str:
+    answer = server.client.post("/v1/completions", json={"prompt": PROMPT, "seed": 7, "max_tokens": 24, **fields})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def native(server: Server, **parameters: Any) -> str:
+    return str(server.generate(PROMPT, seed=7, do_sample=True, max_new_tokens=24, **parameters)["generated_text"])
+
+
+def test_it_gives_the_defaults_of_v1(tmp_path: Path) -> None:
+    directory = shutil.copytree(model("llama"), tmp_path / "model")
+    config = json.loads((directory / "generation_config.json").read_text())
+    (directory / "generation_config.json").write_text(json.dumps(config | {"do_sample": True, **QWEN3}))
+    arguments = ("--model-id", str(directory), "--dtype", "float32", "--validation-workers", "1")
+    with Server(tmp_path / "run", *arguments) as server:
+        server.start().ready()
+        assert server.client.get("/info").json()["generation_config"] == QWEN3
+        model_s, tgi_s = chat(server, **QWEN3), chat(server, **TGI)
+        assert model_s != tgi_s
+        assert chat(server) == chat(server, top_p=None, temperature=None) == model_s
+        assert complete(server) == complete(server, **QWEN3) == native(server, **QWEN3)
+        assert complete(server, **TGI) == native(server)
+        assert chat(server, temperature=0) == chat(server, **TGI | {"temperature": 0})
+        server.kill("tokenizer-0")
+        assert chat(server) == model_s
+        server.kill("api-0")
+        server.until(server.healthy, "the new front end knows the tokenizer")
+        assert chat(server) == model_s
+    with Server(tmp_path / "run", *arguments, env={"TGI_GENERATION_CONFIG": "tgi"}) as server:
+        server.start().ready()
+        assert server.client.get("/info").json()["generation_config"] == {}
+        assert chat(server) == chat(server, **TGI) == tgi_s
+        assert chat(server, **QWEN3) == model_s
