@@ -31,7 +31,7 @@ class Steps:
         is over stay with it (`Request.last`)."""
         begun = time.perf_counter()
         method = "decode"
-        ids, special = ints(tokens.ids), self._vocabulary.special
+        ids = ints(tokens.ids)
         tops = Tops(tokens) if tokens.top_counts else None
         stopped: list[int] = []
         end = 0
@@ -50,11 +50,11 @@ class Steps:
                 number = ids[at]
                 text = request.push(number)
                 columns.texts.append(text)
-                columns.special.append(number in special)
+                columns.special.append(not request.visible)
                 if request.held:
                     columns.hold(request.held)
                 if request.division is not None:
-                    columns.divide(request.division.push(number, text, request.held))
+                    columns.divide(request.division.push(number, text, request.held, request.visible))
                 at += 1
             columns.rids.append(request.asked.rid)
             columns.counts.append(at - first)
