@@ -33,16 +33,16 @@ class Request:
 
     `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
     stop strings are hidden they come first, so that none is ever in the text. So do the stop tokens of the request.
-    `held` characters at the end of `texts` must not be shown yet. `visible` says whether the text of the latest token
-    belongs to `texts`.
+    `held` characters at the end of `texts` must not be shown yet. `hidden` says whether the text of the latest token is
+    left out of `texts`.
 
     A stop string that is complete before `min_new_tokens` are generated is text like any other.
     """
 
     __slots__ = (
-        "_asked_stop_ids", "_curtain", "_decoder", "_least", "_skipped", "_stop", "api", "asked", "chats", "division",
-        "generated", "held", "last", "max_new_tokens", "prompt", "reason", "received", "rid", "stage", "stop_ids",
-        "submitted", "teller", "texts", "validation_us", "visible",
+        "_asked_stop_ids", "_curtain", "_decoder", "_hidden", "_least", "_stop", "api", "asked", "chats", "division",
+        "generated", "held", "hidden", "last", "max_new_tokens", "prompt", "reason", "received", "rid", "stage",
+        "stop_ids", "submitted", "teller", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -59,15 +59,15 @@ class Request:
         self.validation_us = 0
         self.teller: PromptTeller | None = None  # of the prompt's tokens, if they are wanted
         self.generated = array(INT32)
-        self.texts: list[str] = []  # of the visible tokens
-        self.visible = True
+        self.texts: list[str] = []  # of the tokens that are not hidden
+        self.hidden = False
         self.reason: Reason | None = None
         self.last: Columns | None = None  # the last tokens: they go up with the End, since the api shows both as one
         self.held = 0
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
         self._asked_stop_ids = frozenset(ints(asked.stop_token_ids))
-        self._skipped: frozenset[int] = frozenset()  # ids whose text is left out wherever they stand
+        self._hidden: frozenset[int] = frozenset()  # ids whose text is left out
         self._decoder: Decoder | None = None
         self._least = 0  # tokens that come before any stop string counts
         self.division: Division | None = None  # if the answer is divided: to be given each token that is pushed
@@ -100,18 +100,21 @@ class Request:
             sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack(INT32, map(len, words)))
         self.asked = self.asked._replace(sampling=sampling)
         if self.asked.skip_special_tokens:
-            self._skipped = vocabulary.special
+            self._hidden = vocabulary.special
+        if self.asked.hide_stop and not self.stop_ids <= self._hidden:
+            self._hidden |= self.stop_ids
         if self.asked.prompt_from is not None:
             self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
         if self.prompt.answer is not None:
             self.division = Division(self.prompt.answer, marks)
-            self._skipped |= marks.ids
+            if not marks.ids <= self._hidden:
+                self._hidden |= marks.ids
         for number in ints(self.asked.resume):
             if self.reason is None:
                 text = self.push(number)
                 if self.division is not None:
-                    self.division.push(number, text, self.held, self.visible)
+                    self.division.push(number, text, self.held, self.hidden)
 
     def prompted(self) -> Iterator[Prompted | PromptTokens]:
         """What the api is told of the prompt before anything comes from the scheduler. To be called once."""
@@ -126,21 +129,18 @@ class Request:
         assert self._decoder is not None
         self.generated.append(number)
         text = self._decoder.feed(number)
-        ends = number in self.stop_ids
-        if ends and number in self._asked_stop_ids:
-            self.reason = Reason.EOS
-        elif len(self.generated) >= self.max_new_tokens:
+        if len(self.generated) >= self.max_new_tokens and number not in self._asked_stop_ids:
             self.reason = Reason.LENGTH
-        elif ends:
+        elif number in self.stop_ids:
             self.reason = Reason.EOS
         elif self._stop is not None and (match := self._stop.feed(text, self._long_enough)) is not None:
             self.reason = Reason.STOP
             text = text[: match.end]
-        self.visible = number not in self._skipped and not (ends and self.asked.hide_stop)
-        if text and self.visible:
+        self.hidden = number in self._hidden
+        if text and not self.hidden:
             self.texts.append(text)
         if self._curtain is not None:
-            self._hide(self._curtain.feed(text, not self.visible, self._long_enough), self._curtain.held)
+            self._hide(self._curtain.feed(text, self.hidden, self._long_enough), self._curtain.held)
         return text
 
     @property
