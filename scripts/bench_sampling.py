@@ -34,8 +34,13 @@ from tgi.worker.watermark import Watermark
 CPU = torch.device("cpu")
 PROMPT, LENGTH = 128, 256
 BIASED = 20
+WORDS, WORD = 20, 3
 
 BIAS: dict[str, Any] = {"bias_ids": pack(INT32, range(BIASED)), "biases": pack(FLOAT32, [1.0] * BIASED)}
+BAD_WORDS: dict[str, Any] = {
+    "bad_word_ids": pack(INT32, range(WORDS * WORD)),
+    "bad_word_lengths": pack(INT32, [WORD] * WORDS),
+}
 ENDS: dict[str, Any] = {"min_new_tokens": LENGTH, "end_ids": pack(INT32, [2])}
 KINDS = {
     "greedy": Sampling(0),
@@ -45,19 +50,20 @@ KINDS = {
     "top_p 0.9": Sampling(0, top_p=0.9),
     "top_p 0.9, temperature 3": Sampling(0, top_p=0.9, temperature=3.0),
     "typical_p 0.9": Sampling(0, typical_p=0.9),
+    "min_p 0.1": Sampling(0, min_p=0.1),
     "greedy, repetition penalty": Sampling(0, repetition_penalty=1.1),
     "greedy, frequency penalty (TGI's)": Sampling(0, frequency_penalty=0.5),
     "greedy, frequency and presence penalty (OpenAI's)": Sampling(0, count_penalty=0.5, presence_penalty=0.5),
     f"greedy, {BIASED} biases": Sampling(0, **BIAS),
+    f"greedy, {WORDS} bad words of {WORD} tokens": Sampling(0, **BAD_WORDS),
     "greedy, a least length": Sampling(0, **ENDS),
     "greedy, 5 likeliest": Sampling(0, top_n=5),
     "greedy, a grammar's mask": Sampling(0, grammar="any"),
     "greedy, watermark": Sampling(0, watermark=True),
     "greedy, watermark, new lists": Sampling(0, watermark=True),
 }
-KINDS["everything"] = Sampling(
-    0, False, 0.8, 40, 0.9, 1.1, 5, 0, 0.9, 0.5, 0.5, 0.5, grammar="any", watermark=True, **BIAS, **ENDS
-)
+ALL: dict[str, Any] = {"grammar": "any", "watermark": True, "min_p": 0.01, **BIAS, **BAD_WORDS, **ENDS}
+KINDS["everything"] = Sampling(0, False, 0.8, 40, 0.9, 1.1, 5, 0, 0.9, 0.5, 0.5, 0.5, **ALL)
 
 
 class Bench(NamedTuple):

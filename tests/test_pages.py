@@ -9,6 +9,7 @@ import pytest
 
 from tests.test_cli import FLAGS
 from tgi.api import protocol, router, sse, steering
+from tgi.api.shapes import openai
 from tgi.api.validation import COMPLETIONS, OPENAI, RULES
 from tgi.hub.grammar import LIMITS
 from tgi.kernel.arguments import load
@@ -44,6 +45,8 @@ NUMBERS = [
     ("grammars.md", f"keeps the answers to the last {grammar.KEPT}."),
     ("compatibility.md", f"stopped at {template.MAX_CHARACTERS >> 20} MiB or {template.MAX_SECONDS:g} s"),
     ("compatibility.md", f"up to {steering.MOST_BIASES} tokens of the vocabulary"),
+    ("compatibility.md", f"up to {openai.MAX_STOP_TOKEN_IDS} ids of the vocabulary"),
+    ("compatibility.md", f"up to {openai.MAX_BAD_WORDS} words of {openai.MAX_BAD_WORD_CHARACTERS} characters in all"),
     ("compatibility.md", f"400 once {protocol.MAX_HEAD_BYTES >> 10} KiB have come"),
     ("compatibility.md", f"After {sse.KEEP_ALIVE_SECONDS:g} s without a token the stream opens"),
     ("compatibility.md", f"seconds until there should be room, 1 to {router.LONGEST_RETRY} |"),

@@ -12,7 +12,7 @@ from tgi.kernel.messages import Generate, Sampling
 from tgi.kernel.sampling import SamplingDefaults
 from tgi.kernel.settings import Settings
 
-DEFAULTS = SamplingDefaults(temperature=0.5, top_k=20, top_p=0.75, repetition_penalty=1.25)
+DEFAULTS = SamplingDefaults(temperature=0.5, top_k=20, top_p=0.75, min_p=0.125, repetition_penalty=1.25)
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT, COMPLETION, NATIVE = {"messages": MESSAGES}, {"prompt": "x"}, {"inputs": "x"}
 V1 = [
@@ -42,7 +42,7 @@ def drawn(front: Front, path: str, body: dict[str, Any]) -> Sampling:
 
 
 def values(sampling: Sampling) -> tuple[float, ...]:
-    return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty)
+    return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
 
 
 @pytest.mark.parametrize(("path", "body"), V1)
@@ -57,19 +57,19 @@ def test_what_a_request_leaves_out_is_the_model_s(front: Front, path: str, body:
 def test_native_routes_keep_tgi_s(front: Front, path: str, parameters: dict[str, Any]) -> None:
     sampling = drawn(front, path, NATIVE | {"parameters": parameters})
     assert sampling.temperature in (1.0, pytest.approx(parameters.get("temperature", 1.0)))
-    assert values(sampling)[1:] == (0, 1.0, 1.0)
+    assert values(sampling)[1:] == (0, 1.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"temperature": 1}, (1.0, 20, 0.75, 1.25)),
-        ({"temperature": 0.25, "top_k": 3}, (0.25, 3, 0.75, 1.25)),
-        ({"top_k": 0}, (0.5, 0, 0.75, 1.25)),
-        ({"top_k": -1, "top_p": 1}, (0.5, 0, 1.0, 1.25)),
-        ({"repetition_penalty": 1}, (0.5, 20, 0.75, 1.0)),
-        ({"temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1}, (1.0, 0, 1.0, 1.0)),
-        ({"temperature": None, "top_k": None, "top_p": None, "repetition_penalty": None}, DEFAULTS),
+        ({"temperature": 1}, (1.0, 20, 0.75, 0.125, 1.25)),
+        ({"temperature": 0.25, "top_k": 3}, (0.25, 3, 0.75, 0.125, 1.25)),
+        ({"top_k": 0}, (0.5, 0, 0.75, 0.125, 1.25)),
+        ({"top_k": -1, "top_p": 1}, (0.5, 0, 1.0, 0.125, 1.25)),
+        ({"repetition_penalty": 1, "min_p": 0}, (0.5, 20, 0.75, 0.0, 1.0)),
+        ({"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}, (1.0, 0, 1.0, 0.0, 1.0)),
+        ({"temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None}, DEFAULTS),
     ],
 )
 @pytest.mark.parametrize(("path", "body"), V1[:2])
@@ -100,5 +100,5 @@ def test_a_default_temperature_of_0_is_greedy(tmp_path: Path) -> None:
 
 def test_info_shows_what_is_in_force(front: Front) -> None:
     info = json.loads(front.get("/info").body)
-    assert info["generation_config"] == {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "repetition_penalty": 1.25}
+    assert info["generation_config"] == DEFAULTS._asdict()
     assert [*info][-2:] == ["server_version", "generation_config"]

@@ -66,6 +66,8 @@ def test_pieces_are_the_final_text_and_never_show_what_is_held(data: st.DataObje
         ({"top_k": -1}, "top_k", None),
         ({"top_k": -2}, "top_k", -2),  # for the rules to refuse
         ({"typical_p": 1}, "typical_p", None),
+        ({"min_p": 0}, "min_p", 0),
+        ({"min_p": 0.5}, "min_p", 0.5),
         ({"stop": "a"}, "stop", ["a"]),
         ({"stop": None}, "stop", []),
         ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),

@@ -109,6 +109,22 @@ def test_a_wrong_entry_of_a_map_is_a_wrong_shape(front: Front) -> None:
     assert json.loads(reply.body) == openai_error(422, "validation", text, "logit_bias")
 
 
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ('"stop_token_ids":[-1]', "stop_token_ids[0]: invalid value: integer `-1`, expected u32"),
+        ('"stop_token_ids":["a"]', 'stop_token_ids[0]: invalid type: string "a", expected u32'),
+        ('"bad_words":"a"', 'bad_words: invalid type: string "a", expected a sequence'),
+    ],
+)
+def test_lists_of_ids_and_words(front: Front, field: str, text: str) -> None:
+    reply = front.post("/v1/completions", f'{{"prompt":"x",{field}}}')
+    assert reply.status == 422
+    error = json.loads(reply.body)["error"]
+    assert error["message"].startswith(SHAPE + text)
+    assert error["param"] == text.partition(":")[0]
+
+
 def test_stream_is_a_boolean_at_the_root(front: Front) -> None:
     for value in ("1", '"true"'):
         reply = front.post("/", f'{{"inputs":"x","stream":{value}}}')
@@ -244,6 +260,8 @@ ORDER: list[tuple[str, dict[str, Any], str]] = [
     ("", {"frequency_penalty": 2.5, "top_p": 0, **LATER}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     ("", {"top_p": 1.5, "typical_p": 0, **LATER}, "`top_p` must be > 0.0 and < 1.0"),
     ("", {"typical_p": 0, **LATER}, "`typical_p` must be > 0.0 and < 1.0"),
+    ("", {"min_p": 1.5, **LATER}, "`min_p` must be >= 0.0 and <= 1.0"),
+    ("", {"min_p": -0.1, **LATER}, "`min_p` must be >= 0.0 and <= 1.0"),
     ("", LATER, "`top_k` must be strictly positive"),
     ("", {**LATER, "top_k": 1}, "`max_new_tokens` must be strictly positive"),
     (
@@ -258,6 +276,7 @@ ORDER: list[tuple[str, dict[str, Any], str]] = [
     ("x", {"truncate": 0, "adapter_id": "a"}, "`truncate` must be strictly positive and less than 2047. Given: 0"),
     ("x", {"truncate": 2048}, "`truncate` must be strictly positive and less than 2047. Given: 2048"),
     ("x", {"truncate": 2047}, ""),
+    ("x", {"best_of": 2, "min_p": 0.5}, ""),
 ]
 
 
@@ -318,6 +337,17 @@ BIASED = '{"42": -100}'
         ({"min_tokens": 2000}, ""),
         ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
         ({"typical_p": 0.95}, ""),
+        ({"min_p": 1.01}, "`min_p` must be >= 0.0 and <= 1.0"),
+        ({"min_p": -1}, "`min_p` must be >= 0.0 and <= 1.0"),
+        ({"min_p": 1}, ""),
+        ({"stop_token_ids": [1, 512]}, "`stop_token_ids` must be token ids < 512. Given: 512"),
+        ({"stop_token_ids": [*range(129)]}, "`stop_token_ids` supports up to 128 token ids"),
+        ({"stop_token_ids": [*range(128)]}, ""),
+        ({"bad_words": ["a"] * 257}, "`bad_words` supports up to 256 words of 4096 characters in all"),
+        ({"bad_words": ["a", "b" * 4096]}, "`bad_words` supports up to 256 words of 4096 characters in all"),
+        ({"bad_words": ["a" * 16] * 256}, ""),
+        ({"bad_words": ["a", ""]}, "`bad_words` must not hold words that are empty or white space"),
+        ({"bad_words": [" \n"]}, "`bad_words` must not hold words that are empty or white space"),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -62,13 +62,34 @@ def test_least_lengths_and_texts_without_an_end(front: Front, path: str, body: d
 
 
 @ROUTES
-@pytest.mark.parametrize("limit", [{"top_p": 0.5}, {"top_k": 5}, {"typical_p": 0.5}, {"top_p": 1}], ids=str)
+@pytest.mark.parametrize(
+    "limit", [{"top_p": 0.5}, {"top_k": 5}, {"typical_p": 0.5}, {"min_p": 0.5}, {"top_p": 1}], ids=str
+)
 def test_temperature_0_is_greedy_whatever_the_limits_are(
     front: Front, path: str, body: dict[str, Any], limit: dict[str, Any]
 ) -> None:
     (message,) = asked(front, path, body | limit | {"temperature": 0, "seed": 1, "presence_penalty": 0.5})
     assert message.sampling == Sampling(1, presence_penalty=0.5)
     assert not message.sampling.samples
+
+
+@ROUTES
+def test_vllms_parameters(front: Front, path: str, body: dict[str, Any]) -> None:
+    fields = {
+        "min_p": 0.25,
+        "stop_token_ids": [7, 511, 7],
+        "bad_words": ["no", " never"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    (message,) = asked(front, path, body | fields | {"seed": 1})
+    assert message.sampling == Sampling(1, do_sample=True, min_p=0.25)
+    assert (ints(message.stop_token_ids), message.bad_words) == ([7, 511, 7], ["no", " never"])
+    assert (message.hide_stop, message.skip_special_tokens) == (False, False)
+    for nothing in ({}, dict.fromkeys(fields), {"stop_token_ids": [], "bad_words": [], "skip_special_tokens": True}):
+        (message,) = asked(front, path, body | nothing)
+        assert (message.stop_token_ids, message.bad_words) == (b"", [])
+        assert (message.hide_stop, message.skip_special_tokens) == (True, True)
 
 
 def test_floats_are_rounded_as_all_parameters_are() -> None:
@@ -85,7 +106,8 @@ def test_penalties_alone_do_not_make_a_request_sample() -> None:
 
 
 def test_the_log_tells_how_many_biases_there_are(front: Front) -> None:
-    (message,) = asked(front, "/v1/completions", {"prompt": "x"} | MANY)
+    fields = {"stop_token_ids": [1, 2], "bad_words": ["secret"]}
+    (message,) = asked(front, "/v1/completions", {"prompt": "x"} | MANY | fields)
     logged = json.loads(json.dumps(accounting._parameters(message)))
-    assert logged["logit_bias"] == 3
+    assert (logged["logit_bias"], logged["stop_token_ids"], logged["bad_words"]) == (3, 2, 1)
     assert (logged["count_penalty"], logged["presence_penalty"], logged["typical_p"]) == (0.5, -2.0, 1.0)

@@ -159,6 +159,29 @@ def test_chat_stream_helper_with_choices(client: OpenAI) -> None:
     ]
 
 
+def test_chat_with_parameters_of_vllm(client: OpenAI) -> None:
+    def token_id(text: str) -> int:
+        (token,) = client.with_options(base_url=URL).post(
+            "/tokenize", cast_to=object, body={"inputs": text, "add_special_tokens": False}
+        )
+        return int(token["id"])
+
+    certain = {**CHAT, "temperature": 1.5, "seed": 1}  # all but the likeliest token are far below
+    answer = client.chat.completions.create(**certain, extra_body={"min_p": 1.0})
+    assert ANSWER in answer.choices[0].message.content
+    stops = {"stop_token_ids": [token_id(" France")]}
+    answer = client.chat.completions.create(**CHAT, extra_body=stops)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("The capital of", "stop")
+    chunks = list(client.chat.completions.create(stream=True, **CHAT, extra_body=stops))
+    assert (text_of(chunks), finish_reasons(chunks)[-1]) == ("The capital of", "stop")
+    answer = client.chat.completions.create(**CHAT, extra_body={"bad_words": [ANSWER]})
+    assert ANSWER not in answer.choices[0].message.content
+    for refused in ({"min_p": 2}, {"stop_token_ids": [10**9]}, {"bad_words": [""]}):
+        with pytest.raises(openai.UnprocessableEntityError) as refusal:
+            client.chat.completions.create(**CHAT, extra_body=refused)
+        assert next(iter(refused)) in refusal.value.response.text
+
+
 # Completions
 
 

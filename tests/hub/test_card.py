@@ -97,6 +97,7 @@ def test_every_sampling_default_has_a_rule() -> None:
         ("top_k", "4294967296", "a whole number >= -1"),
         ("top_p", "0", "a number > 0 and <= 1"),
         ("top_p", "[0.9]", "a number > 0 and <= 1"),
+        ("min_p", "1.5", "a number >= 0 and <= 1"),
         ("repetition_penalty", "0", "a number > 0"),
     ],
 )

@@ -50,6 +50,7 @@ def random_request(draw: Random) -> tuple[str, dict[str, Any]]:
         top_k=(1, 7, 200),
         top_p=(0.3, 0.95),
         typical_p=(0.4, 0.9),
+        min_p=(0.02, 0.3),
         repetition_penalty=(0.9, 1.4),
         frequency_penalty=(-1.0, 1.5),
         stop=(["e"], ["th", " a", "zzz"], ["ing the answer"]),
@@ -70,7 +71,13 @@ def random_request(draw: Random) -> tuple[str, dict[str, Any]]:
         native |= {"decoder_input_details": draw.random() < 0.3, "details": True, "min_new_tokens": least}
         return "/generate", {"inputs": text, "parameters": native | {"max_new_tokens": length}}
     body = fields | some(
-        draw, model=(ADAPTER,), n=(2, 3), presence_penalty=(-1.0, 1.0), logit_bias=({"70": -100, "80": 3},)
+        draw,
+        model=(ADAPTER,),
+        n=(2, 3),
+        bad_words=(["e", "th", " a"],),
+        stop_token_ids=([70, 80, 90],),
+        presence_penalty=(-1.0, 1.0),
+        logit_bias=({"70": -100, "80": 3},),
     )
     body |= {"max_tokens": length, "min_tokens": least}
     if grammar:

@@ -1,6 +1,7 @@
 """Text to ids, byte offsets, and what a vocabulary takes from its files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,35 @@ def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path, tiny_llama: Pat
     (directory / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(UserError, match="damaged"):
         Vocabulary.load(read_card(directory))
+
+
+def vllms_bad_words(encoded: Callable[[str], list[int]], words: list[str]) -> list[list[int]]:
+    """As vLLM's SamplingParams.update_from_tokenizer has them."""
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = encoded(word.lstrip()), encoded(" " + word.lstrip())
+        found.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_words_are_vllms(kind: str) -> None:
+    vocabulary = KINDS[kind]()
+    words = [*[*dict.fromkeys(TEXT.split())][:60], "a", " the", "\n the", "naïve 👍", "of the", "zzz ", "."]
+
+    def encoded(text: str) -> list[int]:
+        return list(vocabulary.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    found = encode.bad_words(vocabulary, words)
+    assert found == vllms_bad_words(encoded, words)
+    if vocabulary is byte_level():  # others have one form for both, or put a token before the space
+        assert len(words) < len(found) < 2 * len(words)
+
+
+def test_a_bad_word_that_the_tokenizer_drops_or_cannot_read() -> None:
+    vocabulary = KINDS["wordpiece"]()
+    assert encode.bad_words(vocabulary, ["\u200b" * 3, "the"])[-1] == encode.bad_words(vocabulary, ["the"])[-1]
+    with pytest.raises(encode.EncodeError, match="tokenizer error"):
+        encode.bad_words(byte_level(), ["a\ud800b"])

@@ -6,8 +6,9 @@ from tests.tokenizer.house import API, EOS, LIMITS, OTHER, READY, House, ends, i
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.answer import Texts
 from tgi.kernel.link import Gone
-from tgi.kernel.messages import Cancel, End, Reason, Stop, decode
-from tgi.kernel.pack import INT32, pack
+from tgi.kernel.messages import Cancel, End, Generate, Reason, Sampling, Stop, decode
+from tgi.kernel.pack import INT32, ints, pack
+from tgi.tokenizer.encode import bad_words
 
 
 def test_a_stop_string_ends_at_once_and_cuts_inside_a_token() -> None:
@@ -149,3 +150,109 @@ def test_an_unfinished_character_is_never_shown() -> None:
     said = house.said(API)
     assert shown(said, 1)[1] == "a"
     assert ends(said)[0].text == "a"
+
+
+A, B, C = ids_of("a") + ids_of("b") + ids_of("c")
+
+
+def test_stop_token_ids_end_the_text_before_their_own() -> None:
+    """At the scheduler, too, which is told them; in logprobs and usage the token counts."""
+    house = House()
+    add = house.ask(1, hide_stop=True, stop_token_ids=pack(INT32, [B, 400]))
+    assert ints(add.stop_ids) == sorted({EOS, B, 400})
+    house.tokens((add.rid, [A, B, C]))
+    house.end(add.rid, Reason.EOS)
+    said = house.said(API)
+    (columns,) = [message for message in said if isinstance(message, Texts)]
+    assert (columns.texts, columns.special) == (["a", "b"], b"\x00\x01")
+    (end,) = ends(said)
+    assert (end.reason, end.text, end.generated_tokens) == (Reason.EOS, "a", 2)
+
+
+def test_stop_token_ids_hold_with_ignore_eos_and_behind_a_least_length() -> None:
+    house = House()
+    add = house.ask(1, ignore_eos=True, hide_stop=True, stop_token_ids=pack(INT32, [B]))
+    assert ints(add.stop_ids) == [B]
+    house.tokens((add.rid, [EOS, A, B]))
+    house.end(add.rid, Reason.EOS)
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.text, end.generated_tokens) == (Reason.EOS, "a", 3)
+    house.said(house.scheduler)
+    sampling = decode(house.ask(2, least=4, stop_token_ids=pack(INT32, [B])).sampling)
+    assert ints(sampling.end_ids) == sorted([EOS, B])
+    sampling = decode(house.ask(3, least=4, ignore_eos=True, stop_token_ids=pack(INT32, [B])).sampling)
+    assert ints(sampling.end_ids) == [B]
+
+
+def test_a_stop_token_as_the_last_allowed_one_is_a_stop() -> None:
+    """An EOS there is still a length, as in TGI."""
+    house = House()
+    for number, reason in ((B, Reason.EOS), (EOS, Reason.LENGTH)):
+        add = house.ask(number, max_new_tokens=2, hide_stop=True, stop_token_ids=pack(INT32, [B]))
+        house.tokens((add.rid, [A, number]))
+        house.end(add.rid, Reason.LENGTH)
+        (end,) = ends(house.said(API))
+        assert (end.reason, end.text) == (reason, "a")
+        house.said(house.scheduler)
+
+
+@pytest.mark.parametrize(("resume", "left"), [([A], [B]), ([A, B], [])])
+def test_stop_token_ids_count_in_what_is_resumed(resume: list[int], left: list[int]) -> None:
+    house = House()
+    asked = Generate(
+        1, "Hello", Sampling(5), hide_stop=True, resume=pack(INT32, resume), stop_token_ids=pack(INT32, [B])
+    )
+    house.pool.handle(API, asked)
+    if left:
+        (add,) = house.said(house.scheduler)
+        house.tokens((add.rid, left))
+        house.end(add.rid, Reason.EOS)
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.text, end.generated_tokens) == (Reason.EOS, "a", 2)
+
+
+def test_what_a_stop_string_held_back_is_shown_when_a_stop_token_comes() -> None:
+    """Unless the token completes the string."""
+    house = House()
+    for stop, text in (("bcx", "ab"), ("bc", "a")):
+        add = house.ask(1, stop=[stop], hide_stop=True, stop_token_ids=pack(INT32, [C]))
+        house.tokens((add.rid, [A, B]))
+        house.tokens((add.rid, [C]))
+        house.end(add.rid, Reason.EOS)
+        assert [end.text for end in ends(house.said(API))] == [text]
+        house.said(house.scheduler)
+
+
+def test_included_stops() -> None:
+    """`include_stop_str_in_output`: as on native routes."""
+    house = House()
+    add = house.ask(1, stop=["xb"], stop_token_ids=pack(INT32, [B]))
+    house.tokens((add.rid, [A, B]))
+    house.end(add.rid, Reason.EOS)
+    (end,) = ends(house.said(API))
+    assert (end.reason, end.text) == (Reason.EOS, "ab")
+
+
+@pytest.mark.parametrize(("hide_stop", "text"), [(True, "a<|user|>b"), (False, "a<|user|>b<|eos|>")])
+def test_special_tokens_are_shown_on_request(hide_stop: bool, text: str) -> None:
+    """But the one that ends the text only with the other stops."""
+    house = House()
+    add = house.ask(1, hide_stop=hide_stop, skip_special_tokens=False)
+    (user,) = ids_of("<|user|>")
+    house.tokens((add.rid, [A, user, B, EOS]))
+    house.end(add.rid, Reason.EOS)
+    said = house.said(API)
+    (columns,) = [message for message in said if isinstance(message, Texts)]
+    assert [*columns.special] == [0, 0, 0, int(hide_stop)]
+    assert [end.text for end in ends(said)] == [text]
+
+
+def test_bad_words_go_down_as_ids_and_nothing_that_cannot_be_drawn() -> None:
+    house = House()
+    sampling = decode(house.ask(1, bad_words=["river", "a"]).sampling)
+    sequences = bad_words(byte_level(), ["river", "a"])
+    assert ints(sampling.bad_word_lengths) == [len(word) for word in sequences]
+    assert ints(sampling.bad_word_ids) == [number for word in sequences for number in word]
+    assert decode(house.ask(2).sampling).bad_word_ids == b""
+    house.pool.handle(house.scheduler, READY._replace(limits=LIMITS._replace(vocab_size=A)))
+    assert decode(house.ask(3, bad_words=["a"]).sampling).bad_word_ids == b""

@@ -12,6 +12,7 @@ from tests.scheduler.house import House
 from tests.scheduler.tokenizers import Asked
 from tests.tops import Tops
 from tests.worker.loras import make_adapter
+from tests.worker.test_sampling import bad_words
 from tgi.hub.card import read_card
 from tgi.hub.grammar import token_table
 from tgi.hub.tokens import read_tokenizer
@@ -75,6 +76,8 @@ def random_request(draw: Random, adapters: list[Adapter]) -> Request:
     # A prefix that others have too, and something of its own.
     prompt = [7, 8, 9, 10] * draw.randrange(9) + [draw.randrange(6, 512) for _ in range(draw.randrange(1, 30))]
     least = draw.choice([0, 0, 3, 8])
+    # Few tokens make up the sequences, so that some begin in the texts.
+    sequences = [draw.choices(range(6, 40), k=size) for size in draw.choice([[], [], [1] * 9, [1, 2, 3, 2, 2, 2]])]
     adapter = draw.choice([Adapter("", "", b""), *adapters])
     fields = {
         "seed": draw.getrandbits(64),
@@ -97,6 +100,8 @@ def random_request(draw: Random, adapters: list[Adapter]) -> Request:
         "end_ids": pack(INT32, [EOS]) if least and ends else b"",
         "adapter": adapter.name,
         "adapter_digest": adapter.digest,
+        "min_p": rarely(0.02, 0.2, 1.0, off=0.0),
+        **bad_words(*sequences),
     }
     return Request(prompt, draw.randrange(1, 20), ends, Sampling(**fields))  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""typical_p against its definition in float64: on random scores, on the contract's borders, behind other limits."""
+"""typical_p against its definition in float64, min_p against transformers: on random scores, on the contract's borders,
+behind other limits."""
 
 import numpy as np
 import pytest
@@ -6,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from transformers import MinPLogitsWarper
 
 from tests.worker.test_sampling import draws
 from tgi.kernel.messages import Sampling
-from tgi.worker.filters import NUCLEUS, keep_top_k, keep_top_p, keep_typical_p
+from tgi.worker.filters import NUCLEUS, keep_min_p, keep_top_k, keep_top_p, keep_typical_p
 
 MASSES = [0.001, 0.2, 0.5, 0.95, 0.999, 0.999999]
 
@@ -18,7 +20,7 @@ def kept(scores: torch.Tensor, *samplings: Sampling) -> NDArray[np.bool_]:
     """Which tokens of each row are left."""
     scores = scores.clone()
     batch = draws(samplings, [[0]] * len(samplings))
-    for limit in (keep_top_k, keep_top_p, keep_typical_p):
+    for limit in (keep_top_k, keep_top_p, keep_min_p, keep_typical_p):
         limit(scores, batch)
     return (scores > -torch.inf).numpy()
 
@@ -113,3 +115,44 @@ def test_a_mass_spread_wider_than_any_first_look() -> None:
     assert sizes[0] <= NUCLEUS[0] < sizes[1] <= NUCLEUS[1] < sizes[2]
     for row, mass in enumerate((0.3, 0.2, 0.99)):
         assert (kept(scores[row : row + 1], Sampling(0, typical_p=mass))[0] == together[row]).all()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shares=st.lists(st.sampled_from([0.0, 1e-30, 0.001, 0.05, 0.3, 0.9, 1.0]), min_size=1, max_size=5),
+    vocab=st.sampled_from([1, 2, 97, 2003, 9001]),
+    scale=st.sampled_from([0.0, 0.01, 1.0, 3.0, 30.0]),
+    filtered=st.sampled_from([0.0, 0.5, 0.99]),
+    random=st.integers(0, 2**32 - 1),
+)
+def test_min_p_keeps_what_transformers_keeps(
+    shares: list[float], vocab: int, scale: float, filtered: float, random: int
+) -> None:
+    """Except within rounding of the border."""
+    generator = torch.Generator().manual_seed(random)
+    scores = torch.randn(len(shares), vocab, generator=generator) * scale
+    scores[torch.rand(scores.shape, generator=generator) < filtered] = -torch.inf
+    scores[:, 0] = 0.5  # never nothing
+    got = kept(scores, *(Sampling(0, min_p=share) for share in shares))
+    for row, share, stays in zip(scores.double(), shares, got, strict=True):
+        want = (MinPLogitsWarper(share)(None, row[None])[0] > -torch.inf).numpy()
+        margin = (row - row.max()).numpy() - np.log(share) if share else np.full(vocab, np.inf)
+        assert ((stays == want) | (abs(margin) < 1e-5 * max(1.0, scale))).all()
+        assert stays[row.argmax()]
+
+
+@pytest.mark.parametrize(("share", "left"), [(0.2, 4), (0.2501, 2), (0.49, 2), (0.51, 1), (1.0, 1)])
+def test_min_p_is_a_share_of_the_largest_probability(share: float, left: int) -> None:
+    stays = kept(torch.tensor([HALF]).log(), Sampling(0, min_p=share))[0]
+    assert stays.tolist() == [place < left for place in range(4)]
+
+
+def test_min_p_keeps_all_that_equal_the_likeliest() -> None:
+    assert kept(torch.zeros(1, 8), Sampling(0, min_p=1.0)).sum() == 8
+
+
+def test_min_p_does_not_see_what_top_k_and_top_p_have_filtered() -> None:
+    scores = torch.tensor([HALF]).log()
+    assert kept(scores, Sampling(0, min_p=0.4, top_k=3))[0].tolist() == [True, True, False, False]
+    assert kept(scores, Sampling(0, min_p=0.4, top_p=0.8))[0].tolist() == [True, True, False, False]
+    assert kept(scores, Sampling(0, min_p=0.2, top_p=0.4))[0].tolist() == [True, False, False, False]

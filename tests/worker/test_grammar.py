@@ -10,13 +10,14 @@ from llguidance import LLMatcher
 
 from tests.models import model
 from tests.worker.driving import Drawn, drive, make_engine
+from tests.worker.test_sampling import bad_words, bias
 from tests.worker.test_scripted import slot, step
 from tgi.hub.card import read_card
 from tgi.hub.grammar import piece_table, token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.messages import Result, Sampling, encode
 from tgi.kernel.pack import FLOAT32, INT32, ints, pack
-from tgi.worker.engine import TorchEngine
+from tgi.worker.engine import NO_TOKEN, TorchEngine
 from tgi.worker.grammar import KEPT, Grammars
 from tgi.worker.load import build_model
 from tgi.worker.masks import Masks, forbid
@@ -176,6 +177,30 @@ def test_a_grammar_that_fails_takes_only_its_row_away(engine: TorchEngine) -> No
     # The next occupant of its slot knows nothing of it.
     result = collect(engine, 3, [(1, 0, 4, 1)], [slot(1, PROMPT)], [(1, 1)])
     assert result.faults == []
+
+
+@pytest.mark.parametrize("pattern", ["", "[xyz]{9}"])
+def test_bad_words_that_leave_no_token_take_only_their_row_away(
+    engine: TorchEngine, directory: Path, pattern: str
+) -> None:
+    """At once, behind a text that begins one, and behind drafts."""
+    tokenizer = read_tokenizer(read_card(directory))
+    x = tokenizer.token_to_id("x")
+    good = sampling("x{9}", 7)
+    forced = bias({x: 100.0})
+    engine.reset()
+    new = [
+        slot(0, PROMPT, encode(good)),
+        slot(1, PROMPT, encode(sampling(pattern, **bad_words(*([token] for token in range(512)))))),
+        slot(2, PROMPT, encode(sampling(pattern, **forced, **bad_words(*([x, token] for token in range(512)))))),
+    ]
+    result = collect(engine, 1, [(at, 0, 4, 1) for at in range(3)], new, [(at, at) for at in range(3)])
+    assert result.faults == ["", NO_TOKEN, ""]
+    assert ints(result.ids)[::2] == [x, x]
+    rows = [(0, 4, 1, 1), (2, 4, 1, 1)]
+    result = engine.collect(engine.launch(step(2, rows, drafts=[2, 2], draft_ids=[x, x, x, 7])))
+    assert result.counts[0] == 3
+    assert result.faults == ["", NO_TOKEN]
 
 
 def test_without_a_grammar_there_is_no_table() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker.test_sampling import bias
+from tests.worker.test_sampling import bad_words, bias
 from tgi.hub.grammar import piece_table
 from tgi.kernel.messages import MOST_TOPS, Sampling, Slot, Step, encode
 from tgi.kernel.pack import FLOAT32, INT32, pack
@@ -16,6 +16,8 @@ from tgi.worker.params import NOT_ABOUT_SCORES, Params
 from tgi.worker.slots import BadStep, Slots
 from tgi.worker.warm import WARM_SAMPLING
 
+# Fields that are columns of numbers.
+COLUMNS = {"bias_ids", "biases", "end_ids", "bad_word_ids", "bad_word_lengths"}
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
@@ -44,11 +46,12 @@ def test_who_leaves_the_scores_alone() -> None:
     for plain in (Sampling(0), Sampling(9, True, top_n=3, choice=2, adapter="a", adapter_digest=b"d")):
         params.put(0, plain, 1)
         assert params.plain[0]
-    for name in set(Sampling._fields) - set(NOT_ABOUT_SCORES) - {"bias_ids", "biases", "end_ids"}:
+    for name in set(Sampling._fields) - set(NOT_ABOUT_SCORES) - COLUMNS:
         params.put(0, Sampling(0, **{name: 2}), 1)
         assert not params.plain[0], name
-    params.put(0, Sampling(0, **bias({1: 1.0})), 1)
-    assert not params.plain[0]
+    for columns in (bias({1: 1.0}), bad_words([1])):
+        params.put(0, Sampling(0, **columns), 1)
+        assert not params.plain[0]
 
 
 def test_the_trial_at_start_has_every_processor_at_work() -> None:
@@ -67,6 +70,7 @@ def test_the_trial_at_start_has_every_processor_at_work() -> None:
         {"temperature": 1e-45, "repetition_penalty": 1e-45, "frequency_penalty": -2.0, "presence_penalty": 2.0},
         bias(dict.fromkeys(range(64), -100.0)),
         {"min_new_tokens": 2**32 - 1, "end_ids": pack(INT32, range(64)), "watermark": True},
+        {"min_p": 1e-45, **bad_words(range(64), *([token] for token in range(64)))},
     ],
     ids=str,
 )
@@ -88,6 +92,10 @@ def test_whatever_passes_the_front_end_fits(extreme: dict[str, Any]) -> None:
         (Sampling(0, **bias({-1: 1.0})), "biased token id -1 is not within 0 to 63"),
         (Sampling(0, min_new_tokens=1, end_ids=pack(INT32, [64])), "end id 64 is not within 0 to 63"),
         (Sampling(0, min_new_tokens=2**63), "slot 1: "),
+        (Sampling(0, **bad_words([1], [64, 2])), "bad word id 64 is not within 0 to 63"),
+        (Sampling(0, bad_word_ids=pack(INT32, [1])), r"slot 1: 1 bad_word_ids and bad_word_lengths \[\]"),
+        (Sampling(0, bad_word_lengths=pack(INT32, [1])), r"slot 1: 0 bad_word_ids and bad_word_lengths \[1\]"),
+        (Sampling(0, **bad_words([1], [])), r"slot 1: 1 bad_word_ids and bad_word_lengths \[1, 0\]"),
     ],
     ids=str,
 )

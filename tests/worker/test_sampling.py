@@ -57,6 +57,18 @@ def bias(values: dict[int, float]) -> dict[str, bytes]:
     return {"bias_ids": pack(INT32, values.keys()), "biases": pack(FLOAT32, values.values())}
 
 
+def bad_words(*sequences: Sequence[int]) -> dict[str, bytes]:
+    """Fields of a Sampling."""
+    ids = [token for sequence in sequences for token in sequence]
+    return {"bad_word_ids": pack(INT32, ids), "bad_word_lengths": pack(INT32, map(len, sequences))}
+
+
+def sequences_of(sampling: Sampling) -> list[list[int]]:
+    """The bad words of a Sampling."""
+    ids = iter(ints(sampling.bad_word_ids))
+    return [[next(ids) for _ in range(length)] for length in ints(sampling.bad_word_lengths)]
+
+
 def processed(
     logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int | None = None
 ) -> NDArray[np.float64]:
@@ -74,8 +86,14 @@ def processed(
         s[token] -= sampling.count_penalty * generated.count(token) + sampling.presence_penalty
     for token, value in zip(ints(sampling.bias_ids), floats(sampling.biases), strict=True):
         s[token] += value
+    for *before, last in sequences_of(sampling):
+        if before == generated[max(0, len(generated) - len(before)) :] or not before:
+            s[last] = -np.inf
     if len(generated) < sampling.min_new_tokens:
-        s[ints(sampling.end_ids)] = -np.inf
+        ends = ints(sampling.end_ids)
+        held = s.copy()
+        held[ends] = -np.inf
+        s = held if (held > -np.inf).any() else s
     s /= float(np.float32(sampling.temperature))
     if 0 < sampling.top_k < len(s):
         s[s < np.sort(s)[-sampling.top_k]] = -np.inf
@@ -85,6 +103,9 @@ def processed(
         drop = np.cumsum(e / e.sum()) <= 1 - sampling.top_p
         drop[-1] = False
         s[order[drop]] = -np.inf
+    if sampling.min_p:
+        p = np.exp(s - s.max())
+        s[p < sampling.min_p * p.max()] = -np.inf
     if sampling.typical_p < 1.0:
         s[~typical(s, sampling.typical_p)] = -np.inf
     return s
@@ -150,6 +171,9 @@ SAMPLING = st.builds(
     end_ids=st.sampled_from([b"", pack(INT32, [1]), pack(INT32, [2, 0])]),
     adapter=st.just(""),
     adapter_digest=st.just(b""),
+    min_p=st.sampled_from([0.0, 0.0, 1e-4, 0.1, 1.0]),
+    bad_word_ids=st.just(b""),
+    bad_word_lengths=st.just(b""),
 ).map(lambda sampling: sampling._replace(biases=pack(FLOAT32, [-100.0, 1.5]) if sampling.bias_ids else b""))
 
 
@@ -158,13 +182,20 @@ SAMPLING = st.builds(
     samplings=st.lists(SAMPLING, min_size=1, max_size=6),
     vocab=st.sampled_from([3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 2003, 9001]),
     scale=st.sampled_from([0.1, 3.0, 30.0]),
+    words=st.lists(st.integers(0, 4), max_size=3),
     random=st.integers(0, 2**32 - 1),
 )
-def test_every_row_equals_the_reference(samplings: list[Sampling], vocab: int, scale: float, random: int) -> None:
+def test_every_row_equals_the_reference(
+    samplings: list[Sampling], vocab: int, scale: float, words: list[int], random: int
+) -> None:
+    """The bad words of a row are its latest tokens, prompt or generated, and the likeliest token behind them."""
     generator = torch.Generator().manual_seed(random)
     logits = torch.randn(len(samplings), vocab, generator=generator) * scale
     histories = [torch.randint(vocab, (1 + row * 3,), generator=generator).tolist() for row in range(len(samplings))]
     prompts = [(len(history) + 1) // 2 for history in histories]
+    for row, likeliest in enumerate(logits.argmax(-1).tolist()):
+        sequences = [[*histories[row][len(histories[row]) - size :], likeliest] for size in words]
+        samplings[row] = samplings[row]._replace(**bad_words(*sequences))
     ids, logprobs = run(logits, samplings, histories, prompts)
     for row, (sampling, history, prompt) in enumerate(zip(samplings, histories, prompts, strict=True)):
         expected, logprob = reference(logits[row], sampling, history, prompt)
@@ -206,6 +237,9 @@ MIX = [
     Sampling(
         15, temperature=1.4, watermark=True, repetition_penalty=0.9, min_new_tokens=9, end_ids=pack(INT32, [5, 1])
     ),
+    Sampling(16, min_p=0.05, temperature=1.5),
+    Sampling(17, min_p=0.2, top_k=30, top_p=0.9, typical_p=0.9),
+    Sampling(18, do_sample=True, **bad_words([4], [9, 3], [1, 2, 3], [4, 5])),
 ]
 
 
@@ -232,12 +266,13 @@ def test_a_row_has_the_same_bits_in_any_batch(threads: int, vocab: int) -> None:
 
 
 DISTRIBUTIONS = [
-    *(MIX[k] for k in (1, 2, 3, 4, 5, 7, 8, 13, 15)),
+    *(MIX[k] for k in (1, 2, 3, 4, 5, 7, 8, 13, 15, 16)),
     Sampling(20, do_sample=True, repetition_penalty=1.5),
     Sampling(21, do_sample=True, frequency_penalty=-2.0),
     Sampling(22, do_sample=True, count_penalty=0.7, presence_penalty=-1.0),
     Sampling(23, do_sample=True, **bias({3: 2.0, 7: -100.0})),
     Sampling(24, do_sample=True, watermark=True),
+    Sampling(25, do_sample=True, min_p=0.3, **bad_words([3], [4, 2, 5], [9, 2, 6])),
 ]
 
 

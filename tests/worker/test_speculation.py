@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from tests.models import model as make
 from tests.worker.driving import Drawn, Guess, drive, make_engine
-from tests.worker.test_sampling import bias
+from tests.worker.test_sampling import bad_words, bias
 from tests.worker.test_scripted import slot, step
 from tgi.hub.card import read_card
 from tgi.hub.grammar import piece_table, token_table
@@ -63,7 +63,9 @@ def requests(seed: int, count: int = 9) -> tuple[list[list[int]], list[Sampling]
             presence_penalty=rng.choice([0.0, -0.7]),
             top_n=rng.choice([0, 0, 3]),
             choice=rng.choice([0, 2]),
+            min_p=rng.choice([0.0, 0.0, 0.1]),
             **(bias({7: 3.0, 300: -100.0}) if rng.random() < 0.3 else {}),  # type: ignore[arg-type]
+            **(bad_words([9], *([a, b] for a in range(20) for b in range(20))) if rng.random() < 0.3 else {}),
             grammar=str(LLMatcher.grammar_from_regex(rng.choice(["[a-z ]{3,30}", "(ab|cd){9,20}", ".*"])))
             if rng.random() < 0.3
             else "",

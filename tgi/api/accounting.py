@@ -108,10 +108,15 @@ def succeeded(calls: Sequence[Generation]) -> None:
 
 
 def _parameters(request: Generate) -> dict[str, Any]:
-    """What was asked for, without the text and without columns; of biases their number."""
+    """What was asked for, without the text and without columns; of biases, stop tokens and bad words their number."""
     asked = {name: getattr(request, name) for name in ("max_new_tokens", "truncate", "stop")}
     drawn = {name: value for name, value in request.sampling._asdict().items() if not isinstance(value, bytes)}
-    return asked | drawn | {"logit_bias": len(ints(request.sampling.bias_ids))}
+    counts = {
+        "logit_bias": len(ints(request.sampling.bias_ids)),
+        "stop_token_ids": len(ints(request.stop_token_ids)),
+        "bad_words": len(request.bad_words),
+    }
+    return asked | drawn | counts
 
 
 def duration(seconds: float) -> str:

@@ -83,7 +83,7 @@ def generations(
             if adapter is not None:
                 sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             accounting.submitted()
-            message = _message(prompt, p, sampling, hide_stop, form)
+            message = _message(prompt, p, sampling, hide_stop, form, steering)
             if prompt_tops is not None:
                 message = message._replace(prompt_from=0, prompt_top_n=prompt_tops)
             made.append(Generation(message, stream, bell))
@@ -117,11 +117,14 @@ def _sampling(p: GenerateParameters, steering: Steering, seed: int, choice: int)
         biases=pack(FLOAT32, steering.logit_bias.values()),
         watermark=bool(p.watermark),
         min_new_tokens=p.min_new_tokens or 0,
+        min_p=p.min_p or 0.0,
     )
-    return sampling._replace(top_k=0, top_p=1.0, typical_p=1.0) if steering.greedy else sampling
+    return sampling.unlimited() if steering.greedy else sampling
 
 
-def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_stop: bool, form: bytes) -> Generate:
+def _message(
+    prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_stop: bool, form: bytes, steering: Steering
+) -> Generate:
     """What goes down (its rid is the router's to give)."""
     return Generate(
         0,
@@ -135,6 +138,9 @@ def _message(prompt: Prompt, p: GenerateParameters, sampling: Sampling, hide_sto
         chat=prompt.chat,
         hide_stop=hide_stop,
         grammar=form,
+        stop_token_ids=pack(INT32, steering.stop_token_ids),
+        bad_words=list(steering.bad_words),
+        skip_special_tokens=steering.skip_special_tokens,
     )
 
 

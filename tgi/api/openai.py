@@ -35,6 +35,7 @@ def parameters(
         top_p=None if request.top_p == 1 else request.top_p,
         top_k=None if request.top_k in (0, -1) else request.top_k,
         typical_p=None if request.typical_p == 1 else request.typical_p,
+        min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         max_new_tokens=max_new_tokens,
         stop=request.stops,

@@ -1,7 +1,8 @@
-"""What only OpenAI's routes can ask of the draws: none at all, penalties by counts, and biases for single tokens."""
+"""What only OpenAI's routes can ask: no random draws, penalties by counts, biases for single tokens, and vLLM's
+parameters for stop tokens, bad words and special tokens."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ class Steering(NamedTuple):
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = MappingProxyType({})
     greedy: bool = False  # whatever the limits are: on TGI's routes a limit alone makes a request sample
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    skip_special_tokens: bool = True
 
     @classmethod
     def of(cls, request: OpenAiRequest) -> "Steering":
@@ -30,6 +34,9 @@ class Steering(NamedTuple):
             float32.rounded(request.presence_penalty or 0.0),
             {int(token): float32.rounded(value) for token, value in biases(request).items()},
             request.temperature == 0,
+            request.stop_token_ids or (),
+            request.bad_words or (),
+            request.skip_special_tokens is not False,
         )
 
 

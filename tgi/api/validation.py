@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from tgi.api import errors, grammar
 from tgi.api.shapes.native import GenerateParameters
+from tgi.api.shapes.openai import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
 from tgi.api.steering import MOST_BIASES, NONE, Steering, biases, is_id
 from tgi.kernel.messages import MOST_PROMPT_TOPS
+from tgi.kernel.sampling import LIMITS
 from tgi.kernel.settings import Settings
 
 
@@ -39,10 +41,14 @@ class Ask(NamedTuple):
         return max(self.steering.logit_bias, default=-1)
 
     @property
+    def highest_stop_id(self) -> int:
+        """The highest of the stop token ids; -1 if there are none."""
+        return max(self.steering.stop_token_ids, default=-1)
+
+    @property
     def samples(self) -> bool:
         """Whether anything asks for random draws."""
-        p = self.p
-        return bool(p.do_sample) or any(x is not None for x in (p.temperature, p.top_k, p.top_p, p.typical_p))
+        return bool(self.p.do_sample) or any(getattr(self.p, name) is not None for name in ("temperature", *LIMITS))
 
 
 class Rule(NamedTuple):
@@ -87,6 +93,7 @@ RULES = [
          "`frequency_penalty` must be >= -2.0 and <= 2.0"),
     Rule("top_p", lambda a: _is(a.p.top_p, _share), "`top_p` must be > 0.0 and < 1.0"),
     Rule("typical_p", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
+    Rule("min_p", lambda a: _is(a.p.min_p, lambda v: not 0 <= v <= 1), "`min_p` must be >= 0.0 and <= 1.0"),
     Rule("top_k", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
     Rule("max_new_tokens", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda a: _is(a.p.max_new_tokens, lambda v: v < (a.p.min_new_tokens or 0)),
@@ -104,6 +111,8 @@ RULES = [
          and (a.settings.disable_grammar_support or not grammar.readable(a.p.grammar)), "grammar is not supported"),
     Rule("logit_bias", lambda a: a.highest_biased >= a.vocab_size,
          "`logit_bias` must name token ids < {ask.vocab_size}. Given: {ask.highest_biased}"),
+    Rule("stop_token_ids", lambda a: a.highest_stop_id >= a.vocab_size,
+         "`stop_token_ids` must be token ids < {ask.vocab_size}. Given: {ask.highest_stop_id}"),
     Rule("adapter_id", lambda a: a.p.adapter_id is not None and a.p.adapter_id not in a.adapters,
          "`adapter_id` {ask.p.adapter_id} not found"),
 ]
@@ -119,6 +128,13 @@ OPENAI = [
          "`logit_bias` must name tokens by their ids, as in {{\"42\": -100}}"),
     Rule("logit_bias", lambda r: not all(-100 <= value <= 100 for value in biases(r).values()),
          "`logit_bias` values must be >= -100.0 and <= 100.0"),
+    Rule("stop_token_ids", lambda r: len(r.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS,
+         f"`stop_token_ids` supports up to {MAX_STOP_TOKEN_IDS} token ids"),
+    Rule("bad_words", lambda r: len(r.bad_words or ()) > MAX_BAD_WORDS
+         or sum(map(len, r.bad_words or ())) > MAX_BAD_WORD_CHARACTERS,
+         f"`bad_words` supports up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_CHARACTERS} characters in all"),
+    Rule("bad_words", lambda r: not all(word.strip() for word in r.bad_words or ()),
+         "`bad_words` must not hold words that are empty or white space"),
 ]
 COMPLETIONS = [
     Rule("best_of", lambda r: _is(r.best_of, lambda v: v != (r.n or 1)),

@@ -48,6 +48,7 @@ _SAMPLING: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number >= 0", lambda value: value == 0 or _TINY <= value <= _HUGE),
     "top_k": ("a whole number >= -1", lambda value: isinstance(value, int) and -1 <= value < 2**31),
     "top_p": ("a number > 0 and <= 1", lambda value: _TINY <= value <= 1),
+    "min_p": ("a number >= 0 and <= 1", lambda value: value == 0 or _TINY <= value <= 1),
     "repetition_penalty": ("a number > 0", lambda value: _TINY <= value <= _HUGE),
 }
 

@@ -63,7 +63,7 @@ class Texts(NamedTuple):
     counts: bytes  # uint32
     ids: bytes  # int32, sum(counts)
     logprobs: bytes  # float32, sum(counts)
-    special: bytes  # uint8, sum(counts)
+    special: bytes  # uint8, sum(counts): 1 where the token's text is not part of the answer's (most special tokens)
     texts: list[str]  # sum(counts); "" while a character is incomplete
     held: bytes = b""  # uint32, sum(counts): characters at the end of the text so far that may belong to a stop string
     top_counts: bytes = b""  # uint32, sum(counts)

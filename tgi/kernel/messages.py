@@ -79,6 +79,9 @@ class Generate(NamedTuple):
     `grammar`, if not empty, is a grammar as JSON (`tokenizer/grammar.py` names its keys): the tokenizer checks it and
     puts what the worker reads into `sampling`.
     A chat whose answer may hold more than text (reasoning, calls of tools) is divided into parts.
+
+    `stop_token_ids` end the text as the model's own EOS does, also with `ignore_eos`. With `hide_stop` the text leaves
+    out the token that ends it. `bad_words` are not generated: the tokenizer puts their ids into `sampling`.
     """
 
     rid: int
@@ -96,6 +99,9 @@ class Generate(NamedTuple):
     prompt_from: int | None = None  # None: the prompt's tokens are not wanted
     prompt_top_n: int = 0  # with each of them so many of the likeliest in its place; at most MOST_PROMPT_TOPS
     grammar: bytes = b""
+    stop_token_ids: bytes = b""  # int32
+    bad_words: list[str] = []
+    skip_special_tokens: bool = True  # leave special tokens out of the text
 
 
 class Tokenize(NamedTuple):

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+# The fields that limit what is drawn from, each of which makes a request sample.
+LIMITS = ("top_k", "top_p", "typical_p", "min_p")
+
 
 class SamplingDefaults(NamedTuple):
     """The sampling parameters that the model's generation_config.json recommends, under its names. Requests on /v1 that
@@ -10,6 +13,7 @@ class SamplingDefaults(NamedTuple):
     temperature: float | None = None  # 0: greedy
     top_k: int | None = None  # 0 and -1: off
     top_p: float | None = None
+    min_p: float | None = None  # 0: off
     repetition_penalty: float | None = None
 
     @property
@@ -44,9 +48,16 @@ class Sampling(NamedTuple):
     end_ids: bytes = b""  # int32; filled in by the tokenizer, and only where min_new_tokens asks for it
     adapter: str = ""  # the name of a LoRA adapter; "": the model alone
     adapter_digest: bytes = b""  # Adapter.digest, as the api knows it; the tokenizer corrects it unless ids are resumed
+    min_p: float = 0.0  # tokens below this share of the largest probability are not drawn
+    bad_word_ids: bytes = b""  # int32: token sequences that are not generated, one after another; from the tokenizer
+    bad_word_lengths: bytes = b""  # int32: the tokens of each of these sequences
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn at random (sampling.md, "which requests sample"); greedy otherwise."""
-        limited = self.top_k > 0 or self.top_p < 1.0 or self.typical_p < 1.0
+        limited = any(getattr(self, name) != self._field_defaults[name] for name in LIMITS)
         return self.do_sample or self.temperature != 1.0 or limited
+
+    def unlimited(self) -> "Sampling":
+        """The same without the limits on what is drawn from."""
+        return self._replace(**{name: self._field_defaults[name] for name in LIMITS})

@@ -1,5 +1,6 @@
 """Text to ids: prompts for the model, and tokens with their byte offsets for the tokenize routes."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.kernel import tracing
@@ -33,6 +34,7 @@ class Prompt(NamedTuple):
     grammar: str = ""  # as workers read it
     fault: str = ""  # why the grammar is refused, for the client
     answer: Answer | None = None  # what the answer holds besides text; None: it is text alone
+    bad_words: list[list[int]] = []  # the token sequences of Generate.bad_words
 
 
 class Refusal(NamedTuple):
@@ -66,6 +68,8 @@ class Encoder:
                 made = prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
             if chat is not None and chat.answer is not None:
                 made = made._replace(answer=chat.answer)
+            if asked.bad_words:
+                made = made._replace(bad_words=bad_words(self._vocabulary, asked.bad_words))
             if not asked.grammar and not (chat is not None and chat.tools):
                 return made
             with tracing.span(self._tracer, "compile_grammar", asked.trace):
@@ -109,6 +113,24 @@ def prompt(
     tokens = len(column) // 4
     cut = 0 if truncate is None else max(0, tokens - truncate)
     return Prompt(column[4 * cut :], tokens - cut, len(text), pack(INT32, begins[cut:]))
+
+
+def bad_words(vocabulary: Vocabulary, words: Sequence[str]) -> list[list[int]]:
+    """The token sequences of these words as vLLM has them: of each word, and of the word behind a space where that is
+    as many tokens and begins with another one. Raises EncodeError."""
+    forms = [space + word.lstrip() for word in words for space in ("", " ")]
+    try:
+        encodings = vocabulary.tokenizer.encode_batch_fast(forms, add_special_tokens=False)
+    except Exception as error:  # as above
+        raise EncodeError(f"tokenizer error {error}") from error
+    found: list[list[int]] = []
+    for begin in range(0, len(encodings), 2):
+        first, behind = (encoding.ids for encoding in encodings[begin : begin + 2])
+        if first:
+            found.append(first)
+            if len(behind) == len(first) and behind[0] != first[0]:
+                found.append(behind)
+    return found
 
 
 def _starts(offsets: list[tuple[int, int]]) -> list[int]:

@@ -32,16 +32,17 @@ class Request:
     """`rid` is this tokenizer's number towards the scheduler; `asked.rid` is the api's.
 
     `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
-    stop strings are hidden they come first, so that none is ever in the text. `held` characters at the end of `texts`
-    must not be shown yet.
+    stop strings are hidden they come first, so that none is ever in the text. So do the stop tokens of the request.
+    `held` characters at the end of `texts` must not be shown yet. `hidden` says whether the text of the latest token is
+    left out of `texts`.
 
     A stop string that is complete before `min_new_tokens` are generated is text like any other.
     """
 
     __slots__ = (
-        "_curtain", "_decoder", "_least", "_stop", "api", "asked", "chats", "division", "generated", "held", "last",
-        "max_new_tokens", "prompt", "reason", "received", "rid", "special", "stage", "stop_ids", "submitted",
-        "teller", "texts", "validation_us",
+        "_asked_stop_ids", "_curtain", "_decoder", "_hidden", "_least", "_stop", "api", "asked", "chats", "division",
+        "generated", "held", "hidden", "last", "max_new_tokens", "prompt", "reason", "received", "rid", "stage",
+        "stop_ids", "submitted", "teller", "texts", "validation_us",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
@@ -58,13 +59,15 @@ class Request:
         self.validation_us = 0
         self.teller: PromptTeller | None = None  # of the prompt's tokens, if they are wanted
         self.generated = array(INT32)
-        self.texts: list[str] = []  # of plain tokens, special ones left out
-        self.special: frozenset[int] = frozenset()
+        self.texts: list[str] = []  # of the tokens that are not hidden
+        self.hidden = False
         self.reason: Reason | None = None
         self.last: Columns | None = None  # the last tokens: they go up with the End, since the api shows both as one
         self.held = 0
         self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
         self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
+        self._asked_stop_ids = frozenset(ints(asked.stop_token_ids))
+        self._hidden: frozenset[int] = frozenset()  # ids whose text is left out
         self._decoder: Decoder | None = None
         self._least = 0  # tokens that come before any stop string counts
         self.division: Division | None = None  # if the answer is divided: to be given each token that is pushed
@@ -74,7 +77,11 @@ class Request:
         self.stage = Stage.HELD
         self.prompt = prompt
         self.asked = self.asked._replace(
-            inputs="", chat=b"", grammar=b"", sampling=self.asked.sampling._replace(grammar=prompt.grammar)
+            inputs="",
+            chat=b"",
+            grammar=b"",
+            bad_words=[],
+            sampling=self.asked.sampling._replace(grammar=prompt.grammar),
         )
 
     def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int, drawable: int) -> None:
@@ -82,22 +89,32 @@ class Request:
         from `drawable` on can be drawn."""
         self.stage = Stage.LIVE
         self.max_new_tokens = max_new_tokens
-        self.stop_ids = frozenset() if self.asked.ignore_eos else vocabulary.eos_ids
-        self.special = vocabulary.special
+        self.stop_ids = self._asked_stop_ids | (frozenset() if self.asked.ignore_eos else vocabulary.eos_ids)
         self._least = self.asked.sampling.min_new_tokens
+        sampling = self.asked.sampling
         if self._least:
             end_ids = pack(INT32, sorted(number for number in self.stop_ids if number < drawable))
-            self.asked = self.asked._replace(sampling=self.asked.sampling._replace(end_ids=end_ids))
+            sampling = sampling._replace(end_ids=end_ids)
+        if words := [word for word in self.prompt.bad_words if max(word) < drawable]:
+            ids = pack(INT32, [number for word in words for number in word])
+            sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack(INT32, map(len, words)))
+        self.asked = self.asked._replace(sampling=sampling)
+        if self.asked.skip_special_tokens:
+            self._hidden = vocabulary.special
+        if self.asked.hide_stop and not self.stop_ids <= self._hidden:
+            self._hidden |= self.stop_ids
         if self.asked.prompt_from is not None:
             self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
         self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
         if self.prompt.answer is not None:
             self.division = Division(self.prompt.answer, marks)
+            if not marks.ids <= self._hidden:
+                self._hidden |= marks.ids
         for number in ints(self.asked.resume):
             if self.reason is None:
                 text = self.push(number)
                 if self.division is not None:
-                    self.division.push(number, text, self.held)
+                    self.division.push(number, text, self.held, self.hidden)
 
     def prompted(self) -> Iterator[Prompted | PromptTokens]:
         """What the api is told of the prompt before anything comes from the scheduler. To be called once."""
@@ -112,18 +129,18 @@ class Request:
         assert self._decoder is not None
         self.generated.append(number)
         text = self._decoder.feed(number)
-        if len(self.generated) >= self.max_new_tokens:
+        if len(self.generated) >= self.max_new_tokens and number not in self._asked_stop_ids:
             self.reason = Reason.LENGTH
         elif number in self.stop_ids:
             self.reason = Reason.EOS
         elif self._stop is not None and (match := self._stop.feed(text, self._long_enough)) is not None:
             self.reason = Reason.STOP
             text = text[: match.end]
-        special = number in self.special
-        if text and not special:
+        self.hidden = number in self._hidden
+        if text and not self.hidden:
             self.texts.append(text)
         if self._curtain is not None:
-            self._hide(self._curtain.feed(text, special, self._long_enough), self._curtain.held)
+            self._hide(self._curtain.feed(text, self.hidden, self._long_enough), self._curtain.held)
         return text
 
     @property

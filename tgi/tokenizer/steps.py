@@ -31,14 +31,14 @@ class Steps:
         is over stay with it (`Request.last`)."""
         begun = time.perf_counter()
         method = "decode"
-        ids, special = ints(tokens.ids), self._vocabulary.special
+        ids, live = ints(tokens.ids), Stage.LIVE
         tops = Tops(tokens) if tokens.top_counts else None
         stopped: list[int] = []
         end = 0
         for rid, count in zip(uints(tokens.rids), uints(tokens.counts), strict=True):
             first, end = end, end + count
             request = requests.get(rid)
-            if request is None or request.stage is not Stage.LIVE or request.reason is not None:
+            if request is None or request.stage is not live or request.reason is not None:
                 continue  # drawn before the scheduler heard that this request is over
             if not request.generated:
                 method = "prefill"
@@ -50,11 +50,11 @@ class Steps:
                 number = ids[at]
                 text = request.push(number)
                 columns.texts.append(text)
-                columns.special.append(number in special)
+                columns.special.append(request.hidden)
                 if request.held:
                     columns.hold(request.held)
                 if request.division is not None:
-                    columns.divide(request.division.push(number, text, request.held))
+                    columns.divide(request.division.push(number, text, request.held, request.hidden))
                 at += 1
             columns.rids.append(request.asked.rid)
             columns.counts.append(at - first)

@@ -18,11 +18,12 @@ from tgi.worker.loop import Poisoned
 from tgi.worker.lora.shelf import Shelf
 from tgi.worker.masks import Masks
 from tgi.worker.noise import Noise
+from tgi.worker.params import Draws
 from tgi.worker.prompts import PromptReader, Told, prompt_columns, wanted
 from tgi.worker.recorded import Recorded, Recorder
 from tgi.worker.repeated import Repeated
 from tgi.worker.sampling import Drawn, sample
-from tgi.worker.slots import BadStep, Rows, Slots
+from tgi.worker.slots import BadStep, Ints, Rows, Slots
 from tgi.worker.staging import sent, to_host
 from tgi.worker.tops import Tops, columns
 from tgi.worker.verify import Drafted, begins, count_kept, followed, keep
@@ -30,6 +31,10 @@ from tgi.worker.watermark import Watermark
 
 # The system takes long to give memory for keys and values, so this much stands ready while nobody waits.
 READY_TOKENS = 4096
+
+
+# What a row is told in which bad words leave no token, with its grammar or alone.
+NO_TOKEN = "its `bad_words` leave no token to go on with"
 
 
 class Pending(NamedTuple):
@@ -40,8 +45,9 @@ class Pending(NamedTuple):
     drawn: Drawn  # on the host
     told: Told | None  # of prompts, on the host
     masks: Masks | None
-    faults: list[str]  # as in Result
+    faults: list[str]  # as in Result; an entry for each row if `worded` is given
     drafted: Drafted | None  # on the host
+    worded: Ints | None  # [D] which rows of the step draw, -1 for those without bad words; None: no row has any
     forward_us: int  # on CPU; on CUDA the events tell
     begin: torch.cuda.Event | None
     end: torch.cuda.Event | None
@@ -158,6 +164,12 @@ class TorchEngine:
             kept = count_kept(pending.drafted, drawn.ids, masks and masks.reach)
             self._slots.accept(pending.drafted.slots, kept - 1)
             drawn, counts = keep(pending.drafted, drawn, kept), kept.astype(np.uint8).tobytes()
+        faults = pending.faults
+        if pending.worded is not None:
+            drew = np.repeat(pending.worded, np.frombuffer(counts, np.uint8))  # the row of each token
+            dead = drew[(drew >= 0) & np.isnan(drawn.logprobs.numpy())]  # a logprob is NaN if no token was left
+            faults = [fault or (NO_TOKEN if row in dead else "") for row, fault in enumerate(faults)]
+            faults = faults if any(faults) else []
         ids = drawn.ids.numpy().astype(np.int32)
         top_counts, top_ids, top_logprobs = columns(drawn.tops, len(ids))
         prompt_logprobs, prompt_top_ids, prompt_top_logprobs = prompt_columns(pending.told)
@@ -174,7 +186,7 @@ class TorchEngine:
             prompt_logprobs=prompt_logprobs,
             prompt_top_ids=prompt_top_ids,
             prompt_top_logprobs=prompt_top_logprobs,
-            faults=pending.faults,
+            faults=faults,
         )
 
     def _launch(self, step: Step, began: float) -> Pending:
@@ -188,7 +200,7 @@ class TorchEngine:
         reader = self._reader(rows)
         drawing = rows.slots[rows.drawing]
         slots = drawing if drafted is None else drafted.slots
-        places, masks = self._layout.places(drawing, rows.position), None
+        places, masks, worded = self._layout.places(drawing, rows.position), None, None
         logits = self._recorded.logits(rows) if self._recorded is not None and reader is None else None
         if logits is None and self._slots.params.greedy[drawing].all():
             batch = self._layout.batch(rows)
@@ -202,6 +214,7 @@ class TorchEngine:
             masks = self._grammars.masks(slots, drafted)
             draws = self._layout.draws(drawing, rows.position, masks)
             drawn = sample(logits, draws, self._noise, self._model.kv.kernels)
+            worded = _worded(rows, draws)
         # Behind a draft that is not accepted nobody reads before it is written again.
         self._layout.write(places, drawn.ids)
         told = None if reader is None else reader.told()
@@ -214,7 +227,9 @@ class TorchEngine:
             self._grammars.drawn(slots, masks, drawn.ids, end, drafted)
         forward_us = int((time.monotonic() - began) * 1e6)
         faults = self._faults(step, rows, masks)
-        return Pending(step.number, step.epoch, drawn, told, masks, faults, drafted, forward_us, begin, end)
+        if worded is not None:
+            faults = faults or [""] * len(rows.slots)
+        return Pending(step.number, step.epoch, drawn, told, masks, faults, drafted, worded, forward_us, begin, end)
 
     def _faults(self, step: Step, rows: Rows, masks: Masks | None) -> list[str]:
         """Result.faults: for lack of an adapter, or of text that a grammar allows."""
@@ -269,6 +284,15 @@ class TorchEngine:
             return None
         at, next_at = self._layout.to_device(found.at, found.next_at)
         return PromptReader(found, at, self._slots.ids.view(-1)[next_at].long())
+
+
+def _worded(rows: Rows, draws: Draws) -> Ints | None:
+    """Pending.worded."""
+    places = np.flatnonzero(draws.params.bad_words)
+    if not len(places):
+        return None
+    drawing = np.unique(rows.drawing)
+    return np.where(np.isin(drawing, rows.drawing[places]), drawing, -1)
 
 
 def _no_tokens() -> LLTokenizer:

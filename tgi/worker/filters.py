@@ -1,4 +1,5 @@
-"""What shapes the distribution that tokens are drawn from: temperature, and the limits top-k, top-p and typical-p."""
+"""What shapes the distribution that tokens are drawn from: temperature, and the limits top-k, top-p, min-p and
+typical-p."""
 
 from collections.abc import Callable
 
@@ -49,6 +50,19 @@ def keep_top_p(scores: Tensor, draws: Draws) -> None:
     if len(rows):
         chosen = take(scores, rows)
         put(scores, rows, _keep_mass(chosen, draws.params.top_p[rows], _likely))
+
+
+def keep_min_p(scores: Tensor, draws: Draws) -> None:
+    """Tokens whose probability is below p times the largest become -inf (Nguyen et al. 2024, "Turning Up the Heat").
+
+    A ratio of two probabilities is a difference of their scores, so what other limits have filtered out before does not
+    matter: the order of min_p, top_k and top_p changes only what top_p keeps.
+    """
+    rows = np.flatnonzero(draws.params.min_p)
+    if len(rows):
+        chosen = take(scores, rows)
+        share = column(np.log(draws.params.min_p[rows]).astype(np.float32), scores)
+        put(scores, rows, chosen.masked_fill_(chosen < chosen.amax(-1, keepdim=True) + share, -torch.inf))
 
 
 def keep_typical_p(scores: Tensor, draws: Draws) -> None:

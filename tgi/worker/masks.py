@@ -1,4 +1,5 @@
-"""Which tokens rows may not draw: those that their grammar forbids, and the end while they are too short."""
+"""Which tokens rows may not draw: those that their grammar forbids, those that complete a bad word, and the end while
+they are too short."""
 
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tgi.worker.params import Draws
 from tgi.worker.rows import put, take
-from tgi.worker.staging import sent
+from tgi.worker.staging import sent, sent_together
 
 BITS = 32  # of a word
 
@@ -35,6 +36,39 @@ def forbid(scores: Tensor, draws: Draws) -> None:
         return
     forbidden = unset(masks.words, scores.device)[:, : scores.shape[1]]
     put(scores, masks.rows, take(scores, masks.rows).masked_fill_(forbidden, -torch.inf))
+
+
+def forbid_bad_words(scores: Tensor, draws: Draws) -> None:
+    """-inf for the last token of each bad word whose other tokens are the latest that the row has generated.
+
+    As in vLLM, a prompt never begins a bad word.
+    """
+    params = draws.params
+    rows = np.flatnonzero(params.bad_words)
+    if not len(rows):
+        return
+    words = params.bad_words[rows]
+    owners = np.repeat(rows, [len(one.lasts) for one in words])  # the row of each of S sequences
+    lasts, lengths, prefixes = map(np.concatenate, zip(*words, strict=True))
+    begun = lengths <= (draws.position - params.prompt_tokens)[owners]  # there are as many generated tokens
+    prefixes = prefixes[np.repeat(begun, lengths)]
+    owners, lasts, lengths = owners[begun], lasts[begun], lengths[begun]
+    differing = torch.zeros(len(owners), dtype=torch.int32, device=scores.device)
+    if len(prefixes):
+        # All rows are read from where the longest prefix begins in each.
+        longest = np.zeros(len(draws.position), np.int64)
+        np.maximum.at(longest, owners, lengths)
+        readers = np.flatnonzero(longest)
+        history = draws.history(readers, draws.position[readers] - longest[readers])
+        sequence = np.repeat(np.arange(len(owners)), lengths)
+        reader = np.searchsorted(readers, owners[sequence])
+        place = np.arange(len(prefixes)) + np.repeat(longest[owners] - np.cumsum(lengths), lengths)
+        reader_at, place_at, prefix_ids, sequence_at = sent_together((reader, place, prefixes, sequence), scores.device)
+        differing.index_add_(0, sequence_at, (history[reader_at, place_at] != prefix_ids).int())
+    rows_at, ids = sent_together((owners, lasts), scores.device)
+    # Two sequences of a row may end in the same token: added up, either of them forbids it.
+    lowered = torch.zeros(len(owners), device=scores.device).masked_fill_(differing == 0, -torch.inf)
+    scores.index_put_((rows_at, ids), lowered, accumulate=True)
 
 
 def hold_back_ends(scores: Tensor, draws: Draws) -> None:

@@ -50,6 +50,15 @@ def occupant_of(new: Slot, limits: Limits, adapters: Shelf) -> Occupant:
         all(0 <= token < limits.vocab_size for token in biased),
         f"slot {new.slot}: a biased id is not in the vocabulary",
     )
+    words, lengths = ints(sampling.bad_word_ids), ints(sampling.bad_word_lengths)
+    need(
+        len(words) == sum(lengths) and min(lengths, default=1) > 0,
+        f"slot {new.slot}: bad_word_ids and bad_word_lengths differ",
+    )
+    need(
+        all(0 <= token < limits.vocab_size for token in words),
+        f"slot {new.slot}: a token of a bad word is not in the vocabulary",
+    )
     found = Occupant(ids, noise_of(sampling), sampling.top_n, new)
     if sampling.adapter:
         found.adapter = adapters.find(sampling.adapter_digest)

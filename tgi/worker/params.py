@@ -47,14 +47,35 @@ class Bias(NamedTuple):
         return cls(np.array(ids, np.int64), np.array(values, np.float32)) if ids else None
 
 
+class BadWords(NamedTuple):
+    """Token sequences that one request must not generate: the last token of each, and those before it."""
+
+    lasts: NDArray[np.int64]  # [B]
+    lengths: NDArray[np.int64]  # [B] how many tokens of a sequence stand before its last one
+    prefixes: NDArray[np.int64]  # [sum(lengths)] these, sequence after sequence
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "BadWords | None":
+        """None if there are none. Raises ProtocolError for columns that are none, ValueError if they do not fit."""
+        if not sampling.bad_word_ids and not sampling.bad_word_lengths:
+            return None
+        ids = np.array(ints(sampling.bad_word_ids), np.int64)
+        lengths = np.array(ints(sampling.bad_word_lengths), np.int64)
+        if not len(lengths) or (lengths < 1).any() or lengths.sum() != len(ids):
+            raise ValueError(f"{len(ids)} bad_word_ids and bad_word_lengths {lengths.tolist()}")
+        ends = np.cumsum(lengths) - 1
+        return cls(ids[ends], lengths - 1, np.delete(ids, ends))
+
+
 class Params(NamedTuple):
-    """Columns [N]; all but the last five hold the fields of Sampling that have their names."""
+    """Columns [N]; all but the last six hold the fields of Sampling that have their names."""
 
     samples: NDArray[np.bool_]  # at random; greedy otherwise
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
     typical_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
     repetition_penalty: NDArray[np.float32]
     frequency_penalty: NDArray[np.float64]
     count_penalty: NDArray[np.float32]
@@ -69,6 +90,7 @@ class Params(NamedTuple):
     prompt_tokens: NDArray[np.int64]  # ids from here on were generated
     bias: NDArray[np.object_]  # Bias | None
     end_ids: NDArray[np.object_]  # int64 [E] | None: not to be drawn before min_new_tokens are
+    bad_words: NDArray[np.object_]  # BadWords | None
 
     @classmethod
     def empty(cls, count: int) -> "Params":
@@ -79,6 +101,7 @@ class Params(NamedTuple):
             top_k=np.zeros(count, np.int64),
             top_p=np.ones(count, np.float64),
             typical_p=np.ones(count, np.float64),
+            min_p=np.zeros(count, np.float64),
             repetition_penalty=np.ones(count, np.float32),
             frequency_penalty=np.zeros(count, np.float64),
             count_penalty=np.zeros(count, np.float32),
@@ -93,17 +116,19 @@ class Params(NamedTuple):
             prompt_tokens=np.zeros(count, np.int64),
             bias=np.full(count, None),
             end_ids=np.full(count, None),
+            bad_words=np.full(count, None),
         )
 
     def put(self, at: int, sampling: Sampling, prompt_tokens: int) -> None:
         """A request comes to this place. Raises ValueError or ProtocolError for what no column can hold."""
         self.bias[at] = Bias.of(sampling)
+        self.bad_words[at] = BadWords.of(sampling)
         ends = ints(sampling.end_ids)
         self.end_ids[at] = np.array(ends, np.int64) if len(ends) else None
         self.prompt_tokens[at] = prompt_tokens
         self.plain[at] = sampling._replace(**NOT_ABOUT_SCORES) == PLAIN
         self.greedy[at] = self.plain[at] and not sampling.samples and not sampling.top_n
-        for name in self._fields[:-5]:
+        for name in self._fields[:-6]:
             getattr(self, name)[at] = getattr(sampling, name)
         self.top_n[at] = min(sampling.top_n, MOST_TOPS)
 

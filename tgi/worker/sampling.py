@@ -1,9 +1,11 @@
-"""From raw logits to the next token of each row: watermark, penalties, biases, grammar, temperature, top-k, top-p,
-typical-p, then a choice and its logprob, and the likeliest tokens beside it where a row asks for them.
+"""From raw logits to the next token of each row: watermark, penalties, biases, grammar, bad words, temperature, top-k,
+top-p, min-p, typical-p, then a choice and its logprob, and the likeliest tokens beside it where a row asks for them.
 
-The order is that of `PROCESSORS`, and part of the contract. Biases come behind the penalties: a repetition penalty
-multiplies scores, so it would undo a ban or a forced token if it came later. What a grammar forbids stays forbidden, so
-it comes behind both, and what keeps a text from ending too early behind the grammar, which may say that it must end.
+The order is that of `PROCESSORS`, and part of the contract. That of temperature and limits is transformers', which TGI
+follows: min-p comes behind top-p (vLLM applies it before top-k). Biases come behind the penalties: a repetition penalty
+multiplies scores, so it would undo a ban or a forced token if it came later. What a grammar or bad words forbid stays
+forbidden, so they come behind both, and what keeps a text from ending too early behind the grammar, which may say that
+it must end.
 
 A row's result has the same bits whatever rows share its batch: every operation here works row by row (a plain `sum`
 does not: over a lone row it splits among threads), and noise is keyed by the request.
@@ -17,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.worker.best import argmax, find_best
-from tgi.worker.filters import apply_temperature, keep_top_k, keep_top_p, keep_typical_p
-from tgi.worker.masks import forbid, hold_back_ends
+from tgi.worker.filters import apply_temperature, keep_min_p, keep_top_k, keep_top_p, keep_typical_p
+from tgi.worker.masks import forbid, forbid_bad_words, hold_back_ends
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.noise import Noise, keys
 from tgi.worker.params import Draws
@@ -35,10 +37,12 @@ PROCESSORS = (
     penalise_counts,
     add_biases,
     forbid,
+    forbid_bad_words,
     hold_back_ends,
     apply_temperature,
     keep_top_k,
     keep_top_p,
+    keep_min_p,
     keep_typical_p,
 )
 

@@ -2,8 +2,8 @@
 
 It keeps what a real worker would keep (ids, page tables, what each page holds) and refuses a step that a real worker
 would answer with garbage, naming the fault. So it is a worker for tests, a yardstick for the stack around the model,
-and the scheduler's conscience. It obeys no grammar. An adapter is any directory with an adapter_config.json: what is in
-it changes what is said.
+and the scheduler's conscience. It obeys no grammar and no bad words. An adapter is any directory with an
+adapter_config.json: what is in it changes what is said.
 """
 
 import time

@@ -215,6 +215,7 @@ class Slots:
             _need_within(bias.ids, self.vocab_size, "biased token id")
         if (ends := self.params.end_ids[slot]) is not None:
             _need_within(ends, self.vocab_size, "end id")
+        _need_within(_ints(sampling.bad_word_ids), self.vocab_size, "bad word id")
         self.ids[slot, : len(ids)] = sent(ids.astype(np.int32), self.ids.device)
         self.prompt_from[slot] = new.prompt_from
         self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)

@@ -24,6 +24,9 @@ WARM_SAMPLING = Sampling(
     watermark=True,
     min_new_tokens=1,
     end_ids=pack(INT32, [0]),
+    min_p=0.01,
+    bad_word_ids=pack(INT32, [0, 0]),
+    bad_word_lengths=pack(INT32, [2]),
 )
 
 

@@ -167,6 +167,10 @@ def test_parameters_reach_the_tokenizer(front: Front) -> None:
     sampling = asked(front, {"typical_p": 0.75, "frequency_penalty": -1.5, "seed": 1}).sampling
     assert sampling == Sampling(1, typical_p=0.75, frequency_penalty=-1.5)
     assert sampling.samples
+    sampling = asked(front, {"min_p": 0.25, "seed": 1}).sampling
+    assert sampling == Sampling(1, min_p=0.25)
+    assert sampling.samples
+    assert asked(front, {"min_p": 0.1}).sampling.min_p == 0.10000000149011612  # float32, as all parameters
     assert not asked(front, {"frequency_penalty": 2.0}).sampling.samples
     assert (message.max_new_tokens, message.truncate, message.stop) == (9, 7, ["a", "b"])
     assert message.resume == b""
@@ -189,7 +193,7 @@ def test_watermarks_least_lengths_and_texts_without_an_end(front: Front) -> None
 def test_off_values_are_accepted(front: Front) -> None:
     off = {"best_of": 1, "typical_p": 1.0, "top_p": 1.0, "frequency_penalty": 0.0, "watermark": False, "stop": []}
     off |= {"decoder_input_details": False, "top_n_tokens": 0, "grammar": None, "adapter_id": None, "details": False}
-    off |= {"min_new_tokens": 0, "ignore_eos": False, "ignore_eos_token": False}
+    off |= {"min_p": 0, "min_new_tokens": 0, "ignore_eos": False, "ignore_eos_token": False}
     assert not asked(front, off).sampling.samples
     assert not asked(front, dict.fromkeys(off)).sampling.samples
     asked(front, {"best_of": 0})

@@ -10,6 +10,7 @@ from tests.tokenizer.answer.talk import accepts, begin, divided, grammar, held, 
 from tests.tokenizer.house import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
 from tgi.kernel.answer import Prompted
+from tgi.kernel.pack import INT32, pack
 from tgi.tokenizer.vocabulary import Vocabulary
 
 OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as with the R1 family
@@ -124,3 +125,23 @@ def test_tools_and_a_grammar_exclude_each_other() -> None:
     house = house_of(byte_level(), THINKING)
     assert "cannot be used together" in refusal(house, chat(), grammar=b'{"schema": true}')
     assert not any(isinstance(message, Prompted) for message in house.said(API))
+
+
+def test_special_tokens_are_shown_in_parts_on_request(vocabulary: Vocabulary) -> None:
+    """But those that delimit parts, and the one that ends the text."""
+    house = house_of(vocabulary, THINKING)
+    answer = "<think>Hm<|user|></think>Yes<|user|>!"
+    shown = said(
+        play(house, begin(house, 1, hi(), skip_special_tokens=False, hide_stop=True), ids_of(answer, vocabulary))
+    )
+    assert shown.parts == [("reasoning", "Hm<|user|>"), ("text", "Yes<|user|>!")]
+    left_out = said(play(house, begin(house, 1, hi(), hide_stop=True), ids_of(answer, vocabulary)))
+    assert left_out.parts == [("reasoning", "Hm"), ("text", "Yes!")]
+
+
+def test_a_stop_token_is_no_part(vocabulary: Vocabulary) -> None:
+    house = house_of(vocabulary, THINKING)
+    ids = ids_of("<think>Hm</think>Yes no", vocabulary)
+    add = begin(house, 1, hi(), hide_stop=True, stop_token_ids=pack(INT32, ids[-1:]))
+    shown = said(play(house, add, ids))
+    assert shown.parts == said(play(house, begin(house, 2, hi()), ids[:-1])).parts

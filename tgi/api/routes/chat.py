@@ -158,7 +158,7 @@ def generations(service: Service, request: ChatRequest) -> list[Generation]:
         p,
         stream=bool(request.stream),
         choices=choices,
-        hide_stop=True,
+        hide_stop=not request.include_stop_str_in_output,
         steering=Steering.of(request),
         names=request.names,
     )

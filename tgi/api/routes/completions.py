@@ -199,7 +199,7 @@ class CompletionsResource:
             p,
             stream=bool(request.stream),
             choices=request.n or 1,
-            hide_stop=True,
+            hide_stop=not request.include_stop_str_in_output,
             steering=Steering.of(request),
             names=request.names,
             prompt_tops=request.logprobs if request.echo else None,

@@ -128,6 +128,15 @@ class GenerateParameters(Struct, kw_only=True):
     grammar: Annotated[GrammarType | None, doc("What the generated text must match.")] = None
     adapter_id: Annotated[str | None, doc("Lora adapter id")] = None
     # Not TGI's: transformers and other servers have them
+    min_p: Annotated[
+        Float32 | None,
+        doc(
+            "Tokens whose probability is below this share of the largest one are not drawn. 0 means off.",
+            example=0.05,
+            minimum=0,
+            maximum=1,
+        ),
+    ] = None
     min_new_tokens: Annotated[
         UInt32 | None,
         doc("Minimum number of tokens to generate: before that no token ends the text, and no stop string.", example=5),
@@ -140,7 +149,7 @@ class GenerateParameters(Struct, kw_only=True):
     def __post_init__(self) -> None:
         """Floats are rounded to float32 as on TGI's side, so that bounds and draws see the same number."""
         check_seed(self.seed)
-        for name in ("temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p"):
+        for name in ("temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p", "min_p"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, float32.rounded(value))

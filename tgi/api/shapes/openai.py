@@ -7,6 +7,11 @@ from msgspec import Struct
 from tgi.api.shapes.native import GrammarType
 from tgi.api.shapes.types import Answer, Float32, Int32, UInt32, UInt64, check_seed, doc, stop_strings
 
+# Limits on what makes each step of a request dearer, or its messages larger.
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 4096
+
 Model = Annotated[
     str | None,
     doc(
@@ -134,6 +139,45 @@ TypicalP = Annotated[
     ),
 ]
 
+MinP = Annotated[
+    Float32 | None,
+    doc(
+        "Draw from tokens whose probability is at least this share of the largest one; 0 means off.",
+        example=0.05,
+        minimum=0,
+        maximum=1,
+    ),
+]
+
+StopTokenIds = Annotated[
+    list[UInt32] | None,
+    doc(
+        f"Up to {MAX_STOP_TOKEN_IDS} token ids each of which ends the text, also with `ignore_eos`. The token itself "
+        "is not part of the text.",
+        example=[2],
+    ),
+]
+
+BadWords = Annotated[
+    list[str] | None,
+    doc(
+        f"Up to {MAX_BAD_WORDS} words, of {MAX_BAD_WORD_CHARACTERS} characters in all, that are not generated, neither "
+        "at the beginning of a text nor behind a space: where the other tokens of a word have been generated, its last "
+        "one is not.",
+        example=["lorem", "ipsum dolor"],
+    ),
+]
+
+IncludeStop = Annotated[
+    bool | None,
+    doc("Whether the text includes the stop string, or the token of `stop_token_ids`, that ends it."),
+]
+
+SkipSpecialTokens = Annotated[
+    bool | None,
+    doc("Whether special tokens are left out of the text; true if absent."),
+]
+
 MinTokens = Annotated[
     UInt32 | None,
     doc(
@@ -195,6 +239,11 @@ class OpenAiRequest(Struct, kw_only=True):
     typical_p: TypicalP = None
     min_tokens: MinTokens = None
     ignore_eos: IgnoreEos = None
+    min_p: MinP = None
+    stop_token_ids: StopTokenIds = None
+    bad_words: BadWords = None
+    include_stop_str_in_output: IncludeStop = None
+    skip_special_tokens: SkipSpecialTokens = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""

@@ -16,9 +16,10 @@ class Division:
         self._marks = marks
         self._unseen = ""
 
-    def push(self, number: int, text: str, held: int) -> list[Found]:
-        """Takes a token and its text; of the visible text so far, `held` characters must not be shown yet."""
-        self._unseen += self._marks.character(number, text)
+    def push(self, number: int, text: str, held: int, hidden: bool) -> list[Found]:
+        """Takes a token and its text, which may be `hidden`; of the visible text so far, `held` characters must not be
+        shown yet."""
+        self._unseen += self._marks.character(number) if hidden else text
         if not held:
             shown, self._unseen = self._unseen, ""
         else:

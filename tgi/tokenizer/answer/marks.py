@@ -5,9 +5,9 @@ import re
 from tgi.tokenizer.answer.formats import FORMATS, TAGS, Slot
 from tgi.tokenizer.vocabulary import Vocabulary
 
-# A special token stands in an answer that is divided as one lone surrogate: no decoded text holds one. The last of them
-# is for those that are no piece of any format: they are not shown, but an answer that begins with one does not begin
-# with a call.
+# A token whose text is not shown, as a rule a special one, stands in an answer that is divided as one lone surrogate:
+# no decoded text holds one. The last of them is for those that are no piece of any format: an answer that begins with
+# one does not begin with a call.
 _FIRST = 0xD800
 _OTHER = "\udfff"
 MARK = re.compile("[\ud800-\udfff]")
@@ -24,7 +24,7 @@ class Marks:
         self._ids = {piece: id for piece, id in found if id is not None and id in vocabulary.special}
         self._characters = {piece: chr(_FIRST + at) for at, piece in enumerate(self._ids)}
         self._by_id = {id: self._characters[piece] for piece, id in self._ids.items()}
-        self._special = vocabulary.special
+        self.ids = frozenset(self._by_id)
         self.others = sorted(vocabulary.special - self._by_id.keys() - vocabulary.eos_ids)
 
     def id(self, piece: str) -> int | None:
@@ -35,8 +35,6 @@ class Marks:
         """How a piece stands in an answer that is to be divided."""
         return self._characters.get(piece, piece)
 
-    def character(self, id: int, text: str) -> str:
-        """What stands in such an answer for a token with this text."""
-        if id not in self._special:
-            return text
+    def character(self, id: int) -> str:
+        """What stands in such an answer for a token whose text is not shown."""
         return self._by_id.get(id, _OTHER)
