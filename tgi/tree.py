@@ -81,7 +81,7 @@ def _announce(settings: Settings) -> None:
         logger.warning("`trust_remote_code` is set: Python code that comes with the model may run")
     warn_of_idle_devices(settings, os.environ)
     if settings.env:
-        logger.info("%s", report(settings))
+        logger.info(report(settings))
 
 
 def _listen(settings: Settings) -> socket.socket:
