@@ -14,6 +14,7 @@ _ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{
 class Option(NamedTuple):
     """One setting. Its flag is its field's name with dashes."""
 
+    group: str  # the heading that it stands under in the help
     help: str
     read: Callable[[str], Any]  # from text; raises ValueError in words for a reader
     env: tuple[str, ...] | None = None  # environment names; None: the flag's own name in upper case
@@ -24,10 +25,23 @@ class Option(NamedTuple):
     separator: str = ""  # the flag may be repeated, and its variable holds several values with this between them
     ignored: str = ""  # why it is accepted and has no effect
     secret: bool = False  # never to be shown
+    unset: str = ""  # what holds in place of a default that is None or empty
+    hidden: bool = False  # listed by --help-all alone, as is what is ignored
 
     def variables(self, name: str) -> tuple[str, ...]:
         """The environment variables of the setting `name`, in the order in which they count after the flag."""
         return ((name.upper(),) if self.env is None else self.env) + self.also
+
+    @property
+    def meaning(self) -> str:
+        """The help, and why it has no effect if it has none."""
+        return f"{self.help} No effect: {self.ignored}." if self.ignored else self.help
+
+    def default(self, value: Any) -> str:
+        """The setting's default in words."""
+        if value is None or value == ():
+            return self.unset
+        return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Any:
         """One value. Raises ValueError, in words, for a text that is none."""
@@ -37,9 +51,9 @@ class Option(NamedTuple):
         return value
 
 
-def setting(default: Any, help: str, read: Callable[[str], Any], **more: Any) -> Any:
+def setting(group: str, default: Any, help: str, read: Callable[[str], Any], **more: Any) -> Any:
     """A dataclass field that is a setting; `more` are fields of Option."""
-    return field(default=default, metadata={OPTION: Option(help, read, **more)})
+    return field(default=default, metadata={OPTION: Option(group, help, read, **more)})
 
 
 def flag(name: str) -> str:
