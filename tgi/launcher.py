@@ -21,4 +21,6 @@ def main(**flags: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from tgi.__main__ import launcher
+
+    launcher()

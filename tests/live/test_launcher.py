@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.live.server import LOCAL, PATIENCE_SECONDS, free_port
+from tgi.kernel import rundir
 
 
 class Launched:
@@ -113,3 +115,40 @@ def test_a_metrics_port_that_is_taken_is_told(tiny_llama: Path, tmp_path: Path) 
         launched(tmp_path / "other", 0, "--model-id", str(tiny_llama), "--port", "0", "--prometheus-port", str(port)),
     ):
         pass
+
+
+SECRET = "key-that-nobody-may-see"
+
+
+@pytest.mark.parametrize("given", [["--api-key", SECRET], [f"--api-key={SECRET}", "--api-key", "another"]], ids=str)
+@pytest.mark.parametrize("command", ["tgi.launcher", "tgi up", "tgi api"])
+def test_a_key_is_not_in_the_list_of_processes(
+    command: str, given: list[str], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Neither in the arguments nor in the environment that the system keeps, of any process of the tree."""
+    module, *role = command.split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *role, *given, "--model-id", str(tiny_llama), "--port", "0"],
+        env=os.environ | {"TGI_RUN": str(tmp_path), "TGI_HOSTNAME": "127.0.0.1", "TGI_WORKER": "scripted"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    expected = {"api-0"} if role == ["api"] else {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
+    end = time.monotonic() + PATIENCE_SECONDS
+    try:
+        supervisor = psutil.Process(process.pid)
+        while {state.name for state in rundir.read_states(tmp_path)} != expected:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        for one in (supervisor, *supervisor.children(recursive=True)):
+            assert SECRET not in " ".join(one.cmdline())
+            assert SECRET not in str(one.environ())
+        title = " ".join(supervisor.cmdline())
+        assert title.startswith("text-generation-launcher" if not role else command)
+        assert "(hidden)" in title
+        assert str(tiny_llama) in title  # what is no secret stays
+    finally:
+        process.kill()
+        process.wait()

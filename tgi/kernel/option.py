@@ -1,12 +1,13 @@
 """What there is to say of one setting: its names, its meaning, and how its text is read."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from ipaddress import ip_address
 from math import inf
 from typing import Any, NamedTuple
 
+HIDDEN = "(hidden)"  # what is shown of a secret
 OPTION = "option"  # the key of a dataclass field's metadata
 _ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?", re.IGNORECASE)
 
@@ -59,6 +60,20 @@ def setting(group: str, default: Any, help: str, read: Callable[[str], Any], **m
 def flag(name: str) -> str:
     """How a setting is written on the command line."""
     return "--" + name.replace("_", "-")
+
+
+def without_secrets(arguments: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+    """A command line that may be shown: `--api-key KEY` and `--api-key=KEY` without the key."""
+    secret = {flag(name) for name, option in options.items() if option.secret}
+    shown = []
+    for number, argument in enumerate(arguments):
+        name, given, _ = argument.partition("=")
+        if number and arguments[number - 1] in secret:
+            argument = HIDDEN
+        elif given and name in secret:
+            argument = f"{name}={HIDDEN}"
+        shown.append(argument)
+    return shown
 
 
 # How values are read. The names of these functions are shown as the type of a setting.
