@@ -212,7 +212,7 @@ class Router:
                 tokenizer.status = message
                 self._ready(message)
             case Hello():
-                log.info("%s is up", peer)
+                log.debug("%s is up", peer)
                 tokenizer.peer = peer
                 homeless, self._homeless = self._homeless, {}
                 for call in homeless:

@@ -437,6 +437,7 @@ class Settings:
     run_dir: Path = field(default=Path("."))
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub
+    model_source: str = ""  # where it is from, in words
     model_pipeline_tag: str | None = None
     draft_model_dir: Path | None = None  # the resolved draft_model_id
     adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each of lora_adapters

@@ -108,7 +108,7 @@ def choose_limits(settings: Settings, need: Need, room: Room, held: int | None =
             f"`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
         )
-    log.info(
+    log.debug(
         "KV cache of %d tokens, %.2f GB at most; requests of up to %d tokens, %d at once",
         capacity,
         pages * need.page_bytes / 1e9,
