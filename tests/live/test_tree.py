@@ -194,6 +194,12 @@ def test_two_front_ends_share_the_port(server: Server) -> None:
     assert server.metric("tgi_request_count") == 22
 
 
+def test_a_stop_string_of_two_megabytes_makes_no_long_line(standing: Server) -> None:
+    standing.generate("Hello", max_new_tokens=1, stop=["s" * 1_900_000])
+    standing.until(lambda: "characters cut]" in standing.said(), "the request is logged")
+    assert max(map(len, standing.said().splitlines())) < 10_000
+
+
 def test_a_disconnect_frees_the_request(standing: Server) -> None:
     stream = standing.stream("Hello", max_new_tokens=5000)
     for _ in range(5):
