@@ -65,7 +65,7 @@ class Bench:
         rows: int = ROWS,
     ) -> None:
         config = decoder_config(shape)
-        kernels = None if plain else find_kernels([Recipe(config, torch.bfloat16)], "cpu")
+        kernels = None if plain else find_kernels([Recipe(config, torch.bfloat16)], "cpu")[0]
         if kernels is None:
             choose_threads()
         source: Source = RandomCheckpoint()

@@ -124,7 +124,7 @@ def load(directory: Path, positions: int) -> list[Format]:
     config = recipe.decoder
     if config is None:
         raise UserError(f"The model in {directory} runs through transformers: its weights cannot be quantized.")
-    kernels = find_kernels([recipe], "cpu")
+    kernels, _ = find_kernels([recipe], "cpu")
     formats: dict[str, Callable[[Source], Source]] = {
         "bf16": Plain,
         "int8": lambda source: QuantizingSource(Plain(source), "int8"),

@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
 """Prints docs/configuration.md, made from tgi/kernel/settings.py (redirect it into that file)."""
 
-import inspect
-import re
 import sys
 
 from tgi.kernel.option import Option, boolean, flag
-from tgi.kernel.settings import DEFAULTS, OPTIONS, Settings
+from tgi.kernel.settings import DEFAULTS, GROUPS, OPTIONS
 
 HEAD = """# Configuration
 
@@ -23,11 +21,25 @@ take all of them too, so that one set of flags or variables fits wherever a role
   `--no-` form.
 - TGI's names and defaults are used where TGI has the setting. What is accepted without effect says so here, and in one
   line of the log at start. What this server cannot do is refused at start, never ignored.
-- All settings are logged at start, secrets hidden.
+- The settings that are not the defaults are logged at start at debug level, secrets hidden.
+- `--help` leaves out what has no effect and what few need; `--help-all` shows every setting with all its variables.
 
 """
 
-TAIL = """## Further environment variables
+TAIL = """## API keys
+
+Clients send a key as `Authorization: Bearer KEY`. There may be several: those of the file count besides those of the
+flag or the variable.
+
+1. `--api-key-file FILE` or `TGI_API_KEY_FILE`: one key per line. Only who may read the file knows them.
+2. `API_KEY`: one key per line. A process's environment can be read by its own user (and root) alone.
+3. `--api-key KEY`: every user of the host can read the arguments of a process that has just started, and the shell's
+   history, a unit file or a container's configuration keep them. The server hides the key in its list of arguments
+   within its first milliseconds, so that `ps` shows `--api-key (hidden)`, but not before it runs.
+
+Child processes get the settings in their environment and remove them from it when they begin.
+
+## Further environment variables
 
 | variable | meaning |
 |---|---|
@@ -61,39 +73,25 @@ def main() -> None:
 def page() -> str:
     """The whole page as Markdown."""
     parts = [HEAD]
-    for title, names in _sections().items():
-        parts.append(f"## {title}\n\n| flag | variables | default | meaning |\n|---|---|---|---|\n")
-        parts += [_row(name, OPTIONS[name]) for name in names]
+    for group in GROUPS:
+        parts.append(f"## {group}\n\n| flag | variables | default | meaning |\n|---|---|---|---|\n")
+        parts += [_row(name, option) for name, option in OPTIONS.items() if option.group == group]
         parts.append("\n")
     return "".join(parts) + TAIL
 
 
-def _sections() -> dict[str, list[str]]:
-    """The settings below each comment of the class, in its order."""
-    found: dict[str, list[str]] = {}
-    for line in inspect.getsource(Settings).splitlines():
-        if title := re.match(r"    # (.+)", line):
-            names = found.setdefault(title[1], [])
-        elif (name := re.match(r"    (\w+): ", line)) and name[1] in OPTIONS:
-            names.append(name[1])
-    return {title: names for title, names in found.items() if names}
-
-
 def _row(name: str, option: Option) -> str:
-    default = getattr(DEFAULTS, name)
     switch = f"`{flag(name)}`" + (f", `{option.short}`" if option.short else "")
     if option.read is boolean:
-        kind = "" if default is False else f", `--no-{flag(name)[2:]}`"
+        kind = "" if getattr(DEFAULTS, name) is False else f", `--no-{flag(name)[2:]}`"
     else:
         kind = " " + (" \\| ".join(f"`{choice}`" for choice in option.choices) or option.read.__name__.upper())
     variables = ", ".join(f"`{variable}`" for variable in option.over + option.variables(name))
-    shown = (
-        ""
-        if default is None or default is False or default == ()
-        else f"`{str(default).lower() if default is True else default}`"
-    )
-    meaning = f"{option.help} No effect: {option.ignored}." if option.ignored else option.help
-    return f"| {switch}{kind} | {variables} | {shown} | {meaning} |\n"
+    value = getattr(DEFAULTS, name)
+    default = option.default(value)
+    if value is not None and value != () and not isinstance(value, bool):
+        default = f"`{default}`"
+    return f"| {switch}{kind} | {variables} | {default} | {option.meaning} |\n"
 
 
 if __name__ == "__main__":

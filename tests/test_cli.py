@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from tgi import __version__
-from tgi.cli import main
+from tgi.cli import SECTIONS, main
 from tgi.kernel.option import flag
-from tgi.kernel.settings import OPTIONS, Settings
+from tgi.kernel.settings import DEFAULTS, GROUPS, OPTIONS, Settings
 from tgi.launcher import main as launcher
 from tgi.options import settings_options
 
@@ -88,13 +89,55 @@ def test_a_flag_of_tgi_is_taken(name: str, values: list[str], expected: Any) -> 
     assert list(taken.values()) == [expected]
 
 
+def helped(command: str, flag: str, columns: int) -> str:
+    arguments = [flag] if command == "launcher" else [command, flag]
+    result = CliRunner().invoke(launcher if command == "launcher" else main, arguments, terminal_width=columns)
+    assert result.exit_code == 0
+    return result.output
+
+
+def shown_flags(text: str) -> set[str]:
+    """The flags that are explained, which begin their lines."""
+    return {
+        name for line in text.splitlines() if re.match(r"  -", line) for name in re.findall(r"--[a-z-]+", line[:60])
+    }
+
+
 @pytest.mark.parametrize("command", ["up", "api", "tokenizer", "scheduler", "worker", "launcher"])
 def test_every_setting_is_an_option_of_every_role(command: str) -> None:
-    shown = CliRunner().invoke(*((launcher, ["--help"]) if command == "launcher" else (main, [command, "--help"])))
+    everything = helped(command, "--help-all", 110)
+    assert {flag(name) for name in OPTIONS} <= shown_flags(everything)
     for name, option in OPTIONS.items():
-        assert flag(name) in shown.output
-        assert option.short in shown.output
-    assert "--run-dir" not in shown.output
+        assert all(variable in everything for variable in option.over + option.variables(name))
+        assert option.short in everything
+    assert "--run-dir" not in everything
+    usual = shown_flags(helped(command, "--help", 110))
+    for name, option in OPTIONS.items():
+        assert (flag(name) in usual) is not bool(option.hidden or option.ignored)
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+@pytest.mark.parametrize("request_for", ["--help", "--help-all"])
+def test_help_is_grouped_and_fits_the_terminal(request_for: str, columns: int) -> None:
+    lines = helped("up", request_for, columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert [line[:-1] for line in lines if re.fullmatch(r"[A-Z][a-z]+:", line)] == [*GROUPS, "Help"]
+
+
+def test_every_setting_has_a_group_and_a_default_in_words() -> None:
+    order = [GROUPS.index(option.group) for option in OPTIONS.values()]
+    assert order == sorted(order), "settings stand in the order of their groups"
+    for name, option in OPTIONS.items():
+        default = getattr(DEFAULTS, name)
+        assert option.default(default), name
+        assert not (option.unset and default not in (None, ())), f"{name} has a default, and words for none"
+        assert "default" not in option.help.split(), f"{name} says its default twice"
+
+
+def test_every_command_has_a_section() -> None:
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(main.commands)
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    assert [title for title in re.findall(r"^(.+):$", shown, re.MULTILINE) if title != "Options"] == list(SECTIONS)
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), MISTAKES, ids=lambda item: str(item))
@@ -123,7 +166,7 @@ def test_what_is_not_there_is_told_in_one_message(
     command += ["--model-id", str(tiny_llama), *arguments]
     done = subprocess.run(command, env=os.environ | {"TGI_RUN": str(tmp_path)}, capture_output=True, text=True)
     assert said in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if "INFO" in line or "Traceback" in line] == []
     assert done.returncode == 1
 
 
@@ -184,8 +227,8 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
     assert len(set(shorts)) == len(shorts)
     assert len(set(variables)) == len(variables)
-    derived = {"run_dir", "model_dir", "model_sha", "model_pipeline_tag", "sampling_defaults", "draft_model_dir"}
-    derived |= {"adapters"}
+    derived = {"run_dir", "model_dir", "model_sha", "model_source", "model_pipeline_tag", "sampling_defaults"}
+    derived |= {"draft_model_dir", "adapters"}
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 

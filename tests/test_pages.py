@@ -12,10 +12,12 @@ from tgi.api import protocol, router, sse, steering
 from tgi.api.shapes import openai
 from tgi.api.validation import COMPLETIONS, OPENAI, RULES
 from tgi.hub.grammar import LIMITS
+from tgi.kernel import log
 from tgi.kernel.arguments import load
 from tgi.kernel.messages import MOST_TOPS
 from tgi.kernel.option import flag
 from tgi.kernel.settings import DRAFTS, MOST_SPECULATED, OPTIONS
+from tgi.kernel.summary import Served
 from tgi.launcher import main
 from tgi.tokenizer import grammar, schema, template
 from tgi.tokenizer.answer import tools
@@ -53,6 +55,9 @@ NUMBERS = [
     ("compatibility.md", f"at most {MOST_SPECULATED} a step"),
     ("compatibility.md", f"`--max-top-n-tokens` above {MOST_TOPS} |"),
     ("processes.md", f"between 1 and {router.LONGEST_RETRY} seconds"),
+    ("processes.md", ", ".join(f"`{name}`" for name in Served._fields)),
+    ("processes.md", f"a message holds at most {log.MAX_MESSAGE:,} characters, a field {log.MAX_FIELD:,}"),
+    ("processes.md", f"all fields of a record {log.MAX_FIELDS:,}, a traceback {log.MAX_EXCEPTION:,}"),
     ("speculation.md", f"{DRAFTS} at a time, or --speculate"),
 ]
 

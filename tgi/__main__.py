@@ -1,5 +1,8 @@
-"""Where the commands begin, and `python -m tgi`: Ctrl-C ends them without a traceback while they are imported, too."""
+"""Where the commands begin, and `python -m tgi`: secrets leave the list of arguments before anything else happens, and
+Ctrl-C ends a command without a traceback while it is imported, too."""
 
+import shlex
+import sys
 from importlib import import_module
 
 from tgi import INTERRUPTED
@@ -7,19 +10,32 @@ from tgi import INTERRUPTED
 
 def tgi() -> None:
     """The command `tgi`."""
-    _begin("tgi.cli")
+    _begin("tgi", "tgi.cli")
 
 
 def launcher() -> None:
     """The command `text-generation-launcher`."""
-    _begin("tgi.launcher")
+    _begin("text-generation-launcher", "tgi.launcher")
 
 
-def _begin(module: str) -> None:
+def _begin(command: str, module: str) -> None:
     try:
+        _hide_secrets(command)
         import_module(module).main()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+
+
+def _hide_secrets(command: str) -> None:
+    """Rewrites the arguments that others see in the list of processes, if there is a secret among them."""
+    from tgi.kernel.option import without_secrets
+    from tgi.kernel.settings import OPTIONS
+
+    shown = without_secrets(sys.argv[1:], OPTIONS)
+    if shown != sys.argv[1:]:
+        import setproctitle
+
+        setproctitle.setproctitle(shlex.join([command, *shown]))
 
 
 if __name__ == "__main__":

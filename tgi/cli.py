@@ -14,24 +14,45 @@ import click
 from tgi import __version__
 from tgi.kernel.arguments import load
 from tgi.kernel.errors import UserError
-from tgi.options import CONTEXT, settings_options, told
+from tgi.options import CONTEXT, SettingsCommand, settings_options, told
+
+# The headings of `tgi --help`, with their commands.
+SECTIONS = {
+    "Server": ("up", "ps", "down"),
+    "Single roles": ("api", "tokenizer", "scheduler", "worker"),
+    "Models": ("download-weights", "import"),
+    "Tools": ("print-schema", "watermark"),
+}
 
 
 class Group(click.Group):
-    """Its commands' UserErrors are told as one message."""
+    """Its commands' UserErrors are told as one message, and its help shows the commands by section."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with told():
             return super().invoke(ctx)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the sections with the first sentence of each command."""
+        width = max(map(len, self.commands))
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                limit = formatter.width - width - 6
+                formatter.write_dl(
+                    [(name.ljust(width), self.commands[name].get_short_help_str(limit)) for name in names]
+                )
+
 
 @click.group(cls=Group, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="tgi")
 def main() -> None:
-    """A text generation server that speaks TGI's HTTP contract."""
+    """A text generation server that speaks TGI's HTTP contract.
+
+    `tgi up` serves a small demo model on port 3000, `tgi up --model-id ID` another one.
+    """
 
 
-@main.command()
+@main.command(cls=SettingsCommand)
 @settings_options
 def up(**flags: Any) -> None:
     """Run the whole server.
@@ -44,7 +65,7 @@ def up(**flags: Any) -> None:
 
 
 def _role_command(role: str, help: str) -> None:
-    @main.command(role, help=help)
+    @main.command(role, help=help, cls=SettingsCommand)
     @settings_options
     def command(**flags: Any) -> None:
         from tgi.tree import run
@@ -52,7 +73,7 @@ def _role_command(role: str, help: str) -> None:
         run(load(flags), (role,))
 
 
-_role_command("api", "Run the front ends alone. The other roles are started elsewhere with the same TGI_RUN.")
+_role_command("api", "Run the front ends alone; other roles run elsewhere with the same TGI_RUN.")
 _role_command("tokenizer", "Run the tokenizer pool alone.")
 _role_command("scheduler", "Run the scheduler alone.")
 _role_command("worker", "Run the worker alone.")

@@ -6,10 +6,10 @@ import click
 
 from tgi import __version__
 from tgi.kernel.arguments import load
-from tgi.options import CONTEXT, settings_options, told
+from tgi.options import CONTEXT, SettingsCommand, settings_options, told
 
 
-@click.command("text-generation-launcher", context_settings=CONTEXT)
+@click.command("text-generation-launcher", cls=SettingsCommand, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="text-generation-launcher", message="%(prog)s %(version)s")
 @settings_options
 def main(**flags: Any) -> None:
@@ -21,4 +21,6 @@ def main(**flags: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from tgi.__main__ import launcher
+
+    launcher()

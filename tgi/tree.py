@@ -17,6 +17,7 @@ from tgi.kernel.progress import Progress
 from tgi.kernel.settings import GENERATION_CONFIGS, Settings
 from tgi.kernel.shards import warn_of_idle_devices
 from tgi.kernel.spawn import Spec
+from tgi.kernel.summary import short
 from tgi.kernel.supervise import Supervisor, listening_socket
 from tgi.runtime import compute_type, report
 
@@ -73,7 +74,7 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
 def _announce(settings: Settings) -> None:
     """Logs what the server was asked for, and what of it has no effect."""
     if given := arguments.shown(settings):
-        logger.info("Arguments other than the defaults", extra=given)
+        logger.debug("Arguments other than the defaults", extra=given)
     if nothing := arguments.without_effect(settings):
         told = ", ".join(f"{name} ({reason})" for name, reason in nothing.items())
         logger.warning("Accepted for compatibility, without effect: %s", told)
@@ -81,7 +82,7 @@ def _announce(settings: Settings) -> None:
         logger.warning("`trust_remote_code` is set: Python code that comes with the model may run")
     warn_of_idle_devices(settings, os.environ)
     if settings.env:
-        logger.info("%s", report(settings))
+        logger.info(report(settings))
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -112,7 +113,12 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         progress=progress.stage,
     )
     directory = fetched(settings.model_id, settings.revision, weights=settings.weights_cache_override is None)
-    known = replace(named, model_sha=commit(directory), model_pipeline_tag=pipeline_tag(directory))
+    known = replace(
+        named,
+        model_sha=commit(directory),
+        model_pipeline_tag=pipeline_tag(directory),
+        model_source=_source(settings, directory, commit(directory)),
+    )
     generation = settings.generation_config
     changes = Changes(
         rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
@@ -127,6 +133,16 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         known = replace(known, sampling_defaults=sampling_defaults(directory))
     logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
     return _with_adapters(_with_draft(known, fetched), progress) if "worker" in roles else known
+
+
+def _source(settings: Settings, directory: Path, sha: str | None) -> str:
+    """Where the model is from, in words."""
+    if settings.model_id is None:
+        return f"the demo model, imported to {short(directory)}"
+    if sha is not None:
+        return f"the Hugging Face Hub, commit {sha[:12]}, in {short(directory)}"
+    imported = directory != Path(settings.model_id).expanduser().absolute()
+    return f"{settings.model_id}, imported to {short(directory)}" if imported else short(directory)
 
 
 def _with_draft(settings: Settings, fetched: Callable[[str, str | None], Path]) -> Settings:

@@ -137,7 +137,7 @@ def test_pieces_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_directory_and_the_log_say_which_types_the_file_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     original = model("llama", layers=1)
     directories = {}
     for block in ("Q4_0", "F16"):

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -67,3 +69,84 @@ def test_levels_are_for_all_or_for_one_target(capsys: pytest.CaptureFixture[str]
 def test_a_level_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="Unknown log level 'loud'"):
         log.configure("api-0", Settings(log_level="info,tgi=loud"))
+
+
+def record(message: str, *args: object, error: Exception | None = None, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("tgi.x", logging.ERROR, __file__, 1, message, args, None)
+    if error is not None:
+        made.exc_info = (type(error), error, error.__traceback__)
+    vars(made).update(fields)
+    return made
+
+
+def text(made: logging.LogRecord) -> str:
+    return log._Text("api-0", coloured=False).format(made)
+
+
+def parsed(made: logging.LogRecord) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(log._Json("api-0").format(made))
+    return found
+
+
+MANY = 2_000_000
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        record("said: %s", "x" * MANY),
+        record("Success", inputs="x" * MANY),
+        record("Success", parameters={"stop": ["x" * MANY], "seed": 1}),
+        record("Success", parameters={"stop": {"a": {"b": "x" * MANY}}, "seed": 1}),
+        record("Success", parameters={f"key {n}": n for n in range(MANY // 10)}),
+        record("Success", ids=list(range(MANY // 5))),
+        record("Success", **{f"field_{n}": "x" * 1000 for n in range(100)}),
+        record("failed", error=ValueError("x" * MANY)),
+    ],
+    ids=["message", "field", "stop string", "deep", "many keys", "list", "many fields", "exception"],
+)
+def test_a_line_is_bounded_and_says_what_was_cut(made: logging.LogRecord) -> None:
+    assert len(text(made)) < 40_000
+    assert len(json.dumps(parsed(made))) < 40_000
+    assert re.search(r"\[\d+ characters cut\]", text(made))
+    assert re.search(r"\[\d+ characters cut\]", json.dumps(parsed(made)))
+
+
+def test_what_is_cut_adds_up_and_the_rest_keeps_its_shape() -> None:
+    found = parsed(record("%s", "x" * MANY, parameters={"stop": ["y" * MANY], "seed": 1}, time="1ms"))
+    for value, character in ((found["message"], "x"), (found["parameters"]["stop"], "y")):
+        cut = re.search(r"\[(\d+) characters cut\]$", value)
+        assert cut
+        assert 0 <= value.count(character) + int(cut[1]) - MANY <= len('["') + len('"]')
+    assert (found["parameters"]["seed"], found["time"]) == (1, "1ms")
+
+
+FORGED = "2026-01-01T00:00:00.000Z ERROR   tgi         tgi.tree:1: forged"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"], ids=repr)
+def test_no_client_forges_a_line(end: str) -> None:
+    sent = f"a{end}{FORGED}{end}\x1b[2J\x9b2J\x07"
+    for made in (record("refused: %s", sent), record("Success", parameters=sent), record("x", error=ValueError(sent))):
+        said = text(made)
+        assert not [line for line in said.splitlines() if line.startswith("2026-01-01")]
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", said)
+        assert "\n" not in log._Json("api-0").format(made)
+    assert parsed(record("refused: %s", sent))["message"] == f"refused: {sent}"
+
+
+def test_a_message_of_the_program_may_have_several_lines() -> None:
+    assert text(record("Runtime environment:\nTarget: x")).endswith("Runtime environment:\nTarget: x")
+
+
+def test_a_traceback_keeps_its_ends() -> None:
+    try:
+        try:
+            raise KeyError("y" * MANY)
+        except KeyError as cause:
+            raise ValueError("the last line") from cause
+    except ValueError as error:
+        lines = text(record("failed", error=error)).splitlines()
+    assert "Traceback" in lines[1]
+    assert lines[-1] == "    ValueError: the last line"
+    assert any("characters cut" in line for line in lines)

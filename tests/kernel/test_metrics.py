@@ -1,5 +1,7 @@
 """Metrics: samples of several processes add up, and the text is TGI's, not the library's."""
 
+import fcntl
+import os
 import random
 import shutil
 import subprocess
@@ -8,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.mmap_dict import MmapedDict
 
 from tgi.kernel import metrics
-from tgi.kernel.samples import Store
+from tgi.kernel.samples import Distribution, Store
 from tgi.kernel.series import DURATION, SERIES
 
 WRITER = """
@@ -113,7 +116,7 @@ def test_to_be_named_is_no_sample(here: Path) -> None:
 
 def test_an_ended_process_takes_its_gauges_with_it(written: Path) -> None:
     (one, _) = sorted(int(path.stem.rsplit("_", 1)[1]) for path in written.glob("gauges_*.db"))
-    metrics.forget(written, one)
+    assert metrics.forget(written, [one])
     text = metrics.render(written)
     assert "\ntgi_queue_size 3\n" in text
     assert "\ntgi_request_count 2\n" in text
@@ -121,8 +124,48 @@ def test_an_ended_process_takes_its_gauges_with_it(written: Path) -> None:
     text = metrics.render(written)
     assert "tgi_queue_size" not in text
     assert "\ntgi_request_count 2\n" in text
+    assert [path.name for path in written.iterdir()] == ["sums_ended.db"]
     metrics.clear(written)
     assert metrics.render(written) == ""
+
+
+def test_what_ended_processes_have_counted_is_one_file_and_the_text_stays_the_same(written: Path) -> None:
+    before = samples(metrics.render(written)) | {"tgi_queue_size": 0}
+    for path in sorted(written.glob("sums_*.db")):
+        assert metrics.forget(written, [int(path.stem.rsplit("_", 1)[1])])
+        assert samples(metrics.render(written)) | {"tgi_queue_size": 0} == before
+    assert [path.name for path in written.iterdir()] == ["sums_ended.db"]
+
+
+def test_while_somebody_reads_nothing_is_folded(written: Path) -> None:
+    pids = [int(path.stem.rsplit("_", 1)[1]) for path in written.glob("sums_*.db")]
+    held = os.open(written, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    try:
+        assert not metrics.forget(written, pids)
+        assert "tgi_queue_size" not in metrics.render(written)  # gauges go at once
+        assert samples(metrics.render(written))["tgi_request_count"] == 2
+    finally:
+        os.close(held)
+    assert metrics.forget(written, pids)
+    assert samples(metrics.render(written))["tgi_request_count"] == 2
+
+
+def test_no_sum_goes_down_by_a_rounding_error(tmp_path: Path) -> None:
+    """Prometheus takes any decrease for a restart, and counts the whole figure again."""
+    draws = random.Random(3)
+    for pid in range(1, 41):
+        store = Store(tmp_path)
+        store._files["sums"] = MmapedDict(str(tmp_path / f"sums_{pid}.db"))  # type: ignore[no-untyped-call]
+        Distribution(store, "tgi_request_duration", (), (1.0,)).observe(
+            draws.expovariate(1) * 10 ** draws.uniform(-6, 3)
+        )
+    seen = [samples(metrics.render(tmp_path))["tgi_request_duration_sum"]]
+    for pid in draws.sample(range(1, 41), 40):
+        assert metrics.forget(tmp_path, [pid])
+        seen.append(samples(metrics.render(tmp_path))["tgi_request_duration_sum"])
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(seen[0], rel=1e-13)
 
 
 def test_many_at_once_are_the_same_as_one_by_one(here: Path) -> None:

@@ -1,5 +1,6 @@
 """What a terminal shows while processes start: each role its own, and whoever serves the port all floors."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,20 @@ import pytest
 from tgi.kernel import rundir
 from tgi.kernel.progress import Progress
 from tgi.kernel.settings import Settings
+from tgi.kernel.summary import CHAT_TEMPLATE, QUESTION, Served, fields, lines
 
+SERVED = Served(
+    source="the demo model, imported to ~/x",
+    device="cpu",
+    kernels="our own, 2 threads",
+    dtype="bfloat16",
+    kv_cache_tokens=186400,
+    max_total_tokens=8192,
+    max_batch_size=128,
+    weight_bytes=96_000_000,
+    weight_bits=5.7,
+    kv_cache_bytes=4_290_000_000,
+)
 URL = "http://127.0.0.1:3001"
 
 
@@ -49,3 +63,42 @@ def test_who_serves_the_port_tells_what_it_waits_for_and_then_the_address(
     say(settings, "tokenizer", "ready")
     progress.tick(expected)
     assert capsys.readouterr().out.endswith(f" s: some/model on {URL}\n")
+
+
+def test_the_summary_is_the_same_for_people_and_programs(settings: Settings) -> None:
+    facts = SERVED._asdict() | {CHAT_TEMPLATE: True}
+    shown = lines(settings, facts, URL)
+    assert shown[:-1] == [
+        "  from      the demo model, imported to ~/x",
+        "  weights   96 MB, 5.7 bits each; computed in bfloat16 on cpu",
+        "  kernels   our own, 2 threads",
+        "  context   8,192 tokens a request, 128 requests at once",
+        "  KV cache  186,400 tokens, 4.29 GB at most",
+        f"  docs      {URL}/docs",
+    ]
+    assert f"curl {URL}/v1/chat/completions -H 'Content-Type: application/json' -d" in shown[-1]
+    assert QUESTION in shown[-1]
+    assert fields(settings, facts, URL) == SERVED._asdict() | {"model": "some/model", "url": URL, "docs": f"{URL}/docs"}
+
+
+def test_what_is_not_known_is_left_out(settings: Settings) -> None:
+    """Roles alone know a part of it; without a chat template a chat would be refused; a key is never shown."""
+    assert lines(settings, {CHAT_TEMPLATE: True}, "") == []
+    assert fields(settings, {}, "") == {"model": "some/model"}
+    assert lines(settings, SERVED._asdict(), "")[-1].startswith("  KV cache")
+    keyed = replace(settings, api_key=("secret",))
+    asked = lines(keyed, {CHAT_TEMPLATE: False}, URL)[-1]
+    assert f"{URL}/generate -H 'Content-Type: application/json' -H 'Authorization: Bearer YOUR_KEY' -d" in asked
+    assert "secret" not in asked
+
+
+def test_programs_get_a_log_record(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    """Where standard error is no terminal, as in this test."""
+    caplog.set_level("INFO")
+    worker = rundir.ProcessState("worker", 0, 1, "", "ready", facts=SERVED._asdict())
+    rundir.write_state(settings.run_dir, worker)
+    say(settings, "api", "ready")
+    Progress(settings, "tgi").tick(["api-0", "worker-0"])
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f" s: some/model on {URL}")
+    assert SERVED._asdict().items() <= vars(record).items()

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.live.server import LOCAL, PATIENCE_SECONDS, free_port
+from tgi.kernel import rundir
+from tgi.kernel.summary import Served
 
 
 class Launched:
@@ -74,7 +77,7 @@ def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
     variables = {
         "MODEL_ID": str(tiny_llama), "PORT": str(port), "HOSTNAME": "3f2a9c", "MAX_STOP_SEQUENCES": "0",
         "MAX_TOTAL_TOKENS": "200", "PROMETHEUS_PORT": str(metrics_port), "API_KEY": "one", "JSON_OUTPUT": "true",
-        "TGI_API_KEY_FILE": str(keys), "USAGE_STATS": "on", "ROPE_FACTOR": "2",
+        "TGI_API_KEY_FILE": str(keys), "USAGE_STATS": "on", "ROPE_FACTOR": "2", "LOG_LEVEL": "info,tgi.tree=debug",
     }  # fmt: skip
     with launched(tmp_path / "run", port, **variables) as server:
         statuses = {key: server.generate(key) for key in ("one", "two", "three", "four", "one,two", "")}
@@ -86,12 +89,23 @@ def test_variables_alone_start_it(tiny_llama: Path, tmp_path: Path) -> None:
         assert answer.status_code == 404
     logged = [json.loads(line) for line in server.lines if line.startswith("{")]
     (arguments,) = [entry for entry in logged if entry["message"] == "Arguments other than the defaults"]
-    assert arguments["level"] == "INFO"
+    assert arguments["level"] == "DEBUG"
     assert (arguments["port"], arguments["api_key"], arguments["rope_factor"]) == (port, "(hidden)", 2)
     assert "max_best_of" not in arguments
     (warning,) = [entry["message"] for entry in logged if "without effect" in entry["message"]]
     assert "--usage-stats (nothing is ever sent)" in warning
     assert not [line for line in server.lines if "three" in line]
+    ready = logged[-1]
+    assert ready["level"] == "INFO"
+    assert ready["message"].endswith(f" s: {tiny_llama} on http://127.0.0.1:{port}")
+    facts = {name: ready[name] for name in ("model", "max_total_tokens", "url", "docs", "kernels")}
+    assert facts == {
+        "model": str(tiny_llama), "max_total_tokens": 200, "url": f"http://127.0.0.1:{port}",
+        "docs": f"http://127.0.0.1:{port}/docs", "kernels": "none: the worker is scripted",
+    }  # fmt: skip
+    assert set(Served._fields) <= ready.keys()
+    stages = {entry["message"] for entry in logged if entry["target"] == "tgi.kernel.progress"}
+    assert [entry for entry in logged if entry["message"] not in {*stages, warning, arguments["message"]}] == []
 
 
 def test_a_start_script_of_tgi_runs_unchanged(tiny_llama: Path, tmp_path: Path) -> None:
@@ -113,3 +127,40 @@ def test_a_metrics_port_that_is_taken_is_told(tiny_llama: Path, tmp_path: Path) 
         launched(tmp_path / "other", 0, "--model-id", str(tiny_llama), "--port", "0", "--prometheus-port", str(port)),
     ):
         pass
+
+
+SECRET = "key-that-nobody-may-see"
+
+
+@pytest.mark.parametrize("given", [["--api-key", SECRET], [f"--api-key={SECRET}", "--api-key", "another"]], ids=str)
+@pytest.mark.parametrize("command", ["tgi.launcher", "tgi up", "tgi api"])
+def test_a_key_is_not_in_the_list_of_processes(
+    command: str, given: list[str], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Neither in the arguments nor in the environment that the system keeps, of any process of the tree."""
+    module, *role = command.split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *role, *given, "--model-id", str(tiny_llama), "--port", "0"],
+        env=os.environ | {"TGI_RUN": str(tmp_path), "TGI_HOSTNAME": "127.0.0.1", "TGI_WORKER": "scripted"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    expected = {"api-0"} if role == ["api"] else {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
+    end = time.monotonic() + PATIENCE_SECONDS
+    try:
+        supervisor = psutil.Process(process.pid)
+        while {state.name for state in rundir.read_states(tmp_path)} != expected:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        for one in (supervisor, *supervisor.children(recursive=True)):
+            assert SECRET not in " ".join(one.cmdline())
+            assert SECRET not in str(one.environ())
+        title = " ".join(supervisor.cmdline())
+        assert title.startswith("text-generation-launcher" if not role else command)
+        assert "(hidden)" in title
+        assert str(tiny_llama) in title  # what is no secret stays
+    finally:
+        process.kill()
+        process.wait()

@@ -1,7 +1,9 @@
 """`tgi up` from the outside: interrupted while it starts, told what is wrong, left without its run directory."""
 
 import os
+import pty
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -11,9 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.live.server import PATIENCE_SECONDS, Server
+from tests.live.server import LOCAL, PATIENCE_SECONDS, Server
 from tgi.kernel import rundir
 
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation-workers", "1")
@@ -121,6 +124,40 @@ def test_the_line_with_the_url_comes_when_all_are_ready_and_has_the_true_port(ti
     finally:
         server.terminate()
         server.communicate(timeout=PATIENCE_SECONDS)
+
+
+def test_a_terminal_shows_what_is_served_and_a_command_that_works(tiny_llama: Path, tmp_path: Path) -> None:
+    mine, terminal = pty.openpty()
+    command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", "0", "--api-key", "secret"]
+    server = subprocess.Popen(
+        [*command, "--model-id", str(tiny_llama), *SCRIPTED],
+        env=os.environ | {"TGI_RUN": str(tmp_path / "run"), "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    said = ""
+    try:
+        while " ask " not in said or not said.endswith("\n"):
+            said += os.read(mine, 1 << 16).decode()
+        _, _, shown = said.partition("Ready in ")
+        assert not re.search(r"INFO|WARNING|ERROR", said)
+        assert "secret" not in said
+        rows = dict(line.strip().split(maxsplit=1) for line in shown.replace("KV cache", "KV").splitlines()[1:])
+        assert list(rows) == ["from", "weights", "kernels", "context", "KV", "docs", "ask"]
+        assert rows["from"] == str(tiny_llama)
+        assert rows["kernels"] == "none: the worker is scripted"
+        assert httpx.get(rows["docs"], **LOCAL).status_code in (200, 307)
+        curl, url, *options = shlex.split(rows["ask"])
+        assert (curl, options[::2]) == ("curl", ["-H", "-H", "-d"])
+        headers = dict(option.replace("YOUR_KEY", "secret").split(": ", 1) for option in options[1:4:2])
+        assert httpx.post(url, headers=headers, content=options[-1], **LOCAL).status_code == 200
+    finally:
+        server.terminate()
+        os.close(mine)
+        server.wait(PATIENCE_SECONDS)
 
 
 def test_a_hang_up_of_the_terminal_drains(tiny_llama: Path, tmp_path: Path) -> None:

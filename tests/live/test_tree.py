@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,13 +105,41 @@ def test_killed_again_and_again(server: Server) -> None:
     server.start().ready()
     undisturbed = all_streams(server, 150)
     victims = itertools.cycle(["worker-0", "tokenizer-0", "scheduler-0", "tokenizer-1"])
+    read: list[dict[str, float]] = []
 
-    def massacre() -> None:
+    def kill_six() -> None:
         for _ in range(6):
             server.kill(next(victims))
+            read.append(counted(server))
             time.sleep(0.4)
+            read.append(counted(server))
 
-    assert [ids(e) for e in all_streams(server, 150, act=massacre)] == [ids(e) for e in undisturbed]
+    assert [ids(e) for e in all_streams(server, 150, act=kill_six)] == [ids(e) for e in undisturbed]
+    read.append(counted(server))
+    assert {"tgi_request_count", 'tgi_batch_inference_duration_sum{method="decode"}'} <= set(read[-1])
+    for earlier, later in itertools.pairwise(read):
+        assert {name: value for name, value in earlier.items() if later.get(name, 0) < value} == {}
+    assert server.metric("tgi_process_restarts") == 6
+    server.until(lambda: unfolded(server) == set(), "files of ended processes are gone")
+
+
+def counted(server: Server) -> dict[str, float]:
+    """Every sample of /metrics that may only grow."""
+    lines = [line.rpartition(" ") for line in server.client.get("/metrics").text.splitlines()]
+    kinds = {words[2]: words[3] for name, _, kind in lines if (words := f"{name} {kind}".split())[:2] == ["#", "TYPE"]}
+    found = {}
+    for name, _, value in lines:
+        series = re.sub(r"(_bucket|_sum|_count)?(\{.*)?$", "", name)
+        if kinds.get(series) == "histogram" or kinds.get(name.partition("{")[0]) == "counter":
+            found[name] = float(value)
+    return found
+
+
+def unfolded(server: Server) -> set[str]:
+    """The files of metrics that belong to no process that runs."""
+    pids = {str(process.pid) for process in (*server.processes().values(), server.commands["up"])}
+    names = {path.stem for path in (server.run / "metrics").iterdir()}
+    return {name for name in names if name.rpartition("_")[2] not in {*pids, "ended"}}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +192,12 @@ def test_two_front_ends_share_the_port(server: Server) -> None:
         assert new_connection(server) == 200
     server.client = httpx.Client(base_url=server.url, **LOCAL)  # the old one's connection died with its front end
     assert server.metric("tgi_request_count") == 22
+
+
+def test_a_stop_string_of_two_megabytes_makes_no_long_line(standing: Server) -> None:
+    standing.generate("Hello", max_new_tokens=1, stop=["s" * 1_900_000])
+    standing.until(lambda: "characters cut]" in standing.said(), "the request is logged")
+    assert max(map(len, standing.said().splitlines())) < 10_000
 
 
 def test_a_disconnect_frees_the_request(standing: Server) -> None:

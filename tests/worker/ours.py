@@ -28,8 +28,8 @@ def library(*further: str) -> Path:
 def our_kernels(recipe: Recipe) -> Kernels:
     """Those that compute a model which fits them."""
     library()
-    found = find_kernels([recipe], "cpu")
-    assert found is not None, "torch's kernels would compute what is tested here; the log says why"
+    found, reason = find_kernels([recipe], "cpu")
+    assert found is not None, f"torch's kernels would compute what is tested here: {reason}"
     return found
 
 

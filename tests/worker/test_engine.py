@@ -12,7 +12,7 @@ from tests.worker.test_scripted import slot, step
 from tgi.kernel.messages import Result, Sampling, encode
 from tgi.kernel.pack import floats, ints
 from tgi.kernel.presence import Limits
-from tgi.worker.batch import Batch, KVShape
+from tgi.worker.batch import Batch, Footprint, KVShape
 from tgi.worker.best import Best, find_best
 from tgi.worker.engine import TorchEngine
 from tgi.worker.loop import Poisoned
@@ -47,6 +47,7 @@ class ToyModel:
     context = TOTAL
     device = CPU
     unrecordable: str | None = None
+    footprint = Footprint(0, 0)
     kv = KVShape(1, 1, 1, 1, torch.float32)
     fails = False
 

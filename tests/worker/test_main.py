@@ -1,5 +1,6 @@
 """The worker as a supervised process with a real, tiny model: loads, serves, and says what it cannot load."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from tgi.kernel.pack import floats
 from tgi.kernel.presence import Status
 from tgi.kernel.settings import Settings
 from tgi.kernel.spawn import FATAL, Child, Spec, last_words
+from tgi.kernel.summary import Served
 from tgi.worker import memory
 from tgi.worker.load import build_model
 from tgi.worker.start import PAGES_FILE, start_engine
@@ -64,6 +66,13 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         assert limits is not None
         assert (limits.pages, limits.max_batch_total_tokens, limits.max_total_tokens) == (16, 256, 64)
         assert (limits.vocab_size, limits.dtype, limits.device) == (512, "bfloat16", "cpu")
+        (state,) = [state for state in rundir.read_states(tmp_path) if state.state == "ready"]
+        facts = Served(**state.facts)
+        assert facts.weight_bytes == served.footprint.bytes > 0
+        assert (facts.weight_bits, facts.dtype, facts.device) == (16.0, "bfloat16", "cpu")
+        assert (facts.kv_cache_tokens, facts.max_total_tokens, facts.max_batch_size) == (256, 64, 4)
+        assert facts.kv_cache_bytes == 256 * 2 * served.kv.layers * served.kv.kv_heads * served.kv.head_dim * 2
+        assert re.fullmatch(r"torch's \(.+\), \d+ threads", facts.kernels)
         steps = [step(1, [(3, 0, 7, 1)], [slot(3, PROMPT, encode(sampling))], [(3, 5)])]
         steps += [step(number, [(3, number + 5, 1, 1)]) for number in range(2, 7)]
         scheduler.send(*steps)

@@ -77,8 +77,8 @@ def drawn(
 
 @pytest.fixture(scope="module")
 def gpu() -> Gpu:
-    found = tried(torch.device(GPU), torch.cuda.get_device_capability())
-    assert found is not None, "a kernel failed its trial; the log says why"
+    found, reason = tried(torch.device(GPU), torch.cuda.get_device_capability())
+    assert found is not None, reason
     return found
 
 

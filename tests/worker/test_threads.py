@@ -34,7 +34,7 @@ def test_the_quickest_wins_if_it_is_worth_it(
 
 def test_a_real_trial_stays_within_the_cores(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv(threads.THREADS, raising=False)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert 1 <= threads.choose_threads() <= threads.usable_cores()
     assert "computing with" in caplog.text
 

@@ -216,7 +216,7 @@ class Router:
                 tokenizer.status = message
                 self._ready(message)
             case Hello():
-                log.info("%s is up", peer)
+                log.debug("%s is up", peer)
                 tokenizer.peer = peer
                 self.defaults = message.defaults
                 homeless, self._homeless = self._homeless, {}

@@ -54,6 +54,6 @@ def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> No
     if refused is not None:
         raise UserError(refused)
     if child.returncode:
-        log.debug("The importing process said:\n%s", said)
+        log.debug("The importing process said: %s", said)
         last = said.rpartition("\n")[2] or f"it ended with status {child.returncode}"
         raise UserError(f"Importing {file} failed: {last}.")

@@ -117,7 +117,7 @@ def _told(directory: Path) -> Path:
     kept, others = (
         ", ".join(f"{name} ({count})" for name, count in found[key].items()) for key in ("kept", "made_bfloat16")
     )
-    log.info("weights keep the bits of the GGUF file where its tensors are %s; bfloat16 stands for %s", kept, others)
+    log.debug("weights keep the bits of the GGUF file where its tensors are %s; bfloat16 stands for %s", kept, others)
     return directory
 
 

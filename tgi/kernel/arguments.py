@@ -10,11 +10,9 @@ from tgi.kernel import rundir
 from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.messages import MOST_TOPS
-from tgi.kernel.option import flag, value_of
+from tgi.kernel.option import HIDDEN, flag, value_of
 from tgi.kernel.settings import DEFAULTS, DRAFTS, MOST_SPECULATED, OPTIONS, Settings
 from tgi.kernel.shards import refuse_shards
-
-HIDDEN = "(hidden)"
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:

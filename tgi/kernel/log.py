@@ -1,7 +1,13 @@
-"""Logs of every process: one line of text, or one JSON object per line with --json-output."""
+"""Logs of every process: one line of text, or one JSON object per line with --json-output.
+
+What a client sent may be part of a message, of a field or of an exception. So everything that is written is bounded
+here, with a note of how much was cut, and in text its control characters are escaped: a client can neither fill the
+disk with one request nor forge a log line.
+"""
 
 import json
 import logging
+import re
 import sys
 import time
 
@@ -12,6 +18,12 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING,
           "error": logging.ERROR, "trace": logging.DEBUG, "off": logging.CRITICAL + 1}  # fmt: skip
 COLOURS = {logging.DEBUG: 34, logging.INFO: 32, logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 NOISY = ("urllib3", "filelock", "httpx", "httpcore", "huggingface_hub")
+
+# Bounds in characters, before escaping: of a message, of a field, of a value in a field that is an object, of all
+# fields of a record, and of a traceback.
+MAX_MESSAGE, MAX_FIELD, MAX_VALUE, MAX_FIELDS, MAX_EXCEPTION = 4096, 1024, 256, 8192, 32768
+# Line breaks, as every reader understands them, and everything else that moves a terminal's cursor.
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 # What logging itself puts on a record; whatever else is there came in through `extra` and is a field.
 _OWN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -50,8 +62,54 @@ def levels(text: str) -> tuple[int, dict[str, int]]:
     return level, targets
 
 
+def _message(record: logging.LogRecord) -> str:
+    return _cut(record.getMessage(), MAX_MESSAGE)
+
+
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _OWN}
+    """The record's own fields. When together they are too long, the rest are only named."""
+    fields: dict[str, object] = {}
+    left = MAX_FIELDS
+    for key, value in vars(record).items():
+        if key in _OWN:
+            continue
+        bounded, size = _bounded(value, MAX_FIELD)
+        left -= len(key) + size
+        fields[key] = bounded if left >= 0 else f"[{size} characters cut]"
+    return fields
+
+
+def _bounded(value: object, limit: int) -> tuple[object, int]:
+    """A field's value within `limit`, and its size as JSON. A larger object keeps its keys, with each value bounded;
+    anything else becomes text, cut."""
+    shown = json.dumps(value, default=str, ensure_ascii=False)
+    if len(shown) <= limit:
+        return value, len(shown)
+    if isinstance(value, dict):
+        parts = {key: _bounded(part, min(limit, MAX_VALUE))[0] for key, part in value.items()}
+        if (size := len(json.dumps(parts, default=str, ensure_ascii=False))) <= MAX_FIELDS // 2:
+            return parts, size
+    text = _cut(value if isinstance(value, str) else shown, limit)
+    return text, len(text)
+
+
+def _exception(record: logging.LogRecord, formatter: logging.Formatter) -> str:
+    """The traceback, from which the middle is cut: its ends say where it began and what was raised."""
+    assert record.exc_info is not None
+    text = formatter.formatException(record.exc_info)
+    if len(text) <= MAX_EXCEPTION:
+        return text
+    half = MAX_EXCEPTION // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters cut]\n{text[-half:]}"
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}[{len(text) - limit} characters cut]"
+
+
+def _escaped(text: str) -> str:
+    """Control characters as in a Python literal."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -59,7 +117,8 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class _Text(logging.Formatter):
-    """Time, level, process, where in the program, message, fields."""
+    """Time, level, process, where in the program, message, fields. The lines of a traceback are indented, so that none
+    of them looks like a record."""
 
     def __init__(self, process: str, coloured: bool) -> None:
         super().__init__()
@@ -67,13 +126,19 @@ class _Text(logging.Formatter):
         self._coloured = coloured
 
     def format(self, record: logging.LogRecord) -> str:
-        extra = "".join(f" {key}={value}" for key, value in _fields(record).items())
+        message = _message(record)
+        if record.args:  # without arguments a message is the program's own, and may have several lines
+            message = _escaped(message)
+        extra = "".join(f" {key}={_escaped(str(value))}" for key, value in _fields(record).items())
         level = f"{record.levelname:<7}"
         if self._coloured:
             level = f"\x1b[{COLOURS.get(record.levelno, 0)}m{level}\x1b[0m"
         place = f"{record.name}:{record.lineno}"
-        line = f"{_time(record)} {level} {self._process:<11} {place}: {record.getMessage()}{extra}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{_time(record)} {level} {self._process:<11} {place}: {message}{extra}"
+        if not record.exc_info:
+            return line
+        lines = _exception(record, self).split("\n")
+        return "\n    ".join([line, *map(_escaped, lines)])
 
 
 class _Json(logging.Formatter):
@@ -89,8 +154,8 @@ class _Json(logging.Formatter):
             "target": record.name,
             "filename": record.filename,
             "line_number": record.lineno,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = _exception(record, self)
         return json.dumps(entry | _fields(record), default=str, ensure_ascii=False)

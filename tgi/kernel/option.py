@@ -1,12 +1,13 @@
 """What there is to say of one setting: its names, its meaning, and how its text is read."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from ipaddress import ip_address
 from math import inf
 from typing import Any, NamedTuple
 
+HIDDEN = "(hidden)"  # what is shown of a secret
 OPTION = "option"  # the key of a dataclass field's metadata
 _ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?", re.IGNORECASE)
 
@@ -14,6 +15,7 @@ _ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{
 class Option(NamedTuple):
     """One setting. Its flag is its field's name with dashes."""
 
+    group: str  # the heading that it stands under in the help
     help: str
     read: Callable[[str], Any]  # from text; raises ValueError in words for a reader
     env: tuple[str, ...] | None = None  # environment names; None: the flag's own name in upper case
@@ -24,10 +26,23 @@ class Option(NamedTuple):
     separator: str = ""  # the flag may be repeated, and its variable holds several values with this between them
     ignored: str = ""  # why it is accepted and has no effect
     secret: bool = False  # never to be shown
+    unset: str = ""  # what holds in place of a default that is None or empty
+    hidden: bool = False  # listed by --help-all alone, as is what is ignored
 
     def variables(self, name: str) -> tuple[str, ...]:
         """The environment variables of the setting `name`, in the order in which they count after the flag."""
         return ((name.upper(),) if self.env is None else self.env) + self.also
+
+    @property
+    def meaning(self) -> str:
+        """The help, and why it has no effect if it has none."""
+        return f"{self.help} No effect: {self.ignored}." if self.ignored else self.help
+
+    def default(self, value: Any) -> str:
+        """The setting's default in words."""
+        if value is None or value == ():
+            return self.unset
+        return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Any:
         """One value. Raises ValueError, in words, for a text that is none."""
@@ -37,14 +52,28 @@ class Option(NamedTuple):
         return value
 
 
-def setting(default: Any, help: str, read: Callable[[str], Any], **more: Any) -> Any:
+def setting(group: str, default: Any, help: str, read: Callable[[str], Any], **more: Any) -> Any:
     """A dataclass field that is a setting; `more` are fields of Option."""
-    return field(default=default, metadata={OPTION: Option(help, read, **more)})
+    return field(default=default, metadata={OPTION: Option(group, help, read, **more)})
 
 
 def flag(name: str) -> str:
     """How a setting is written on the command line."""
     return "--" + name.replace("_", "-")
+
+
+def without_secrets(arguments: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+    """A command line that may be shown: `--api-key KEY` and `--api-key=KEY` without the key."""
+    secret = {flag(name) for name, option in options.items() if option.secret}
+    shown = []
+    for number, argument in enumerate(arguments):
+        name, given, _ = argument.partition("=")
+        if number and arguments[number - 1] in secret:
+            argument = HIDDEN
+        elif given and name in secret:
+            argument = f"{name}={HIDDEN}"
+        shown.append(argument)
+    return shown
 
 
 # How values are read. The names of these functions are shown as the type of a setting.

@@ -55,6 +55,7 @@ class Process:
         self.boot = os.urandom(8)
         self.stopping = False
         self.run_dir = settings.run_dir
+        self.facts: dict[str, Any] = {}  # what `state` publishes besides; to be set before "ready"
         self._state = ("", "", -1)
         self._beat = Beat(self.run_dir / f"{self.name}.beat")
         self._parent_fd = parent_fd
@@ -145,7 +146,9 @@ class Process:
             self._state = (state, stage, percent)
             rundir.write_state(
                 self.run_dir,
-                rundir.ProcessState(self.role, self.place, os.getpid(), self.boot.hex(), state, stage, percent),
+                rundir.ProcessState(
+                    self.role, self.place, os.getpid(), self.boot.hex(), state, stage, percent, facts=self.facts
+                ),
             )
 
 

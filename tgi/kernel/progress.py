@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from tgi.kernel import rundir
+from tgi.kernel import rundir, summary
 from tgi.kernel.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ BAR_CELLS = 24
 
 
 class Progress:
-    """Shows stages on standard error and, once every process is ready, the URL on standard output.
+    """Shows stages on standard error and, once every process is ready, the URL on standard output, and what is served.
 
     `title` is what starts: a role, or "tgi" for all of them.
     """
@@ -66,14 +66,23 @@ class Progress:
                 self.stage(floor + lowest.stage, lowest.percent)
             return
         self._done = True
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[K")
-        what = f"{self.settings.model_id} on {_url(self.settings)}" if serves else self._title
+        self._finish(self.settings, states, _url(self.settings) if serves else "")
+
+    def _finish(self, settings: Settings, states: Iterable[rundir.ProcessState], url: str) -> None:
+        """Says that it is ready, and what is served: to people on a terminal, elsewhere to programs."""
+        what = f"{settings.model_id} on {url}" if url else self._title
         ready = f"Ready in {time.monotonic() - self._began:.1f} s: {what}"
-        if self._logs:
-            log.info("%s", ready)
+        facts = {name: value for state in states for name, value in state.facts.items()}
+        watched = sys.stderr.isatty() and not self._logs
+        if watched:
+            sys.stderr.write("\x1b[K")
+            sys.stderr.flush()
         else:
+            log.info("%s", ready, extra=summary.fields(settings, facts, url))
+        if not self._logs:
             print(ready, flush=True)
+        if watched:
+            sys.stderr.writelines(f"{line}\n" for line in summary.lines(settings, facts, url))
 
 
 def _url(settings: Settings) -> str:

@@ -5,9 +5,9 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tgi.kernel.errors import UserError
 
@@ -72,6 +72,7 @@ class ProcessState:
     stage: str = ""
     percent: int = 0
     since: float = 0.0  # unix seconds of the last change
+    facts: dict[str, Any] = field(default_factory=dict)  # what its role says of itself once it is ready (summary.py)
 
     @property
     def name(self) -> str:

@@ -1,22 +1,30 @@
 """The numbers behind the metrics: each process writes its own into memory-mapped files, whoever is asked adds them up.
 
-A process has two files (prometheus_client's MmapedDict: keys and doubles): one for what counts up, which stays when the
-process is dead, and one for gauges, which goes with it. A key is JSON: [series, label values, part]. The part of a
-counter or a gauge is null. A distribution has the part "sum", and one part for each bucket that was hit (its upper
-bound) or, in a summary, for each value that was seen.
+A process has two files (prometheus_client's MmapedDict: keys and doubles), one for what counts up and one for gauges. A
+key is JSON: [series, label values, part]. The part of a counter or a gauge is null. A distribution has the part "sum",
+and one part for each bucket that was hit (its upper bound) or, in a summary, for each value that was seen.
+
+When a process has ended its gauges go, and what it counted is added to one file for all ended processes, so that the
+number of files does not grow with restarts. The directory is locked meanwhile (flock), for whoever reads all files must
+find each count in exactly one. No figure ever goes down, not even by a rounding error, which Prometheus would take for
+a restart of the server: readers round the sum of all files correctly, and what is written for ended processes is
+rounded up.
 
 One thread of a process writes. Nothing is written before the first sample.
 """
 
+import fcntl
 import json
 import logging
 import os
 import struct
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
 from functools import lru_cache
-from math import inf
+from math import fsum, inf, nextafter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +33,7 @@ from prometheus_client.mmap_dict import MmapedDict
 log = logging.getLogger(__name__)
 
 GAUGES, SUMS = "gauges", "sums"
+ENDED = f"{SUMS}_ended.db"  # of all processes that have ended
 
 # What the parts of one series with one set of label values add up to.
 Parts = dict[Any, float]
@@ -130,23 +139,101 @@ class Distribution:
 
 def total(directory: Path) -> dict[str, dict[tuple[str, ...], Parts]]:
     """series -> label values -> parts, added up over all processes that have written to this directory."""
+    if not directory.is_dir():
+        return {}
+    with _locked(directory, fcntl.LOCK_SH):
+        found = _collected(directory.glob("*.db"))
     series: dict[str, dict[tuple[str, ...], Parts]] = {}
-    for path in sorted(directory.glob("*.db")):
-        for (name, labels, part), value in _numbers(path):
-            parts = series.setdefault(name, {}).setdefault(labels, {})
-            parts[part] = parts.get(part, 0.0) + value
+    for key, values in found.items():
+        name, labels, part = _parse(key)
+        series.setdefault(name, {}).setdefault(labels, {})[part] = fsum(values)
     return series
 
 
-def _numbers(path: Path) -> Iterator[tuple[tuple[str, tuple[str, ...], Any], float]]:
+def forget(directory: Path, pids: Collection[int], wait: bool = False) -> bool:
+    """Removes the files of these processes, which have ended; what they have counted stays in the totals.
+
+    False: a reader holds the directory, and the counts are still in files of their own. Call again, or `wait`.
+    """
+    if not directory.is_dir():
+        return True
+    for path in _files(directory, GAUGES, pids):
+        path.unlink(missing_ok=True)
+    try:
+        with _locked(directory, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)):
+            if ended := _files(directory, SUMS, pids):
+                _fold(ended, directory / ENDED)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def forget_dead(directory: Path) -> None:
+    """The same for all processes that have ended while nobody looked: their supervisor was killed."""
+    pids = {int(number) for path in directory.glob("*.db") if (number := path.stem.partition("_")[2]).isdecimal()}
+    forget(directory, [pid for pid in pids if not _alive(pid)], wait=True)
+
+
+def clear(directory: Path) -> None:
+    """Starts from zero: a new deployment in an old run directory."""
+    for path in directory.glob("*.db"):
+        path.unlink(missing_ok=True)
+
+
+def _fold(files: list[Path], into: Path) -> None:
+    """Adds the numbers of `files` to those in `into`, and removes the files. A supervisor that is killed between the
+    last two steps leaves them to be counted twice; in the other order they would be lost."""
+    draft = into.with_suffix(".draft")
+    draft.unlink(missing_ok=True)  # of a supervisor that was killed
+    written = MmapedDict(str(draft))  # type: ignore[no-untyped-call]
+    for key, values in _collected([into, *files]).items():
+        written.write_value(key, _at_least(values), 0.0)  # type: ignore[no-untyped-call]
+    written.close()  # type: ignore[no-untyped-call]
+    draft.replace(into)
+    for path in files:
+        path.unlink()
+
+
+def _at_least(values: list[float]) -> float:
+    """The sum, rounded up."""
+    found, exact = fsum(values), sum(map(Fraction, values))
+    return nextafter(found, inf) if found < exact else found
+
+
+@contextmanager
+def _locked(directory: Path, kind: int) -> Iterator[None]:
+    """Holds the directory's lock. With LOCK_NB raises BlockingIOError where another process holds it."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, kind)
+        yield
+    finally:
+        os.close(held)
+
+
+def _files(directory: Path, kind: str, pids: Iterable[int]) -> list[Path]:
+    return [path for pid in pids if (path := directory / f"{kind}_{pid}.db").exists()]
+
+
+def _collected(files: Iterable[Path]) -> dict[str, list[float]]:
+    """key -> its value in each file that has it."""
+    found: dict[str, list[float]] = {}
+    for path in files:
+        for key, value in _numbers(path):
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def _numbers(path: Path) -> Iterator[tuple[str, float]]:
     """What is in one file; its process may be writing, or have died while it wrote."""
     try:
         if path.stat().st_size == 0:
             return  # just made
         for key, value, _, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
-            yield _parse(key), value
+            _parse(key)
+            yield key, value
     except FileNotFoundError:
-        return  # a gauge of a process that has just ended
+        return  # gauges of a process that has just ended, or the first process to end
     except (OSError, RuntimeError, ValueError, TypeError, struct.error) as error:
         log.warning("The rest of %s cannot be read and is left out of the metrics: %s", path, error)
 
@@ -157,19 +244,6 @@ def _parse(key: str) -> tuple[str, tuple[str, ...], Any]:
     return name, tuple(labels), part
 
 
-def forget(directory: Path, pid: int) -> None:
-    """Drops the gauges of a process that has ended; what it has counted stays."""
-    (directory / f"{GAUGES}_{pid}.db").unlink(missing_ok=True)
-
-
-def forget_dead(directory: Path) -> None:
-    """The same for all processes that have ended while nobody looked: their supervisor was killed."""
-    for path in directory.glob(f"{GAUGES}_*.db"):
-        pid = path.stem.rpartition("_")[2]
-        if pid.isdecimal() and not _alive(int(pid)):
-            path.unlink(missing_ok=True)
-
-
 def _alive(pid: int) -> bool:
     import psutil
 
@@ -177,9 +251,3 @@ def _alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def clear(directory: Path) -> None:
-    """Starts from zero: a new deployment in an old run directory."""
-    for path in directory.glob("*.db"):
-        path.unlink(missing_ok=True)

@@ -37,6 +37,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._due: dict[str, float] = {}  # when to start a process that is down
         self._backoff: dict[str, float] = {}
+        self._ended: set[int] = set()  # pids of children whose files of metrics are still to be folded
         self._latest = 0.0  # when a process was last started
         self._signals = 0
         self._failure = ""  # why the tree must end, for the user
@@ -94,8 +95,9 @@ class Supervisor:
 
     def _start(self, spec: Spec) -> None:
         self._latest = time.monotonic()
-        self._children[spec.name] = Child(spec, self.settings)
-        log.debug("started %s", spec.name, extra={"pid": self._children[spec.name].pid})
+        child = self._children[spec.name] = Child(spec, self.settings)
+        self._ended.discard(child.pid)  # a reused pid: the child goes on counting in the file that is there
+        log.debug("started %s", spec.name, extra={"pid": child.pid})
 
     def _reap(self, restart: Sequence[str]) -> None:
         """Buries who has ended; those of the roles in `restart` are to live again."""
@@ -106,13 +108,15 @@ class Supervisor:
             child.close()
             del self._children[name]
             rundir.remove_state(self.settings.run_dir, name)
-            metrics.forget(self.settings.run_dir / "metrics", child.pid)
+            self._ended.add(child.pid)
             if child.spec.role not in restart:
                 continue
             if code == FATAL:
                 self._failure = self._failure or self._why(name)
             else:
                 self._schedule(child, code)
+        if self._ended and metrics.forget(self.settings.run_dir / "metrics", self._ended):
+            self._ended.clear()
 
     def _why(self, name: str) -> str:
         try:

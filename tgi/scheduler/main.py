@@ -61,10 +61,10 @@ def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None
     for link in (back, front):
         for peer, message in link.receive():
             if isinstance(message, Hello):
-                log.info("%s is up", peer)
+                log.debug("%s is up", peer)
                 _agree(message.model, front, back)
             elif isinstance(message, Gone):
-                log.info("%s is gone", peer)
+                log.debug("%s is gone", peer)
             if spans is not None:
                 spans.came(peer, message)
             if isinstance(message, Result):

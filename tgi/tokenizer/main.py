@@ -8,6 +8,7 @@ from tgi.hub.card import read_card
 from tgi.kernel import tracing
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
+from tgi.kernel.summary import CHAT_TEMPLATE
 from tgi.tokenizer.chat import Chats
 from tgi.tokenizer.jobs import Threads
 from tgi.tokenizer.pool import Pool
@@ -33,6 +34,7 @@ def main(process: Process) -> None:
     process.watch(down)
     gc.collect()
     gc.freeze()
+    process.facts = {CHAT_TEMPLATE: bool(card.chat_templates)}
     process.state("ready")
     threads = Threads(process.wake)
     while not (process.stopping and pool.idle and threads.idle):

@@ -124,12 +124,20 @@ class Again(NamedTuple):
     best: Best  # what they leave is always here
 
 
+class Footprint(NamedTuple):
+    """What a model's matrices take in memory."""
+
+    bytes: int
+    numbers: int
+
+
 class Model(Protocol):
     """A causal language model over a paged cache."""
 
     vocab_size: int
     context: int  # the most tokens that a sequence may have
     kv: KVShape
+    footprint: Footprint
     device: torch.device
     unrecordable: str | None  # why a forward pass on a GPU cannot be recorded, if it cannot
 

@@ -10,6 +10,7 @@ from llguidance import LLTokenizer
 
 from tgi.kernel.messages import Result, Step
 from tgi.kernel.presence import Limits
+from tgi.kernel.summary import Served
 from tgi.worker.batch import Attention, Model, Readied, Recordable
 from tgi.worker.drafting import Draft, Drafter
 from tgi.worker.grammar import Grammars
@@ -80,6 +81,7 @@ class TorchEngine:
         recording: Recording | None = None,
     ) -> None:
         self.limits = limits
+        self.served: Served | None = None  # for the summary: known to who has loaded the model
         self.adapters = Shelf(lambda directory: model.adapter(directory))
         self._model = model
         self._attention = attention

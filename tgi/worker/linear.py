@@ -243,7 +243,7 @@ def choose_rows(layers: Iterable[Linear]) -> Rows:
     small = Rows(tuple(size for size in rows.sizes if size <= TILE))
     for layer in layers:
         layer.rows = small if _is_large(layer) else rows
-    log.info("linear layers run with %s rows, which agree bit for bit", ", ".join(map(str, rows.sizes)))
+    log.debug("linear layers run with %s rows, which agree bit for bit", ", ".join(map(str, rows.sizes)))
     return rows
 
 

@@ -49,7 +49,7 @@ def read_recipe(directory: Path, dtype: str, quantize: str | None = None) -> Rec
         try:
             return Recipe(decoder_config(config), number, scheme)
         except Unsupported as reason:
-            log.info("%s in %s/config.json: this model runs through transformers", reason, directory)
+            log.debug("%s in %s/config.json: this model runs through transformers", reason, directory)
         except KeyError as error:
             raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
     if scheme != Scheme() or config.get("quantization_config") is not None:
@@ -120,6 +120,8 @@ def _build_decoder(
 ) -> Decoder:
     progress("loading weights", 0)
     dtype, scheme = recipe.dtype, recipe.scheme
+    if scheme.made is not None and device.type == "cpu" and kernels is None:
+        log.warning("--quantize saves no memory here: torch's kernels make weights in few bits plain")
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         quantize = quantized if kernels is None else Quantizer(kernels).quantized
         source = scheme.source(checkpoint, quantize, float8.held_on(device))

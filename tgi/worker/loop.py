@@ -116,7 +116,7 @@ class Loop:
         for peer, message in self._link.receive():
             heard = True
             if isinstance(message, Hello):
-                log.info("%s is up", peer)
+                log.debug("%s is up", peer)
                 self._forget(engine)
                 adapting.forget()
                 self._scheduler = peer
@@ -124,7 +124,7 @@ class Loop:
                 self._link.send(peer, self._status)
                 self._link.flush()
             elif isinstance(message, Gone):
-                log.info("%s is gone", peer)
+                log.debug("%s is gone", peer)
                 if peer == self._scheduler:
                     self._forget(engine)
                     adapting.forget()

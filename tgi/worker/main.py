@@ -9,6 +9,7 @@ from tgi.hub.card import read_card
 from tgi.kernel.link import Link
 from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
+from tgi.kernel.summary import Served
 from tgi.worker.loop import Engine, Loop, Poisoned
 from tgi.worker.lora.shelf import stock
 from tgi.worker.scripted import Script, ScriptedEngine
@@ -25,7 +26,9 @@ def main(process: Process) -> None:
     loop = Loop(process, link)
     loop.progress("starting", 0)
     try:
-        loop.serve(_engine(process.settings, loop))
+        engine, served = _engine(process.settings, loop)
+        process.facts = served._asdict()
+        loop.serve(engine)
     except Poisoned:
         log.critical("this worker cannot go on; its supervisor starts another", exc_info=True)
         sys.exit(1)
@@ -33,16 +36,19 @@ def main(process: Process) -> None:
         link.close()
 
 
-def _engine(settings: Settings, loop: Loop) -> Engine:
+def _engine(settings: Settings, loop: Loop) -> tuple[Engine, Served]:
     if settings.worker == "scripted":
         scripted = ScriptedEngine(_script(settings))
         stock(scripted.adapters, settings.adapters)
-        return scripted
+        nothing = Served.of(settings, scripted.limits, device="none", kernels="none: the worker is scripted")
+        return scripted, nothing
     wait_shortly()
     keep_order()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 
-    return start_engine(settings, loop.progress)
+    engine = start_engine(settings, loop.progress)
+    assert engine.served is not None  # start_engine has said it
+    return engine, engine.served
 
 
 def _script(settings: Settings) -> Script:

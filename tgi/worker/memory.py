@@ -8,13 +8,10 @@ import psutil
 
 from tgi.kernel.errors import UserError
 from tgi.kernel.presence import Limits
-from tgi.kernel.settings import Settings
+from tgi.kernel.settings import BATCH_SIZE, PREFILL_TOKENS, Settings
 
 log = logging.getLogger(__name__)
 
-# Defaults per device. A step is one piece of work: on CPU a long one holds up everybody's next token.
-PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
-BATCH_SIZE = {"cpu": 128, "cuda": 256}
 # What a recorded step takes on a GPU beside the memory that it shares with the others: a node for each kernel.
 RECORDING_BYTES = 8 << 20
 # On CPU the cache competes with everything else on the host.
@@ -111,7 +108,7 @@ def choose_limits(settings: Settings, need: Need, room: Room, held: int | None =
             f"`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
         )
-    log.info(
+    log.debug(
         "KV cache of %d tokens, %.2f GB at most; requests of up to %d tokens, %d at once",
         capacity,
         pages * need.page_bytes / 1e9,

@@ -103,7 +103,7 @@ class Recorded:
         self._takes = []
         for size, bound in sorted(self._shapes, reverse=True)[:most]:
             self._takes.insert(0, self._take(size, bound))
-        log.info(
+        log.debug(
             "recorded %d decode steps of %s rows in %.1f s",
             len(self._takes),
             ", ".join(map(str, sorted({take.rows for take in self._takes}))) or "no",

@@ -17,6 +17,7 @@ from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.errors import UserError
 from tgi.kernel.presence import Limits
 from tgi.kernel.settings import MADE_AT_LOAD, Settings
+from tgi.kernel.summary import Served
 from tgi.worker import memory
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.batch import KVShape, Model, Recordable
@@ -43,6 +44,11 @@ class Models(NamedTuple):
     served: Model
     draft: Model | None
     stored: torch.dtype | None = None  # what their caches are to hold; None: the type of each
+    kernels: str = ""  # whose compute, in words
+
+    def all(self) -> list[Model]:
+        """Those that there are."""
+        return [self.served] if self.draft is None else [self.served, self.draft]
 
     def kv(self, model: Model) -> KVShape:
         """What one of them keeps."""
@@ -72,7 +78,23 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         stock(engine.adapters, adapters)
+    engine.served = _served(settings, models, limits)
     return engine
+
+
+def _served(settings: Settings, models: Models, limits: Limits) -> Served:
+    """What the summary says of what is loaded."""
+    footprints = [model.footprint for model in models.all()]
+    served = models.served
+    return Served.of(
+        settings,
+        limits,
+        device="cpu" if served.device.type == "cpu" else torch.cuda.get_device_name(served.device),
+        kernels=models.kernels,
+        weight_bytes=sum(footprint.bytes for footprint in footprints),
+        weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
+        kv_cache_bytes=limits.pages * _need(models).page_bytes,
+    )
 
 
 def _load(settings: Settings, device: str, progress: Progress) -> Models:
@@ -81,13 +103,18 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
         need_same_tokens(settings.model_dir, settings.draft_model_dir)
 
     quantize = quantizations(settings)
-    kernels = gpu = None
     progress("choosing kernels", 0)
+    kernels = gpu = None
+    reason = "--disable-custom-kernels"
     if not settings.disable_custom_kernels:
         recipes = [read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()]
-        kernels, gpu = find_kernels(recipes, device), find_gpu(recipes, device)
-    if kernels is None and device == "cpu":
-        choose_threads()
+        if device == "cpu":
+            kernels, reason = find_kernels(recipes, device)
+        else:
+            gpu, reason = find_gpu(recipes, device)
+    words = f"torch's ({reason})" if reason else "our own"
+    if device == "cpu":
+        words += f", {choose_threads() if kernels is None else kernels.threads} threads"
 
     def build(directory: Path, told: Progress) -> Model:
         asked, narrow = quantize[directory], settings.kv_cache_dtype is not None
@@ -96,7 +123,7 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:
-        return Models(served, None)
+        return Models(served, None, kernels=words)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
     if draft.context < (settings.max_total_tokens or 0):
         raise UserError(
@@ -105,7 +132,7 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
         )
     if draft.context < served.context:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context)
-    return Models(served, draft)
+    return Models(served, draft, kernels=words)
 
 
 def quantizations(settings: Settings) -> dict[Path, str | None]:
@@ -175,8 +202,7 @@ def _stored(name: str | None, device: str) -> torch.dtype | None:
 
 
 def _need(models: Models) -> memory.Need:
-    loaded = [model for model in (models.served, models.draft) if model is not None]
-    served = models.served
+    loaded, served = models.all(), models.served
     return memory.Need(
         context=min(model.context for model in loaded),
         page_size=page_size(served.kv, served.device),
@@ -244,7 +270,7 @@ def _room(settings: Settings, models: Models, graphs: list[int]) -> memory.Room:
     gc.collect()
     torch.cuda.empty_cache()
     free, whole = torch.cuda.mem_get_info(device)
-    log.info(
+    log.debug(
         "a step takes up to %.2f GB, %d recorded ones %.2f GB; %.2f of %.2f GB are free",
         *(activations / 1e9, recordings, recorded / 1e9, free / 1e9, whole / 1e9),
     )

@@ -59,7 +59,7 @@ def choose_threads() -> int:
     named = named_threads()
     if named is not None:
         torch.set_num_threads(named)
-        log.info("computing with %d threads, as %s says", named, THREADS)
+        log.debug("computing with %d threads, as %s says", named, THREADS)
         return named
     cores = usable_cores()
     numbers = sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
@@ -71,7 +71,7 @@ def choose_threads() -> int:
         if needed < WORTH * best_time:
             best, best_time = threads, needed
     torch.set_num_threads(best)
-    log.info("computing with %d threads of %d cores, %.1f ms in the trial", best, cores, 1000 * best_time)
+    log.debug("computing with %d threads of %d cores, %.1f ms in the trial", best, cores, 1000 * best_time)
     return best
 
 

@@ -108,7 +108,7 @@ def test_8_bit_floats_are_held_as_they_are_where_they_are_multiplied(form: Form,
 def test_8_bit_floats_that_are_not_multiplied_become_plain(
     form: Form, outputs: int, dtype: torch.dtype, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     meant = write_layer(form, some_weight()[:outputs], tmp_path)
     weight = "some.layer.weight"
     change_tensors(tmp_path, lambda tensors: tensors.update({weight: tensors[weight].to(dtype)}))
@@ -248,7 +248,7 @@ def test_8_bit_floats_are_made_at_load_where_they_are_multiplied(tmp_path: Path)
 
 
 def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
         write_layer(form, some_weight(), tmp_path)
         scheme = read_scheme(tmp_path, {"quantization_config": form.config()}, None)

@@ -167,7 +167,7 @@ def agreeing(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[
 
     tiles = tuple(size for size in TILES if agrees(size, KEY_BLOCK))
     blocks = (*(size for size in SHORT_BLOCKS if all(agrees(tile, size) for tile in tiles)), KEY_BLOCK)
-    log.info(
+    log.debug(
         "attention with tiles of %s rows over last blocks of %s keys agrees bit for bit",
         ", ".join(map(str, tiles)),
         ", ".join(map(str, blocks)),

@@ -91,7 +91,7 @@ class CudaAttention:
         self.spare = pages
         self._caches = [Cache(kv, layer, pages + 1, self.page_size, device) for layer in range(kv.layers)]
         kept, single = str(kv.kept).removeprefix("torch."), "" if kv.gpu is None else ", of single tokens our own"
-        log.info("attention on %s is %s%s, over keys and values kept as %s", device, self._way, single, kept)
+        log.debug("attention on %s is %s%s, over keys and values kept as %s", device, self._way, single, kept)
 
     def bounds(self, rows: int, longest: int) -> list[int]:
         """See Recordable. Pages that are read in place cost nothing where a context does not reach."""
@@ -256,6 +256,6 @@ def _choose(kv: KVShape, device: torch.device) -> str:
     try:
         flash.activate_flash_attention_impl(wanted)
     except (ImportError, RuntimeError) as error:  # the latter where a package has not all that torch looks for
-        log.info("%s is not installed (%s): pages are copied together for each layer", wanted, error)
+        log.debug("%s is not installed (%s): pages are copied together for each layer", wanted, error)
         return "packed"
     return "paged"

@@ -26,22 +26,23 @@ MODULES = (
 )
 
 
-def find_gpu(recipes: Sequence[Recipe], device: str) -> Gpu | None:
-    """Our kernels, if they can compute any of these models there ("cpu", "cuda"). What is chosen is logged."""
+def find_gpu(recipes: Sequence[Recipe], device: str) -> tuple[Gpu | None, str]:
+    """Our kernels, if they can compute any of these models there ("cpu", "cuda"), or None and why they cannot."""
     if device != "cuda":
-        return None
+        return None, "they are for GPUs"
     if all(recipe.decoder is None for recipe in recipes):
-        log.info("computing with torch's kernels: the model runs through transformers")
-        return None
+        return None, "the model runs through transformers"
     if importlib.util.find_spec("triton") is None:
-        log.info("computing with torch's kernels: there is no triton, in which our own are written")
-        return None
+        log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
+        return None, "triton is not installed"
     return tried(torch.device(device), torch.cuda.get_device_capability())
 
 
-def tried(device: torch.device, capability: tuple[int, int], modules: Sequence[str] = MODULES) -> Gpu | None:
-    """Our kernels, if those of all modules pass their trials there. Raises UserError where one of them breaks the GPU,
-    so that nothing can compute on it any more."""
+def tried(
+    device: torch.device, capability: tuple[int, int], modules: Sequence[str] = MODULES
+) -> tuple[Gpu | None, str]:
+    """Our kernels, if those of all modules pass their trials there, or None and which one failed, also as a warning.
+    Raises UserError where one of them breaks the GPU, so that nothing can compute on it any more."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns that it will be asked for one day
     for name in modules:
         try:
@@ -50,9 +51,8 @@ def tried(device: torch.device, capability: tuple[int, int], modules: Sequence[s
             reason = f"our own fail in {name.rpartition('.')[2]}: {type(error).__name__}: {error}"
             _need_usable(device, reason)
             log.warning("computing with torch's kernels: %s", reason)
-            return None
-    log.info("computing with our own kernels, for compute capability %d.%d", *capability)
-    return Gpu(capability)
+            return None, reason
+    return Gpu(capability), ""
 
 
 def _need_usable(device: torch.device, reason: str) -> None:

@@ -43,6 +43,7 @@ class Decoder:
         windows = tuple(layer.window for layer in config.layers)
         shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
         self.kv = KVShape(*shape, windows, config.attention_cap, kernels, gpu, scales=scales)
+        self.footprint = weights.footprint
         self.device = device
         self.unrecordable = None if config.experts is None else "the host reads which experts its tokens chose"
         self._config = config

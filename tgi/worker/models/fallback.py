@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tgi.kernel.errors import UserError
-from tgi.worker.batch import Attention, Batch, KVShape, Reader
+from tgi.worker.batch import Attention, Batch, Footprint, KVShape, Reader
 from tgi.worker.best import Best, find_best
 from tgi.worker.linear import ANY_ROWS, Linear, choose_rows
 
@@ -85,10 +85,12 @@ def build_fallback(
         raise UserError(f"{name} does not support transformers' attention interface, so it cannot be served.")
     progress("loading weights", 80)
     model.eval().requires_grad_(False).to(device)
+    parameters = list(model.parameters())
+    footprint = Footprint(sum(one.nbytes for one in parameters), sum(one.numel() for one in parameters))
     if device.type == "cpu":
         _replace_linears(model)
     progress("measuring kernels", 90)
-    return Fallback(model, dtype, device)
+    return Fallback(model, dtype, device, footprint)
 
 
 class Fallback:
@@ -97,8 +99,9 @@ class Fallback:
     unrecordable: str | None = "transformers computes it, which nobody has checked for that"
 
     @torch.inference_mode()
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device, footprint: Footprint) -> None:
         self.device = device
+        self.footprint = footprint
         self._model = model
         decoder = model.get_decoder()
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters and decoder is not model

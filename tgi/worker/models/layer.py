@@ -6,6 +6,7 @@ kernels.
 
 from typing import NamedTuple, Protocol, TypeVar
 
+from tgi.worker.batch import Footprint
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
 from tgi.worker.layers.norm import Norm
@@ -36,6 +37,7 @@ class Weights(NamedTuple):
     layers: list[Layer]
     norm: Norm
     head: Linear  # [vocab, hidden]
+    footprint: Footprint
 
 
 X = TypeVar("X")  # rows of a step: their numbers [rows, width], or the buffer that will hold them

@@ -1,11 +1,11 @@
 """Turns a checkpoint into the decoder's weights, one layer at a time, so that they exist once."""
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from tgi.worker.batch import Footprint
 from tgi.worker.gpu.kernels import Gpu
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.mlp import Experts, Mlp
@@ -17,8 +17,6 @@ from tgi.worker.native.kernels import Kernels, alike
 from tgi.worker.quantization.joining import matrix
 from tgi.worker.quantization.source import EMBEDDING, HEAD, Source
 from tgi.worker.quantization.weight import QuantizedWeight, Weight
-
-log = logging.getLogger(__name__)
 
 Part = tuple[str, int]  # what the checkpoint calls a matrix, and its outputs
 
@@ -47,7 +45,7 @@ class WeightReader:
         self._kernels = kernels
         self._gpu = gpu
         self._ours = kernels or gpu
-        self._bytes = self._numbers = self._quantized = 0
+        self._bytes = self._numbers = 0
 
     def weights(self, progress: Callable[[int], None]) -> Weights:
         """All weights. `progress` is told percents."""
@@ -64,8 +62,9 @@ class WeightReader:
             head = self._linear(False, config.hidden, (HEAD, config.vocab_size))
         embedding = Embedding(head if tied and self._kernels is not None else found, self._dtype)
         norm = self._norm("model.norm", config.hidden)
-        self._tell()
-        return Weights(embedding, layers, norm, head)
+        if not tied and self._device.type != "cpu":  # there its rows are mapped, and come into memory when looked up
+            self._count(found)
+        return Weights(embedding, layers, norm, head, Footprint(self._bytes, self._numbers))
 
     def _layer(self, number: int) -> Layer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
@@ -175,19 +174,15 @@ class WeightReader:
     def _made(self, weight: Weight, bias: Tensor | None, then: str, gated: Weight | None = None) -> Linear:
         for one in (weight, gated):
             if one is not None:
-                outputs, inputs = one.shape
-                self._bytes += one.nbytes
-                self._numbers += outputs * inputs
-                self._quantized += isinstance(one, QuantizedWeight)
+                self._count(one)
         return Linear(weight, bias, then, self._kernels, self._dtype, gated, self._gpu)
 
-    def _tell(self) -> None:
-        """Logs what came of weights in few bits, if there are any."""
-        if not self._quantized:
-            return
-        log.info("matrices take %.2f GB, %.1f bits a weight", self._bytes / 1e9, 8 * self._bytes / self._numbers)
-        if self._device.type == "cpu" and self._kernels is None:
-            log.warning("torch's kernels make weights in few bits plain: they take the memory of plain weights")
+    def _count(self, weight: Weight) -> None:
+        """Adds a matrix to the footprint. torch has no kernels on CPU for weights in few bits: they are made plain."""
+        outputs, inputs = weight.shape
+        plain = isinstance(weight, QuantizedWeight) and self._device.type == "cpu" and self._kernels is None
+        self._bytes += outputs * inputs * self._dtype.itemsize if plain else weight.nbytes
+        self._numbers += outputs * inputs
 
     def _matrices(self, bias: bool, inputs: int, *parts: Part) -> list[tuple[Weight, Tensor | None]]:
         """Weight and bias of each part. Parts of one name lie in one tensor, one above the other."""

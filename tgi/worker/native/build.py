@@ -22,10 +22,6 @@ class Unavailable(Exception):
     """The kernels cannot be had here; the text says why."""
 
 
-class Failed(Unavailable):
-    """There is all that they need, and yet they cannot be compiled."""
-
-
 def library(*further: str) -> Path:
     """The compiled kernels; `further` flags are for the compiler. Raises Unavailable."""
     flags = processor()
@@ -91,7 +87,7 @@ def _compile(command: list[str], path: Path) -> None:
     try:
         done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, timeout=LONGEST_BUILD)
         if done.returncode:
-            raise Failed(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['without a word'])[0]}")
+            raise Unavailable(f"{command[0]} failed: {(done.stderr.strip().splitlines() or ['without a word'])[0]}")
         os.replace(unfinished, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{command[0]} cannot be run: {error}") from error

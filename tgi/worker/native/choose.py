@@ -1,4 +1,4 @@
-"""Says whether models are computed by our own kernels, and with which library."""
+"""Says whether models are computed by our own kernels on CPU, and with which library."""
 
 import logging
 from collections.abc import Sequence
@@ -7,31 +7,34 @@ import torch
 
 from tgi.worker.load import Recipe
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.native.build import Failed, Unavailable, library
+from tgi.worker.native.build import NEEDED, Unavailable, library, processor
 from tgi.worker.native.kernels import DEPTH, WIDEST_HEAD, Kernels
 from tgi.worker.threads import named_threads, usable_cores
 
 log = logging.getLogger(__name__)
 
 
-def find_kernels(recipes: Sequence[Recipe], device: str) -> Kernels | None:
-    """Our kernels, if they can compute all of these models here (models that share pages have to share their layout).
-    What is chosen is logged. With them torch has little left to do, and does it on one thread: others that spin beside
-    those of the kernels would cost more than they bring."""
+def find_kernels(recipes: Sequence[Recipe], device: str) -> tuple[Kernels | None, str]:
+    """Our kernels, if they can compute all of these models here (models that share pages have to share their layout),
+    or None and why they cannot, with a warning where the processor could and something else is missing. With them torch
+    has little left to do, and does it on one thread: others that spin beside those of the kernels would cost more than
+    they bring."""
     if device != "cpu":
-        return None
+        return None, "they are for CPU"
     try:
         for recipe in recipes:
             _need_fit(recipe)
-        compiled, threads = library(), named_threads() or usable_cores()
-        found = Kernels(compiled, threads)
     except Unavailable as reason:
-        level = logging.WARNING if isinstance(reason, Failed) else logging.INFO
-        log.log(level, "computing with torch's kernels: %s", reason)
-        return None
+        return None, str(reason)
+    threads = named_threads() or usable_cores()
+    try:
+        found = Kernels(library(), threads)
+    except Unavailable as reason:
+        if processor() >= NEEDED:
+            log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
+        return None, str(reason)
     torch.set_num_threads(1)
-    log.info("computing with our own kernels, on %d threads", threads)
-    return found
+    return found, ""
 
 
 def _need_fit(recipe: Recipe) -> None:

@@ -126,7 +126,7 @@ class Kernels:
         if team is None:
             raise Unavailable("the system does not let this process use AMX")
         weakref.finalize(self, library.tgi_stop, team)
-        self.library, self.team = library, team
+        self.library, self.team, self.threads = library, team, threads
         functions = []
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)

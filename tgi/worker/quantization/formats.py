@@ -105,7 +105,7 @@ class FormatSource:
             return found.quantized()
         if reason not in self._said:
             self._said.add(reason)
-            log.info("the weight of %s, and others like it, becomes a plain one: %s", name, reason)
+            log.debug("the weight of %s, and others like it, becomes a plain one: %s", name, reason)
         return found.dequantized()
 
     def _has(self, layer: str) -> bool:

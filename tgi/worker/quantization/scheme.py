@@ -33,7 +33,7 @@ class Scheme(NamedTuple):
         """What reads the weights as they are computed with. Plain ones are quantized by `quantize`. `float8`: where
         they are to be, 8-bit floats are multiplied as they are. Raises UserError where that is asked for and not so."""
         for remark in () if self.stored is None else self.stored.remarks:
-            log.info("%s", remark)
+            log.debug("%s", remark)
         stored = self.stored_source(checkpoint, float8)
         if self.made is None:
             return stored
@@ -42,7 +42,7 @@ class Scheme(NamedTuple):
                 "--quantize fp8 makes weights 8-bit floats, which this device does not multiply: NVIDIA GPUs from "
                 "compute capability 8.9 on do (Ada, Hopper and later). Choose int8 or int4, which are for all devices."
             )
-        log.info("plain weights are made %s at load", self.made)
+        log.debug("plain weights are made %s at load", self.made)
         return QuantizingSource(stored, self.made, quantize)
 
 
