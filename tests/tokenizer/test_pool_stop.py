@@ -256,3 +256,15 @@ def test_bad_words_go_down_as_ids_and_nothing_that_cannot_be_drawn() -> None:
     assert decode(house.ask(2).sampling).bad_word_ids == b""
     house.pool.handle(house.scheduler, READY._replace(limits=LIMITS._replace(vocab_size=A)))
     assert decode(house.ask(3, bad_words=["a"]).sampling).bad_word_ids == b""
+
+
+def test_many_bad_words_are_encoded_in_a_thread() -> None:
+    house = House()
+    for words, jobs in (([], 0), (["word"] * 20, 0), (["word"] * 256, 1), (["x" * 4096], 1)):
+        house.pool.handle(API, Generate(1, "Hello", Sampling(5), bad_words=words))
+        assert len(house.pool.jobs) == jobs
+        if jobs:
+            job = house.pool.jobs.popleft()
+            house.pool.finished(job.key, job.result())
+        (add,) = house.said(house.scheduler)
+        assert bool(decode(add.sampling).bad_word_ids) == bool(words)

@@ -91,6 +91,9 @@ SAMPLING = st.builds(
     end_ids=st.just(b""),
     adapter=st.just(""),
     adapter_digest=st.just(b""),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.7]),
+    bad_word_ids=st.just(b""),
+    bad_word_lengths=st.just(b""),
 )
 
 
