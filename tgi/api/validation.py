@@ -1,6 +1,6 @@
 """The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 from tgi.api import errors, grammar
@@ -13,7 +13,7 @@ from tgi.kernel.settings import Settings
 class Ask(NamedTuple):
     """What the rules look at: the request, how it came, and the limits of this server."""
 
-    inputs: str | None  # None: a chat
+    inputs: str | None  # None: a chat, or token ids
     p: GenerateParameters
     stream: bool
     settings: Settings
@@ -21,6 +21,8 @@ class Ask(NamedTuple):
     vocab_size: int
     steering: Steering = NONE
     adapters: Container[str] = ()
+    ids: Sequence[int] = ()  # the prompt, if it is one of token ids
+    echo: bool = False  # the prompt is part of the answer
 
     @property
     def stops(self) -> int:
@@ -36,6 +38,11 @@ class Ask(NamedTuple):
     def highest_biased(self) -> int:
         """The highest token id that has a bias; -1 if none has."""
         return max(self.steering.logit_bias, default=-1)
+
+    @property
+    def stray_id(self) -> int | None:
+        """The first token id of the prompt that is not in the vocabulary."""
+        return next((token for token in self.ids if not 0 <= token < self.vocab_size), None)
 
     @property
     def samples(self) -> bool:
@@ -87,7 +94,7 @@ RULES = [
     Rule("8", lambda a: _is(a.p.top_p, _share), "`top_p` must be > 0.0 and < 1.0"),
     Rule("9", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
     Rule("10", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
-    Rule("11", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
+    Rule("11", lambda a: a.p.max_new_tokens == 0 and not a.echo, "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda a: _is(a.p.max_new_tokens, lambda v: v < (a.p.min_new_tokens or 0)),
          "`min_new_tokens` must be <= `max_new_tokens`. Given: {ask.p.min_new_tokens} and {ask.p.max_new_tokens}"),
     Rule("12", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
@@ -97,6 +104,8 @@ RULES = [
     Rule("14", lambda a: _is(a.p.top_n_tokens, lambda v: v > a.settings.max_top_n_tokens),
          "`top_n_tokens` must be >= 0 and <= {ask.settings.max_top_n_tokens}. Given: {ask.p.top_n_tokens}"),
     Rule("15", lambda a: a.inputs == "", "`inputs` cannot be empty"),
+    Rule("prompt", lambda a: a.stray_id is not None,
+         "`prompt` must hold token ids >= 0 and < {ask.vocab_size}. Given: {ask.stray_id}"),
     Rule("16", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
          "`truncate` must be strictly positive and less than {ask.max_input_tokens}. Given: {ask.p.truncate}"),
     Rule("21", lambda a: grammar.wanted(a.p.grammar)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.messages import Generate, Tokenize
 
-# A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
-# others go on meanwhile.
+# A text of more characters than this (some 3 ms), or a chat or ids of more bytes, is encoded in a thread: the streams
+# of others go on meanwhile.
 LONG_TEXT = 8 << 10
 # A chat with this in it may have tools, and they a grammar to be compiled.
 TOOLS = b'"tools"'
@@ -34,7 +34,10 @@ def lane_of(asked: Generate | Tokenize) -> Lane | None:
     """Where this is encoded; None: at once, in the loop."""
     if isinstance(asked, Generate) and (asked.grammar or TOOLS in asked.chat):
         return Lane.GRAMMARS
-    return Lane.TEXTS if len(asked.inputs) + len(asked.chat) > LONG_TEXT else None
+    size = len(asked.inputs) + len(asked.chat)
+    if isinstance(asked, Generate):
+        size += len(asked.input_ids)
+    return Lane.TEXTS if size > LONG_TEXT else None
 
 
 class Threads:

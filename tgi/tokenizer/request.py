@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from tgi.kernel.answer import Part, Prompted, PromptTokens
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, PromptLogprobs, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.answer.division import Division
 from tgi.tokenizer.answer.marks import Marks
@@ -32,8 +32,9 @@ class Request:
     """`rid` is this tokenizer's number towards the scheduler; `asked.rid` is the api's.
 
     `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
-    stop strings are hidden they come first, so that none is ever in the text. `held` characters at the end of `texts`
-    must not be shown yet.
+    stop strings are hidden they come first, so that none is ever in the text. With `max_new_tokens` 0 it is set when
+    the api has been sent all that it wants of the prompt. `held` characters at the end of `texts` must not be shown
+    yet.
 
     A stop string that is complete before `min_new_tokens` are generated is text like any other.
     """
@@ -73,9 +74,8 @@ class Request:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
         self.stage = Stage.HELD
         self.prompt = prompt
-        self.asked = self.asked._replace(
-            inputs="", chat=b"", grammar=b"", sampling=self.asked.sampling._replace(grammar=prompt.grammar)
-        )
+        sampling = self.asked.sampling._replace(grammar=prompt.grammar)
+        self.asked = self.asked._replace(inputs="", chat=b"", grammar=b"", input_ids=b"", sampling=sampling)
 
     def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int, drawable: int) -> None:
         """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent. No id
@@ -101,11 +101,25 @@ class Request:
 
     def prompted(self) -> Iterator[Prompted | PromptTokens]:
         """What the api is told of the prompt before anything comes from the scheduler. To be called once."""
-        if self.chats:
-            divided = self.prompt.answer is not None
-            yield Prompted(self.asked.rid, self.prompt.tokens, self.prompt.characters, divided)
+        prompt = self.prompt
+        if self.chats or prompt.text:
+            divided = prompt.answer is not None
+            yield Prompted(self.asked.rid, prompt.tokens, prompt.characters, divided, prompt.text)
+            self.prompt = prompt._replace(text="")
         if self.teller is not None:
             yield from self.teller.first()
+        self._end_scored()
+
+    def tell(self, told: PromptLogprobs) -> Iterator[PromptTokens]:
+        """The next tokens of the prompt for the api."""
+        if self.teller is not None:
+            yield from self.teller.tell(told)
+        self._end_scored()
+
+    def _end_scored(self) -> None:
+        """Where no token is to be generated, the last one of the prompt that is told is the end."""
+        if self.max_new_tokens == 0 and (self.teller is None or self.teller.next >= self.prompt.tokens):
+            self.reason = Reason.LENGTH
 
     def push(self, number: int) -> str:
         """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""

@@ -130,10 +130,10 @@ class ChatResource:
         stamp = Stamp.new(self._service, "chatcmpl", request.model)
         if request.stream:
             events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted)
-            await answering.stream(self._service, req, resp, calls, events, None)
+            await answering.stream(self._service, req, resp, calls, events, len(calls))
             return
         finished = await answering.finish(self._service, req, calls, unreadable)
-        answering.set_headers(self._service, resp, finished, calls[0].characters or 0, len(finished))
+        answering.set_headers(self._service, resp, finished, len(finished))
         resp.text = render_response(finished, stamp, bool(request.logprobs))
 
 
