@@ -121,6 +121,8 @@ OPENAI = [
     Rule("n", lambda r: r.n == 0, "`n` must be strictly positive"),
     Rule("presence_penalty", lambda r: _is(r.presence_penalty, lambda v: not -2 <= v <= 2),
          "`presence_penalty` must be >= -2.0 and <= 2.0"),
+    Rule("truncate_prompt_tokens", lambda r: _is(r.truncate_prompt_tokens, lambda v: v <= 0),
+         "`truncate_prompt_tokens` must be strictly positive"),
     Rule("logit_bias", lambda r: len(biases(r)) > MOST_BIASES,
          f"`logit_bias` supports up to {MOST_BIASES} tokens"),
     Rule("logit_bias", lambda r: not all(map(is_id, biases(r))),

@@ -10,6 +10,7 @@ from tgi.api.answering import Finished, Prompt
 from tgi.api.calls import Generation
 from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
+from tgi.api.fields import Fields
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason
 from tgi.api.parts import Reply, unreadable
@@ -114,7 +115,7 @@ def _token(text: str, logprob: float) -> str:
 class ChatResource:
     """POST /v1/chat/completions."""
 
-    body = Body(ChatRequest)
+    body = Body(ChatRequest, Fields(ChatRequest).check)
 
     def __init__(self, service: Service) -> None:
         self._service = service

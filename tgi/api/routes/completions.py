@@ -13,6 +13,7 @@ from tgi.api.answering import Finished, Prompt
 from tgi.api.calls import Generation
 from tgi.api.columns import Columns, PromptColumns
 from tgi.api.errors import ApiError
+from tgi.api.fields import Fields
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
 from tgi.api.render import TURN
@@ -162,7 +163,7 @@ def _width(columns: Columns, at: int) -> int:
 class CompletionsResource:
     """POST /v1/completions."""
 
-    body = Body(CompletionRequest)
+    body = Body(CompletionRequest, Fields(CompletionRequest).check)
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -194,7 +195,7 @@ class CompletionsResource:
             raise errors.batch_size(limit)
         check(request, OPENAI)
         check(request, COMPLETIONS)
-        p = openai.parameters(request, self._service.router.adapters, request.max_tokens, request.logprobs or 0)
+        p = openai.parameters(request, self._service.router.adapters, request.max_new_tokens, request.logprobs or 0)
         prompts = [
             Prompt(one, add_special_tokens=request.add_special_tokens is not False)
             if isinstance(one, str)

@@ -149,6 +149,14 @@ IgnoreEos = Annotated[
     ),
 ]
 
+TruncatePromptTokens = Annotated[
+    Int32 | None,
+    doc(
+        "Use no more than so many tokens of the prompt, the last ones.",
+        minimum=1,
+    ),
+]
+
 N = Annotated[
     UInt32 | None,
     doc(
@@ -178,6 +186,7 @@ class OpenAiRequest(Struct, kw_only=True):
 
     model: Model = None
     max_tokens: MaxTokens = None
+    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
     temperature: Temperature = None
     top_p: TopP = None
     seed: Seed = None
@@ -195,10 +204,16 @@ class OpenAiRequest(Struct, kw_only=True):
     typical_p: TypicalP = None
     min_tokens: MinTokens = None
     ignore_eos: IgnoreEos = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
         check_seed(self.seed)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The limit, under either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def stops(self) -> list[str]:
