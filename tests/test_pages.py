@@ -1,5 +1,6 @@
 """What the pages for users say is so: links lead somewhere, flags exist, start lines are taken, refusals are these."""
 
+import json
 import re
 import shlex
 import string
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import FLAGS
-from tgi.api import protocol, router, sse, steering
+from tgi.api import fields, protocol, router, sse, steering
 from tgi.api.shapes import openai
+from tgi.api.shapes.chat import ChatRequest
 from tgi.api.validation import COMPLETIONS, OPENAI, RULES
 from tgi.hub.grammar import LIMITS
 from tgi.kernel import log
@@ -54,6 +56,7 @@ NUMBERS = [
     ("compatibility.md", f"seconds until there should be room, 1 to {router.LONGEST_RETRY} |"),
     ("compatibility.md", f"at most {MOST_SPECULATED} a step"),
     ("compatibility.md", f"`--max-top-n-tokens` above {MOST_TOPS} |"),
+    ("compatibility.md", f"up to {fields.MAX_LOGGED} of them"),
     ("processes.md", f"between 1 and {router.LONGEST_RETRY} seconds"),
     ("processes.md", ", ".join(f"`{name}`" for name in Served._fields)),
     ("processes.md", f"a message holds at most {log.MAX_MESSAGE:,} characters, a field {log.MAX_FIELD:,}"),
@@ -147,8 +150,27 @@ def test_examples_are_python(source: str) -> None:
 
 def test_what_is_not_served_is_listed_and_nothing_else() -> None:
     texts = {rule.detail for rule in (*RULES, *OPENAI, *COMPLETIONS) if NOT_SERVED in rule.detail}
+    texts.add(fields.REFUSAL.format(name="NAME"))
     section = COMPATIBILITY.partition("## Not served yet")[2]
     assert texts == {text for text in re.findall(r"`` (.+?) ``", section) if NOT_SERVED in text}
+
+
+def refused(one: fields.Refused) -> str:
+    """Its row of the table."""
+    route = "both" if one.bodies == fields.BOTH else "chats" if one.bodies == (ChatRequest,) else "completions"
+    named = [
+        f"`{name}`" + (f" ({', '.join(f'`{json.dumps(value)}`' for value in neutral)})" if neutral else "")
+        for name, neutral in one.fields.items()
+    ]
+    return f"| {one.what} | {route} | {', '.join(named)} |"
+
+
+def test_fields_that_are_refused_are_listed_and_nothing_else() -> None:
+    section = COMPATIBILITY.partition("### Fields of requests to `/v1`")[2]
+    _, _, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert rows == [refused(one) for one in fields.REFUSED]
+    accepted = section.partition("Accepted without effect: ")[2].partition(".\n")[0]
+    assert re.findall(r"`(.+?)`", accepted) == sorted(fields.WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize(("page", "said"), NUMBERS)

@@ -71,8 +71,11 @@ def end(message: Generate, reason: Reason, text: str, count: int, detail: str = 
 
 
 def admitted(message: Generate, divided: bool = False) -> list[Any]:
-    """What comes before the first token: of a chat its length, and the tokens of the prompt "A é" for whoever asks."""
+    """What comes before the first token: of a chat its length, of token ids their text, and the tokens of the prompt
+    "A é" for whoever asks."""
     before: list[Any] = [Prompted(message.rid, 3, 12, divided)] if message.chat else []
+    if message.input_ids:
+        before.append(Prompted(message.rid, 3, 3, text="A é"))
     if message.prompt_from is not None:
         tops = PROMPT_TOPS[: message.prompt_top_n]
         before.append(PromptTokens(message.rid, pack(INT32, [1]), pack(FLOAT32, [float("nan")]), bytes(4), ["<s>"]))
@@ -212,6 +215,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     "nothing": nothing,
     "silence": lambda: lambda message: None,
     '" a", end of sequence': tokens(Reason.EOS, " a", A_OF_TWO, EOS_OF_TWO),
+    "no token, length": tokens(Reason.LENGTH, ""),
     '" a", " b", length': tokens(Reason.LENGTH, " a b", A, B),
     '"" and "é" of one character, end of sequence': tokens(
         Reason.EOS, "é", Token(195, "", -0.5), Token(169, "é", -0.0625), EOS

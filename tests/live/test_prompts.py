@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tests.live.server import Server
 from tests.models import model
 
+LONGEST = 300  # tokens of a request
 TEXT = "The capital of France is Paris. 👍🏽 Le garçon naïf. "
 
 
@@ -63,3 +64,71 @@ def test_they_are_exact_whatever_happens(tmp_path: Path) -> None:
         assert columns["text_offset"][len(ids)] == len(inputs)
         for token, begin in zip(columns["tokens"], columns["text_offset"], strict=True):
             assert "\ufffd" in token or choice["text"][begin:].startswith(token) or token.startswith("<|")
+
+
+def test_prompts_are_scored(tmp_path: Path) -> None:
+    """Texts and token ids, up to the whole context, without a token: exact, and once whatever dies."""
+    directory = model("llama")
+    ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT * 13).ids
+    assert len(ids) > LONGEST
+    network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    def theirs(prompt: list[int]) -> list[float]:
+        with torch.inference_mode():
+            rows = network(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        return rows[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+
+    arguments = ("--model-id", str(directory), "--dtype", "float32", "--validation-workers", "1")
+    limits = ("--max-total-tokens", str(LONGEST), "--max-batch-prefill-tokens", "96")
+    with Server(tmp_path / "run", *arguments, *limits) as server:
+        server.start().ready()
+
+        def ask(prompt: Any, **fields: Any) -> dict[str, Any]:
+            body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
+            answer = server.client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()  # type: ignore[no-any-return]
+
+        prompts = [ids[:LONGEST], ids[:1], ids[5:40], ids[7:LONGEST]]
+        scored = ask(prompts)
+        assert scored["usage"] == {
+            "prompt_tokens": sum(map(len, prompts)),
+            "completion_tokens": 0,
+            "total_tokens": sum(map(len, prompts)),
+        }
+        for prompt, choice in zip(prompts, scored["choices"], strict=True):
+            assert choice["finish_reason"] == "length"
+            columns = choice["logprobs"]
+            assert {len(column) for column in columns.values()} == {len(prompt)}
+            assert columns["token_logprobs"][0] is None
+            assert columns["token_logprobs"][1:] == pytest.approx(theirs(prompt), abs=1e-4)
+        text = scored["choices"][2]["text"]
+        assert text in TEXT * 13
+
+        # The same prompt as a text, and with a token behind it, has the same logprobs.
+        whole = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT).ids
+        by_ids, by_text, more = ask(whole), ask(TEXT), ask(whole, max_tokens=1, temperature=0)
+        assert by_ids["choices"] == by_text["choices"]
+        assert by_ids["choices"][0]["text"] == TEXT
+        columns, longer = by_ids["choices"][0]["logprobs"], more["choices"][0]["logprobs"]
+        assert {name: column[:-1] for name, column in longer.items()} == columns
+
+        # What is generated behind ids is what is generated behind their text, and streams say the same.
+        body = {"temperature": 0, "max_tokens": 8, "echo": False, "logprobs": None}
+        texts = [ask(prompt, **body)["choices"][0]["text"] for prompt in (TEXT, whole)]
+        assert texts[0] == texts[1]
+
+        answer = server.client.post(
+            "/v1/completions", json={"prompt": ids[: LONGEST + 1], "echo": True, "max_tokens": 0}
+        )
+        assert answer.status_code == 422
+        for fields in ({"max_tokens": 0}, {"max_tokens": 1, "echo": True}):
+            assert server.client.post("/v1/completions", json={"prompt": ids[:LONGEST], **fields}).status_code == 422
+
+        for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
+            killing = threading.Thread(target=server.kill, args=(victim,))
+            with ThreadPoolExecutor(4) as pool:
+                under_way = [pool.submit(ask, prompts) for _ in range(4)]
+                killing.start()
+                assert [one.result()["choices"] for one in under_way] == [scored["choices"]] * 4, victim
+            killing.join()

@@ -282,25 +282,26 @@ def everything(asked: Asked, script: Script) -> tuple[list[int], list[Tops], lis
     told: list[float] = []
     told_tops: Tops = []
     asks = () if asked.prompt_top_n is None or known == 1 else (1, asked.prompt_top_n)
-    while len(drawn) < asked.new and known < script.limits().max_total_tokens:
+    scored = not asked.new and asks  # no token is drawn
+    while (scored and not told) or (len(drawn) < asked.new and known < script.limits().max_total_tokens):
         slots = [] if drawn else [Slot(0, pack(INT32, asked.prompt), known, asked.sampling, *asks)]
         start = 0 if not drawn else known - 1
         held = 0 if not drawn else -(-start // size)
         pages = list(range(held, -(-known // size)))
         step = Step(
             len(drawn) + 1, 1, slots, pack(INT32, [0] * len(pages)), pack(INT32, pages), pack(INT32, [0]),
-            pack(INT32, [start]), pack(INT32, [known - start]), pack(UINT8, [1]),
+            pack(INT32, [start]), pack(INT32, [known - start]), pack(UINT8, [not scored]),
         )  # fmt: skip
         # The reference knows no limit of a step.
         worker.limits = worker.limits._replace(max_batch_prefill_tokens=1 << 30)
         result = worker.run_step(step)
         assert not result.error, result.error
         drawn += ints(result.ids)
-        tops += split_tops(result) or [[]]
+        tops += split_tops(result) or [[]] * len(ints(result.ids))
         told += floats(result.prompt_logprobs)
         told_tops += zip(ints(result.prompt_top_ids), floats(result.prompt_top_logprobs), strict=True)
         known += 1
-        if drawn[-1] in asked.stop_ids:
+        if drawn and drawn[-1] in asked.stop_ids:
             break
     return drawn, tops, told, told_tops
 

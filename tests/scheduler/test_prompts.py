@@ -108,6 +108,38 @@ def test_a_prompt_of_one_token_has_nothing_to_tell() -> None:
     assert pieces(house) == []
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("budget", [64, 9])
+def test_a_prompt_is_scored_without_a_token(budget: int, drafts: int) -> None:
+    """A prompt as long as the context has its logprobs, too: no position is computed behind it."""
+    script = SCRIPT._replace(max_batch_prefill_tokens=budget, vocab_size=5)
+    house = House(script, Config(drafts=drafts))
+    house.worker_up()
+    scored = [house.add([n, *[1] * 63], 0, prompt_top_n=n) for n in range(3)]
+    others = [house.add([1] * (9 + n), 30, prompt_top_n=n or None) for n in range(3)]
+    house.run()
+    for asked in (*scored, *others):
+        ok(asked, script)
+    assert [len(asked.told) for asked in scored] == [63] * 3
+    house.settle()
+    assert house.core.pages_used == 0
+
+
+@pytest.mark.parametrize("loss", ["worker_up", "new_core"])
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_a_scored_prompt_survives_a_loss(loss: str, steps: int) -> None:
+    script = SCRIPT._replace(max_batch_prefill_tokens=8)
+    house = House(script)
+    house.worker_up()
+    scored = [house.add([n, *PROMPT], 0, prompt_top_n=n) for n in range(2)]
+    for _ in range(steps):
+        house.step()
+    getattr(house, loss)()
+    house.run()
+    for asked in scored:
+        ok(asked, script)
+
+
 def test_whoever_does_not_ask_changes_nothing() -> None:
     house = House(SCRIPT)
     house.worker_up()

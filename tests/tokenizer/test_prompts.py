@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.tokenizer.house import API, OTHER, House, ids_of
+from tests.tokenizer.house import API, LIMITS, OTHER, House, ends, ids_of
 from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
-from tgi.kernel.answer import PromptTokens, Texts
-from tgi.kernel.messages import Cancel, End, Generate, PromptLogprobs, Sampling
+from tgi.kernel.answer import Prompted, PromptTokens, Texts
+from tgi.kernel.messages import Cancel, End, Generate, PromptLogprobs, Reason, Sampling
 from tgi.kernel.pack import FLOAT32, INT32, floats, ints, pack
 from tgi.tokenizer import encode, prompts
 
@@ -130,3 +130,75 @@ def test_a_chat_has_tokens_too() -> None:
     house.pool.handle(API, Generate(3, "", Sampling(1), chat=chat, prompt_from=0))
     (first,) = pieces(house.said(API))
     assert ints(first.ids) == ids_of("Hello")[:1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["Hello world", "a  b\n\n c ", "é👍🏽 今天 x", " x"])
+def test_ids_are_the_prompt_and_have_a_text(kind: str, text: str) -> None:
+    """Special tokens are neither added nor left out, and unknown ones say nothing."""
+    vocabulary = KINDS[kind]()
+    plain, unknown = [number for number in ids_of(text, vocabulary) if number not in vocabulary.special], 1000
+    ids = [*plain, *sorted(vocabulary.special)[:1], unknown]
+    house = House(vocabulary)
+    add = house.ask(7, "", input_ids=pack(INT32, ids))
+    assert ints(add.prompt) == ids
+    (told,) = house.said(API)
+    special = [vocabulary.text(number) for number in ids[len(plain) : -1]]
+    assert told.text == vocabulary.tokenizer.decode(plain) + "".join(special)
+    assert told == Prompted(7, len(ids), len(told.text), False, told.text)
+    assert ints(house.ask(8, "", input_ids=pack(INT32, ids), truncate=2).prompt) == ids[-2:]
+
+    starts = ints(encode.prompt_of_ids(vocabulary, pack(INT32, ids), None).starts)
+    assert len(starts) == len(ids)
+    for at, (begin, end) in enumerate(pairwise([*starts, len(told.text)])):
+        assert 0 <= begin <= end
+        if kind == "byte_level" and end > begin and "\ufffd" not in (piece := vocabulary.text(ids[at])):
+            assert piece == told.text[begin:end]
+
+
+def test_a_prompt_is_scored_without_a_token() -> None:
+    """The end comes with the last logprob, even where the scheduler dies before it can say so."""
+    house = House()
+    add = house.ask(7, TEXT, prompt_from=0, max_new_tokens=0)
+    rest = len(ints(add.prompt)) - 1
+    assert (add.max_new_tokens, add.prompt_from) == (0, 1)
+    house.pool.handle(house.scheduler, told(add.rid, [-1.0]))
+    house.scheduler_gone()
+    house.scheduler_up()
+    (again,) = house.said(house.scheduler)
+    assert (again.max_new_tokens, again.prompt_from) == (0, 2)
+    house.pool.handle(house.scheduler, told(add.rid, [-1.0] * (rest - 1)))
+    house.scheduler_gone()
+    heard = house.said(API)
+    (end,) = ends(heard)
+    assert sum(len(piece.texts) for piece in pieces(heard)) == rest + 1
+    assert (end.reason, end.text, end.prompt_tokens, end.generated_tokens) == (Reason.LENGTH, "", rest + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "fields"), [(TEXT, {}), ("H", {"prompt_from": 0}), (TEXT, {"prompt_from": len(ids_of(TEXT))})], ids=str
+)
+def test_what_needs_no_scheduler_ends_at_once(ids: str, fields: dict[str, int]) -> None:
+    """No token is wanted, and no logprob, or none is missing."""
+    house = House()
+    house.pool.handle(
+        API,
+        Generate(7, ids, Sampling(5), max_new_tokens=0, add_special_tokens=False, **fields),  # type: ignore[arg-type]
+    )
+    assert house.said(house.scheduler) == []
+    (end,) = ends(house.said(API))
+    assert end.reason == Reason.LENGTH
+    assert house.pool.idle
+
+
+@pytest.mark.parametrize(("new", "refused"), [(0, False), (1, True)])
+def test_a_scored_prompt_may_have_one_token_more(new: int, refused: bool) -> None:
+    """The limit on inputs leaves room for a token."""
+    house = House()
+    ids = pack(INT32, [40] * (LIMITS.max_input_tokens + 1))
+    house.pool.handle(API, Generate(7, "", Sampling(5), new, input_ids=ids, prompt_from=0))
+    while house.pool.jobs:
+        job = house.pool.jobs.popleft()
+        house.pool.finished(job.key, job.result())
+    assert bool(house.said(house.scheduler)) == (not refused)
+    assert bool(ends(house.said(API))) == refused

@@ -153,6 +153,14 @@ def test_a_new_epoch_starts_from_nothing() -> None:
     assert "epoch 1 is over" in worker.run_step(step(2, [(0, 3, 1, 1)])).error
 
 
+def test_a_whole_context_may_be_computed_but_nothing_drawn_behind_it() -> None:
+    worker = ScriptedWorker(SCRIPT)
+    pages = [(0, page) for page in range(6)]
+    good(worker.run_step(step(1, [(0, 0, 16, 0)], [slot(0, [1] * 24)], pages)))
+    good(worker.run_step(step(2, [(0, 16, 7, 0)])))
+    assert "token 24 is over the limit of a request" in worker.run_step(step(3, [(0, 23, 1, 1)])).error
+
+
 FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
 
 
@@ -175,7 +183,7 @@ FIRST = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
         (step(2, [(1, 0, 1, 1)], [slot(1, [-1])], [(1, 3)]), "not in the vocabulary"),
         (step(2, [(1, 0, 1, 1)], [slot(1, [1], biased(128))], [(1, 3)]), "a biased id is not in the vocabulary"),
         (step(2, [(1, 0, 1, 1)], [slot(1, [1], biased(1, 2))], [(1, 3)]), "bias_ids and biases differ in length"),
-        (step(2, [(1, 0, 24, 1)], [slot(1, [1] * 24)], [(1, 3)]), "leave no room"),
+        (step(2, [(1, 0, 24, 1)], [slot(1, [1] * 25)], [(1, 3)]), "25 tokens are over the limit of a request"),
         (step(2, [(1, 0, 5, 1)], [slot(1, [1] * 5)], [(1, 3)]), "1 pages do not cover 5 tokens"),
         (step(2, [(1, 0, 3, 1)], [slot(1, [1] * 4)], [(1, 3)]), "draws at 3 of 4 known ids"),
         (step(2, [(1, 0, 17, 1)], [slot(1, [1] * 17)], [(1, page) for page in range(3, 8)]), "over the limit of 16"),

@@ -20,10 +20,12 @@ from tgi.kernel.pack import FLOAT32, INT32, pack
 
 
 class Prompt(NamedTuple):
-    """What tokens are asked for behind: a text, or a chat as JSON (tokenizer/chat.py) in its place."""
+    """What tokens are asked for behind: a text, or in its place a chat as JSON (tokenizer/chat.py) or token ids."""
 
     inputs: str
     chat: bytes = b""
+    ids: Sequence[int] | None = None
+    add_special_tokens: bool = True  # to a text
 
 
 Refuse = Callable[[Generation, End], ApiError | None]
@@ -47,14 +49,16 @@ def generations(
     steering: Steering = NONE,
     prompt_tops: int | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
+    echo: bool = False,
 ) -> list[Generation]:
     """The generations of one request, `choices` for each prompt, next to each other. With `prompt_tops` the tokens of
     the prompts come too, and so many of the likeliest in the place of each. `names` are the request's names of those
-    parameters that it calls otherwise. Raises ApiError if they may not be computed, or not now."""
+    parameters that it calls otherwise. With `echo` the prompts are part of the answer, and no token need be generated.
+    Raises ApiError if they may not be computed, or not now."""
     limits = service.router.limits
     asks = [
         Ask(
-            None if prompt.chat else prompt.inputs,
+            None if prompt.chat or prompt.ids else prompt.inputs,
             p,
             stream,
             service.settings,
@@ -62,6 +66,8 @@ def generations(
             limits.vocab_size if limits else 0,
             steering,
             service.router.adapters,
+            prompt.ids or (),
+            echo,
         )
         for prompt in prompts
     ]
@@ -133,7 +139,7 @@ def _message(
         p.max_new_tokens,
         p.truncate,
         p.stops,
-        add_special_tokens=not prompt.chat,
+        add_special_tokens=prompt.add_special_tokens and not prompt.chat,
         ignore_eos=p.ignores_eos,
         chat=prompt.chat,
         hide_stop=hide_stop,
@@ -141,6 +147,7 @@ def _message(
         stop_token_ids=pack(INT32, steering.stop_token_ids),
         bad_words=list(steering.bad_words),
         skip_special_tokens=steering.skip_special_tokens,
+        input_ids=pack(INT32, prompt.ids or ()),
     )
 
 
@@ -165,9 +172,7 @@ async def finish(
     return finished
 
 
-def set_headers(
-    service: Service, resp: Response, finished: Sequence[Finished], characters: int, choices: int = 1
-) -> None:
+def set_headers(service: Service, resp: Response, finished: Sequence[Finished], choices: int = 1) -> None:
     """The headers of an answer that is sent as a whole: durations and counts, summed over its generations. A prompt
     counts once, however many `choices` it has."""
     times = Times.of([call for call, _ in finished])
@@ -176,7 +181,7 @@ def set_headers(
         {
             "x-compute-type": service.compute_type,
             "x-compute-time": f"{times.total:.6f}",
-            "x-compute-characters": str(characters),
+            "x-compute-characters": str(sum(call.characters for call, _ in finished[::choices])),
             "x-total-time": f"{times.total * 1e3:.0f}",
             "x-validation-time": f"{times.validation * 1e3:.0f}",
             "x-queue-time": f"{times.queue * 1e3:.0f}",
@@ -189,9 +194,10 @@ def set_headers(
 
 
 async def stream(
-    service: Service, req: Request, resp: Response, calls: Sequence[Generation], events: Events, characters: int | None
+    service: Service, req: Request, resp: Response, calls: Sequence[Generation], events: Events, choices: int = 1
 ) -> None:
-    """Answers with events. `characters` of the prompts; None: of a chat, known when it has become a prompt."""
+    """Answers with events; `choices` as in set_headers. The length of a chat, or of a prompt of ids, counts in the
+    headers if the tokenizer has told it by then."""
     client = service.submit(calls, req)
     events_of = EventStream(calls, events, client, service.cancel)
     try:
@@ -199,13 +205,11 @@ async def stream(
     except BaseException:
         await events_of.close()
         raise
-    if characters is None:
-        characters = calls[0].characters
     resp.content_type = "text/event-stream"
     resp.set_headers(
         {
             "x-compute-type": service.compute_type,
-            "x-compute-characters": str(characters or 0),
+            "x-compute-characters": str(sum(call.characters for call in calls[::choices])),
             "x-accel-buffering": "no",
             "cache-control": "no-cache",
         }

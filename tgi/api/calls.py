@@ -82,7 +82,8 @@ class Generation(Call):
         self.fresh = NOTHING  # what has not been taken by the owner
         self.prompt = PromptColumns.empty()  # complete before the first token
         self.end: End | None = None
-        self.characters: int | None = None  # of a chat's prompt, once it is known
+        self.text = request.inputs  # of the prompt; of one that came as ids it is known before the first token
+        self.characters = len(self.text)  # of the prompt; of a chat, too, they are known then
         self.divided = False  # the answer comes in parts; known before the first token
         self.arrival = time.perf_counter()
         self.first: float | None = None  # time.perf_counter of the first and the latest tokens

@@ -44,6 +44,7 @@ def parameters(
         grammar=request.response_format,
         min_new_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
+        truncate=request.truncate_prompt_tokens,
         adapter_id=request.model if request.model in adapters else None,
     )
 

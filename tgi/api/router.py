@@ -208,6 +208,7 @@ class Router:
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation):
                     call.characters, call.divided = message.characters, message.divided
+                    call.text = message.text
             case PromptTokens():
                 call = tokenizer.calls.get(message.rid)
                 if isinstance(call, Generation) and call.wanted:

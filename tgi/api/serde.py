@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -32,16 +32,21 @@ _NAMES: dict[type, str] = {
 
 
 class Body(Generic[T]):
-    """Decodes bodies of one request type. Raises Rejection: 400 for what is not JSON, 422 for another shape."""
+    """Decodes bodies of one request type. Raises Rejection: 400 for what is not JSON, 422 for another shape. `check`
+    looks at each body of the right shape, and may raise ApiError."""
 
-    def __init__(self, shape: type[T]) -> None:
+    def __init__(self, shape: type[T], check: Callable[[bytes], None] | None = None) -> None:
         self._decode = msgspec.json.Decoder(shape).decode
         self._type = msgspec.inspect.type_info(shape)
+        self._check = check
 
     def decode(self, body: bytes) -> T:
         """The request in `body`."""
         try:
-            return self._decode(body)
+            request = self._decode(body)
+            if self._check is not None:
+                self._check(body)
+            return request
         except msgspec.ValidationError as error:
             raise self._rejection(body, error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -26,7 +26,8 @@ class Events(Protocol):
     """How one route writes its events. Each event is `data: `, one line of JSON, and an empty line."""
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        """The events of these tokens of generation `place`; `end` comes with its last ones (there is at least one)."""
+        """The events of these tokens of generation `place`; `end` comes with its last ones. There is at least one, or
+        none at all if none was to be generated."""
 
     def failure(self, error: ApiError) -> str:
         """The events that end a stream that cannot go on."""
@@ -67,6 +68,8 @@ class EventStream:
                 if call.end is not None and (error := errors.of_end(call.end, streaming=True)):
                     self._cancel(self._calls)
                     raise error
+            if any(call.end is not None for call in self._calls):
+                return  # without a token
             await self._bell.rung()
 
     def __aiter__(self) -> "EventStream":
@@ -107,9 +110,10 @@ class EventStream:
                 turns.append(self._events.tokens(place, columns, None))
                 continue
             error = errors.of_end(call.end, streaming=True)
-            if error is None and not columns.texts:
+            none_wanted = call.request.max_new_tokens == 0
+            if error is None and not columns.texts and not none_wanted:
                 error = errors.incomplete(streaming=True)
-            if columns.texts:
+            if columns.texts or (none_wanted and error is None):
                 turns.append(self._events.tokens(place, columns, None if error else call.end))
             if error is not None:
                 ending = self._fail(error)

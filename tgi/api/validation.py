@@ -1,6 +1,6 @@
 """The rules that a generation request must keep, in their order, with TGI's messages: a table to be read."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from tgi.kernel.settings import Settings
 class Ask(NamedTuple):
     """What the rules look at: the request, how it came, and the limits of this server."""
 
-    inputs: str | None  # None: a chat
+    inputs: str | None  # None: a chat, or token ids
     p: GenerateParameters
     stream: bool
     settings: Settings
@@ -24,6 +24,8 @@ class Ask(NamedTuple):
     vocab_size: int
     steering: Steering = NONE
     adapters: Container[str] = ()
+    ids: Sequence[int] = ()  # the prompt, if it is one of token ids
+    echo: bool = False  # the prompt is part of the answer
 
     @property
     def stops(self) -> int:
@@ -44,6 +46,11 @@ class Ask(NamedTuple):
     def highest_stop_id(self) -> int:
         """The highest of the stop token ids; -1 if there are none."""
         return max(self.steering.stop_token_ids, default=-1)
+
+    @property
+    def stray_id(self) -> int | None:
+        """The first token id of the prompt that is not in the vocabulary."""
+        return next((token for token in self.ids if not 0 <= token < self.vocab_size), None)
 
     @property
     def samples(self) -> bool:
@@ -95,7 +102,8 @@ RULES = [
     Rule("typical_p", lambda a: _is(a.p.typical_p, _share), "`typical_p` must be > 0.0 and < 1.0"),
     Rule("min_p", lambda a: _is(a.p.min_p, lambda v: not 0 <= v <= 1), "`min_p` must be >= 0.0 and <= 1.0"),
     Rule("top_k", lambda a: _is(a.p.top_k, lambda v: v <= 0), "`top_k` must be strictly positive"),
-    Rule("max_new_tokens", lambda a: a.p.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"),
+    Rule("max_new_tokens", lambda a: a.p.max_new_tokens == 0 and not a.echo,
+         "`max_new_tokens` must be strictly positive"),
     Rule("min_new_tokens", lambda a: _is(a.p.max_new_tokens, lambda v: v < (a.p.min_new_tokens or 0)),
          "`min_new_tokens` must be <= `max_new_tokens`. Given: {ask.p.min_new_tokens} and {ask.p.max_new_tokens}"),
     Rule("stop", lambda a: len(a.p.stops) > a.settings.max_stop_sequences,
@@ -105,6 +113,8 @@ RULES = [
     Rule("top_n_tokens", lambda a: _is(a.p.top_n_tokens, lambda v: v > a.settings.max_top_n_tokens),
          "`top_n_tokens` must be >= 0 and <= {ask.settings.max_top_n_tokens}. Given: {ask.p.top_n_tokens}"),
     Rule("inputs", lambda a: a.inputs == "", "`inputs` cannot be empty"),
+    Rule("prompt", lambda a: a.stray_id is not None,
+         "`prompt` must hold token ids >= 0 and < {ask.vocab_size}. Given: {ask.stray_id}"),
     Rule("truncate", lambda a: _is(a.p.truncate, lambda v: not 0 < v <= a.max_input_tokens),
          "`truncate` must be strictly positive and less than {ask.max_input_tokens}. Given: {ask.p.truncate}"),
     Rule("grammar", lambda a: grammar.wanted(a.p.grammar)
@@ -122,6 +132,8 @@ OPENAI = [
     Rule("n", lambda r: r.n == 0, "`n` must be strictly positive"),
     Rule("presence_penalty", lambda r: _is(r.presence_penalty, lambda v: not -2 <= v <= 2),
          "`presence_penalty` must be >= -2.0 and <= 2.0"),
+    Rule("truncate_prompt_tokens", lambda r: _is(r.truncate_prompt_tokens, lambda v: v <= 0),
+         "`truncate_prompt_tokens` must be strictly positive"),
     Rule("logit_bias", lambda r: len(biases(r)) > MOST_BIASES,
          f"`logit_bias` supports up to {MOST_BIASES} tokens"),
     Rule("logit_bias", lambda r: not all(map(is_id, biases(r))),

@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 
 class Prompted(NamedTuple):
-    """A chat has become a prompt and was admitted; comes before its first token, and again after a loss."""
+    """A chat has become a prompt and was admitted, or a prompt of ids; comes before its first token, and again after a
+    loss."""
 
     rid: int
     prompt_tokens: int
     characters: int  # of the prompt's text
     divided: bool = False  # the answer comes in parts: they are what a client is shown, not `Texts.texts`
+    text: str = ""  # the decoded prompt, if it came as ids
 
 
 class PromptTokens(NamedTuple):

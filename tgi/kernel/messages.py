@@ -71,8 +71,9 @@ class Generate(NamedTuple):
     """A request for tokens. `resume` holds the ids that the client has already been shown (int32 column): they are
     not sent again, and the stream goes on behind them.
 
-    `chat`, if not empty, is a chat as JSON (`tokenizer/chat.py` names its keys) and takes the place of `inputs`. With
-    `hide_stop` the text ends before the stop string, and `Texts.held` says what must not be shown yet.
+    `chat`, if not empty, is a chat as JSON (`tokenizer/chat.py` names its keys) and takes the place of `inputs`. So
+    does `input_ids`, if not empty: the prompt as ids, to which no special tokens are added. With `hide_stop` the text
+    ends before the stop string, and `Texts.held` says what must not be shown yet.
 
     With `prompt_from` the tokens of the prompt come back too (PromptTokens), from this position on: 0 means all of
     them, and whoever resumes leaves out those that it has.
@@ -87,7 +88,7 @@ class Generate(NamedTuple):
     rid: int
     inputs: str
     sampling: Sampling
-    max_new_tokens: int | None = None  # None: fill the context
+    max_new_tokens: int | None = None  # None: fill the context; 0: only the prompt is computed
     truncate: int | None = None  # keep the last n prompt tokens
     stop: list[str] = []
     add_special_tokens: bool = True
@@ -102,6 +103,7 @@ class Generate(NamedTuple):
     stop_token_ids: bytes = b""  # int32
     bad_words: list[str] = []
     skip_special_tokens: bool = True  # leave special tokens out of the text
+    input_ids: bytes = b""  # int32
 
 
 class Tokenize(NamedTuple):
@@ -163,7 +165,8 @@ class Add(NamedTuple):
     `max_new_tokens` counts the resumed ids too. `salt`, if not empty, is the digest of the adapter that computes its
     pages: nobody else finds them.
 
-    With `prompt_from` the logprobs of the prompt's tokens are wanted too (PromptLogprobs), from this position on.
+    With `prompt_from` the logprobs of the prompt's tokens are wanted too (PromptLogprobs), from this position on. Where
+    `max_new_tokens` is 0 these must be wanted, and the request ends when they have all been sent.
     """
 
     rid: int

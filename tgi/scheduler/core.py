@@ -265,6 +265,8 @@ class Core:
             if number >= request.since:
                 request.prompt_from += len(piece.logprobs) // 4
                 self._outbox.put(request.client.peer, piece)
+                if request.scored and not request.tells:
+                    self._end(request, Reason.LENGTH, now)
         if flight.drafts:
             columns, ended = runs, runs_each(flight, result, planner, self.counters)
         else:

@@ -23,11 +23,14 @@ def shortfall(held: Limits, offered: Limits) -> str:
 
 
 def refusal(request: Request, limits: Limits | None) -> str:
-    """Why a worker of these limits, or of any if there are none, can never compute it, in TGI's words; "" if it can."""
+    """Why a worker of these limits, or of any if there are none, can never compute it, in TGI's words; "" if it can.
+
+    `max_input_tokens` leaves room for a generated token: a prompt that is only scored may have one token more.
+    """
     tokens, limit = request.prompt_tokens, request.limit
     if not tokens:
         return "`inputs` cannot be empty"
-    if limit <= tokens:
+    if limit <= tokens and not (request.scored and request.tells):
         return "`max_new_tokens` must be strictly positive"
     if limits is None:
         return ""
@@ -37,6 +40,6 @@ def refusal(request: Request, limits: Limits | None) -> str:
             f"`inputs` tokens + `max_new_tokens` must be <= {total}. "
             f"Given: {tokens} `inputs` tokens and {limit - tokens} `max_new_tokens`"
         )
-    if tokens > limits.max_input_tokens:
+    if tokens > limits.max_input_tokens and not (request.scored and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
     return ""

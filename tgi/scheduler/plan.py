@@ -185,19 +185,26 @@ class Planner:
         if not draws:
             tokens = budget
         request.planned = end = start + tokens
-        outline.chunks.append((request.slot, start, tokens, draws))
         if request.prompt_from < request.prompt_tokens and (told := telling(request, start, end)):
             outline.telling.append(told)
         if draws:
             if request.state is PREFILL:
                 del self.batch.prefilling[request]
             request.state = LAST_CHUNK[request.state]
-            outline.drawing.append(request)
-            (self.batch.prompted if end <= request.last_start else outline.last).append(request)
+            if end <= request.last_start:
+                outline.drawing.append(request)
+                self.batch.prompted.append(request)
+            elif request.scored:
+                draws = False
+                outline.prefilling.append(request)
+            else:
+                outline.drawing.append(request)
+                outline.last.append(request)
         else:
             request.state = CHUNK[request.state]
             outline.prefilling.append(request)
             self.batch.prefilling[request] = None
+        outline.chunks.append((request.slot, start, tokens, draws))
         return tokens
 
     def _admit(self, outline: Outline, request: Request, busy: bool, number: int, now: float) -> bool:

@@ -124,6 +124,11 @@ class Request:
         """Whether logprobs of its prompt are still to be told."""
         return self.prompt_from < self.prompt_tokens
 
+    @property
+    def scored(self) -> bool:
+        """Whether no token is drawn: it ends when all logprobs of its prompt are told."""
+        return self.limit == self.prompt_tokens
+
     def finished(self) -> Reason | None:
         """Why it is complete, if it is. Length counts before an end token, as in TGI."""
         if len(self.ids) >= self.limit:

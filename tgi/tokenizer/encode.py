@@ -1,14 +1,16 @@
 """Text to ids: prompts for the model, and tokens with their byte offsets for the tokenize routes."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.kernel import tracing
 from tgi.kernel.messages import Generate, Reason, Tokenize, Tokenized
-from tgi.kernel.pack import INT32, UINT8, pack
+from tgi.kernel.pack import INT32, UINT8, ints, pack
 from tgi.tokenizer.answer.formats import Answer
 from tgi.tokenizer.answer.tools import AnswerGrammars
 from tgi.tokenizer.chat import Chats
+from tgi.tokenizer.decode import decoder
 from tgi.tokenizer.grammar import GrammarError
 from tgi.tokenizer.template import TemplateError
 from tgi.tokenizer.vocabulary import Vocabulary
@@ -35,6 +37,7 @@ class Prompt(NamedTuple):
     fault: str = ""  # why the grammar is refused, for the client
     answer: Answer | None = None  # what the answer holds besides text; None: it is text alone
     bad_words: list[list[int]] = []  # the token sequences of Generate.bad_words
+    text: str = ""  # if the prompt came as ids: what they say
 
 
 class Refusal(NamedTuple):
@@ -64,8 +67,11 @@ class Encoder:
                     chat = self._chats.read(asked.chat)
                 text, add_special_tokens = chat.text, False
             with tracing.span(self._tracer, "tokenize", asked.trace):
-                starts = asked.prompt_from is not None
-                made = prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
+                if asked.input_ids:
+                    made = prompt_of_ids(self._vocabulary, asked.input_ids, asked.truncate)
+                else:
+                    starts = asked.prompt_from is not None
+                    made = prompt(self._vocabulary, text, add_special_tokens, asked.truncate, starts)
             if chat is not None and chat.answer is not None:
                 made = made._replace(answer=chat.answer)
             if asked.bad_words:
@@ -110,9 +116,23 @@ def prompt(
             column = pack(INT32, encoding.ids)
     except Exception as error:  # the package raises plain Exception, and TypeError for a lone surrogate
         raise EncodeError(f"tokenizer error {error}") from error
+    return _truncated(column, len(text), begins, truncate)
+
+
+def prompt_of_ids(vocabulary: Vocabulary, column: bytes, truncate: int | None) -> Prompt:
+    """The same for a prompt that comes as ids, with their text: special tokens are part of it."""
+    state = decoder(vocabulary, [])
+    pieces = [state.feed(number) for number in ints(column)]
+    begins = [*accumulate(map(len, pieces[:-1]), initial=0)]
+    text = "".join(pieces)
+    return _truncated(column, len(text), begins, truncate)._replace(text=text)
+
+
+def _truncated(column: bytes, characters: int, begins: list[int], truncate: int | None) -> Prompt:
+    """The last `truncate` of these ids."""
     tokens = len(column) // 4
     cut = 0 if truncate is None else max(0, tokens - truncate)
-    return Prompt(column[4 * cut :], tokens - cut, len(text), pack(INT32, begins[cut:]))
+    return Prompt(column[4 * cut :], tokens - cut, characters, pack(INT32, begins[cut:]))
 
 
 def bad_words(vocabulary: Vocabulary, words: Sequence[str]) -> list[list[int]]:

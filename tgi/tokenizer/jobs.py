@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from tgi.kernel.messages import Generate, Tokenize
 
-# A text of more characters than this (some 3 ms), or a chat of more bytes, is encoded in a thread: the streams of
-# others go on meanwhile.
+# A text of more characters than this (some 3 ms), or a chat or ids of more bytes, is encoded in a thread: the streams
+# of others go on meanwhile.
 LONG_TEXT = 8 << 10
 # A character of a bad word costs as much as this many of a text: each word is encoded by itself, in two forms.
 BAD_WORD_COST = 16
@@ -37,8 +37,8 @@ def lane_of(asked: Generate | Tokenize) -> Lane | None:
     if isinstance(asked, Generate) and (asked.grammar or TOOLS in asked.chat):
         return Lane.GRAMMARS
     size = len(asked.inputs) + len(asked.chat)
-    if isinstance(asked, Generate) and asked.bad_words:
-        size += BAD_WORD_COST * sum(map(len, asked.bad_words))
+    if isinstance(asked, Generate):
+        size += len(asked.input_ids) + BAD_WORD_COST * sum(map(len, asked.bad_words))
     return Lane.TEXTS if size > LONG_TEXT else None
 
 

@@ -8,7 +8,10 @@ CHUNK = 1024
 
 
 def refusal(limits: Limits, prompt_tokens: int, max_new_tokens: int | None) -> str:
-    """Why a prompt of so many tokens is refused, for the client; "" if it is not."""
+    """Why a prompt of so many tokens is refused, for the client; "" if it is not.
+
+    `max_input_tokens` leaves room for a generated token: where none is generated, the prompt may have one token more.
+    """
     room = max(limits.max_total_tokens - prompt_tokens, 0)
     asked = min(room if max_new_tokens is None else max_new_tokens, CHUNK)
     if prompt_tokens == 0:
@@ -18,7 +21,7 @@ def refusal(limits: Limits, prompt_tokens: int, max_new_tokens: int | None) -> s
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
             f"Given: {prompt_tokens} `inputs` tokens and {asked} `max_new_tokens`"
         )
-    if prompt_tokens > limits.max_input_tokens:
+    if prompt_tokens - (max_new_tokens == 0) > limits.max_input_tokens:
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {prompt_tokens}"
     return ""
 

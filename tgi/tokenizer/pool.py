@@ -207,8 +207,8 @@ class Pool:
 
     def _prompt_logprobs(self, scheduler: Peer, told: PromptLogprobs) -> None:
         request = self._requests.get(told.rid)
-        if request is not None and request.stage is Stage.LIVE and request.teller is not None:
-            self._prompts += ((request.api, piece) for piece in request.teller.tell(told))
+        if request is not None and request.stage is Stage.LIVE:
+            self._prompts += ((request.api, piece) for piece in request.tell(told))
 
     def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
         for rid in self._steps.decode(self._requests, tokens):

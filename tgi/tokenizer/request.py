@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from tgi.kernel.answer import Part, Prompted, PromptTokens
 from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, Reason, encode
+from tgi.kernel.messages import Add, End, Generate, PromptLogprobs, Reason, encode
 from tgi.kernel.pack import INT32, ints, pack
 from tgi.tokenizer.answer.division import Division
 from tgi.tokenizer.answer.marks import Marks
@@ -33,8 +33,8 @@ class Request:
 
     `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
     stop strings are hidden they come first, so that none is ever in the text. So do the stop tokens of the request.
-    `held` characters at the end of `texts` must not be shown yet. `hidden` says whether the text of the latest token is
-    left out of `texts`.
+    With `max_new_tokens` 0 it is set when the api has been sent all that it wants of the prompt. `held` characters at
+    the end of `texts` must not be shown yet. `hidden` says whether the text of the latest token is left out of `texts`.
 
     A stop string that is complete before `min_new_tokens` are generated is text like any other.
     """
@@ -76,12 +76,9 @@ class Request:
         """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
         self.stage = Stage.HELD
         self.prompt = prompt
+        sampling = self.asked.sampling._replace(grammar=prompt.grammar)
         self.asked = self.asked._replace(
-            inputs="",
-            chat=b"",
-            grammar=b"",
-            bad_words=[],
-            sampling=self.asked.sampling._replace(grammar=prompt.grammar),
+            inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], sampling=sampling
         )
 
     def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int, drawable: int) -> None:
@@ -118,11 +115,25 @@ class Request:
 
     def prompted(self) -> Iterator[Prompted | PromptTokens]:
         """What the api is told of the prompt before anything comes from the scheduler. To be called once."""
-        if self.chats:
-            divided = self.prompt.answer is not None
-            yield Prompted(self.asked.rid, self.prompt.tokens, self.prompt.characters, divided)
+        prompt = self.prompt
+        if self.chats or prompt.text:
+            divided = prompt.answer is not None
+            yield Prompted(self.asked.rid, prompt.tokens, prompt.characters, divided, prompt.text)
+            self.prompt = prompt._replace(text="")
         if self.teller is not None:
             yield from self.teller.first()
+        self._end_scored()
+
+    def tell(self, told: PromptLogprobs) -> Iterator[PromptTokens]:
+        """The next tokens of the prompt for the api."""
+        if self.teller is not None:
+            yield from self.teller.tell(told)
+        self._end_scored()
+
+    def _end_scored(self) -> None:
+        """Where no token is to be generated, the last one of the prompt that is told is the end."""
+        if self.max_new_tokens == 0 and (self.teller is None or self.teller.next >= self.prompt.tokens):
+            self.reason = Reason.LENGTH
 
     def push(self, number: int) -> str:
         """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""

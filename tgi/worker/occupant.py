@@ -38,7 +38,7 @@ def occupant_of(new: Slot, limits: Limits, adapters: Shelf) -> Occupant:
     if not isinstance(sampling, Sampling):
         raise Violation(f"slot {new.slot}: sampling is not a Sampling")
     need(1 <= new.prompt_tokens <= len(ids), f"slot {new.slot}: {new.prompt_tokens} of {len(ids)} ids are prompt")
-    need(len(ids) < limits.max_total_tokens, f"slot {new.slot}: {len(ids)} tokens leave no room for another")
+    need(len(ids) <= limits.max_total_tokens, f"slot {new.slot}: {len(ids)} tokens are over the limit of a request")
     need(min(ids) >= 0 and max(ids) < limits.vocab_size, f"slot {new.slot}: an id is not in the vocabulary")
     need(
         0 <= new.prompt_from < len(ids) and 0 <= new.prompt_top_n <= MOST_PROMPT_TOPS,

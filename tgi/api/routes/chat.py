@@ -10,6 +10,7 @@ from tgi.api.answering import Finished, Prompt
 from tgi.api.calls import Generation
 from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
+from tgi.api.fields import Fields
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason
 from tgi.api.parts import Reply, unreadable
@@ -117,7 +118,7 @@ def _token(text: str, logprob: float) -> str:
 class ChatResource:
     """POST /v1/chat/completions."""
 
-    body = Body(ChatRequest)
+    body = Body(ChatRequest, Fields(ChatRequest).check)
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -134,10 +135,10 @@ class ChatResource:
         if request.stream:
             openai_errors = self._service.has_openai_errors(req)
             events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted, openai_errors)
-            await answering.stream(self._service, req, resp, calls, events, None)
+            await answering.stream(self._service, req, resp, calls, events, len(calls))
             return
         finished = await answering.finish(self._service, req, calls, unreadable)
-        answering.set_headers(self._service, resp, finished, calls[0].characters or 0, len(finished))
+        answering.set_headers(self._service, resp, finished, len(finished))
         resp.text = render_response(finished, stamp, bool(request.logprobs))
 
 

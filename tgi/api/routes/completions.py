@@ -13,6 +13,7 @@ from tgi.api.answering import Finished, Prompt
 from tgi.api.calls import Generation
 from tgi.api.columns import Columns, PromptColumns
 from tgi.api.errors import ApiError
+from tgi.api.fields import Fields
 from tgi.api.float32 import render
 from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
 from tgi.api.render import TURN
@@ -37,16 +38,19 @@ class CompletionEvents:
         self._visible = [Visible() for _ in calls]
         self._head = f'data: {{"object":"text_completion","id":{stamp.id},"created":{stamp.created},'
         self._model = f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint}'
-        # What of the prompt comes before each choice's first token, and how much text there is before each.
-        self._echo = [request.prompts[at // self._choices] if request.echo else "" for at in range(len(calls))]
-        self._offsets = [len(echo) for echo in self._echo]
+        self._begun = [False] * len(calls)
+        self._offsets = [0] * len(calls)  # how much text there is before each choice's next token
         self._prompts = [call.prompt for call in calls]
         self._usage = Usage(self._choices)
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        pieces = self._visible[place].pieces(columns, end)
-        pieces[0] = self._echo[place] + pieces[0]
-        self._echo[place] = ""
+        pieces = self._visible[place].pieces(columns, end) if columns.texts else [""]
+        if not self._begun[place]:
+            self._begun[place] = True
+            if self._request.echo:
+                echo = self._calls[place].text
+                pieces[0] = echo + pieces[0]
+                self._offsets[place] = len(echo)
         events = [
             f'{self._head}"choices":[{{"index":{place},"text":{quote(piece)},"logprobs":{logprobs},'
             f'"finish_reason":null}}],{self._model}}}\n\n'
@@ -70,15 +74,18 @@ class CompletionEvents:
         return f'{self._head}{self._model},"choices":[],"usage":{self._usage.render()}}}\n\n{openai.DONE}'
 
     def _logprobs(self, place: int, columns: Columns) -> list[str]:
+        tokens = len(columns.texts)
         if self._request.logprobs is None:
-            return ["null"] * len(columns.texts)
+            return ["null"] * (tokens or 1)
         rendered = []
-        for at in range(len(columns.texts)):
+        for at in range(tokens or 1):
             one = slice(at, at + 1)
             # The prompt's tokens come with the first one.
-            rendered.append(_logprobs(columns, one, self._offsets[place], [*_echoed(self._prompts[place])]))
+            echoed = [*_echoed(self._prompts[place])]
+            rendered.append(_logprobs(columns, one, self._offsets[place], echoed, self._request.logprobs))
             self._prompts[place] = PromptColumns.empty()
-            self._offsets[place] += _width(columns, at)
+            if tokens:
+                self._offsets[place] += _width(columns, at)
         return rendered
 
 
@@ -89,14 +96,14 @@ async def render_response(finished: list[Finished], request: CompletionRequest, 
     rendered = []
     for place, (call, end) in enumerate(finished):
         counted.add(place, end, call.generated)
-        echo = request.prompts[place // choices] if request.echo else ""
+        echo = call.text if request.echo else ""
         logprobs = "null"
         if request.logprobs is not None:
             echoed = []
             for part in _echoed(call.prompt):
                 echoed.append(part)
                 await asyncio.sleep(0)
-            logprobs = _logprobs(call.take(), slice(None), len(echo), echoed)
+            logprobs = _logprobs(call.take(), slice(None), len(echo), echoed, request.logprobs)
         rendered.append(
             f'{{"index":{place},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
             f'"finish_reason":{finish_reason(end)}}}'
@@ -128,7 +135,7 @@ def _echoed(prompt: PromptColumns) -> Iterator[_Lists]:
         )
 
 
-def _logprobs(columns: Columns, part: slice, offset: int, echoed: Sequence[_Lists]) -> str:
+def _logprobs(columns: Columns, part: slice, offset: int, echoed: Sequence[_Lists], top_n: int) -> str:
     """A part of the tokens, behind what is echoed; the text before it has `offset` characters."""
     places = range(len(columns.texts))[part]
     widths = accumulate((_width(columns, at) for at in places[:-1]), initial=offset)
@@ -140,8 +147,9 @@ def _logprobs(columns: Columns, part: slice, offset: int, echoed: Sequence[_List
         ",".join(map(_pairs, named)),
         ",".join(map(str, widths)),
     )
-    tokens, logprobs, tops, offsets = map(",".join, zip(*echoed, own, strict=True))
-    listed = f"[{tops}]" if columns.tops else "null"
+    parts = [*echoed, own] if places else echoed
+    tokens, logprobs, tops, offsets = map(",".join, zip(*parts, strict=True))
+    listed = f"[{tops}]" if top_n else "null"
     return f'{{"tokens":[{tokens}],"token_logprobs":[{logprobs}],"top_logprobs":{listed},"text_offset":[{offsets}]}}'
 
 
@@ -158,7 +166,7 @@ def _width(columns: Columns, at: int) -> int:
 class CompletionsResource:
     """POST /v1/completions."""
 
-    body = Body(CompletionRequest)
+    body = Body(CompletionRequest, Fields(CompletionRequest).check)
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -172,13 +180,12 @@ class CompletionsResource:
         accounting.arrived()
         calls = self._generations(request)
         stamp = Stamp.new(self._service, "cmpl", calls[0].request.sampling.adapter)
-        characters = sum(len(prompt) for prompt in request.prompts)
         if request.stream:
             events = CompletionEvents(calls, request, stamp, self._service.has_openai_errors(req))
-            await answering.stream(self._service, req, resp, calls, events, characters)
+            await answering.stream(self._service, req, resp, calls, events, request.n or 1)
             return
         finished = await answering.finish(self._service, req, calls)
-        answering.set_headers(self._service, resp, finished, characters, request.n or 1)
+        answering.set_headers(self._service, resp, finished, request.n or 1)
         resp.delete_header("x-compute-time")  # TGI has it on its other routes alone
         resp.text = await render_response(finished, request, stamp)
 
@@ -191,8 +198,13 @@ class CompletionsResource:
         openai.fill_in(request, self._service.router.defaults)
         check(request, OPENAI)
         check(request, COMPLETIONS)
-        p = openai.parameters(request, self._service.router.adapters, request.max_tokens, request.logprobs or 0)
-        prompts = [Prompt(text) for text in request.prompts]
+        p = openai.parameters(request, self._service.router.adapters, request.max_new_tokens, request.logprobs or 0)
+        prompts = [
+            Prompt(one, add_special_tokens=request.add_special_tokens is not False)
+            if isinstance(one, str)
+            else Prompt("", ids=one)
+            for one in request.prompts
+        ]
         return answering.generations(
             self._service,
             prompts,
@@ -203,4 +215,5 @@ class CompletionsResource:
             steering=Steering.of(request),
             names=request.names,
             prompt_tops=request.logprobs if request.echo else None,
+            echo=bool(request.echo),
         )

@@ -106,7 +106,7 @@ class _Native:
         calls = answering.generations(self._service, [Prompt(inputs)], p, stream=False, prompt_tops=prompt_tops)
         finished = await answering.finish(self._service, req, calls)
         finished.sort(key=score, reverse=True)  # stable: the first among equals
-        answering.set_headers(self._service, resp, finished[:1], len(inputs))
+        answering.set_headers(self._service, resp, finished[:1])
         details = bool(p.details or p.decoder_input_details)
         return await render_response(finished, details, inputs if full_text else "")
 
@@ -115,7 +115,7 @@ class _Native:
         accounting.arrived()
         calls = answering.generations(self._service, [Prompt(inputs)], p, stream=True)
         events = NativeEvents(calls[0], bool(p.details), inputs if full_text else "")
-        await answering.stream(self._service, req, resp, calls, events, len(inputs))
+        await answering.stream(self._service, req, resp, calls, events)
 
 
 class GenerateResource(_Native):

@@ -138,7 +138,6 @@ class ChatRequest(OpenAiRequest):
             example=[{"role": "user", "content": "What is Deep Learning?"}],
         ),
     ]
-    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
     logprobs: Annotated[
         bool | None,
         doc(
@@ -194,13 +193,7 @@ class ChatRequest(OpenAiRequest):
 
     @property
     def names(self) -> dict[str, str]:
-        newer = {} if self.max_completion_tokens is None else {"max_new_tokens": "max_completion_tokens"}
-        return super().names | {"top_n_tokens": "top_logprobs"} | newer
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The limit, under either name."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return super().names | {"top_n_tokens": "top_logprobs"}
 
     def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
         """What the tokenizer makes the prompt of, as JSON (its keys: tokenizer/chat.py), with the tools that may be

@@ -1,14 +1,16 @@
 """POST /v1/completions: what it takes."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from tgi.api.shapes.openai import OpenAiRequest
-from tgi.api.shapes.types import ShapeError, UInt32, doc
+from tgi.api.shapes.types import Int32, ShapeError, UInt32, doc
 
+# A list has members of one kind. msgspec takes no more than one list in a union: __post_init__ holds that.
 Prompt = Annotated[
-    str | Annotated[list[str], doc(minItems=1)], Meta(title="Prompt", extra={"untagged": "PromptDeserializer"})
+    str | Annotated[list[str | Int32 | list[Int32]], doc(minItems=1)],
+    Meta(title="Prompt", extra={"untagged": "PromptDeserializer"}),
 ]
 
 
@@ -18,6 +20,9 @@ class CompletionRequest(OpenAiRequest):
     prompt: Prompt
     suffix: Annotated[
         str | None, doc("The text to append to the prompt. It is not supported: any but null is refused with a 422.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("Whether the tokenizer adds special tokens to a text; true if absent")
     ] = None
     # OpenAI's; TGI ignores them
     best_of: Annotated[
@@ -33,12 +38,15 @@ class CompletionRequest(OpenAiRequest):
         super().__post_init__()
         if self.prompt == []:
             raise ShapeError("Empty array detected. Do not use an empty array for the prompt.", "prompt")
+        if isinstance(self.prompt, list) and len({*map(type, self.prompt)}) > 1:
+            raise ShapeError("data did not match any variant of untagged enum PromptDeserializer", "prompt")
 
     @property
     def names(self) -> dict[str, str]:
         return super().names | {"top_n_tokens": "logprobs", "inputs": "prompt"}
 
     @property
-    def prompts(self) -> list[str]:
-        """The prompts as a list."""
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list: each a text, or token ids."""
+        prompt: Any = self.prompt
+        return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

@@ -193,6 +193,14 @@ IgnoreEos = Annotated[
     ),
 ]
 
+TruncatePromptTokens = Annotated[
+    Int32 | None,
+    doc(
+        "Use no more than so many tokens of the prompt, the last ones.",
+        minimum=1,
+    ),
+]
+
 N = Annotated[
     UInt32 | None,
     doc(
@@ -222,6 +230,7 @@ class OpenAiRequest(Struct, kw_only=True):
 
     model: Model = None
     max_tokens: MaxTokens = None
+    max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
     temperature: Temperature = None
     top_p: TopP = None
     seed: Seed = None
@@ -244,6 +253,7 @@ class OpenAiRequest(Struct, kw_only=True):
     bad_words: BadWords = None
     include_stop_str_in_output: IncludeStop = None
     skip_special_tokens: SkipSpecialTokens = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
@@ -252,7 +262,13 @@ class OpenAiRequest(Struct, kw_only=True):
     @property
     def names(self) -> dict[str, str]:
         """The names here of TGI's parameters that have another one there."""
-        return {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "grammar": "response_format"}
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"max_new_tokens": limit, "min_new_tokens": "min_tokens", "grammar": "response_format"}
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The limit, under either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def stops(self) -> list[str]:

@@ -14,6 +14,11 @@ def _type(name: str) -> dict[str, Any]:
     return {"type": "string", "enum": [name]}
 
 
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TOKEN_ID = {"type": "integer", "format": "int32", "minimum": 0}
 _JSON_SCHEMA = {
     "description": "A string that represents a [JSON Schema](https://json-schema.org/), or the schema itself.\n\n"
     "JSON Schema is a declarative language that allows to annotate JSON documents\nwith types and descriptions."
@@ -36,6 +41,11 @@ REFINED: dict[str, dict[str, Any]] = {
             _object(["function"], type=_type("function"), function=ref("FunctionName")),
             _object(["type", "allowed_tools"], type=_type("allowed_tools"), allowed_tools=ref("AllowedTools")),
         ],
+    },
+    "Prompt": {
+        "description": "A text or a list of texts, or the token ids of one prompt or of several. To token ids no "
+        "special tokens are added.",
+        "anyOf": [{"type": "string"}, _list({"type": "string"}), _list(_TOKEN_ID), _list(_list(_TOKEN_ID))],
     },
     "GrammarType": {
         "anyOf": [
