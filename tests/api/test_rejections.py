@@ -388,7 +388,7 @@ def test_half_a_surrogate_pair_is_called_by_its_name(front: Front) -> None:
 
 @pytest.mark.parametrize("rules", [EARLY, RULES, OPENAI, COMPLETIONS])
 def test_a_rule_is_about_a_field_of_the_request(rules: list[Rule]) -> None:
-    native = {*GenerateParameters.__struct_fields__, "inputs", "logit_bias", "stop_token_ids"}
+    native = {*GenerateParameters.__struct_fields__, "inputs", "logit_bias", "prompt", "stop_token_ids"}
     openai = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     for rule in rules:
         assert rule.param in (native if rules in (EARLY, RULES) else openai), rule.detail

@@ -231,6 +231,6 @@ class Fields:
             if (neutral := self._refused.get(name)) is None:
                 unknown.append(name)
             elif (value := msgspec.json.decode(raw)) is not None and value not in neutral:
-                raise errors.validation(REFUSAL.format(name=name), counted=False)
+                raise errors.validation(REFUSAL.format(name=name), param=name, counted=False)
         if unknown:
             _unknown_names.log(unknown)
