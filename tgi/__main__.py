@@ -1,5 +1,9 @@
-"""Where the commands begin, and `python -m tgi`: Ctrl-C ends them without a traceback while they are imported, too."""
+"""Where the commands begin, and `python -m tgi`: Ctrl-C ends them without a traceback while they are imported, too.
 
+Nothing is imported from the current directory; `python -m` may find this package itself there, of course.
+"""
+
+import sys
 from importlib import import_module
 
 from tgi import INTERRUPTED
@@ -23,4 +27,6 @@ def _begin(module: str) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current directory
     tgi()

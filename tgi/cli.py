@@ -217,6 +217,10 @@ def watermark(
     Without the prompt: give the generated text alone.
     """
     from tgi.hub.resolve import model_directory
+    from tgi.kernel import interpreter
+    from tgi.tree import WORKER_PACKAGES
+
+    interpreter.require(WORKER_PACKAGES, "`tgi watermark`")
     from tgi.worker.detection import THRESHOLD, detect_text
 
     if not 0 < gamma < 1:

