@@ -153,7 +153,7 @@ def test_without_the_worker_s_packages_one_sentence_says_what_to_install(
     )  # fmt: skip
     assert done.returncode == 3
     assert done.stderr == (
-        f"Error: The worker needs torch and safetensors, which {sys.executable} cannot import: install what is missing "
+        f"Error: The worker needs torch, safetensors, which {sys.executable} cannot import: install what is missing "
         "with `pip install tgi-server` (in a clone: `pip install .`).\n"
     )
     assert not (tmp_path / "run").exists(), "something was started"

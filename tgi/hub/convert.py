@@ -50,7 +50,7 @@ def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> No
                     if kind == "refused":
                         refused = words[0]
                     else:
-                        progress(words[0], words[1])
+                        progress(*words)
             except BaseException:
                 child.kill()
                 raise

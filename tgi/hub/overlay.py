@@ -43,7 +43,7 @@ def changed(directory: Path, changes: Changes, place: Path) -> Path:
     if changes.tokenizer_config:
         files = _with_tokenizer_config(files, directory, changes.tokenizer_config)
     name = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
-    return cached(place / name, lambda temporary: _lay_out(files, temporary), lambda stage, percent: None)
+    return cached(place / name, lambda temporary: _lay_out(files, temporary), lambda *told: None)
 
 
 def _lay_out(files: Files, directory: Path) -> None:

@@ -37,7 +37,7 @@ def require(packages: Iterable[str], what: str) -> None:
     """Raises UserError if one of these packages cannot be imported. `what` needs them, in words: "The worker"."""
     if missing := [name for name in packages if not _found(name)]:
         raise UserError(
-            f"{what} needs {' and '.join(missing)}, which {sys.executable} cannot import: {ADVICE}.",
+            f"{what} needs {', '.join(missing)}, which {sys.executable} cannot import: {ADVICE}.",
             code=FATAL,
         )
 
