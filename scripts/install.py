@@ -53,7 +53,7 @@ class Installation:
                 self._size = int(float(found["size"]) * UNITS[found["unit"]])
         elif found := INSTALLING.match(line):
             self._packages, self._there = len(found["names"].split(",")), _installed()
-            self._progress.stage(f"installing {self._packages} packages", 0)
+            self._progress.stage(f"installing {self._count}", 0)
         elif (found := LOOKING.match(line)) and self._terminal:
             self._progress.stage(f"looking up {found['name']}", 0)
         self.tick()
@@ -66,13 +66,17 @@ class Installation:
                 self._progress.stage(self._stage, min(99.0, 100 * have / self._size), self._size)
         elif self._packages:
             done = min(99.0, 100 * (_installed() - self._there) / self._packages)
-            self._progress.stage(f"installing {self._packages} packages", done)
+            self._progress.stage(f"installing {self._count}", done)
 
     def end(self) -> str:
         """What it came to."""
         self._complete()
         taken = duration(time.monotonic() - self._began)
-        return f"Installed {self._packages} packages in {taken}; {megabytes(self._fetched)} were fetched."
+        return f"Installed {self._count} in {taken}; {megabytes(self._fetched)} were fetched."
+
+    @property
+    def _count(self) -> str:
+        return f"{self._packages} package{'' if self._packages == 1 else 's'}"
 
     @property
     def _stage(self) -> str:
