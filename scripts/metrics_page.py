@@ -22,6 +22,8 @@ of this host. Names, types and labels of the first table are TGI's, so its dashb
 - `method` is `prefill` for a step that computes any prompt token, else `decode`. `err` is `validation`, `overloaded`,
   `template`, `incomplete`, `generation` or `dropped` (the client left). `reason` is always `chunking`: new requests
   join running ones at any step. `role` is the process: `api`, `tokenizer`, `scheduler` or `worker`.
+- The request with which a front end [tries itself](processes.md#health) when it starts is in no series of requests or
+  generations. Its step is counted as every step: one `prefill` for each start of a front end.
 - Requests that run are `tgi_batch_current_size`, those that wait `tgi_queue_size`.
 
 Buckets: **D** are the {durations} durations 0.00015 s · 1.5^k, up to {longest:.0f} s; **B** are 1 to {batch}; **I**

@@ -19,6 +19,7 @@ from tgi.kernel.option import flag
 from tgi.kernel.settings import DEFAULTS, GROUPS, OPTIONS, Settings
 from tgi.launcher import main as launcher
 from tgi.options import settings_options
+from tgi.tree import WORKER_PACKAGES
 
 ROOT = Path(__file__).parent.parent
 
@@ -220,6 +221,11 @@ def test_showing_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_what_the_worker_needs_is_what_it_requires() -> None:
+    lines = (ROOT / "requirements" / "worker.txt").read_text().splitlines()
+    assert {line.partition(">")[0] for line in lines if not line.startswith("#")} == set(WORKER_PACKAGES)
 
 
 def test_settings_have_no_two_flags_or_variables_alike() -> None:

@@ -1,5 +1,8 @@
 """Where the commands begin, and `python -m tgi`: secrets leave the list of arguments before anything else happens, and
-Ctrl-C ends a command without a traceback while it is imported, too."""
+Ctrl-C ends a command without a traceback while it is imported, too.
+
+Nothing is imported from the current directory; `python -m` may find this package itself there, of course.
+"""
 
 import shlex
 import sys
@@ -39,4 +42,6 @@ def _hide_secrets(command: str) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current directory
     tgi()

@@ -136,6 +136,8 @@ def down(port: int | None, timeout: float) -> None:
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
     runs = [rundir.default(port or 0)] if named else rundir.all_of_user()
+    for run in runs:
+        rundir.check(run)
     alive = {run: holders for run in runs if run.is_dir() and (holders := rundir.holders(run))}
     if not alive:
         raise UserError("No tgi server of yours is running" + (f" on port {port}." if port is not None else "."))
@@ -236,6 +238,10 @@ def watermark(
     Without the prompt: give the generated text alone.
     """
     from tgi.hub.resolve import model_directory
+    from tgi.kernel import interpreter
+    from tgi.tree import WORKER_PACKAGES
+
+    interpreter.require(WORKER_PACKAGES, "`tgi watermark`")
     from tgi.worker.detection import THRESHOLD, detect_text
 
     if not 0 < gamma < 1:

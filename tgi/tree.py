@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tgi.kernel import arguments, log, metrics, rundir, tracing
+from tgi.kernel import arguments, interpreter, log, metrics, rundir, tracing
 from tgi.kernel.adapters import named_adapters
 from tgi.kernel.errors import UserError
 from tgi.kernel.progress import Progress
@@ -22,6 +22,8 @@ from tgi.kernel.supervise import Supervisor, listening_socket
 from tgi.runtime import compute_type, report
 
 ROLES = ("api", "tokenizer", "scheduler", "worker")
+# What the worker imports besides what every role does (the packages of requirements/worker.txt).
+WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
     log.configure("tgi", settings)
     for number in (signal.SIGTERM, signal.SIGHUP):  # until there is a supervisor: as Ctrl-C, with everything cleaned up
         signal.signal(number, signal.default_int_handler)
+    if "worker" in roles and settings.worker == "torch":
+        interpreter.require(WORKER_PACKAGES, "The worker")
     tracing.check(settings)
     rundir.create(settings.run_dir)
     first = not rundir.holders(settings.run_dir)

@@ -17,6 +17,7 @@ import uvloop
 
 from tests.api.conformance import conforms
 from tgi.api.main import configure
+from tgi.api.readiness import prove
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.kernel import metrics
@@ -159,8 +160,12 @@ def _chunks(body: bytes) -> Iterator[bytes]:
 class Front:
     """The running front end."""
 
-    def __init__(self, settings: Settings, folder: Path, answer: Callable[[Any], list[Any] | None]) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, answer: Callable[[Any], list[Any] | None], proves: bool = False
+    ) -> None:
         self.settings = settings
+        self.proves = proves  # with the readiness probe, which the tokenizers get before all else
+        self.stages: list[str] = []  # what it has reported
         self.tokenizers = [
             FakeTokenizer(f"ipc://{folder}/tok-{place}.front", place, answer)
             for place in range(settings.validation_workers)
@@ -185,9 +190,9 @@ class Front:
             tokenizer.stop()
 
     def until_ready(self) -> None:
-        """Waits until the status of every tokenizer has come through."""
+        """Waits until the status of every tokenizer has come through, and clients are admitted."""
         end = time.monotonic() + 30
-        while not all(tokenizer.status and tokenizer.status.ready for tokenizer in self.router.tokenizers):
+        while not (self.router.proven and all(t.status and t.status.ready for t in self.router.tokenizers)):
             assert time.monotonic() < end, "never ready"
             time.sleep(0.002)
 
@@ -202,12 +207,22 @@ class Front:
         model = self.settings.model_id or "m"
         self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())
-        self._server = uvicorn.Server(configure(self.service))
+        config = configure(self.service)
+        self._server = uvicorn.Server(config)
+        admitting = asyncio.create_task(self._admit(config))
         self._up.set()
         try:
             await self._server.serve([self.socket])
         finally:
+            admitting.cancel()
             self.router.close()
+
+    async def _admit(self, config: uvicorn.Config) -> None:
+        if self.proves:
+            await prove(config.app, self.service, self.stages.append)  # type: ignore[arg-type]
+        else:
+            await self.router.computable()
+            self.router.proven = True
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -250,9 +265,11 @@ def serve() -> Iterator[Callable[..., Front]]:
     fronts: list[Front] = []
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
 
-        def start(answer: Callable[[Any], list[Any] | None] = standard, up: bool = True, **settings: Any) -> Front:
+        def start(
+            answer: Callable[[Any], list[Any] | None] = standard, up: bool = True, proves: bool = False, **settings: Any
+        ) -> Front:
             values = {"validation_workers": 1, "hostname": "127.0.0.1"} | settings
-            front = Front(Settings(**values), Path(folder), answer)
+            front = Front(Settings(**values), Path(folder), answer, proves)
             fronts.append(front)
             front.start()
             if up:

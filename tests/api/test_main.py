@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.api.conftest import FakeTokenizer, Reply, request, texts
+from tests.api.conftest import FakeTokenizer, Reply, request, texts, two_tokens
 from tgi.kernel import rundir
 from tgi.kernel.messages import End, Generate, Reason
 from tgi.kernel.settings import Settings
@@ -30,7 +30,10 @@ class Api:
         with listening_socket("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
             self.child = Child(Spec("api", 0, listener.fileno()), settings)
-        self.tokenizer = FakeTokenizer(f"ipc://{run}/tok-0.front", 0, lambda message: None)
+        answers = [two_tokens]  # of the readiness probe; the others are left to the test
+        self.tokenizer = FakeTokenizer(
+            f"ipc://{run}/tok-0.front", 0, lambda message: answers.pop()(message) if answers else None
+        )
         self.tokenizer.start()
 
     def get(self, path: str) -> Reply:
@@ -56,6 +59,7 @@ class Api:
         while self.get("/health").status != 200:
             assert self.child.poll() is None
             time.sleep(0.02)
+        assert self.tokenizer.next(Generate).max_new_tokens == 1  # the readiness probe
 
     def until_ended(self) -> int:
         while (code := self.child.poll()) is None:

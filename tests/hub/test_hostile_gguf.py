@@ -19,7 +19,7 @@ from tgi.hub.resolve import import_gguf
 from tgi.kernel.errors import UserError
 
 
-def quiet(stage: str, percent: int) -> None:
+def quiet(stage: str, percent: float, size: int = 0) -> None:
     pass
 
 

@@ -28,7 +28,7 @@ KEPT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"}  # their scales are fl
 ROWS, COLUMNS = 24, 512
 
 
-def quiet(stage: str, percent: int) -> None:
+def quiet(stage: str, percent: float, size: int = 0) -> None:
     pass
 
 
@@ -61,7 +61,9 @@ def random_rows(block: GGMLQuantizationType, largest: float = 1000.0) -> np.ndar
 
 def written(raw: np.ndarray, block: GGMLQuantizationType, place: Path) -> dict[str, torch.Tensor]:
     source = reader.read(one_tensor(place / "m.gguf", raw, block))
-    weights.write(source, [Wanted("x", "y", (ROWS, COLUMNS))], place / "y.safetensors", lambda done: None, packed=True)
+    weights.write(
+        source, [Wanted("x", "y", (ROWS, COLUMNS))], place / "y.safetensors", lambda done, size: None, packed=True
+    )
     return load_file(place / "y.safetensors")
 
 

@@ -75,12 +75,12 @@ def test_the_cache_may_be_named_by_a_tilde(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_gguf_file_is_imported_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
-    first = model_directory(str(source), cache=cache, progress=lambda stage, percent: stages.append(stage))
+    first = model_directory(str(source), cache=cache, progress=lambda stage, *_: stages.append(stage))
     assert read_card(first).vocab_size == 512
     assert visible(cache) == [first.name]
     assert "importing weights" in stages
     stages.clear()
-    assert model_directory(str(source), cache=cache, progress=lambda stage, percent: stages.append(stage)) == first
+    assert model_directory(str(source), cache=cache, progress=lambda stage, *_: stages.append(stage)) == first
     assert stages == []
     write_gguf(model("llama", seed=1), source, "Q8_0")
     second = model_directory(str(source), cache=cache)

@@ -1,12 +1,13 @@
 """What a terminal shows while processes start: each role its own, and whoever serves the port all floors."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tgi.kernel import rundir
-from tgi.kernel.progress import Progress
+from tgi.kernel.progress import Progress, duration
 from tgi.kernel.settings import Settings
 from tgi.kernel.summary import CHAT_TEMPLATE, QUESTION, Served, fields, lines
 
@@ -102,3 +103,87 @@ def test_programs_get_a_log_record(settings: Settings, caplog: pytest.LogCapture
     (record,) = caplog.records
     assert record.getMessage().endswith(f" s: some/model on {URL}")
     assert SERVED._asdict().items() <= vars(record).items()
+
+
+class Clock:
+    """Seconds that the test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fetched(progress: Progress, clock: Clock) -> None:
+    """250 MB, of which a fifth was there before, at 5 MB/s; told once a second."""
+    progress.stage("looking up the model", 0)
+    for second in range(41):
+        progress.stage("downloading weights", 20 + 2 * second, 250_000_000)
+        clock.now += 1
+    progress.stage("downloading configuration", 0)
+
+
+def test_without_a_terminal_megabytes_and_time_have_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    fetched(Progress(None, "tgi", clock), clock)
+    assert capsys.readouterr().err.splitlines() == [
+        "tgi: looking up the model",
+        "tgi: downloading weights, 50 MB of 250 MB",
+        "tgi: downloading weights, 100 MB of 250 MB, 30 s left",
+        "tgi: downloading weights, 150 MB of 250 MB, 20 s left",
+        "tgi: downloading weights, 200 MB of 250 MB, 10 s left",
+        "tgi: downloading weights, 250 MB in 40 s",
+        "tgi: downloading configuration",
+    ]
+
+
+def test_without_a_terminal_percents_have_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    progress = Progress(None, "tgi", clock)
+    for second in range(31):
+        progress.stage("loading weights", 2 * second)
+        progress.stage("loading weights", 2 * second)
+        clock.now += 1
+    progress.stage("warming up", 98)
+    clock.now += 60
+    progress.stage("warming up", 98)
+    assert capsys.readouterr().err.splitlines() == [
+        "tgi: loading weights",
+        "tgi: loading weights, 20 %",
+        "tgi: loading weights, 40 %",
+        "tgi: loading weights, 60 %",
+        "tgi: warming up",
+    ]
+
+
+def test_in_a_json_log_they_have_the_same_lines(
+    settings: Settings, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with caplog.at_level("INFO"):
+        fetched(Progress(replace(settings, json_output=True), "tgi", clock), clock)
+    assert len(caplog.messages) == 7
+    assert caplog.messages[2] == "tgi: downloading weights, 100 MB of 250 MB, 30 s left"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_one_line_is_drawn_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    progress = Progress(None, "tgi", clock)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "78")
+    fetched(progress, clock)
+    drawn = capsys.readouterr().err.split("\r")
+    assert drawn[1] == "\x1b[Ktgi ━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  20 % downloading weights, 50 MB of 250 MB"
+    assert drawn[11].startswith("\x1b[Ktgi ━━━━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  40 % downloading weights, 100 MB of 250 MB, ")
+    assert max(map(len, drawn)) == 77 + len("\x1b[K")  # a longer line would not be drawn over
+    assert len(drawn) == 44
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (125, "2 min 5 s"), (3599.6, "1 h 0 min"), (11000, "3 h 3 min")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,4 +1,5 @@
-"""`tgi up` from the outside: interrupted while it starts, told what is wrong, left without its run directory."""
+"""`tgi up` from the outside: started in a strange directory or without packages, interrupted while it starts, told what
+is wrong, left without its run directory."""
 
 import os
 import pty
@@ -9,15 +10,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.live.server import LOCAL, PATIENCE_SECONDS, Server
 from tgi.kernel import rundir
+from tgi.kernel.link import Link
+from tgi.kernel.messages import Result, Step
+from tgi.kernel.presence import PROTOCOL, Hello, Status
+from tgi.kernel.settings import Settings
+from tgi.worker.main import _script
+from tgi.worker.scripted import ScriptedEngine
 
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation-workers", "1")
 
@@ -26,6 +35,150 @@ SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--validation
 def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
         yield made
+
+
+TGI = str(Path(sys.executable).with_name("tgi"))
+# Names of modules that the processes import: of packages, and of Python itself.
+TRAPS = ("falcon", "uvicorn", "zmq", "msgspec", "click", "tokenizers", "llguidance", "psutil", "asyncio", "json",
+         "logging", "subprocess", "pathlib")  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [[TGI], [sys.executable, "-m", "tgi"]], ids=["tgi", "python -m tgi"])
+def test_nothing_is_imported_from_the_current_directory(server: Server, tmp_path: Path, command: list[str]) -> None:
+    """It is the parent of a clone called tgi, among others."""
+    (here := tmp_path / "here").mkdir()
+    if command == [TGI]:
+        (here / "tgi" / "tgi").mkdir(parents=True)  # `python -m` would look for the command itself there
+    for name in TRAPS:
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + chr(10))\n")
+    arguments = ["up", "--hostname", "127.0.0.1", "--port", str(server.port), *server._common]
+    server.launch("up", [*command, *arguments], server._env, cwd=here).ready()
+    assert not (tmp_path / "executed").exists(), (tmp_path / "executed").read_text()
+    assert server.client.get("/info").json()["max_total_tokens"] > 0
+    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+    assert server.client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert not (tmp_path / "executed").exists(), (tmp_path / "executed").read_text()
+
+
+class BrokenWorker:
+    """Says that it is ready, as the scripted worker does, and fails every step."""
+
+    def __init__(self, run: Path, model: Path) -> None:
+        self._link = Link.connect(f"ipc://{run}/sched-0.back", Hello(PROTOCOL, "worker", 0, os.urandom(8)))
+        self._limits = ScriptedEngine(_script(Settings(model_dir=model))).limits
+        self.steps = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._link.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._link.socket.poll(10)
+            for peer, message in self._link.receive():
+                if isinstance(message, Hello):
+                    self._link.send(peer, Status(True, True, "ready", 100, self._limits))
+                elif isinstance(message, Step):
+                    self.steps += 1
+                    failed = Result(message.number, message.epoch, b"", b"", b"", error="the device is broken")
+                    self._link.send(peer, failed)
+            self._link.flush()
+
+
+def test_a_server_with_a_broken_role_is_never_ready(server: Server, tiny_llama: Path) -> None:
+    for role in ("api", "tokenizer", "scheduler"):
+        server.start(role)
+    server.until(lambda: (server.run / "state" / "scheduler-0.json").exists(), "the scheduler is there")
+    worker = BrokenWorker(server.run, tiny_llama)
+    stages = set()
+
+    def failed() -> bool:
+        answer = server.client.get("/health")
+        assert answer.status_code == 503
+        stages.add(answer.headers["x-startup-stage"])
+        return worker.steps > 2
+
+    server.until(server_answers(server), "the port is open")
+    server.until(failed, "several requests have failed")
+    assert "the first request failed: POST /generate" in stages
+    assert "Ready in" not in "".join(server.output["api"])
+    said = server.said()
+    assert "Not ready: the first request, which this server sends to itself, failed: POST /generate was" in said
+    assert "the device is broken" in said
+    worker.stop()
+    server.start("worker").ready()
+    assert len(server.generate("Hello", max_new_tokens=3)["details"]["tokens"]) == 3
+    server.until(lambda: "Ready in" in "".join(server.output["api"]), "the front end says that it is ready")
+
+
+def server_answers(server: Server) -> Any:
+    def answers() -> bool:
+        try:
+            return bool(server.client.get("/health").status_code)
+        except httpx.TransportError:
+            return False
+
+    return answers
+
+
+def without(folder: Path, *packages: str) -> dict[str, str]:
+    """The environment of a Python that does not have these packages."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        f"""
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+    )
+    return os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("command", ["up", "worker"])
+def test_without_the_worker_s_packages_one_sentence_says_what_to_install(
+    tiny_llama: Path, tmp_path: Path, command: str
+) -> None:
+    done = subprocess.run(
+        [TGI, command, "--port", "0", "--model-id", str(tiny_llama)],
+        env=without(tmp_path / "site", "torch", "safetensors") | {"TGI_RUN": str(tmp_path / "run")},
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr == (
+        f"Error: The worker needs torch, safetensors, which {sys.executable} cannot import: install what is missing "
+        "with `pip install tgi-server` (in a clone: `pip install .`).\n"
+    )
+    assert not (tmp_path / "run").exists(), "something was started"
+
+
+def test_without_torch_all_but_the_worker_runs(server: Server, tmp_path: Path) -> None:
+    server._env |= without(tmp_path / "site", "torch", "safetensors", "numpy", "transformers", "gguf")
+    server._env |= {"TGI_RUN": str(server.run)}
+    server.start().ready()
+    assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
+
+
+def test_a_package_that_a_role_lacks_ends_the_tree_with_a_message(tiny_llama: Path, tmp_path: Path) -> None:
+    environment = without(tmp_path / "site", "falcon") | {"TGI_RUN": str(tmp_path / "run")}
+    command = [TGI, "up", "--hostname", "127.0.0.1", "--port", "0", "--model-id", str(tiny_llama), *SCRIPTED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: api-0 cannot run, since an import fails (No module named 'falcon'): install what is missing with "
+        "`pip install tgi-server` (in a clone: `pip install .`)."
+    )
+    assert "Traceback" not in done.stderr
+    assert "starting it again" not in done.stderr
 
 
 def up(model: Path, run: Path, *arguments: str) -> "subprocess.Popen[str]":

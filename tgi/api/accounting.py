@@ -1,4 +1,5 @@
-"""What is counted, measured and logged: once per HTTP request, and once per generation of it."""
+"""What is counted, measured and logged: once per HTTP request, and once per generation of it. Nothing of the readiness
+probe."""
 
 import json
 import logging
@@ -6,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tgi.api.calls import Generation
+from tgi.api.calls import Generation, probing
 from tgi.api.errors import ApiError
 from tgi.kernel import metrics
 from tgi.kernel.messages import End, Generate, Reason
@@ -44,12 +45,14 @@ class Times(NamedTuple):
 
 def arrived() -> None:
     """Counts a request to a generation route."""
+    if probing.get():
+        return
     metrics.tgi_request_count.inc()
 
 
 def failed(error: ApiError, span: "Span | None") -> None:
     """Counts a request that was refused or broke, and marks its span."""
-    if error.counted:
+    if error.counted and not probing.get():
         metrics.tgi_request_failure.labels(err=error.counted).inc()
     if span is not None:
         span.fail(error.error_type, error.message)
@@ -57,6 +60,8 @@ def failed(error: ApiError, span: "Span | None") -> None:
 
 def dropped(span: "Span | None") -> None:
     """Counts a request whose client left, and marks its span."""
+    if probing.get():
+        return
     metrics.tgi_request_failure.labels(err="dropped").inc()
     if span is not None:
         span.fail("dropped", "the client has left")
@@ -64,12 +69,14 @@ def dropped(span: "Span | None") -> None:
 
 def submitted() -> None:
     """Counts one generation: a request has one for each prompt and choice."""
+    if probing.get():
+        return
     metrics.tgi_generation_count.inc()
 
 
 def admitted(call: Generation, end: End, limits: Limits) -> None:
     """Measures what a generation asked for that had passed validation, however it has ended."""
-    if not end.prompt_tokens or end.reason == Reason.INVALID:
+    if call.probe or not end.prompt_tokens or end.reason == Reason.INVALID:
         return
     new = call.request.max_new_tokens
     metrics.tgi_request_input_length.observe(end.prompt_tokens)
@@ -78,6 +85,8 @@ def admitted(call: Generation, end: End, limits: Limits) -> None:
 
 def generated(call: Generation) -> None:
     """Counts and measures a finished generation."""
+    if call.probe:
+        return
     times = Times.of([call])
     metrics.tgi_generation_success.inc()
     metrics.tgi_request_validation_duration.observe(times.validation)
@@ -89,6 +98,8 @@ def generated(call: Generation) -> None:
 
 def succeeded(calls: Sequence[Generation]) -> None:
     """Counts, measures, logs and traces a request all of whose generations have finished."""
+    if calls[0].probe:
+        return
     times = Times.of(calls)
     metrics.tgi_request_success.inc()
     metrics.tgi_request_duration.observe(times.total)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from array import array
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tgi.api.columns import NOTHING, Arrivals, Columns, PromptColumns
@@ -10,6 +11,9 @@ from tgi.kernel.messages import Adapt, Adapted, End, Generate, Reason, Tokenize,
 
 if TYPE_CHECKING:
     from tgi.kernel.trace import Span
+
+# True in the context of the readiness probe (readiness.py): what it asks for holds no permit and is not counted.
+probing: ContextVar[bool] = ContextVar("probing", default=False)
 
 SUCCESSES = frozenset((Reason.LENGTH, Reason.EOS, Reason.STOP))
 
@@ -76,6 +80,7 @@ class Generation(Call):
         super().__init__(bell)
         self.request = request
         self.stream = stream
+        self.probe = probing.get()
         self._hides = request.hide_stop
         self._lists = request.sampling.top_n > 0
         self.resume = array("i")

@@ -35,6 +35,9 @@ class Delivery:
                 continue
             if call.first is None:
                 call.first = now
+                if call.probe:  # it has no other token
+                    call.receive(came, start, stop)
+                    continue
                 metrics.tgi_time_to_first_token_duration.observe(now - call.arrival)
             else:
                 gaps.append(now - call.latest)

@@ -13,6 +13,7 @@ import uvloop
 
 from tgi.api import app
 from tgi.api.protocol import Protocol
+from tgi.api.readiness import prove
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.kernel import tracing
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 # How long a silent connection stays open: longer than the usual load balancer (60 s) keeps it for its next request.
 KEEP_ALIVE_SECONDS = 75
-# A front end that takes the place of another knows the state of the house before its first client asks.
+# A front end that takes the place of another waits this long to hear from a tokenizer before it accepts connections.
 INTRODUCTION_SECONDS = 1.0
 
 
@@ -50,20 +51,33 @@ async def serve(process: Process) -> None:
     assert process.listen_fd is not None  # and has taken the port
     tracer = tracing.tracer(settings, process.name)
     service = Service(settings, router, settings.model_id, settings.compute_type or "", tracer=tracer)
-    server = Server(service, process)
+    config = configure(service)
+    server = Server(config, process)
     loop.add_signal_handler(signal.SIGTERM, server.stop)
     for fd in process.fds:
         loop.add_reader(fd, process.woken)
     router.attach(loop)
-    process.state("ready")
+
+    def report(stage: str) -> None:
+        if not process.stopping:
+            process.state("starting" if stage else "ready", stage)
+
     if process.stopping:  # the signal came before this loop listened to it
         server.stop()
     gc.collect()
     gc.freeze()
+    proof = loop.create_task(prove(config.app, service, report))  # type: ignore[arg-type]  # made by configure
     try:
         await router.introduced(INTRODUCTION_SECONDS)
+        # In a running deployment connections wait in the port's queue, or go to another front end, until this one has
+        # tried itself. While the others start, it tells how far they are.
+        while router.computes and not (proof.done() or router.first_failure or process.stopping):
+            await asyncio.sleep(0.005)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:
+        proof.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await proof
         router.close()
         if tracer is not None:
             tracer.close()
@@ -72,8 +86,8 @@ async def serve(process: Process) -> None:
 class Server(uvicorn.Server):
     """uvicorn, driven by the kernel's process: its signals, its beat, and no wake-ups ten times a second."""
 
-    def __init__(self, service: Service, process: Process) -> None:
-        super().__init__(configure(service))
+    def __init__(self, config: uvicorn.Config, process: Process) -> None:
+        super().__init__(config)
         self._process = process
         self._stop = asyncio.Event()
 

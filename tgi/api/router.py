@@ -7,7 +7,7 @@ import math
 import time
 
 from tgi.api import accounting, errors
-from tgi.api.calls import Adaptation, Call, Encoding, Generation
+from tgi.api.calls import Adaptation, Bell, Call, Encoding, Generation, probing
 from tgi.api.delivery import Delivery
 from tgi.kernel import metrics
 from tgi.kernel.answer import Prompted, PromptTokens, Texts
@@ -38,9 +38,9 @@ class Tokenizer:
 class Router:
     """Spreads the requests of this process over the tokenizers that are up.
 
-    Each generation has one of the server's permits as long as its client waits. `attach` watches the links from the
-    running loop; libzmq's descriptor only tells of changes, so each link is read until it is empty, and again after
-    each send.
+    Each generation of a client has one of the server's permits as long as the client waits. `attach` watches the links
+    from the running loop; libzmq's descriptor only tells of changes, so each link is read until it is empty, and again
+    after each send.
     """
 
     def __init__(self, links: list[Link], permits: Permits) -> None:
@@ -54,7 +54,9 @@ class Router:
         self._delivery = Delivery()
         self._at: dict[Call, tuple[Tokenizer, int]] = {}
         self._homeless: dict[Call, None] = {}  # wait for a tokenizer to come up
-        self._was_ready = False
+        self.proven = False  # the readiness probe was answered: set by readiness.py, and never taken back
+        self.first_failure = ""  # that of the readiness probe until it is answered, for `stage`
+        self._news = Bell()  # a tokenizer has told its status
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # What the front end asks
@@ -66,13 +68,20 @@ class Router:
 
     @property
     def was_ready(self) -> bool:
-        """Whether requests have ever been computable: from then on they wait out a restart instead of failing."""
-        return self._was_ready
+        """Whether a request has ever been answered: from then on requests wait out a restart instead of failing."""
+        return self.proven
+
+    @property
+    def computes(self) -> bool:
+        """Whether a request sent now would be computed, as far as the other processes know."""
+        return self.limits is not None and any(
+            t.status is not None and t.status.ready and t.status.healthy for t in self.tokenizers
+        )
 
     @property
     def healthy(self) -> bool:
-        """Whether a request sent now would be computed."""
-        return any(t.status is not None and t.status.ready and t.status.healthy for t in self.tokenizers)
+        """Whether a request sent now would be answered."""
+        return self.proven and self.computes
 
     @property
     def stage(self) -> str:
@@ -81,6 +90,8 @@ class Router:
         stages = [t.status for t in self.tokenizers if t.status is not None]
         if not stages:
             return "starting tokenizers"
+        if self.computes and not self.proven:
+            return self.first_failure or "answering the first request"
         best = max(stages, key=lambda status: (status.ready, status.percent))
         stage = best.stage or "starting"
         return stage if best.ready else f"{stage} {best.percent}%"
@@ -94,7 +105,9 @@ class Router:
     def admit(self, count: int = 1) -> None:
         """Takes permits for so many generations, to be submitted before anything is awaited: what is left of them when
         the loop turns goes back. Raises ApiError if they cannot be taken: not ready yet, or too many in flight."""
-        if not self._was_ready:
+        if probing.get():
+            return
+        if not self.proven:
             raise errors.unhealthy(self.stage)
         missing = count - self._admitted
         if missing > 0:
@@ -113,7 +126,7 @@ class Router:
 
         Raises ApiError if there is no permit for a generation.
         """
-        if isinstance(call, Generation):
+        if isinstance(call, Generation) and not call.probe:
             if self._admitted:
                 self._admitted -= 1
             elif not self._permits.take():
@@ -150,6 +163,11 @@ class Router:
         end = time.monotonic() + seconds
         while not any(tokenizer.status for tokenizer in self.tokenizers) and time.monotonic() < end:
             await asyncio.sleep(0.005)
+
+    async def computable(self) -> None:
+        """Waits until a request would be computed. For one task."""
+        while not self.computes:
+            await self._news.rung()
 
     def close(self) -> None:
         """Stops listening and closes the links."""
@@ -215,7 +233,7 @@ class Router:
                     call.prompt.extend(message)
             case Status():
                 tokenizer.status = message
-                self._ready(message)
+                self._told(message)
             case Hello():
                 log.debug("%s is up", peer)
                 tokenizer.peer = peer
@@ -228,14 +246,13 @@ class Router:
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
-    def _ready(self, status: Status) -> None:
+    def _told(self, status: Status) -> None:
         if status.limits is not None and self.limits is None:
             self.limits = status.limits
             metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         if status.limits is not None and status.adapters != [*self.adapters.values()]:
             self.adapters = {adapter.name: adapter for adapter in status.adapters}
-        if status.ready and self.limits is not None:
-            self._was_ready = True
+        self._news.ring()
 
     def _place(self, call: Call) -> None:
         up = [t for t in self.tokenizers if t.peer is not None]
@@ -259,7 +276,7 @@ class Router:
 
     def _unwanted(self, call: Call) -> None:
         call.wanted = False
-        if isinstance(call, Generation):
+        if isinstance(call, Generation) and not call.probe:
             self._permits.give()
 
     def _lost(self, tokenizer: Tokenizer, peer: Peer) -> None:

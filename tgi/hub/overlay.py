@@ -46,7 +46,7 @@ def changed(directory: Path, changes: Changes, place: Path) -> Path:
     if changes.generation_config:
         files["generation_config.json"] = _with_generation_config(directory, changes.generation_config)
     name = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16]
-    return cached(place / name, lambda temporary: _lay_out(files, temporary), lambda stage, percent: None)
+    return cached(place / name, lambda temporary: _lay_out(files, temporary), lambda *told: None)
 
 
 def _lay_out(files: Files, directory: Path) -> None:

@@ -166,16 +166,16 @@ def _fetch(
         def update(self, n: float | None = 1) -> None:
             self.count += n or 0
             if total:
-                progress(stage, min(99, int(100 * (done + self.count) / total)))
+                progress(stage, min(99.0, 100 * (done + self.count) / total), total)
 
     done = 0
     directories = set()
-    progress(stage, 0)
+    progress(stage, 0, total)
     for name in names:
         path = Path(hf_hub_download(repo, name, revision=revision, cache_dir=cache, token=token, tqdm_class=Count))
         done += path.stat().st_size
         directories.add(path.parents[name.count("/")])
-    progress(stage, 100)
+    progress(stage, 100, total)
     if len(directories) != 1:
         raise UserError(f"{repo} changed on the Hub while it was downloaded. Start again.")
     return directories.pop()

@@ -26,7 +26,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SAMPLE = 1 << 20
 
 
-def _quiet(stage: str, percent: int) -> None:
+def _quiet(stage: str, percent: float, size: int = 0, /) -> None:
     """Progress that nobody watches."""
 
 

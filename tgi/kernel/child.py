@@ -1,4 +1,4 @@
-"""The entry point of every supervised process: `python -m tgi.kernel.child ROLE PLACE`, settings in the environment."""
+"""The entry point of a supervised process: `python -P -m tgi.kernel.child ROLE PLACE`, settings in its environment."""
 
 import ctypes
 import faulthandler
@@ -8,11 +8,11 @@ import os
 import signal
 import sys
 
-from tgi.kernel import log, metrics
-from tgi.kernel.errors import UserError
+from tgi.kernel import interpreter, log, metrics
+from tgi.kernel.errors import FATAL, UserError
 from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import FATAL, LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS, last_words
+from tgi.kernel.spawn import LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS, last_words
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,11 +35,19 @@ def main() -> None:
     try:
         importlib.import_module(f"tgi.{role}.main").main(process)
     except UserError as error:
-        try:
-            last_words(settings.run_dir, process.name).write_text(str(error))
-        except OSError:
-            logging.getLogger(__name__).error("%s", error)
-        sys.exit(FATAL)
+        _end(process, str(error))
+    except ImportError as error:
+        logging.getLogger(__name__).debug("cannot run", exc_info=True)
+        _end(process, f"{process.name} cannot run, since an import fails ({error}): {interpreter.ADVICE}.")
+
+
+def _end(process: Process, words: str) -> None:
+    """Ends this process for good: its supervisor ends, too, with these words."""
+    try:
+        last_words(process.run_dir, process.name).write_text(words)
+    except OSError:
+        logging.getLogger(__name__).error("%s", words)
+    sys.exit(FATAL)
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,5 +1,8 @@
 """Errors that are written for the person at the terminal."""
 
+# Exit code of a process whose user must act: starting it again would only fail again.
+FATAL = 3
+
 
 class UserError(Exception):
     """Something the user can mend. The text says what happened, what was expected and what to do.

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,9 +22,10 @@ GLANCE_SECONDS = 0.5
 
 
 def base() -> Path:
-    """The directory that holds this user's run directories."""
+    """The directory that holds this user's run directories. An XDG_RUNTIME_DIR of another user (inherited through su or
+    sudo) is not used."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
+    if runtime and os.access(runtime, os.W_OK) and os.stat(runtime).st_uid == os.getuid():
         return Path(runtime) / "tgi"
     return Path(os.environ.get("TMPDIR", "/tmp")) / f"tgi-{os.getuid()}"
 
@@ -34,15 +36,43 @@ def default(port: int) -> Path:
 
 
 def all_of_user() -> list[Path]:
-    """Every run directory that `tgi ps` looks into."""
-    found = sorted(base().iterdir()) if base().is_dir() else []
+    """Every run directory that `tgi ps` looks into. Raises UserError if others could have put something there."""
+    found = []
+    if os.path.lexists(base()):
+        _refuse_exposed(base())
+        found = sorted(base().iterdir())
     if os.environ.get("TGI_RUN"):
-        found.append(Path(os.environ["TGI_RUN"]).absolute())
+        found.append(default(0))
     return [path for path in dict.fromkeys(found) if path.is_dir()]
 
 
+def exposure(status: os.stat_result) -> str:
+    """Why what lies in a directory may come from another user, or "" if only this user (or root) can write there.
+
+    `status` is the directory's: from `lstat` where a symbolic link in its place is to be refused, too.
+    """
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a directory"
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}, and this is user {os.getuid()}"
+    if status.st_mode & 0o022:
+        return f"can be written by others (its mode is {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+def check(path: Path) -> None:
+    """Raises UserError if an existing run directory may contain what another user has put there: a link would redirect
+    sockets and have files overwritten, a lock would name a pid to be signalled."""
+    for directory in _directories(path):
+        if os.path.lexists(directory):
+            _refuse_exposed(directory)
+
+
 def create(path: Path) -> None:
-    """Makes the directory, private to this user; one that is there keeps its mode."""
+    """Makes the directory, private to this user; one that is there keeps its mode. Raises UserError if it cannot be
+    made, and for one that `check` refuses."""
     socket = str(path / LONGEST_NAME)
     if len(socket.encode()) > MAX_SOCKET_PATH:
         raise UserError(
@@ -50,14 +80,34 @@ def create(path: Path) -> None:
             f"{len(socket.encode())} would be needed. Set TGI_RUN to a shorter one."
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        for part in ("state", "metrics"):
-            (path / part).mkdir(exist_ok=True)
+        directories = _directories(path)
+        directories[0].parent.mkdir(parents=True, exist_ok=True)
+        for directory in directories:  # each is checked before anything is made in it
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _refuse_exposed(directory)
     except OSError as error:
         raise UserError(
             f"Cannot use the run directory {path}: {error.strerror}. Set TGI_RUN to another one."
         ) from error
+
+
+def _directories(path: Path) -> list[Path]:
+    """Those that must be private for a run directory to be: the one that holds this user's, if it is in there; itself;
+    and its parts."""
+    return [*([base()] if path.parent == base() else []), path, path / "state", path / "metrics"]
+
+
+def _refuse_exposed(directory: Path) -> None:
+    reason = exposure(directory.lstat())
+    if not reason:
+        with os.scandir(directory) as entries:
+            links = [entry.name for entry in entries if entry.is_symlink()]
+        reason = f"contains the symbolic link {links[0]}, which tgi does not make" if links else ""
+    if reason:
+        raise UserError(
+            f"The run directory {directory} {reason}, so another user could redirect what is written there. Remove it, "
+            "or set TGI_RUN to a directory that only you can write to."
+        )
 
 
 @dataclass(frozen=True)

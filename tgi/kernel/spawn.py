@@ -2,22 +2,20 @@
 
 import os
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tgi.kernel import interpreter
 from tgi.kernel.process import Beat
 from tgi.kernel.settings import Settings
 
 # What a child finds in its environment.
 SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
-# Exit code of a child whose user must act: starting it again would only fail again. `last_words` holds what to do.
-FATAL = 3
 
 
 def last_words(run: Path, name: str) -> Path:
-    """The file in which a child that ends with FATAL says why."""
+    """The file in which a child that ends with the exit code FATAL says why."""
     return run / "state" / f"{name}.error"
 
 
@@ -46,12 +44,12 @@ class Child:
         # The child holds the reading end: when this process ends, however it ends, the child reads EOF.
         parent_end, self._held = os.pipe()
         inherited = [parent_end] if spec.listen_fd is None else [parent_end, spec.listen_fd]
-        environment = os.environ | spec.environment
+        environment = interpreter.environment() | spec.environment
         environment |= {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid()), PARENT_FD: str(parent_end)}
         if spec.listen_fd is not None:
             environment[LISTEN_FD] = str(spec.listen_fd)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tgi.kernel.child", spec.role, str(spec.place)],
+            interpreter.command("tgi.kernel.child", spec.role, str(spec.place)),
             env=environment,
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,

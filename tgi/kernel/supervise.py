@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from tgi.kernel import metrics, rundir
-from tgi.kernel.errors import UserError
+from tgi.kernel.errors import FATAL, UserError
 from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import FATAL, Child, Spec, last_words
+from tgi.kernel.spawn import Child, Spec, last_words
 
 log = logging.getLogger(__name__)
 

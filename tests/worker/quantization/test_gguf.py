@@ -40,7 +40,7 @@ def imported(place: Path, kind: str, block: str, packed: bool) -> Path:
         write_gguf(make(kind, tie=kind == "llama", **sizes), source, mixed if block == "K" else block)
     directory = place / f"{kind}-{block}-{packed}"
     directory.mkdir()
-    convert(source, directory, lambda stage, percent: None, packed=packed)
+    convert(source, directory, lambda *told: None, packed=packed)
     return directory
 
 
@@ -75,7 +75,7 @@ def test_a_model_takes_hardly_more_memory_than_its_file(place: Path, block: str)
     write_gguf(make("llama", hidden=256, intermediate=2048, tie=True), source, block)
     stored = sum(len(tensor.data) for tensor in reader.read(source).tensors.values())
     directory.mkdir()
-    convert(source, directory, lambda stage, percent: None, packed=True)
+    convert(source, directory, lambda *told: None, packed=True)
     model = load(directory, "bfloat16", native=True)
     assert isinstance(model, Decoder)
     packed = sum(layer._weight.memory.nbytes for layer in all_linears(model))

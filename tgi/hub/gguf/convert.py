@@ -1,8 +1,9 @@
-"""The child process that turns a GGUF file into a model directory: `python -m tgi.hub.gguf.convert FILE DIR`, and
-`packed` behind it for weights in their own bits.
+"""The child process that turns a GGUF file into a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR`,
+and `packed` behind it for weights in their own bits.
 
 It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
-["progress", stage, percent] and, if the file is at fault, ["refused", sentence]. It ends when its standard input does.
+["progress", stage, percent, bytes] and, if the file is at fault, ["refused", sentence]. It ends when its standard input
+does.
 """
 
 import json
@@ -10,14 +11,12 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tgi.hub.cache import Progress
 from tgi.hub.gguf import architecture, reader, tokenizer, weights
 from tgi.kernel.errors import UserError
-
-Progress = Callable[[str, int], None]
 
 
 def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = False) -> None:
@@ -29,12 +28,11 @@ def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = F
     generation = tokenizer.generation_config(source)
     tokenizer_config = tokenizer.tokenizer_config(source, plan.config["max_position_embeddings"])
     described = tokenizer.description(source)
-    progress("importing weights", 0)
     weights.write(
         source,
         plan.tensors,
         directory / "model.safetensors",
-        lambda percent: progress("importing weights", percent),
+        lambda done, size: progress("importing weights", 100 * done / size, size),
         packed=packed,
     )
     progress("importing tokenizer", 0)

@@ -34,9 +34,9 @@ def form(file: GGUF, wanted: Wanted) -> Form | None:
 
 
 def write(
-    file: GGUF, wanted: list[Wanted], path: Path, progress: Callable[[int], None], *, packed: bool = False
+    file: GGUF, wanted: list[Wanted], path: Path, progress: Callable[[int, int], None], *, packed: bool = False
 ) -> None:
-    """Writes `wanted` to the safetensors file `path`. `progress` is told percents.
+    """Writes `wanted` to the safetensors file `path`. `progress` is told how many bytes are written, of how many.
 
     If `packed`, the weights of layers, embedding and head whose block type has a form (blocks.py) keep their bits: NAME
     is then written as NAME.codes, NAME.scales and, if it has any, NAME.shifts. Raises UserError for a block type that
@@ -56,6 +56,7 @@ def write(
         out.write(struct.pack("<Q", len(text)))
         out.write(text)
         start, done = out.tell(), 0
+        progress(done, end)
         for tensor, kept in zip(wanted, forms, strict=True):
             places = [start + header[name]["data_offsets"][0] for name in _columns(tensor, kept)]
             for piece in _pieces(file, file.tensors[tensor.source], tensor, kept):
@@ -63,7 +64,7 @@ def write(
                     out.seek(places[number])
                     places[number] += out.write(column.tobytes())
                     done += column.nbytes
-            progress(100 * done // end)
+                progress(done, end)
 
 
 def _columns(wanted: Wanted, kept: Form | None) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tgi.kernel.rundir import exposure
+
 log = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
@@ -61,7 +63,7 @@ def processor() -> frozenset[str]:
 
 
 def _cache() -> Path:
-    """The directory of compiled kernels: nobody else may write there, since what lies in it is run."""
+    """The directory of compiled kernels: only this user may write there, since what lies in it is run."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:  # of a user without a home
@@ -72,8 +74,8 @@ def _cache() -> Path:
         status = path.stat()
     except OSError as error:
         raise Unavailable(f"{path} cannot be made: {error}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise Unavailable(f"others may write to {path}, so what lies there is not run")
+    if reason := exposure(status):
+        raise Unavailable(f"{path} {reason}, so what lies there is not run")
     return path
 
 

@@ -1,0 +1,89 @@
+"""scripts/install.py: pip's own work, from an index on this machine."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIZE = 6_000_000
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[str]:
+    """The address of an index that has the package big-one."""
+    folder = tmp_path / "index" / "big-one"
+    folder.mkdir(parents=True)
+    wheel = folder / "big_one-1.5-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.writestr("big_one.py", "")
+        packed.writestr("big_one.bin", os.urandom(SIZE))
+        packed.writestr("big_one-1.5.dist-info/METADATA", "Metadata-Version: 2.1\nName: big-one\nVersion: 1.5\n")
+        packed.writestr("big_one-1.5.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        packed.writestr("big_one-1.5.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (folder / "index.html").write_text(f'<a href="{wheel.name}#sha256={digest}">{wheel.name}</a>')
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "index")))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def install(index: str, place: Path, package: str) -> "subprocess.CompletedProcess[str]":
+    """An index that is not there besides: pip warns of it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": f"file://{place}/no"}
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "install.py"), "--no-cache-dir", "--target", str(place)]
+    return subprocess.run([*command, package], env=environment, cwd=place.parent, capture_output=True, text=True)
+
+
+def test_what_is_fetched_is_shown_in_megabytes(index: str, tmp_path: Path) -> None:
+    (tmp_path / "tgi").mkdir()  # neither this nor pip.py is imported
+    (tmp_path / "pip.py").write_text("raise SystemExit('imported from the current directory')")
+    done = install(index, tmp_path / "place", "big-one")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "place" / "big_one.bin").stat().st_size == SIZE
+    first, *_, last_of_fetching, installing, end = done.stderr.splitlines()
+    assert first.startswith("pip: fetching big_one 1.5, ")
+    assert last_of_fetching.startswith("pip: fetching big_one 1.5, 6.0 MB in ")
+    assert installing == "pip: installing 1 package"
+    assert end.startswith("Installed 1 package in ")
+    assert end.endswith(" s; 6.0 MB were fetched.")
+    assert "WARNING" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_if_pip_fails_all_that_it_has_said_is_shown(index: str, tmp_path: Path) -> None:
+    done = install(index, tmp_path / "place", "small-one")
+    assert done.returncode == 1
+    assert "Looking in indexes: " in done.stderr
+    assert "ERROR: No matching distribution found for small-one" in done.stderr
+    assert "Installed" not in done.stderr
+
+
+def test_nothing_but_python_is_needed() -> None:
+    """It runs in an environment that is still empty."""
+    command = [
+        sys.executable,
+        "-P",
+        "-S",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import scripts.install",
+    ]
+    assert subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr == ""
