@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLTokenizer
 
 from tgi.hub.grammar import TRIAL_LIMITS, matcher, piece_table, token_table
-from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable
+from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable, regex_fault
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class GrammarReader:
         return grammar
 
     def _regex(self, regex: str) -> str:
+        if fault := regex_fault(regex):
+            raise GrammarError(f"grammar is not valid: {fault}")
         grammar = LLMatcher.grammar_from_regex(regex)
         if fault := self._fault(grammar):
             # The library's words begin with the place in a text that the client does not know.

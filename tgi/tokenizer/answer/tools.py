@@ -99,21 +99,8 @@ def _tool(name: str, given: Any) -> Tool:
     kinds = schema.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise GrammarError(f"tool `{name}`: grammar is not valid: `parameters` must describe an object")
-    schema = _closed({**schema, "type": "object"})
+    schema["type"] = "object"
     return Tool(name, _text(schema), _fields(name, schema))
-
-
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without arguments that it does not name, unless it says that there may be such: as in TGI, since a
-    small model that may add what it likes hardly finds an end."""
-    properties = schema.get("properties")
-    if (
-        not isinstance(properties, dict)
-        or _NOT_PLAIN & set(schema)
-        or set(schema.get("required", ())) - set(properties)
-    ):
-        return schema
-    return {"additionalProperties": False, **schema}
 
 
 def _fields(name: str, schema: dict[str, Any]) -> str:
