@@ -86,8 +86,8 @@ def test_syntax_counts_before_shape(front: Front) -> None:
         ),
         (
             '{"inputs":"x","parameters":{"grammar":{"type":"xml","value":1}}}',
-            "parameters.grammar.type: unknown variant `xml`, expected one of `json`, `json_object`, `json_schema`, "
-            "`regex`, `text` at line 1 column 51",
+            "parameters.grammar.type: unknown variant `xml`, expected one of `choice`, `grammar`, `json`, "
+            "`json_object`, `json_schema`, `regex`, `text` at line 1 column 51",
         ),
     ],
 )

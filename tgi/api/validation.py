@@ -118,6 +118,15 @@ OPENAI = [
          "`logit_bias` must name tokens by their ids, as in {{\"42\": -100}}"),
     Rule("logit_bias", lambda r: not all(-100 <= value <= 100 for value in biases(r).values()),
          "`logit_bias` values must be >= -100.0 and <= 100.0"),
+    Rule("constraints", lambda r: len(r.constraints) > 1,
+         "only one of {ask.constraint_names} can be used"),
+    Rule("structural_tag", lambda r: any(tag is not None for tag in (r.structural_tag, r.structured.structural_tag)),
+         "`structural_tag` is not supported"),
+    Rule("whitespace_pattern", lambda r: any(pattern is not None for pattern in
+                                             (r.guided_whitespace_pattern, r.structured.whitespace_pattern)),
+         "`whitespace_pattern` is not supported: between the parts of a JSON text there may be one space"),
+    Rule("disable_any_whitespace", lambda r: bool(r.structured.disable_any_whitespace),
+         "`disable_any_whitespace` is not supported: between the parts of a JSON text there may be one space"),
 ]
 COMPLETIONS = [
     Rule("best_of", lambda r: _is(r.best_of, lambda v: v != (r.n or 1)),

@@ -205,9 +205,9 @@ def regex_fault(regex: str) -> str:
     escape, which does not end a comment.
     """
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
-        return "regex parse error: incomplete escape sequence, reached end of pattern prematurely"
+        return "incomplete escape sequence, reached end of pattern prematurely"
     if "\n" in regex and _VERBOSE.search(regex):
-        return "regex parse error: the flag `x` cannot be used together with line feeds"
+        return "the flag `x` cannot be used together with line feeds"
     return ""
 
 

@@ -1,11 +1,11 @@
 """The fields that chats and completions share, with what the OpenAPI document says about each."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Struct
 
-from tgi.api.shapes.native import GrammarType
-from tgi.api.shapes.types import Answer, Float32, Int32, UInt32, UInt64, check_seed, doc, stop_strings
+from tgi.api.shapes.native import GrammarKind, GrammarType
+from tgi.api.shapes.types import Answer, Float32, Int32, ShapeError, UInt32, UInt64, check_seed, doc, stop_strings
 
 Model = Annotated[
     str | None,
@@ -173,6 +173,51 @@ class StreamOptions(Struct):
     ] = None
 
 
+Json = Annotated[dict[str, Any] | str | None, doc("A JSON schema, or one as a string, that the text must match.")]
+Regex = Annotated[str | None, doc("A regular expression that the whole text must match.", example="[0-9]{3}")]
+Choice = Annotated[list[str] | None, doc("The text is one of these.", example=["yes", "no"], minItems=1)]
+Ebnf = Annotated[
+    str | None, doc("A grammar that the text must match, in GBNF or Lark.", example='root ::= "yes" | "no"')
+]
+JsonObject = Annotated[bool | None, doc("Whether the text must be a JSON object.")]
+
+# Names of the other fields that hold a text to a grammar, with the type of it (`GrammarType`).
+STRUCTURED: dict[str, GrammarKind] = {
+    "json": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+GUIDED = {f"guided_{name}": kind for name, kind in STRUCTURED.items()}
+SGLANG: dict[str, GrammarKind] = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+
+
+def check_choice(choice: list[str] | None, field: str) -> None:
+    """Raises ShapeError if there is nothing to choose."""
+    if choice == []:
+        raise ShapeError("invalid length 0, expected one choice or more", field)
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's object for what the text must match: one of the first five."""
+
+    json: Json = None
+    regex: Regex = None
+    choice: Choice = None
+    grammar: Ebnf = None
+    json_object: JsonObject = None
+    structural_tag: Annotated[Any, doc("Not supported: any but null is refused with a 422.")] = None
+    whitespace_pattern: Annotated[str | None, doc("Not supported: any but null is refused with a 422.")] = None
+    disable_any_whitespace: Annotated[bool | None, doc("Not supported: true is refused with a 422.")] = None
+    disable_additional_properties: Annotated[bool | None, doc("Without effect: so are schemas read.")] = None
+    disable_fallback: Annotated[bool | None, doc("Without effect: there is one backend.")] = None
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        check_choice(self.choice, "choice")
+
+
 class OpenAiRequest(Struct, kw_only=True):
     """What both requests have, all of it optional."""
 
@@ -195,10 +240,52 @@ class OpenAiRequest(Struct, kw_only=True):
     typical_p: TypicalP = None
     min_tokens: MinTokens = None
     ignore_eos: IgnoreEos = None
+    # What the text must match, as vLLM and SGLang name it
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json = None
+    guided_regex: Regex = None
+    guided_choice: Choice = None
+    guided_grammar: Ebnf = None
+    guided_json_object: JsonObject = None
+    guided_decoding_backend: Annotated[str | None, doc("Without effect: there is one backend.")] = None
+    guided_whitespace_pattern: Annotated[str | None, doc("Not supported: any but null is refused with a 422.")] = None
+    structural_tag: Annotated[Any, doc("Not supported: any but null is refused with a 422.")] = None
+    json_schema: Json = None
+    regex: Regex = None
+    ebnf: Ebnf = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
         check_seed(self.seed)
+        check_choice(self.guided_choice, "guided_choice")
+
+    @property
+    def constraints(self) -> dict[str, GrammarType]:
+        """The fields that say what the text must match. Of one request, at most one may."""
+        given = {
+            name: GrammarType(kind, None if kind == "json_object" else value)
+            for name, (kind, value) in self._constraints.items()
+            if value is not None and value is not False
+        }
+        form = self.response_format
+        return ({} if form is None or form.type == "text" else {"response_format": form}) | given
+
+    @property
+    def constraint_names(self) -> str:
+        """Of the fields that are given, for a message."""
+        return ", ".join(f"`{name}`" for name in self.constraints)
+
+    @property
+    def structured(self) -> StructuredOutputs:
+        """vLLM's object, empty if it is not given."""
+        return self.structured_outputs or StructuredOutputs()
+
+    @property
+    def _constraints(self) -> dict[str, tuple[GrammarKind, Any]]:
+        """Those with names of vLLM and SGLang, whether they are given or not."""
+        found = {name: (kind, getattr(self, name)) for name, kind in (GUIDED | SGLANG).items()}
+        inner = {name: (kind, getattr(self.structured, name)) for name, kind in STRUCTURED.items()}
+        return found | {f"structured_outputs.{name}": asked for name, asked in inner.items()}
 
     @property
     def stops(self) -> list[str]:
