@@ -181,16 +181,10 @@ Ebnf = Annotated[
 ]
 JsonObject = Annotated[bool | None, doc("Whether the text must be a JSON object.")]
 
-# Names of the other fields that hold a text to a grammar, with the type of it (`GrammarType`).
-STRUCTURED: dict[str, GrammarKind] = {
-    "json": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json_object",
-}
-GUIDED = {f"guided_{name}": kind for name, kind in STRUCTURED.items()}
+# The fields that say what a text must match besides `response_format`, and the `GrammarType` that each stands for.
+STRUCTURED: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar", "json_object")
 SGLANG: dict[str, GrammarKind] = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+GUIDED = {f"guided_{kind}": kind for kind in STRUCTURED} | SGLANG
 
 
 def check_choice(choice: list[str] | None, field: str) -> None:
@@ -210,7 +204,9 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     structural_tag: Annotated[Any, doc("Not supported: any but null is refused with a 422.")] = None
     whitespace_pattern: Annotated[str | None, doc("Not supported: any but null is refused with a 422.")] = None
     disable_any_whitespace: Annotated[bool | None, doc("Not supported: true is refused with a 422.")] = None
-    disable_additional_properties: Annotated[bool | None, doc("Without effect: so are schemas read.")] = None
+    disable_additional_properties: Annotated[
+        bool | None, doc("Without effect: objects with `properties` have no others unless the schema says so.")
+    ] = None
     disable_fallback: Annotated[bool | None, doc("Without effect: there is one backend.")] = None
 
     def __post_init__(self) -> None:
@@ -260,32 +256,26 @@ class OpenAiRequest(Struct, kw_only=True):
         check_choice(self.guided_choice, "guided_choice")
 
     @property
-    def constraints(self) -> dict[str, GrammarType]:
-        """The fields that say what the text must match. Of one request, at most one may."""
-        given = {
-            name: GrammarType(kind, None if kind == "json_object" else value)
-            for name, (kind, value) in self._constraints.items()
-            if value is not None and value is not False
-        }
-        form = self.response_format
-        return ({} if form is None or form.type == "text" else {"response_format": form}) | given
-
-    @property
-    def constraint_names(self) -> str:
-        """Of the fields that are given, for a message."""
-        return ", ".join(f"`{name}`" for name in self.constraints)
-
-    @property
     def structured(self) -> StructuredOutputs:
         """vLLM's object, empty if it is not given."""
         return self.structured_outputs or StructuredOutputs()
 
     @property
-    def _constraints(self) -> dict[str, tuple[GrammarKind, Any]]:
-        """Those with names of vLLM and SGLang, whether they are given or not."""
-        found = {name: (kind, getattr(self, name)) for name, kind in (GUIDED | SGLANG).items()}
-        inner = {name: (kind, getattr(self.structured, name)) for name, kind in STRUCTURED.items()}
-        return found | {f"structured_outputs.{name}": asked for name, asked in inner.items()}
+    def constraints(self) -> dict[str, GrammarType]:
+        """What the text must match, by the field that says so. A request may have one of them."""
+        asked = [(name, kind, getattr(self, name)) for name, kind in GUIDED.items()]
+        asked += [(f"structured_outputs.{kind}", kind, getattr(self.structured, kind)) for kind in STRUCTURED]
+        form = self.response_format
+        return ({} if form is None or form.type == "text" else {"response_format": form}) | {
+            name: GrammarType(kind, None if kind == "json_object" else value)
+            for name, kind, value in asked
+            if value is not None and value is not False
+        }
+
+    @property
+    def constraint_names(self) -> str:
+        """Their fields, for a message."""
+        return ", ".join(f"`{name}`" for name in self.constraints)
 
     @property
     def stops(self) -> list[str]:
