@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tgi.hub.grammar import TRIAL_LIMITS, matcher, piece_table, token_table
 from tgi.tokenizer.ebnf import to_lark
 from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable, regex_fault
+from tgi.tokenizer.schema_lark import plain_lark
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -106,7 +107,10 @@ class GrammarReader:
             raise GrammarError(f"grammar is not valid: {error}") from None
 
     def _schema(self, schema: Any) -> str:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(checked(schema)), overrides=JSON)
+        read = checked(schema)
+        if (plain := plain_lark(read, {**JSON})) and not self._fault(grammar := _listed(plain)):
+            return grammar
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(read), overrides=JSON)
         if fault := self.fault(grammar):
             raise GrammarError(f"cannot compile regex from schema: {fault}")
         return grammar
@@ -122,7 +126,7 @@ class GrammarReader:
         return grammar
 
     def _lark(self, text: str) -> str:
-        grammar = LLMatcher.grammar_from_lark(to_lark(text, lambda schema: json_rule(checked(schema))))
+        grammar = _listed(to_lark(text, lambda schema: json_rule(checked(schema))))
         if fault := self._fault(grammar):
             raise GrammarError(f"grammar is not valid: {_named(fault, _REGEX_NAMES)}")
         return grammar
@@ -157,6 +161,11 @@ class GrammarReader:
             return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
         plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and number not in vocabulary.special)
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
+
+
+def _listed(lark: str) -> str:
+    """A grammar in Lark in the form that the library gives to schemas and regular expressions."""
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def json_rule(schema: dict[str, Any]) -> str:
