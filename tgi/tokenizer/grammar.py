@@ -108,12 +108,11 @@ class GrammarReader:
 
     def _schema(self, schema: Any) -> str:
         read = checked(schema)
-        if (plain := plain_lark(read, {**JSON})) and not self._fault(grammar := _listed(plain)):
-            return grammar
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(read), overrides=JSON)
-        if fault := self.fault(grammar):
-            raise GrammarError(f"cannot compile regex from schema: {fault}")
-        return grammar
+        for body in schema_bodies(read):
+            grammar = json.dumps({"grammars": [body]})
+            if not (fault := self.fault(grammar)):
+                return grammar
+        raise GrammarError(f"cannot compile regex from schema: {fault}")
 
     def _regex(self, regex: str) -> str:
         if fault := regex_fault(regex):
@@ -126,7 +125,8 @@ class GrammarReader:
         return grammar
 
     def _lark(self, text: str) -> str:
-        grammar = _listed(to_lark(text, lambda schema: json_rule(checked(schema))))
+        lark = to_lark(text, lambda schema: json.dumps({**checked(schema), "x-guidance": JSON}))
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
         if fault := self._fault(grammar):
             raise GrammarError(f"grammar is not valid: {_named(fault, _REGEX_NAMES)}")
         return grammar
@@ -163,14 +163,12 @@ class GrammarReader:
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
 
 
-def _listed(lark: str) -> str:
-    """A grammar in Lark in the form that the library gives to schemas and regular expressions."""
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
-
-
-def json_rule(schema: dict[str, Any]) -> str:
-    """A checked schema as it stands behind `%json` in Lark."""
-    return json.dumps({**schema, "x-guidance": JSON})
+def schema_bodies(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """A checked schema as one of the library's `grammars`: as it should be, then what may do where that cannot be
+    compiled."""
+    options = {**JSON}
+    plain = plain_lark(schema, options)
+    return [{"lark_grammar": plain}] * bool(plain) + [{"json_schema": {**schema, "x-guidance": options}}]
 
 
 def checked(schema: Any) -> dict[str, Any]:

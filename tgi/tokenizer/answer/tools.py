@@ -7,7 +7,7 @@ from tgi.tokenizer.answer.formats import Answer
 from tgi.tokenizer.answer.lark import Tool, Writer
 from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.chat import Chat
-from tgi.tokenizer.grammar import MOST_BYTES, GrammarError, GrammarReader, checked, json_rule
+from tgi.tokenizer.grammar import MOST_BYTES, GrammarError, GrammarReader, checked, schema_bodies
 from tgi.tokenizer.vocabulary import Vocabulary
 
 # As many as OpenAI takes: the time that a grammar takes grows with them.
@@ -100,7 +100,7 @@ def _tool(name: str, given: Any) -> Tool:
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise GrammarError(f"tool `{name}`: grammar is not valid: `parameters` must describe an object")
     schema["type"] = "object"
-    return Tool(name, json_rule(schema), _fields(name, schema))
+    return Tool(name, _body(schema), _fields(name, schema))
 
 
 def _fields(name: str, schema: dict[str, Any]) -> str:
@@ -108,7 +108,7 @@ def _fields(name: str, schema: dict[str, Any]) -> str:
     if _NOT_PLAIN & set(schema) or "_name" in properties:
         return ""
     required = ["_name", *schema.get("required", ())]
-    return json_rule({**schema, "properties": {"_name": {"const": name}, **properties}, "required": required})
+    return _body({**schema, "properties": {"_name": {"const": name}, **properties}, "required": required})
 
 
 def _properties(schema: Any) -> int:
@@ -119,3 +119,7 @@ def _properties(schema: Any) -> int:
         return 0
     named = schema.get("properties")
     return (len(named) if isinstance(named, dict) else 0) + sum(map(_properties, schema.values()))
+
+
+def _body(schema: dict[str, Any]) -> str:
+    return json.dumps(schema_bodies(schema)[0])
