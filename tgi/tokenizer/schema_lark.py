@@ -114,7 +114,9 @@ class _Writer:
         if most is not None and (fewest > most or most == 0):
             raise NotPlain
         item = self._value(schema.get("items", True))
-        items = f'{item} ("," {item}){{{max(0, fewest - 1)},{"" if most is None else most - 1}}}'
+        items = item
+        if most != 1:
+            items += f' ("," {item}){{{max(0, fewest - 1)},{"" if most is None else most - 1}}}'
         return f'"[" {items} "]"' if fewest else f'"[" ({items})? "]"'
 
     def _object(self, schema: dict[str, Any]) -> str:
