@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,3 +24,66 @@ def validate(text: str, schema: Any) -> None:
 def _number(text: str) -> Decimal | float:
     """Exact, or multiples could not be told; but for numbers that are too large for anybody."""
     return Decimal(text) if math.isfinite(float(text)) else math.inf
+
+
+def strays(value: Any, schemas: list[Any], root: Any) -> bool:
+    """Whether an object in a value has a name that none of these schemas knows, though one of them has `properties`:
+    that is valid for the standard, but objects are closed here. A value may be of several schemas at once, and of any
+    branch of a union; with references that are not followed here it never strays, and patterns that Python does not
+    have match every name."""
+    here = [part for schema in schemas for part in _in_place(schema, root, set())]
+    if any(part is None for part in here):
+        return False
+    if isinstance(value, list):
+        return any(strays(inner, _of_item(here, at), root) for at, inner in enumerate(value))
+    if not isinstance(value, dict):
+        return False
+    closed = any("properties" in part for part in here)
+    closed &= not any(part.get("additionalProperties", False) is not False for part in here)
+    for name, inner in value.items():
+        known = any(name in part.get("required", ()) or name in _fixed(part) for part in here)
+        below = [part["properties"][name] for part in here if name in part.get("properties", ())]
+        patterns = [item for part in here for item in part.get("patternProperties", {}).items()]
+        below += [schema for pattern, schema in patterns if "\\p{" in pattern or re.search(pattern, name)]
+        if closed and not known and not below:
+            return True
+        below += [part["additionalProperties"] for part in here if "additionalProperties" in part]
+        if strays(inner, below, root):
+            return True
+    return False
+
+
+def _in_place(schema: Any, root: Any, seen: set[str]) -> Iterator[Any]:
+    """A schema and all that it applies to the same value; None for a reference that is not followed."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for word in ("allOf", "anyOf", "oneOf"):
+        for one in schema.get(word, ()):
+            yield from _in_place(one, root, seen)
+    if (reference := schema.get("$ref")) is not None and reference not in seen:
+        found: Any = root
+        for step in reference.removeprefix("#").split("/")[1:] if reference.startswith("#") else ():
+            step = step.replace("%25", "%").replace("%22", '"').replace("~1", "/").replace("~0", "~")
+            found = found[int(step) if isinstance(found, list) else step] if step in found or step.isdecimal() else None
+            if found is None:
+                break
+        ids = json.dumps(root).count('"$id"') > ("$id" in root)
+        if found is None or ids or not (reference == "#" or reference.startswith("#/")):
+            yield None
+        else:
+            yield from _in_place(found, root, seen | {reference})
+
+
+def _of_item(here: list[Any], at: int) -> list[Any]:
+    found = []
+    for part in here:
+        prefix = part.get("prefixItems", [])
+        found += [prefix[at]] if at < len(prefix) else [part["items"]] if "items" in part else []
+    return found
+
+
+def _fixed(schema: Any) -> set[str]:
+    """The names in objects that are listed as values."""
+    values = [schema.get("const"), *schema.get("enum", ())]
+    return {name for value in values if isinstance(value, dict) for name in value}

@@ -19,6 +19,8 @@ READ = [
     ({"type": "json_schema", "json_schema": NAMED}, {"schema": SCHEMA}),
     ({"type": "json_schema", "value": {"schema": "{}"}}, {"schema_text": "{}"}),
     ({"type": "regex", "value": "a+é"}, {"regex": "a+é"}),
+    ({"type": "choice", "value": ["yes", "n(o)", ""]}, {"regex": r"yes|n\(o\)|"}),
+    ({"type": "grammar", "value": 'start: "a"'}, {"grammar": 'start: "a"'}),
     ({"type": "text"}, None),
 ]
 NO_TYPE_FOR_IT = [
@@ -82,6 +84,12 @@ def test_21_no_grammars_here(serve: Any) -> None:
         ({"type": "regex"}, "parameters.grammar: missing field `value`"),
         ({"type": "json_schema"}, "parameters.grammar: missing field `value`"),
         ({"type": "regex", "value": {}}, "parameters.grammar.value: invalid type, expected a string"),
+        ({"type": "choice", "value": []}, "parameters.grammar.value: invalid type, expected a sequence of strings"),
+        (
+            {"type": "choice", "value": ["a", 1]},
+            "parameters.grammar.value: invalid type, expected a sequence of strings",
+        ),
+        ({"type": "grammar", "value": 1}, "parameters.grammar.value: invalid type, expected a string"),
         ({"type": "json_schema", "value": []}, "parameters.grammar.value: invalid type, expected struct"),
         ({"type": "json_schema", "json_schema": {}}, "parameters.grammar.json_schema: missing field `schema`"),
         (
@@ -101,3 +109,87 @@ def test_a_grammar_is_encoded_once_for_all_choices(front: Front) -> None:
     assert front.post("/v1/completions", json.dumps(body)).status == 200
     asked = [front.tokenizers[0].next(Generate) for _ in range(4)]
     assert len({message.grammar for message in asked}) == 1
+
+
+# The names that clients of vLLM and SGLang use, on OpenAI's routes.
+
+BNF = 'root ::= "a"'
+GUIDED = [
+    ({"guided_json": SCHEMA}, {"schema": SCHEMA}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"schema_text": json.dumps(SCHEMA)}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a.b", "c"]}, {"regex": r"a\.b|c"}),
+    ({"guided_grammar": BNF}, {"grammar": BNF}),
+    ({"guided_json_object": True}, {"schema": {"type": "object"}}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"schema": SCHEMA}),
+    ({"structured_outputs": {"regex": "a+", "disable_fallback": True}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"regex": "a|b"}),
+    ({"structured_outputs": {"grammar": BNF}}, {"grammar": BNF}),
+    ({"structured_outputs": {"json_object": True}}, {"schema": {"type": "object"}}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"schema_text": json.dumps(SCHEMA)}),
+    ({"regex": "a+"}, {"regex": "a+"}),
+    ({"ebnf": BNF}, {"grammar": BNF}),
+    (
+        {"guided_regex": "a+", "guided_decoding_backend": "outlines", "response_format": {"type": "text"}},
+        {"regex": "a+"},
+    ),
+    ({"guided_json": None, "guided_json_object": False, "structured_outputs": {}, "structural_tag": None}, None),
+]
+NOT_SUPPORTED = [
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, "`guided_whitespace_pattern` is not supported"),
+    *(
+        ({"structured_outputs": {"json": {}, name: value}}, f"`structured_outputs.{name}` is not supported")
+        for name, value in (("whitespace_pattern", ""), ("disable_any_whitespace", True), ("structural_tag", "{}"))
+    ),
+    ({"structural_tag": {}}, "`structural_tag` is not supported"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "only one of `guided_regex`, `guided_choice` can be used"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a", "json": {}}},
+        "only one of `response_format`, `structured_outputs.json`, `structured_outputs.regex` can be used",
+    ),
+]
+ANOTHER_SHAPE = [
+    ({"guided_choice": []}, "guided_choice: invalid length 0, expected one choice or more"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: invalid length 0"),
+    ({"guided_choice": "a"}, 'guided_choice: invalid type: string "a", expected a sequence'),
+    ({"guided_regex": ["a"]}, "guided_regex: invalid type: sequence, expected a string"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs: unknown field `regexp`"),
+]
+
+
+def openai_routes(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    return [("/v1/chat/completions", chat | fields), ("/v1/completions", {"prompt": "x"} | fields)]
+
+
+@pytest.mark.parametrize(("fields", "key"), GUIDED)
+def test_names_of_other_servers(front: Front, fields: dict[str, Any], key: dict[str, Any] | None) -> None:
+    for path, body in openai_routes(fields):
+        assert front.post(path, json.dumps(body)).status == 200, path
+        message = front.tokenizers[0].next(Generate)
+        assert isinstance(message, Generate)
+        assert (json.loads(message.grammar) if message.grammar else None) == key
+
+
+@pytest.mark.parametrize(("fields", "words"), NOT_SUPPORTED)
+def test_what_is_not_supported_is_named(front: Front, fields: dict[str, Any], words: str) -> None:
+    for path, body in openai_routes(fields):
+        reply = front.post(path, json.dumps(body))
+        assert reply.status == 422
+        assert f"Input validation error: {words}" in reply.body.decode()
+
+
+@pytest.mark.parametrize(("fields", "words"), ANOTHER_SHAPE)
+def test_other_shapes_of_these_names(front: Front, fields: dict[str, Any], words: str) -> None:
+    for path, body in openai_routes(fields):
+        reply = front.post(path, json.dumps(body))
+        assert reply.status == 422
+        assert words in json.loads(reply.body)["error"]["message"]
+
+
+def test_not_together_with_tools(front: Front) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    (path, body), _ = openai_routes({"guided_choice": ["a"], "tools": [tool]})
+    reply = front.post(path, json.dumps(body))
+    assert reply.status == 422
+    assert "Grammar and tools are mutually exclusive" in reply.body.decode()

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from tests.schemas import validate
 from tests.tokenizer.house import API, House, ends
 from tests.tokenizer.vocabularies import KINDS, byte_level
 from tgi.hub.card import read_card
-from tgi.hub.grammar import matcher, token_table
+from tgi.hub.grammar import matcher, piece_table, token_table
 from tgi.hub.tokens import read_tokenizer
 from tgi.kernel.messages import Generate, Reason, Sampling, decode
 from tgi.tokenizer.grammar import KEPT, MOST_BYTES, GrammarError, GrammarReader, _next_bit
@@ -139,6 +140,30 @@ def test_strings_that_are_no_schema(reader: GrammarReader, text: str, words: str
         ("a(?=b)", "look-around"),
         ("a$b", "lookarounds not supported"),
         (r"[^\s\S]", "no text that this model's tokens can write matches it"),
+        ("a)", "unopened group"),
+        ("[a", "unclosed character class"),
+        ("[^]", "unclosed character class"),
+        ("a{2,1}", "invalid repetition count range"),
+        ("a{", "unclosed counted repetition"),
+        ("a{99999999999}", "decimal literal invalid"),
+        ("*a", "repetition operator missing expression"),
+        ("+", "repetition operator missing expression"),
+        ("\\", "incomplete escape sequence"),
+        ("a\\\\\\", "incomplete escape sequence"),
+        (r"\y", "unrecognized escape sequence"),
+        (r"\xZZ", "invalid hexadecimal digit"),
+        (r"\u{110000}", "hexadecimal literal is not a Unicode scalar value"),
+        (r"\p{Nope}", "Unicode property not found"),
+        ("(?<name", "unclosed capture group name"),
+        ("(?P<n>a)(?P<n>b)", "duplicate capture group name"),
+        ("(?z)a", "unrecognized flag"),
+        ("[z-a]", "invalid character class range"),
+        (r"[a-\d]", "invalid range boundary"),
+        ("(?<=a)b", "look-around"),
+        ("(?!a)b", "look-around"),
+        (r"(a)\1", "backreferences are not supported"),
+        (r"a\b", "lookarounds not supported"),
+        ("(?x) a # b\n c", "the flag `x` cannot be used together with line feeds"),
     ],
 )
 def test_regexes_that_are_refused(reader: GrammarReader, regex: str, words: str) -> None:
@@ -146,6 +171,235 @@ def test_regexes_that_are_refused(reader: GrammarReader, regex: str, words: str)
     assert told.startswith(NOT_VALID)
     assert words in told
     assert "start:" not in told  # what it was made into is not shown
+
+
+@pytest.mark.parametrize("regex", ["(", "a{2,1}", "\\", r"a\y", "(?=a)", r"(a)\1", "[z-a]", r"\p{Nope}", "(?x)a#\n"])
+def test_patterns_of_schemas_that_are_refused(reader: GrammarReader, regex: str) -> None:
+    for schema in ({"type": "string", "pattern": regex}, {"patternProperties": {regex: {}}}):
+        told = refusal(reader, schema={"properties": {"a": schema}})
+        assert told.startswith((NOT_VALID + "`pattern", NOT_ENFORCED + "`pattern"))
+
+
+# Which texts
+
+
+BYTES = piece_table([bytes([byte]) for byte in range(256)])
+
+
+def accepts(grammar: str, text: str) -> bool:
+    found = matcher(BYTES, grammar)
+    assert not found.is_error(), found.get_error()
+    tokens = [byte + 1 for byte in text.encode()]
+    return found.try_consume_tokens(tokens) == len(tokens) and bool(found.is_accepting())
+
+
+def tells_apart(grammar: str, texts: list[str], others: list[str]) -> None:
+    assert [text for text in texts if not accepts(grammar, text)] == []
+    assert [text for text in others if accepts(grammar, text)] == []
+
+
+def of(*names: str, **words: Any) -> dict[str, Any]:
+    """An object with whole numbers of these names."""
+    return {"type": "object", "properties": {name: {"type": "integer"} for name in names}, **words}
+
+
+A = {"$defs": {"A": of("a", required=["a"])}}
+TO_A = {"$ref": "#/$defs/A"}
+NODE = {"type": "object", "properties": {"v": {}, "next": {"allOf": [{"$ref": "#/$defs/N"}], "title": "n"}}}
+# Schema, texts that match, and texts that do not.
+OBJECTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (of("a"), ['{"a":1}', "{}"], ['{"b":1}', '{"a":1,"b":1}']),
+    (of(), ["{}"], ['{"a":1}']),
+    ({"type": "object"}, ['{"a":{"b":[]}}'], []),
+    (of("a", additionalProperties=True), ['{"a":1,"b":1}'], []),
+    (of("a", additionalProperties={"type": "string"}), ['{"a":1,"b":"x"}'], ['{"b":1}']),
+    (of("a", required=["a", "z"]), ['{"a":1,"z":"x"}'], ['{"a":1}', '{"a":1,"z":1,"y":1}']),
+    (of("a", patternProperties={"^x": {"type": "string"}}), ['{"a":1,"x1":"s"}'], ['{"y":"s"}', '{"x1":2}']),
+    ({"patternProperties": {"^x": {"type": "string"}}}, ['{"x1":"s","y":1}'], ['{"x1":2}']),
+    (of("a", minProperties=1), ['{"a":1}'], ["{}"]),
+    ({"type": ["object", "null"], "properties": {"a": {}}}, ["null", '{"a":1}'], ['{"b":1}']),
+    ({"properties": {"a": {}}, "enum": [{"b": 1}, 3]}, ['{"b":1}', "3"], ['{"a":1}']),
+    ({"items": of("a"), "prefixItems": [of("b")]}, ['[{"b":1},{"a":1}]'], ['[{"a":1}]', '[{"b":1},{"b":1}]']),
+    ({"allOf": [of("a"), of("b", required=["b"])]}, ['{"a":1,"b":2}', '{"b":2}'], ['{"a":1}', '{"b":2,"c":3}']),
+    ({"allOf": [TO_A, of("b", required=["b"])]} | A, ['{"a":1,"b":2}'], ['{"a":1}', '{"a":1,"b":2,"c":3}']),
+    ({"allOf": [of("a", additionalProperties=True), of("b")]}, ['{"a":1,"b":2,"c":3}'], []),
+    ({"allOf": [of("a", additionalProperties=False), of("b")]}, ['{"a":1}'], ['{"b":1}']),
+    ({"properties": {"x": TO_A, "y": {"allOf": [TO_A, of("b")]}}} | A, ['{"x":{"a":1},"y":{"a":1,"b":2}}'],
+     ['{"x":{"a":1,"b":2}}', '{"y":{"a":1,"c":2}}']),
+    ({"properties": {"x": {"allOf": [TO_A], "title": "t"}}} | A, ['{"x":{"a":1}}'], ['{"x":{"a":1,"b":1}}']),
+    ({"anyOf": [of("a"), of("b")]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}']),
+    ({**of("k"), "anyOf": [TO_A, of("b")]} | A, ['{"k":1,"a":1}', '{"k":1,"b":1}'], ['{"k":1,"a":1,"b":1}', '{"z":1}']),
+    ({"anyOf": [of("a"), of("b")], "allOf": [{"anyOf": [of("c"), of("d")]}]}, ['{"a":1,"c":1}', '{"b":1,"d":1}'],
+     ['{"a":1,"b":1}', '{"c":1,"d":1}']),
+    ({**of("a"), "anyOf": [{"required": ["a"]}, {"required": ["z"]}]}, ['{"a":1}', '{"a":1,"z":4}'], ["{}", '{"y":1}']),
+    ({"oneOf": [of("a", required=["a"]), of("b", required=["b"])]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}', "{}"]),
+    ({"oneOf": [TO_A, of("b", required=["b"])]} | A, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}']),
+    ({"$ref": "#/$defs/N", "$defs": {"N": NODE}}, ['{"v":{"q":1},"next":{"next":{}}}'], ['{"next":{"w":1}}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "texts", "others"), OBJECTS)
+def test_objects_are_closed(reader: GrammarReader, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:
+    tells_apart(read(reader, schema=schema), texts, others)
+    for text in texts:  # what can be written is valid
+        validate(text, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"type": "integer"}, ["0", "-5", "9" * 18], ["9" * 19, "1" * 20, "1.0", "1e5"]),
+        ({"type": "integer", "minimum": 3}, ["3", "9" * 18], ["2", "1" * 20]),
+        ({"type": "integer", "multipleOf": 5}, ["15", "1" * 17 + "0"], ["7", "1" * 20 + "0"]),
+        ({"type": "number"}, ["1.5", "-6.02e-23", "1" * 20, "0." + "3" * 20], ["1" * 21, "0." + "3" * 21, "1e1000"]),
+        ({"type": "number", "minimum": 0}, ["0.12345678", "1" * 18], ["0." + "3" * 9, "1" * 20, "-1"]),
+        ({"type": "number", "maximum": 2, "multipleOf": 0.01}, ["1.25"], ["1.255", "-" + "1" * 20]),
+        ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, ["0.0000000015"], ["1"]),
+        ({"minimum": 3}, ["3.5", '"x"', "null"], ["2", "1" * 20]),
+        ({"type": ["integer", "null"]}, ["3", "null"], ["2.0", "1" * 20]),
+        ({}, ["1e5", '{"a":[1.5]}'], ["1" * 21, '{"a":[' + "1" * 21 + "]}"]),
+        ({"type": "object"}, ['{"a":0.00005}', '{"a":5e-5}'], ['{"a":0.' + "3" * 21 + "}"]),
+        ({"type": "array", "items": {"type": "number"}}, ["[1, 2.5]"], ["[1,0." + "3" * 21 + "]"]),
+        ({"const": 0.12345678901234}, ["0.12345678901234"], ["0.12345678"]),
+    ],
+)
+def test_numbers_end(reader: GrammarReader, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:
+    tells_apart(read(reader, schema=schema), texts, others)
+
+
+NUMBER = {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        (
+            {"items": NUMBER, "minItems": 2, "maxItems": 3},
+            ["[1,2]", "[1 , 2, 3]"],
+            ["[]", "[1]", "[1,2,3,4]", "[1,  2]"],
+        ),
+        ({"type": "array", "items": NUMBER, "minItems": 1}, ["[1]", "[1,2]"], ["[]"]),
+        ({"type": "array", "items": NUMBER, "maxItems": 1}, ["[]", "[1]"], ["[1,2]", "[,]"]),
+        ({"prefixItems": [NUMBER, {"type": "null"}], "minItems": 2, "maxItems": 2}, ["[1,null]"], ["[1]", "[1,2]"]),
+        (
+            {"type": "object", "properties": dict.fromkeys("abc", NUMBER), "required": ["b"]},
+            ['{"b":1}', '{"a":1,"b":1}', '{ "b" : 1 , "c":2}'],
+            ["{}", '{"a":1}', '{"a":1,"c":1}', '{"b":1,"a":1}', '{"b":1,}', '{"b":1,  "c":2}'],
+        ),
+        (
+            {"type": "object", "properties": dict.fromkeys("abc", NUMBER)},
+            ["{}", '{"a":1,"c":1}', '{"b":1}', '{"b":1,"c":1}'],
+            ['{"b":1,"a":1}', '{,"b":1}', '{"a":1,"a":1}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": NUMBER}, "additionalProperties": NUMBER, "required": ["a", "b"]},
+            ['{"a":1,"b":1}', '{"a":1,"b":1,"c":2,"d":3}'],
+            [
+                '{"a":1}',
+                '{"a":1,"b":1,"a":2}',
+                '{"a":1,"b":1,"b":2}',
+                '{"a":1,"b":1,"c":"x"}',
+                '{"a":1,"b":1,"\\u0061":2}',
+            ],
+        ),
+        (
+            {"properties": {'é/"\\\x7f\n': NUMBER, "s": {"type": "string", "pattern": "^a+$"}}},
+            ['{"é/\\"\\\\\x7f\\n":1}', '{"s":"aa"}', "true", '"\\n"'],
+            ['{"s":"b"}', '"\n"'],
+        ),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}, NUMBER]}, ["1", '"1"', "1.5e3"], ["null"]),
+        (
+            {"$ref": "#/$defs/T", "$defs": {"T": {"properties": {"v": NUMBER, "t": {"$ref": "#/$defs/T"}}}}},
+            ['{"v":1,"t":{"t":{"v":2}}}'],
+            ['{"t":{"x":1}}'],
+        ),
+    ],
+)
+def test_schemas_with_numbers_are_written_as_rules(
+    reader: GrammarReader, schema: dict[str, Any], texts: list[str], others: list[str]
+) -> None:
+    assert "NUMBER" in read(reader, schema=schema)
+    tells_apart(read(reader, schema=schema), texts, others)
+
+
+def test_what_schemas_join_is_bounded(reader: GrammarReader) -> None:
+    part = of(*(f"a{number}" for number in range(9)))
+    assert "join too many schemas" in refusal(
+        reader, schema={"allOf": [{"$ref": "#/$defs/A"}] * 20000, "$defs": {"A": part}}
+    )
+
+
+# Grammars of clients
+
+GBNF = r"""
+root   ::= object   # of llama.cpp
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+value  ::= object | string | ("true" | "false" | "null") ws
+string ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
+SQL = """
+?start: select
+?select: "SELECT " column ("," column)* " FROM " NAME
+?column: NAME
+NAME: /[a-z_]+/  // max_tokens=1 and <|end|> are no more than words here
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        (GBNF, ['{"a": {"b\\n":"c"}}', "{}"], ["[]", '{"a":1}']),
+        ('root ::= "\\u00e9" [\\u00e8-\\u00ea] "\\x41" | "/"', ["ééA", "éèA", "/"], ["é"]),
+        (SQL, ["SELECT a,b FROM c"], ["SELECT FROM c"]),
+        ('start: "<b>" /<[a-z]>/', ["<b><x>"], ["<b>"]),
+        ('start: "a"{2,3}\n', ["aa", "aaa"], ["a"]),
+        ("%import common.INT\nstart: INT", ["12"], ["x"]),
+        (
+            'start: "is " %json {"properties": {"a": {"type": "integer"}}, "type": "object"} "."',
+            ['is {"a":1}.'],
+            ['is {"b":1}.'],
+        ),
+    ],
+)
+def test_grammars_in_gbnf_and_lark(reader: GrammarReader, grammar: str, texts: list[str], others: list[str]) -> None:
+    tells_apart(read(reader, grammar=grammar), texts, others)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("", "no start rule found"),
+        ("yes or no", "Expected token"),
+        ('x: "a"', "no start rule found"),
+        ("start: y", 'unknown name: "y"'),
+        ('start: "a', "lexer error"),
+        ("start: /(/", "unclosed group"),
+        ("start: start", "no text that this model's tokens can write"),
+        ("start: <|im_end|>", "a special token cannot be part of it: <|im_end|>"),
+        ("start: <[5]>", "a special token cannot be part of it: <[5]>"),
+        ("start: a\na[max_tokens=3]: /.*/", "the option `max_tokens` is not supported"),
+        ('start: a "x"\na[stop = "x"]: /.*/', "the option `stop` is not supported"),
+        ("start: @other", "unknown grammar @other"),
+        ("start: %json", "Expecting value"),
+        ('start: %json {"type": 1}', "`type` must be the name of a type"),
+        ("root ::= b", "as GBNF: Rule 'b' not found"),
+        ('root ::= "a', "as GBNF: Unexpected end of input"),
+        ('rule ::= "a"', "as GBNF: No 'root' rule found"),
+        ("root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested too deeply"),
+        ("start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
+        ("start: " + '"a" ' * 5000, "at most 16384 bytes"),
+        ("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(501)) + 'r501: "a"', "at most 500 rules"),
+        ("root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(501)) + 'r501 ::= "a"', "at most 500 rules"),
+        ("start: R0\n" + "".join(f"R{n}: R{n + 1} R{n + 1}\n" for n in range(30)) + 'R30: "a"', "too big"),
+        ("start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(40)) + 'r40: "a"', "too complex"),
+    ],
+)
+def test_grammars_that_are_refused(reader: GrammarReader, grammar: str, words: str) -> None:
+    told = refusal(reader, grammar=grammar)
+    assert told.startswith((NOT_VALID, NOT_ENFORCED))
+    assert words in told
+    assert len(told) < 3000
 
 
 # Each is accepted or gets its 422; that this ends at all, and soon, is what is tested.

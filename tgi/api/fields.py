@@ -61,9 +61,7 @@ REFUSED = [
         "the form of the text",
         BOTH,
         {
-            "guided_json_object": (False,),
             "guided_whitespace_pattern": (),
-            "json_schema": (),
             "structural_tag": (),
         },
     ),

@@ -1,5 +1,6 @@
-"""From the grammar of a request, in TGI's forms and OpenAI's, to what the tokenizer checks."""
+"""From the grammar of a request, in TGI's forms and those of /v1, to what the tokenizer checks."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -7,6 +8,9 @@ import msgspec
 from tgi.api.shapes.native import GrammarType
 
 ANY_OBJECT = {"type": "object"}
+_KEYS = {"regex": "regex", "choice": "regex", "grammar": "grammar"}
+# What has a meaning in a regular expression.
+_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 
 
 def wanted(grammar: GrammarType | None) -> bool:
@@ -16,7 +20,7 @@ def wanted(grammar: GrammarType | None) -> bool:
 
 def readable(grammar: GrammarType) -> bool:
     """Whether its value is of a type that a grammar can be in: schemas are objects, or such as strings."""
-    return isinstance(_value(grammar), str if grammar.type == "regex" else dict | str)
+    return grammar.type in _KEYS or isinstance(_value(grammar), dict | str)
 
 
 def encoded(grammar: GrammarType | None) -> bytes:
@@ -24,7 +28,9 @@ def encoded(grammar: GrammarType | None) -> bytes:
     if grammar is None or not wanted(grammar):
         return b""
     value = _value(grammar)
-    key = "regex" if grammar.type == "regex" else "schema_text" if isinstance(value, str) else "schema"
+    if grammar.type == "choice":
+        value = "|".join(_LITERAL.sub(r"\\\g<0>", one) for one in value)
+    key = _KEYS.get(grammar.type, "schema_text" if isinstance(value, str) else "schema")
     return msgspec.json.encode({key: value})
 
 

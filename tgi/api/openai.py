@@ -41,7 +41,7 @@ def parameters(
         stop=request.stops,
         seed=request.seed,
         top_n_tokens=top_n or None,
-        grammar=request.response_format,
+        grammar=next(iter(request.constraints.values()), None),
         min_new_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
         truncate=request.truncate_prompt_tokens,

@@ -19,6 +19,7 @@ SHAPE = "Failed to deserialize the JSON body into the target type: "
 _AT = re.compile(r"^(?P<reason>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field (?P<name>`.*`)")
 _BYTE = re.compile(r"^(?:JSON is malformed: )?(?P<reason>.*) \(byte (?P<byte>\d+)\)$")
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Python refuses integers of thousands of digits; no field takes one, so its size as a float says enough.
@@ -82,6 +83,8 @@ class Body(Generic[T]):
         return Rejection(422, message, param=param or None)
 
     def _reason(self, reason: str, steps: list[str | int], value: Any) -> str:
+        if unknown := _UNKNOWN.match(reason):
+            return f"unknown field {unknown['name']}"
         kind = _resolve(self._type, steps)
         if reason.startswith("Invalid enum value") and isinstance(value, str):
             inner = _plain(kind)

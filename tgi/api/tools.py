@@ -16,9 +16,8 @@ class Offer(NamedTuple):
     @classmethod
     def of(cls, request: ChatRequest) -> "Offer":
         """What a request offers. Raises ApiError: 422 if its tools do not fit together, or not the rest of it."""
-        form = request.response_format
-        if request.tools is not None and form is not None and form.type != "text":
-            raise errors.tool("Grammar and tools are mutually exclusive", "response_format")
+        if request.tools is not None and request.constraints:
+            raise errors.tool("Grammar and tools are mutually exclusive", next(iter(request.constraints)))
         tools = request.tools or []
         match request.tool_choice:
             case "none":

@@ -61,7 +61,8 @@ class Ask(NamedTuple):
 class Rule(NamedTuple):
     """A condition that must not hold, and what the client is told if it does."""
 
-    param: str  # the field that it is about: of GenerateParameters (or `inputs`), or of the body
+    # Path of the field that it is about, of GenerateParameters (or `inputs`), or of the body. None: several fields.
+    param: str | None
     broken: Callable[[Any], bool]  # of an Ask, or of the body of one of OpenAI's routes
     detail: str  # formatted with `ask`
     counted: bool = True  # in tgi_request_failure
@@ -147,6 +148,13 @@ OPENAI = [
          f"`bad_words` supports up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_CHARACTERS} characters in all"),
     Rule("bad_words", lambda r: not all(word.strip() for word in r.bad_words or ()),
          "`bad_words` must not hold words that are empty or white space"),
+    Rule(None, lambda r: len(r.constraints) > 1, "only one of {ask.constraint_names} can be used"),
+    Rule("structured_outputs.structural_tag", lambda r: r.structured.structural_tag is not None,
+         "`structured_outputs.structural_tag` is not supported by this server"),
+    Rule("structured_outputs.whitespace_pattern", lambda r: r.structured.whitespace_pattern is not None,
+         "`structured_outputs.whitespace_pattern` is not supported by this server"),
+    Rule("structured_outputs.disable_any_whitespace", lambda r: bool(r.structured.disable_any_whitespace),
+         "`structured_outputs.disable_any_whitespace` is not supported by this server"),
 ]
 COMPLETIONS = [
     Rule("best_of", lambda r: _is(r.best_of, lambda v: v != (r.n or 1)),
@@ -161,5 +169,5 @@ def check(ask: Any, rules: list[Rule], names: Mapping[str, str] = MappingProxyTy
     """Raises ApiError for the first rule that is broken. `names` are the request's own names of parameters."""
     for rule in rules:
         if rule.broken(ask):
-            param = names.get(rule.param, rule.param)
+            param = None if rule.param is None else names.get(rule.param, rule.param)
             raise errors.validation(rule.detail.format(ask=ask), param=param, counted=rule.counted)

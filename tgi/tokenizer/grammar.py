@@ -1,6 +1,7 @@
 """Checks the grammars that clients ask for, and puts them into the form that workers read.
 
-A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` (the same as a string) or `regex`.
+A grammar arrives as JSON with one key: `schema` (a JSON schema), `schema_text` (the same as a string), `regex`, or
+`grammar` (Lark or GBNF).
 """
 
 import json
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLTokenizer
 
 from tgi.hub.grammar import TRIAL_LIMITS, matcher, piece_table, token_table
-from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable
+from tgi.tokenizer.ebnf import to_lark
+from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable, regex_fault
+from tgi.tokenizer.schema_lark import plain_lark
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ TRIAL_TOKENS = 64
 # So many answers are kept for the next request that has one of these grammars, of so many bytes in all.
 KEPT = 256
 KEPT_BYTES = 16 << 20
+
+# What is shown of an error of the library.
+MAX_LINE, MAX_LINES = 200, 12
 
 # Where TGI's converter allows a space, and at most one. Nothing of a schema can change how it is read.
 JSON: "JsonCompileOptions" = {
@@ -92,6 +98,8 @@ class GrammarReader:
             grammar = json.loads(asked)
             if "schema_text" in grammar:
                 grammar = {"schema": json.loads(grammar["schema_text"], parse_constant=_refuse)}
+            if "grammar" in grammar:
+                return self._lark(grammar["grammar"])
             return self._schema(grammar["schema"]) if "schema" in grammar else self._regex(grammar["regex"])
         except RecursionError:
             raise GrammarError("grammar is not valid: it is nested too deeply") from None
@@ -99,16 +107,27 @@ class GrammarReader:
             raise GrammarError(f"grammar is not valid: {error}") from None
 
     def _schema(self, schema: Any) -> str:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(checked(schema)), overrides=JSON)
-        if fault := self.fault(grammar):
-            raise GrammarError(f"cannot compile regex from schema: {fault}")
-        return grammar
+        read = checked(schema)
+        for body in schema_bodies(read):
+            grammar = json.dumps({"grammars": [body]})
+            if not (fault := self.fault(grammar)):
+                return grammar
+        raise GrammarError(f"cannot compile regex from schema: {fault}")
 
     def _regex(self, regex: str) -> str:
+        if fault := regex_fault(regex):
+            raise GrammarError(f"grammar is not valid: regex parse error: {fault}")
         grammar = LLMatcher.grammar_from_regex(regex)
         if fault := self._fault(grammar):
             # The library's words begin with the place in a text that the client does not know.
             fault = fault.partition(" (in regex): ")[2] or fault
+            raise GrammarError(f"grammar is not valid: {_named(fault, _REGEX_NAMES)}")
+        return grammar
+
+    def _lark(self, text: str) -> str:
+        lark = to_lark(text, lambda schema: json.dumps({**checked(schema), "x-guidance": JSON}))
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+        if fault := self._fault(grammar):
             raise GrammarError(f"grammar is not valid: {_named(fault, _REGEX_NAMES)}")
         return grammar
 
@@ -125,7 +144,7 @@ class GrammarReader:
                 raise GrammarError(f"grammar is not supported: of this model's tokenizer, {error}") from None
         found = matcher(self._table, grammar, TRIAL_LIMITS)
         if found.is_error():
-            return found.get_error().strip()
+            return _shortened(found.get_error())
         mask = found.compute_bitmask()
         if found.is_error():
             return found.get_error().splitlines()[0]
@@ -142,6 +161,14 @@ class GrammarReader:
             return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
         plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and number not in vocabulary.special)
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
+
+
+def schema_bodies(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """A checked schema as one of the library's `grammars`: as it should be, then what may do where that cannot be
+    compiled."""
+    options = {**JSON}
+    plain = plain_lark(schema, options)
+    return [{"lark_grammar": plain}] * bool(plain) + [{"json_schema": {**schema, "x-guidance": options}}]
 
 
 def checked(schema: Any) -> dict[str, Any]:
@@ -166,6 +193,11 @@ def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
         if found := pattern.search(fault):
             return words.format(*found.groups(), all=fault)
     return fault
+
+
+def _shortened(error: str) -> str:
+    """The library's words without a stack trace, and not with whole grammars in them."""
+    return "\n".join(line[:MAX_LINE] for line in error.partition("\n<backtrace>")[0].strip().splitlines()[:MAX_LINES])
 
 
 def _try_out(found: LLMatcher, ends: int, draw: Random, again: bool) -> str:

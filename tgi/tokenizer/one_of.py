@@ -12,8 +12,9 @@ _ALL = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 def exclusive(branches: list[Any], root: Any) -> bool:
-    """Whether no value can match two of the branches, as far as types and required properties with fixed values
-    tell. `$ref` within `root` are followed. False where it is not certain."""
+    """Whether no value can match two of the branches, as far as types, required properties with fixed values and
+    required properties that the other branch does not admit tell. `$ref` within `root` are followed. False where it is
+    not certain."""
     if len(branches) > MOST_BRANCHES:
         return False
     resolved = [_resolve(branch, root) for branch in branches]
@@ -32,12 +33,21 @@ def _apart(one: Any, other: Any, root: Any) -> bool:
         return True
     if common != {"object"}:
         return False
+    if any(_excludes(b, name) for a, b in ((one, other), (other, one)) for name in a.get("required", ())):
+        return True
     for name in {*one.get("required", ()), *other.get("required", ())}:
         values = _values(_resolve(one.get("properties", {}).get(name), root))
         others = _values(_resolve(other.get("properties", {}).get(name), root))
         if values is not None and others is not None and not values & others:
             return True
     return False
+
+
+def _excludes(schema: dict[str, Any], name: str) -> bool:
+    """Whether its objects cannot have a property of this name."""
+    if name in schema.get("properties", ()) or "patternProperties" in schema:
+        return False
+    return schema.get("additionalProperties") is False
 
 
 def _types(schema: dict[str, Any]) -> frozenset[str]:

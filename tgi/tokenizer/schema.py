@@ -1,11 +1,15 @@
-"""What of JSON Schema can be enforced: a schema is read as draft 2020-12 says, checked, and put into the words that the
-grammar library takes. It then accepts nothing that the schema forbids.
+"""Reads JSON schemas as draft 2020-12 says, checks them, and writes them as the grammar library takes them.
+
+The result accepts nothing that the schema forbids, and less where the standard lets a model ramble: objects with
+`properties` have no other names unless the schema asks for them, and numbers have a bounded count of digits.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from tgi.tokenizer.closing import TooManySteps, close_objects
 from tgi.tokenizer.one_of import exclusive
 
 # Schemas in schemas, and all names of properties together: the time that a grammar takes grows with their square.
@@ -13,6 +17,10 @@ MOST_DEPTH = 64
 MOST_PROPERTIES = 1000
 # Whole numbers beyond it are not told apart where schemas are compiled.
 MOST_EXACT = 2**53
+# Numbers that have a bound lie within this one, too: the largest double that is an int64, of 19 digits. They have
+# DECIMALS digits behind the point: with one more the library's arithmetic overflows.
+MAX_WHOLE = 2**63 - 1024
+DECIMALS = 8
 
 TYPES = {"null", "boolean", "number", "integer", "string", "array", "object"}
 # Draft 2020-12 has these, and nothing here can hold a text to them; or older drafts have them, with other meanings.
@@ -24,6 +32,11 @@ UNENFORCED = {
 IDLE = {"then", "else", "minContains", "maxContains"}
 # Schemas are read as draft 2020-12 whatever they say; the second is the library's own, and could undo a schema.
 DROPPED = {"$schema", "x-guidance"} | IDLE
+BOUNDS = (("minimum", "exclusiveMinimum", -MAX_WHOLE), ("maximum", "exclusiveMaximum", MAX_WHOLE))
+
+
+# Sets a regular expression's flag x: white space and comments mean nothing.
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 
 
 class SchemaError(Exception):
@@ -94,23 +107,38 @@ class _Reader:
 
     def __init__(self) -> None:
         self._properties = 0
-        self._paths: set[str] = set()
+        self._schemas: dict[str, Any] = {}  # by path, and by anchor
         self._references: list[tuple[str, str]] = []
         self._one_ofs: list[dict[str, Any]] = []
+        self._numbers: list[dict[str, Any]] = []
+        self._multiples = False  # whether there is a `multipleOf`
+        self._resources = False  # whether a `$ref` may lead to a schema by its `$id`
 
     def read_all(self, root: Any) -> Any:
         read = self._read(root, "#", 0)
         for reference, path in self._references:
-            if unquote(reference) not in self._paths:
+            if unquote(reference) not in self._schemas:
                 raise Unenforceable(f"`$ref` leads to no schema that was read: {reference} (at {path})")
-        for schema in self._one_ofs:
-            if exclusive(schema["oneOf"], read):
-                # What stands behind `$ref` is not looked at where schemas are compiled. `anyOf` may be there already.
-                schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": schema.pop("oneOf")}]
+        for number in self._numbers:
+            _bound(number, decimals=not self._multiples)
+        self._replace_one_ofs(read)
+        if isinstance(read, dict) and not self._resources:
+            try:
+                self._one_ofs += close_objects(read, self._schemas)
+            except TooManySteps:
+                raise Unenforceable("`allOf`, `anyOf`, `oneOf` and `$ref` join too many schemas") from None
+            self._replace_one_ofs(read)  # closed branches may exclude each other where open ones do not
         return read
 
+    def _replace_one_ofs(self, root: Any) -> None:
+        """Each `oneOf` whose branches exclude each other becomes an `anyOf`."""
+        for schema in self._one_ofs:
+            if "oneOf" in schema and exclusive(schema["oneOf"], root):
+                # What stands behind `$ref` is not looked at where schemas are compiled. `anyOf` may be there already.
+                schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": schema.pop("oneOf")}]
+
     def _read(self, schema: Any, path: str, depth: int) -> Any:
-        self._paths.add(path)
+        self._schemas[path] = schema
         if isinstance(schema, bool):
             return schema
         if depth > MOST_DEPTH:
@@ -126,9 +154,19 @@ class _Reader:
                 raise SchemaError(f"`{word}` must be {kind.words} (at {path})")
             read[word] = self._value(kind, value, f"{path}/{word}", depth + 1)
         self._check(read, path)
+        # The library reads the keywords in their order, and those before a union without those behind it.
+        read |= {word: read.pop(word) for word in ("patternProperties", "additionalProperties") if word in read}
+        self._schemas[path] = read
+        if "$anchor" in read:
+            self._schemas[f"#{read['$anchor']}"] = read
         if "oneOf" in read:
             self._one_ofs.append(read)
-        if (reference := read.get("$ref", "")) == "#" or reference.startswith("#/"):
+        if _is_bounded(read):
+            self._numbers.append(read)
+        self._multiples |= "multipleOf" in read
+        reference = read.get("$ref", "#")
+        self._resources |= ("$id" in read and depth > 0) or not reference.startswith("#")
+        if "$ref" in read and (reference == "#" or reference.startswith("#/")):
             self._references.append((reference, path))
         return read
 
@@ -146,12 +184,48 @@ class _Reader:
         for word in ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
             if word in read and not _exact(read[word]):
                 raise Unenforceable(f"`{word}` cannot be enforced with numbers beyond 2^53 (at {path})")
+        for word, regexes in (
+            ("pattern", [read.get("pattern", "")]),
+            ("patternProperties", read.get("patternProperties", ())),
+        ):
+            for fault in filter(None, map(regex_fault, regexes)):
+                raise SchemaError(f"`{word}` must be a regular expression: {fault} (at {path})")
         self._properties += len(read.get("properties", ()))
         if self._properties > MOST_PROPERTIES:
             raise Unenforceable(f"`properties` has more than {MOST_PROPERTIES} names in all")
         # Names that `properties` does not have may be written twice, and then count once.
         if read.get("minProperties", 0) > len(set(read.get("required", ()))) + 1:
             raise Unenforceable(f"`minProperties` cannot be enforced beyond the required ones and one more (at {path})")
+
+
+def regex_fault(regex: str) -> str:
+    """What is wrong with a regular expression that the library would not notice; "" if nothing is.
+
+    It writes the expression into a grammar first. Then a backslash at the end is lost, and a line feed becomes an
+    escape, which does not end a comment.
+    """
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        return "incomplete escape sequence, reached end of pattern prematurely"
+    if "\n" in regex and _VERBOSE.search(regex):
+        return "the flag `x` cannot be used together with line feeds"
+    return ""
+
+
+def _is_bounded(schema: dict[str, Any]) -> bool:
+    """Whether its numbers are written without an exponent: whole ones, and those that a keyword speaks of."""
+    words = {"multipleOf", *(word for lower, upper, _ in BOUNDS for word in (lower, upper))}
+    types = schema.get("type", ())
+    return bool(words & set(schema)) or ("integer" in types and "number" not in types)
+
+
+def _bound(schema: dict[str, Any], decimals: bool) -> None:
+    """Limits the digits of such numbers."""
+    for inclusive, exclusive_word, limit in BOUNDS:
+        if inclusive not in schema and exclusive_word not in schema:
+            schema[inclusive] = limit
+    given = [schema[word] for lower, upper, _ in BOUNDS for word in (lower, upper) if word in schema]
+    if decimals and "number" in schema.get("type", "number") and all(round(end, DECIMALS) == end for end in given):
+        schema["multipleOf"] = 10**-DECIMALS
 
 
 def _escaped(name: str) -> str:

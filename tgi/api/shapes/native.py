@@ -7,21 +7,27 @@ from msgspec import Struct
 from tgi.api import float32
 from tgi.api.shapes.types import Float32, Int32, ShapeError, Size, UInt32, UInt64, check_seed, doc, stop_strings
 
+GrammarKind = Literal["json", "json_object", "regex", "json_schema", "text", "choice", "grammar"]
+
 
 class GrammarType(Struct):
-    """What the generated text must match: a JSON schema, any JSON object, or a regular expression. Where TGI has
-    `value`, OpenAI's clients send `json_schema`."""
+    """What the generated text must match: a JSON schema, any JSON object, a regular expression, one of several strings,
+    or a grammar in Lark or GBNF. Where TGI has `value`, OpenAI's clients send `json_schema`."""
 
-    type: Literal["json", "json_object", "regex", "json_schema", "text"]
+    type: GrammarKind
     value: Any = None
     json_schema: Any = None
 
     def __post_init__(self) -> None:
         """Each type has what it needs. Raises ShapeError."""
-        if self.type in ("json", "regex") and self.value is None:
+        if self.type in ("json", "regex", "choice", "grammar") and self.value is None:
             raise ShapeError("missing field `value`")
-        if self.type == "regex" and not isinstance(self.value, str):
+        if self.type in ("regex", "grammar") and not isinstance(self.value, str):
             raise ShapeError("invalid type, expected a string", "value")
+        if self.type == "choice" and not (
+            isinstance(self.value, list) and self.value and all(isinstance(one, str) for one in self.value)
+        ):
+            raise ShapeError("invalid type, expected a sequence of strings, and not empty", "value")
         if self.type == "json_schema":
             name = "value" if self.json_schema is None else "json_schema"
             config = getattr(self, name)

@@ -1,11 +1,11 @@
 """The fields that chats and completions share, with what the OpenAPI document says about each."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Struct
 
-from tgi.api.shapes.native import GrammarType
-from tgi.api.shapes.types import Answer, Float32, Int32, UInt32, UInt64, check_seed, doc, stop_strings
+from tgi.api.shapes.native import GrammarKind, GrammarType
+from tgi.api.shapes.types import Answer, Float32, Int32, ShapeError, UInt32, UInt64, check_seed, doc, stop_strings
 
 # Limits on what makes each step of a request dearer, or its messages larger.
 MAX_STOP_TOKEN_IDS = 128
@@ -225,6 +225,47 @@ class StreamOptions(Struct):
     ] = None
 
 
+Json = Annotated[dict[str, Any] | str | None, doc("A JSON schema, or one as a string, that the text must match.")]
+Regex = Annotated[str | None, doc("A regular expression that the whole text must match.", example="[0-9]{3}")]
+Choice = Annotated[list[str] | None, doc("The text is one of these.", example=["yes", "no"], minItems=1)]
+Ebnf = Annotated[
+    str | None, doc("A grammar that the text must match, in GBNF or Lark.", example='root ::= "yes" | "no"')
+]
+JsonObject = Annotated[bool | None, doc("Whether the text must be a JSON object.")]
+
+# The fields that say what a text must match besides `response_format`, and the `GrammarType` that each stands for.
+STRUCTURED: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar", "json_object")
+SGLANG: dict[str, GrammarKind] = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+GUIDED = {f"guided_{kind}": kind for kind in STRUCTURED} | SGLANG
+
+
+def check_choice(choice: list[str] | None, field: str) -> None:
+    """Raises ShapeError if there is nothing to choose."""
+    if choice == []:
+        raise ShapeError("invalid length 0, expected one choice or more", field)
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's object for what the text must match: one of the first five."""
+
+    json: Json = None
+    regex: Regex = None
+    choice: Choice = None
+    grammar: Ebnf = None
+    json_object: JsonObject = None
+    structural_tag: Annotated[Any, doc("Not supported: any but null is refused with a 422.")] = None
+    whitespace_pattern: Annotated[str | None, doc("Not supported: any but null is refused with a 422.")] = None
+    disable_any_whitespace: Annotated[bool | None, doc("Not supported: true is refused with a 422.")] = None
+    disable_additional_properties: Annotated[
+        bool | None, doc("Without effect: objects with `properties` have no others unless the schema says so.")
+    ] = None
+    disable_fallback: Annotated[bool | None, doc("Without effect: there is one backend.")] = None
+
+    def __post_init__(self) -> None:
+        """Raises ShapeError."""
+        check_choice(self.choice, "choice")
+
+
 class OpenAiRequest(Struct, kw_only=True):
     """What both requests have, all of it optional."""
 
@@ -254,16 +295,50 @@ class OpenAiRequest(Struct, kw_only=True):
     include_stop_str_in_output: IncludeStop = None
     skip_special_tokens: SkipSpecialTokens = None
     truncate_prompt_tokens: TruncatePromptTokens = None
+    # What the text must match, as vLLM and SGLang name it
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json = None
+    guided_regex: Regex = None
+    guided_choice: Choice = None
+    guided_grammar: Ebnf = None
+    guided_json_object: JsonObject = None
+    json_schema: Json = None
+    regex: Regex = None
+    ebnf: Ebnf = None
 
     def __post_init__(self) -> None:
         """Raises ShapeError."""
         check_seed(self.seed)
+        check_choice(self.guided_choice, "guided_choice")
+
+    @property
+    def structured(self) -> StructuredOutputs:
+        """vLLM's object, empty if it is not given."""
+        return self.structured_outputs or StructuredOutputs()
+
+    @property
+    def constraints(self) -> dict[str, GrammarType]:
+        """What the text must match, by the field that says so. A request may have one of them."""
+        asked = [(name, kind, getattr(self, name)) for name, kind in GUIDED.items()]
+        asked += [(f"structured_outputs.{kind}", kind, getattr(self.structured, kind)) for kind in STRUCTURED]
+        form = self.response_format
+        return ({} if form is None or form.type == "text" else {"response_format": form}) | {
+            name: GrammarType(kind, None if kind == "json_object" else value)
+            for name, kind, value in asked
+            if value is not None and value is not False
+        }
+
+    @property
+    def constraint_names(self) -> str:
+        """Their fields, for a message."""
+        return ", ".join(f"`{name}`" for name in self.constraints)
 
     @property
     def names(self) -> dict[str, str]:
         """The names here of TGI's parameters that have another one there."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"max_new_tokens": limit, "min_new_tokens": "min_tokens", "grammar": "response_format"}
+        grammar = next(iter(self.constraints), "response_format")
+        return {"max_new_tokens": limit, "min_new_tokens": "min_tokens", "grammar": grammar}
 
     @property
     def max_new_tokens(self) -> int | None:

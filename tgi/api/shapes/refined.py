@@ -24,6 +24,8 @@ _JSON_SCHEMA = {
     "JSON Schema is a declarative language that allows to annotate JSON documents\nwith types and descriptions."
 }
 
+_CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+
 REFINED: dict[str, dict[str, Any]] = {
     "Message": {"allOf": [ref("MessageBody")]},
     "MessageBody": {
@@ -55,6 +57,8 @@ REFINED: dict[str, dict[str, Any]] = {
             _object(["type", "value"], type=_type("json_schema"), value=ref("JsonSchemaConfig")),
             _object(["type", "json_schema"], type=_type("json_schema"), json_schema=ref("JsonSchemaConfig")),
             _object(["type"], type=_type("text")),
+            _object(["type", "value"], type=_type("choice"), value=_CHOICE),
+            _object(["type", "value"], type=_type("grammar"), value={"type": "string"}),
         ],
     },
 }

@@ -26,11 +26,11 @@ LEAD: /[ \n]{0,2}/
 
 
 class Tool(NamedTuple):
-    """A tool that may be called. `fields` is the schema of its arguments with `_name` before them, "" if they cannot
+    """A tool that may be called. `fields` is the grammar of its arguments with `_name` before them, "" if they cannot
     be put into one object."""
 
     name: str
-    schema: str  # of an object, as the grammar library reads it
+    arguments: str  # the grammar of an object, as one of the library's `grammars`
     fields: str
 
 
@@ -44,11 +44,12 @@ class Writer:
         self._only_text = only_text
         self._rules: dict[str, str] = {}  # names by what stands behind them, as of terminals
         self._terminals: dict[str, str] = {}
+        self._objects: dict[str, str] = {}  # names of grammars that rules refer to
         self._others = f"<[{_ranges(marks.others)}]>" if marks.others else ""
 
     def calls(self, answer: Answer, tools: Sequence[Tool], several: bool | None, required: bool) -> str:
         """The grammar of an answer that may call these tools, or must."""
-        arguments = [self._rule(f"%json {tool.schema}") for tool in tools]
+        arguments = [self._object(tool.arguments) for tool in tools]
         started = []  # each format's calls, from behind their marker
         bare = []  # those without a marker, where they may be text yet
         for format in answer.formats:
@@ -65,13 +66,15 @@ class Writer:
 
     def reasoned(self, answer: Answer, grammar: str) -> str:
         """A grammar as llguidance reads it, held to behind the reasoning."""
-        body = json.loads(grammar)["grammars"][0]
-        top = self._grammar(self._reasoned(answer, "LEAD @body", False))
-        return json.dumps({"grammars": [{"lark_grammar": top}, {**body, "name": "body"}]})
+        body = self._object(json.dumps(json.loads(grammar)["grammars"][0]))
+        return self._grammar(self._reasoned(answer, f"LEAD {body}", False))
 
     def _grammar(self, start: str) -> str:
         named = (f"{name}{body}\n" for body, name in [*self._terminals.items(), *self._rules.items()])
-        return f"{_TERMINALS}start: {start}\n{''.join(named)}"
+        top = {"lark_grammar": f"{_TERMINALS}start: {start}\n{''.join(named)}"}
+        return json.dumps(
+            {"grammars": [top, *({**json.loads(body), "name": name} for body, name in self._objects.items())]}
+        )
 
     # Reasoning and text
 
@@ -156,7 +159,7 @@ class Writer:
         if Slot.FIELDS in format.call:
             # The object that holds the name holds the arguments too.
             end = format.call.index("{", 1)
-            fields = self._rule(f"%json {tool.fields}")
+            fields = self._object(tool.fields)
             pieces = [*format.call[:end], fields, *format.call[format.call.index(Slot.FIELDS) + 1 :]]
             return self._sequence(pieces, {fields}, loose)
         pieces = [filled.get(piece, piece) for piece in format.call]
@@ -192,6 +195,10 @@ class Writer:
 
     def _terminal(self, body: str) -> str:
         return self._terminals.setdefault(f": {body}", f"T{len(self._terminals)}")
+
+    def _object(self, grammar: str) -> str:
+        """The rule for what stands in a grammar of its own."""
+        return self._rule(f"@{self._objects.setdefault(grammar, f'object{len(self._objects)}')}")
 
     def _rule(self, body: str, options: str = "") -> str:
         return self._rules.setdefault(f"{options}: {body}", f"r{len(self._rules)}")

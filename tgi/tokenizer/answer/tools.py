@@ -7,7 +7,7 @@ from tgi.tokenizer.answer.formats import Answer
 from tgi.tokenizer.answer.lark import Tool, Writer
 from tgi.tokenizer.answer.marks import Marks
 from tgi.tokenizer.chat import Chat
-from tgi.tokenizer.grammar import JSON, MOST_BYTES, GrammarError, GrammarReader, checked
+from tgi.tokenizer.grammar import MOST_BYTES, GrammarError, GrammarReader, checked, schema_bodies
 from tgi.tokenizer.vocabulary import Vocabulary
 
 # As many as OpenAI takes: the time that a grammar takes grows with them.
@@ -99,21 +99,8 @@ def _tool(name: str, given: Any) -> Tool:
     kinds = schema.get("type", "object")
     if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
         raise GrammarError(f"tool `{name}`: grammar is not valid: `parameters` must describe an object")
-    schema = _closed({**schema, "type": "object"})
-    return Tool(name, _text(schema), _fields(name, schema))
-
-
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without arguments that it does not name, unless it says that there may be such: as in TGI, since a
-    small model that may add what it likes hardly finds an end."""
-    properties = schema.get("properties")
-    if (
-        not isinstance(properties, dict)
-        or _NOT_PLAIN & set(schema)
-        or set(schema.get("required", ())) - set(properties)
-    ):
-        return schema
-    return {"additionalProperties": False, **schema}
+    schema["type"] = "object"
+    return Tool(name, _body(schema), _fields(name, schema))
 
 
 def _fields(name: str, schema: dict[str, Any]) -> str:
@@ -121,7 +108,7 @@ def _fields(name: str, schema: dict[str, Any]) -> str:
     if _NOT_PLAIN & set(schema) or "_name" in properties:
         return ""
     required = ["_name", *schema.get("required", ())]
-    return _text({**schema, "properties": {"_name": {"const": name}, **properties}, "required": required})
+    return _body({**schema, "properties": {"_name": {"const": name}, **properties}, "required": required})
 
 
 def _properties(schema: Any) -> int:
@@ -134,5 +121,5 @@ def _properties(schema: Any) -> int:
     return (len(named) if isinstance(named, dict) else 0) + sum(map(_properties, schema.values()))
 
 
-def _text(schema: dict[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": JSON})
+def _body(schema: dict[str, Any]) -> str:
+    return json.dumps(schema_bodies(schema)[0])
