@@ -53,8 +53,20 @@ class Settings:
         None, "Hub id, local directory or .gguf file. Without it: the demo model.", text, also=("HF_MODEL_ID",)
     )
     revision: str | None = setting(None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",))
-    dtype: str = setting("auto", "Type of weights and activations; auto takes the model's own.", text, choices=DTYPES)
+    dtype: str = setting(
+        "auto",
+        "Type of weights and activations; auto takes the model's own, or float32 on a CPU that only emulates that.",
+        text,
+        choices=DTYPES,
+    )
     device: str = setting("auto", "Where the model runs.", text, env=("TGI_DEVICE",), choices=("auto", "cpu", "cuda"))
+    cpu: str | None = setting(
+        None,
+        "Instruction set that kernels on CPU are held to; default: what the processor has.",
+        text,
+        env=("TGI_CPU",),
+        choices=("avx2",),
+    )
     quantize: str | None = setting(
         None,
         "Weights in fewer bits: int8 and int4 (and eetq, bitsandbytes…, which stand for one of them) are made at load, "

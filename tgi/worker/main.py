@@ -11,8 +11,8 @@ from tgi.kernel.process import Process
 from tgi.kernel.settings import Settings
 from tgi.worker.loop import Engine, Loop, Poisoned
 from tgi.worker.lora.shelf import stock
+from tgi.worker.processor import hold, keep_order
 from tgi.worker.scripted import Script, ScriptedEngine
-from tgi.worker.sums import keep_order
 from tgi.worker.threads import wait_shortly
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def _engine(settings: Settings, loop: Loop) -> Engine:
         stock(scripted.adapters, settings.adapters)
         return scripted
     wait_shortly()
+    hold(settings.cpu)
     keep_order()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 

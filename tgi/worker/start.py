@@ -52,6 +52,9 @@ class Models(NamedTuple):
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
+    if device == "cpu":
+        held = "" if settings.cpu is None else ", held to it by --cpu"
+        log.info("instruction set of the CPU: %s%s", torch.backends.cpu.get_cpu_capability(), held)
     stored = _stored(settings.kv_cache_dtype, device)
     models = _load(settings, device, progress)._replace(stored=stored)
     progress("sizing the KV cache", 96)
@@ -84,7 +87,7 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     kernels = gpu = None
     progress("choosing kernels", 0)
     if not settings.disable_custom_kernels:
-        recipes = [read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()]
+        recipes = [read_recipe(path, settings.dtype, asked, device) for path, asked in quantize.items()]
         kernels, gpu = find_kernels(recipes, device), find_gpu(recipes, device)
     if kernels is None and device == "cpu":
         choose_threads()

@@ -7,7 +7,7 @@ import torch
 
 from tgi.worker.load import Recipe
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.native.build import Failed, Unavailable, library
+from tgi.worker.native.build import Failed, Unavailable, library, need_processor
 from tgi.worker.native.kernels import DEPTH, WIDEST_HEAD, Kernels
 from tgi.worker.threads import named_threads, usable_cores
 
@@ -21,6 +21,7 @@ def find_kernels(recipes: Sequence[Recipe], device: str) -> Kernels | None:
     if device != "cpu":
         return None
     try:
+        need_processor()
         for recipe in recipes:
             _need_fit(recipe)
         compiled, threads = library(), named_threads() or usable_cores()
