@@ -2,10 +2,10 @@
 
 Queries are computed in tiles: the query heads of one KV head, times as many queries as fit, padded to a fixed number
 of rows. Each tile is one item of torch's flash attention kernel for CPU, which walks over the keys in blocks of 512 in
-the order of their positions. It computes in float32, whatever the model's type: queries, keys and values are widened
-for it, and its result is rounded once. In a type of 16 bits the kernel multiplies otherwise, by the size of the batch
-and the number of threads (with packed keys or without) and by where in memory the numbers lie, so sums would have no
-order of their own. In float32 what a query gets out depends on the shapes alone:
+the order of their positions. It is given float32, whatever the model's type: queries, keys and values are widened for
+it, and its result is rounded once. For types of 16 bits the kernel multiplies by other functions of MKL, and rounds its
+result, which hides most differences in the order of sums from a trial, but not from every request. In float32 what a
+query gets out depends on the shapes alone:
 
 - The rows of a tile do not touch each other, but their number may choose another order of sums.
 - Keys behind the query, and those before its window, are masked. They add exact zeros, so it does not matter how many
