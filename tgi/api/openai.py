@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tgi
 from tgi.api import errors
-from tgi.api.columns import Columns
+from tgi.api.columns import Columns, Top
 from tgi.api.errors import ApiError
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest, ImageChunk
@@ -106,6 +106,12 @@ def usage(prompt: int, completion: int) -> str:
 def failure(error: ApiError) -> str:
     """The events that end a stream that cannot go on."""
     return f'data: {{"error":{{"message":{quote(error.message)},"http_status_code":{error.status}}}}}\n\n{DONE}'
+
+
+def likeliest(columns: Columns, at: int, top_n: int) -> list[Top]:
+    """The `top_n` likeliest tokens in place of one, the lower id first among equals. Where several tie for the last
+    place the columns have all of them, which native routes list."""
+    return columns.tops[at][:top_n] if columns.tops else []
 
 
 class Visible:

@@ -14,7 +14,7 @@ from tgi.api.calls import Generation
 from tgi.api.columns import Columns, PromptColumns
 from tgi.api.errors import ApiError
 from tgi.api.float32 import render
-from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
+from tgi.api.openai import Stamp, Usage, Visible, finish_reason, likeliest, usage
 from tgi.api.render import TURN
 from tgi.api.serde import Body
 from tgi.api.service import Service
@@ -38,6 +38,7 @@ class CompletionEvents:
         self._echo = [request.prompts[at // self._choices] if request.echo else "" for at in range(len(calls))]
         self._offsets = [len(echo) for echo in self._echo]
         self._prompts = [call.prompt for call in calls]
+        self._top_n = request.logprobs or 0
         self._usage = Usage(self._choices)
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
@@ -73,7 +74,8 @@ class CompletionEvents:
         for at in range(len(columns.texts)):
             one = slice(at, at + 1)
             # The prompt's tokens come with the first one.
-            rendered.append(_logprobs(columns, one, self._offsets[place], [*_echoed(self._prompts[place])]))
+            echoed = [*_echoed(self._prompts[place])]
+            rendered.append(_logprobs(columns, one, self._top_n, self._offsets[place], echoed))
             self._prompts[place] = PromptColumns.empty()
             self._offsets[place] += _width(columns, at)
         return rendered
@@ -93,7 +95,7 @@ async def render_response(finished: list[Finished], request: CompletionRequest, 
             for part in _echoed(call.prompt):
                 echoed.append(part)
                 await asyncio.sleep(0)
-            logprobs = _logprobs(call.take(), slice(None), len(echo), echoed)
+            logprobs = _logprobs(call.take(), slice(None), request.logprobs, len(echo), echoed)
         rendered.append(
             f'{{"index":{place},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
             f'"finish_reason":{finish_reason(end)}}}'
@@ -125,12 +127,14 @@ def _echoed(prompt: PromptColumns) -> Iterator[_Lists]:
         )
 
 
-def _logprobs(columns: Columns, part: slice, offset: int, echoed: Sequence[_Lists]) -> str:
-    """A part of the tokens, behind what is echoed; the text before it has `offset` characters."""
+def _logprobs(columns: Columns, part: slice, top_n: int, offset: int, echoed: Sequence[_Lists]) -> str:
+    """A part of the tokens with the `top_n` likeliest at each place, behind what is echoed; the text before it has
+    `offset` characters."""
     places = range(len(columns.texts))[part]
     widths = accumulate((_width(columns, at) for at in places[:-1]), initial=offset)
     # Tokens are told apart by their text here: the first of several that share one is the likeliest.
-    named = [{top.text: top.logprob for top in reversed(columns.tops[at])} for at in places] if columns.tops else []
+    found = [likeliest(columns, at, top_n) for at in places] if columns.tops else []
+    named = [{top.text: top.logprob for top in reversed(tops)} for tops in found]
     own = _Lists(
         ",".join(quote(columns.texts[at]) for at in places),
         ",".join(render(columns.logprobs[at]) for at in places),
