@@ -10,12 +10,13 @@ import pytest
 from tests.models import demo_model as demo
 from tests.models import model
 from tgi.kernel import metrics
-from tgi.worker.sums import keep_order
+from tgi.worker.processor import CPU, hold, keep_order
 from tgi.worker.threads import wait_shortly
 
 # As a worker does, before anything imports torch: threads of these tests do not spin while servers beside them compute,
-# and sums come in one order.
+# sums come in one order, and TGI_CPU holds these tests, as it holds the servers that they start, to an instruction set.
 wait_shortly()
+hold(os.environ.get(CPU) or None)
 keep_order()
 # Without a GPU Triton interprets its kernels (tests/worker/gpu). It must know before anything imports it, which torch
 # does at times.

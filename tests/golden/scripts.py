@@ -32,6 +32,7 @@ B = Token(6, " b", -1.0703125)
 EOS = Token(2, "</s>", -0.01, True)
 A_OF_TWO = A._replace(top=(A, B))
 PROMPT_TOPS = (Token(9, " é", -0.0625), B)
+TIED = A._replace(top=(A, B, Token(7, " c", B.logprob), Token(8, " d", -5.25)))
 EOS_OF_TWO = EOS._replace(top=(EOS, A._replace(logprob=-5.25)))
 
 
@@ -43,7 +44,8 @@ def texts(message: Generate, *tokens: Token) -> Texts:
 def step(rows: list[tuple[Generate, Token]]) -> Texts:
     """One token per row."""
     tokens = [token for _, token in rows]
-    top = [other for message, token in rows for other in token.top[: message.sampling.top_n]]
+    tops = [likeliest(token, message.sampling.top_n) for message, token in rows]
+    top = [other for others in tops for other in others]
     asked = any(message.sampling.top_n for message, _ in rows)
     held = any(token.held for token in tokens)
     return Texts(
@@ -54,15 +56,19 @@ def step(rows: list[tuple[Generate, Token]]) -> Texts:
         bytes(token.special for token in tokens),
         [token.text for token in tokens],
         held=pack(UINT32, [token.held for token in tokens]) if held else b"",
-        top_counts=pack(UINT32, [len(token.top[: message.sampling.top_n]) for message, token in rows])
-        if asked
-        else b"",
+        top_counts=pack(UINT32, [len(others) for others in tops]) if asked else b"",
         top_ids=pack(INT32, [token.id for token in top]),
         top_logprobs=pack(FLOAT32, [token.logprob for token in top]),
         top_special=bytes(token.special for token in top),
         top_texts=[token.text for token in top],
         parts=[Part(at, *part) for at, token in enumerate(tokens) for part in token.parts],
     )
+
+
+def likeliest(token: Token, top_n: int) -> list[Token]:
+    """What a worker lists: the `top_n` likeliest, and all that tie with the last of these."""
+    last = min((other.logprob for other in token.top[:top_n]), default=0.0)
+    return [other for other in token.top if top_n and other.logprob >= last]
 
 
 def end(message: Generate, reason: Reason, text: str, count: int, detail: str = "") -> End:
@@ -216,6 +222,7 @@ SCRIPTS: dict[str, Callable[[], Answer]] = {
     "silence": lambda: lambda message: None,
     '" a", end of sequence': tokens(Reason.EOS, " a", A_OF_TWO, EOS_OF_TWO),
     "no token, length": tokens(Reason.LENGTH, ""),
+    '" a" before " b" and " c", which tie, length': tokens(Reason.LENGTH, " a", TIED),
     '" a", " b", length': tokens(Reason.LENGTH, " a b", A, B),
     '"" and "é" of one character, end of sequence': tokens(
         Reason.EOS, "é", Token(195, "", -0.5), Token(169, "é", -0.0625), EOS

@@ -111,6 +111,16 @@ class Server:
         victim.kill()
         victim.wait(PATIENCE_SECONDS)
 
+    @contextlib.contextmanager
+    def paused(self, name: str) -> Iterator[None]:
+        """One process of the tree computes nothing meanwhile."""
+        process = self.processes()[name]
+        process.suspend()
+        try:
+            yield
+        finally:
+            process.resume()
+
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Signals every command and waits for its end."""
         for process in self.commands.values():

@@ -11,6 +11,7 @@ from tgi.worker.native import build
 from tgi.worker.native.build import FLAGS, NEEDED, Unavailable
 from tgi.worker.native.choose import find_kernels
 from tgi.worker.native.kernels import Kernels
+from tgi.worker.processor import processor
 
 # What any compiler takes that can make code for such a processor.
 LITTLE = """#include <immintrin.h>
@@ -39,7 +40,7 @@ def _lacking() -> str | None:
     try:
         build.library()
     except Unavailable as reason:
-        if build.processor() >= NEEDED and _compiles():
+        if processor() >= NEEDED and _compiles():
             return None
         return str(reason)
     return None

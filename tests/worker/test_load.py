@@ -1,4 +1,6 @@
 import json
+import logging
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -11,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.models import model as make
 from tests.worker.batches import prefill
 from tgi.kernel.errors import UserError
+from tgi.worker import load, processor
 from tgi.worker.attention import build_attention
 from tgi.worker.checkpoint import INDEX, SINGLE
-from tgi.worker.load import build_model, resolve_dtype
+from tgi.worker.load import DTYPES, build_model, resolve_dtype
 
 IDS = list(range(3, 60))
 
@@ -81,13 +84,47 @@ def test_dtypes(directory: Path, dtype: str) -> None:
     torch.testing.assert_close(logits(directory, dtype), logits(directory, "float32"), rtol=0, atol=tolerance)
 
 
-def test_auto_takes_the_dtype_of_the_config() -> None:
-    assert resolve_dtype({"dtype": "bfloat16"}, "auto") is torch.bfloat16
-    assert resolve_dtype({"torch_dtype": "float16"}, "auto") is torch.float16
-    assert resolve_dtype({}, "auto") is torch.float32
-    assert resolve_dtype({"dtype": "bfloat16"}, "float32") is torch.float32
+@pytest.mark.parametrize(
+    ("machine", "line", "taken"),
+    [
+        ("x86_64", "flags : avx2 avx_vnni avx_ne_convert", []),
+        ("x86_64", "flags : avx2 avx512f avx512bw", []),
+        ("x86_64", "flags : avx2 avx512f avx512_bf16", ["bfloat16"]),
+        ("x86_64", "flags : avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16", ["bfloat16", "float16"]),
+        ("aarch64", "Features : fp asimd fphp asimdhp", ["float16"]),
+        ("aarch64", "Features : fp asimd fphp asimdhp bf16", ["bfloat16", "float16"]),
+        ("ppc64le", "cpu : POWER9", []),
+    ],
+)
+def test_auto_takes_the_dtype_of_the_config_where_the_cpu_computes_in_it(
+    machine: str, line: str, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"{line}\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.delenv(processor.CPU, raising=False)
+    for name, dtype in DTYPES.items():
+        assert resolve_dtype({"dtype": name}, "auto", "cuda") is dtype
+        assert resolve_dtype({"torch_dtype": name}, "auto", "cpu") is (dtype if name in taken else torch.float32)
+        assert resolve_dtype({"dtype": "float32"}, name, "cpu") is dtype
+    assert resolve_dtype({}, "auto", "cpu") is torch.float32
     with pytest.raises(UserError, match="float64"):
-        resolve_dtype({"dtype": "float64"}, "auto")
+        resolve_dtype({"dtype": "float64"}, "auto", "cpu")
+
+
+def test_a_type_that_the_cpu_emulates_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(load, "multiplies", lambda name: name == "float32")
+    caplog.set_level(logging.INFO)
+    saved = make("llama", dtype="bfloat16")
+    for dtype, computed, told in (
+        ("auto", "float32", "computing in float32: this CPU has no arithmetic for the model's bfloat16"),
+        ("bfloat16", "bfloat16", "this CPU has no arithmetic for bfloat16 and emulates it"),
+    ):
+        caplog.clear()
+        assert build_model(saved, dtype, "cpu", lambda stage, percent: None).kv.dtype is DTYPES[computed]
+        assert next(record for record in caplog.messages if "arithmetic" in record).startswith(told)
 
 
 def test_the_model_does_not_need_its_file_any_more(directory: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tgi.worker import processor
 from tgi.worker.native import build
 from tgi.worker.native.build import NEEDED, Unavailable, library
 from tgi.worker.native.choose import find_kernels
@@ -19,8 +20,9 @@ def able(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that could have them, unless a test takes something away."""
     cpuinfo = tmp_path / "able"
     cpuinfo.write_text(f"model name : new\nflags\t\t: sse {' '.join(NEEDED)}\n")
-    monkeypatch.setattr(build, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(processor, "CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(processor.CPU, raising=False)
     monkeypatch.setenv("CXX", "c++")
 
 
@@ -101,7 +103,7 @@ def test_without_a_place_to_write_the_reason_is_told(tmp_path: Path, monkeypatch
 def test_another_processor_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("model name : old\nflags\t\t: sse avx2 avx512f\n")
-    monkeypatch.setattr(build, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(processor, "CPUINFO", cpuinfo)
     with pytest.raises(Unavailable, match=r"no avx512_bf16, avx512_vnni, avx512bw, avx512vbmi, avx512vl$"):
         library()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")

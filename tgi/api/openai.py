@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tgi
 from tgi.api import errors
-from tgi.api.columns import Columns
+from tgi.api.columns import Columns, Top
 from tgi.api.errors import ApiError
 from tgi.api.service import Service
 from tgi.api.shapes.chat import ChatRequest, ImageChunk
@@ -120,6 +120,12 @@ def failure(error: ApiError, openai_errors: bool) -> str:
     """The events that end a stream that cannot go on, in OpenAI's form or in TGI's."""
     native = f'{{"error":{{"message":{quote(error.message)},"http_status_code":{error.status}}}}}'
     return f"data: {error.openai_event().decode() if openai_errors else native}\n\n{DONE}"
+
+
+def likeliest(columns: Columns, at: int, top_n: int) -> list[Top]:
+    """The `top_n` likeliest tokens in place of one, the lower id first among equals. Where several tie for the last
+    place the columns have all of them, which native routes list."""
+    return columns.tops[at][:top_n] if columns.tops else []
 
 
 class Visible:

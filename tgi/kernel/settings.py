@@ -77,7 +77,11 @@ class Settings:
         MODEL, None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",), unset="main"
     )
     dtype: str = setting(
-        MODEL, "auto", "Type of weights and activations; auto takes the model's own.", text, choices=DTYPES
+        MODEL,
+        "auto",
+        "Type of weights and activations; auto takes the model's own, or float32 on a CPU that only emulates that.",
+        text,
+        choices=DTYPES,
     )
     device: str = setting(
         MODEL,
@@ -228,6 +232,15 @@ class Settings:
         False,
         "Compute with torch's own operations alone, and none of our kernels, on CPU or CUDA.",
         boolean,
+    )
+    cpu: str | None = setting(
+        PERFORMANCE,
+        None,
+        "Instruction set that kernels on CPU are held to.",
+        text,
+        env=("TGI_CPU",),
+        choices=("avx2",),
+        unset="what the processor has",
     )
 
     # Quantization

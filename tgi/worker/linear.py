@@ -206,7 +206,7 @@ class Linear:
         y = self._product(x)
         if self.then in ACTIVATIONS:
             return ACTIVATIONS[self.then](y)
-        if other is None:
+        if other is None or self.then not in _BINARY:
             return y
         return y.add_(other) if self.then == "add" else y.mul_(other)
 

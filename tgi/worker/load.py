@@ -21,6 +21,7 @@ from tgi.worker.models.reading import decoder_config
 from tgi.worker.models.weights import WeightReader, stored_embedding
 from tgi.worker.native.kernels import Kernels
 from tgi.worker.native.quantize import Quantizer
+from tgi.worker.processor import multiplies
 from tgi.worker.quantization.quantize import quantized
 from tgi.worker.quantization.scheme import Scheme, read_scheme
 
@@ -38,12 +39,11 @@ class Recipe(NamedTuple):
     scheme: Scheme = Scheme()
 
 
-def read_recipe(directory: Path, dtype: str, quantize: str | None = None) -> Recipe:
-    """Of the model in a directory. `dtype` is "auto" (the one that config.json names), "float32", "bfloat16" or
-    "float16", `quantize` None or one of settings.QUANTIZATIONS. Raises UserError where there is none that can be
-    computed."""
+def read_recipe(directory: Path, dtype: str, quantize: str | None = None, device: str = "cpu") -> Recipe:
+    """Of the model in a directory. `dtype` is "auto" (see resolve_dtype), "float32", "bfloat16" or "float16",
+    `quantize` None or one of settings.QUANTIZATIONS. Raises UserError where there is none that can be computed."""
     config = read_config(directory)
-    number = resolve_dtype(config, dtype)
+    number = resolve_dtype(config, dtype, device)
     scheme = read_scheme(directory, config, quantize)
     if config["model_type"] in FAMILIES:
         try:
@@ -77,7 +77,9 @@ def build_model(
     `gpu` this device (gpu/choose.py). `narrow`: its cache will be of 8 bits. Raises UserError for whatever is wrong
     with the directory.
     """
-    recipe, place = read_recipe(directory, dtype, quantize), torch.device(device)
+    recipe, place = read_recipe(directory, dtype, quantize, device), torch.device(device)
+    if device == "cpu":
+        _tell_type(stored_dtype(read_config(directory)), recipe.dtype)
     if recipe.decoder is not None:
         return _build_decoder(directory, recipe.decoder, recipe, place, progress, kernels, gpu, narrow)
     from tgi.worker.models.fallback import build_fallback  # imports transformers, which takes seconds
@@ -99,13 +101,38 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def resolve_dtype(config: dict[str, Any], dtype: str) -> torch.dtype:
-    """The number format to compute in. "auto": what the config names, float32 if it names none."""
-    if dtype == "auto":
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype.")
-    return DTYPES[dtype]
+def resolve_dtype(config: dict[str, Any], dtype: str, device: str) -> torch.dtype:
+    """The number format to compute in. "auto": the config's own, but float32 on a CPU that only emulates that."""
+    if dtype != "auto":
+        return _dtype(dtype)
+    own = stored_dtype(config)
+    return own if device != "cpu" or multiplies(_name(own)) else torch.float32
+
+
+def stored_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The number format that the config names, float32 if it names none."""
+    return _dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _tell_type(own: torch.dtype, chosen: torch.dtype) -> None:
+    """Logs what follows from a type that the CPU emulates: the model's `own`, or the one that was asked for."""
+    if not multiplies(_name(chosen)):
+        name = _name(chosen)
+        log.warning("this CPU has no arithmetic for %s and emulates it: --dtype float32 is several times faster", name)
+    elif chosen is not own and not multiplies(_name(own)):
+        log.debug("computing in %s: this CPU has no arithmetic for the model's %s", _name(chosen), _name(own))
+
+
+def _name(dtype: torch.dtype) -> str:
+    """As in settings.DTYPES."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    """The type of a name."""
+    if not isinstance(name, str) or name not in DTYPES:
+        raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype.")
+    return DTYPES[name]
 
 
 def _build_decoder(

@@ -12,8 +12,8 @@ from tgi.kernel.settings import Settings
 from tgi.kernel.summary import Served
 from tgi.worker.loop import Engine, Loop, Poisoned
 from tgi.worker.lora.shelf import stock
+from tgi.worker.processor import hold, keep_order
 from tgi.worker.scripted import Script, ScriptedEngine
-from tgi.worker.sums import keep_order
 from tgi.worker.threads import wait_shortly
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ def _engine(settings: Settings, loop: Loop) -> tuple[Engine, Served]:
         nothing = Served.of(settings, scripted.limits, device="none", kernels="none: the worker is scripted")
         return scripted, nothing
     wait_shortly()
+    hold(settings.cpu)
     keep_order()
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 

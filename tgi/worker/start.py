@@ -58,6 +58,9 @@ class Models(NamedTuple):
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """The engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
+    if device == "cpu":
+        held = "" if settings.cpu is None else ", held to it by --cpu"
+        log.debug("instruction set of the CPU: %s%s", torch.backends.cpu.get_cpu_capability(), held)
     stored = _stored(settings.kv_cache_dtype, device)
     models = _load(settings, device, progress)._replace(stored=stored)
     progress("sizing the KV cache", 96)
@@ -107,7 +110,7 @@ def _load(settings: Settings, device: str, progress: Progress) -> Models:
     kernels = gpu = None
     reason = "--disable-custom-kernels"
     if not settings.disable_custom_kernels:
-        recipes = [read_recipe(path, settings.dtype, asked) for path, asked in quantize.items()]
+        recipes = [read_recipe(path, settings.dtype, asked, device) for path, asked in quantize.items()]
         if device == "cpu":
             kernels, reason = find_kernels(recipes, device)
         else:

@@ -12,7 +12,7 @@ from tgi.api.columns import Columns
 from tgi.api.errors import ApiError
 from tgi.api.fields import Fields
 from tgi.api.float32 import render
-from tgi.api.openai import Stamp, Usage, Visible, finish_reason
+from tgi.api.openai import Stamp, Usage, Visible, finish_reason, likeliest
 from tgi.api.parts import Reply, unreadable
 from tgi.api.serde import Body
 from tgi.api.service import Service
@@ -40,11 +40,12 @@ class ChatEvents:
         )
         self._heads = [f'{self._head}{{"index":{place},"delta":{{' for place in range(len(calls))]
         self._logprobs = logprobs
+        self._top_n = calls[0].request.sampling.top_n
         self._usage = Usage(len(calls)) if usage else None
         self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant"')  # of choices that have not begun
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns)] if self._logprobs else ()
+        logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns, self._top_n)] if self._logprobs else ()
         if columns.parts:
             deltas, logprobs = self._replies[place].deltas(columns, end, logprobs)
             reason = self._replies[place].finish_reason(end)
@@ -91,7 +92,9 @@ def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> s
         if call.divided:
             reply = Reply.of(call, end)
             message, reason = reply.message(), reply.finish_reason(end)
-        items = f'{{"content":[{",".join(_logprobs(call.take()))}]}}' if logprobs else "null"
+        items = (
+            f'{{"content":[{",".join(_logprobs(call.take(), call.request.sampling.top_n))}]}}' if logprobs else "null"
+        )
         choices.append(
             f'{{"index":{place},"message":{{"role":"assistant",{message}}},"logprobs":{items},'
             f'"finish_reason":{reason}}}'
@@ -102,11 +105,11 @@ def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> s
     )
 
 
-def _logprobs(columns: Columns) -> list[str]:
-    """Each token with its logprob and the likeliest ones at its place."""
+def _logprobs(columns: Columns, top_n: int) -> list[str]:
+    """Each token with its logprob and the `top_n` likeliest at its place."""
     items = []
     for at, (text, logprob) in enumerate(zip(columns.texts, columns.logprobs, strict=True)):
-        tops = ",".join(f"{{{_token(top.text, top.logprob)}}}" for top in columns.tops[at]) if columns.tops else ""
+        tops = ",".join(f"{{{_token(top.text, top.logprob)}}}" for top in likeliest(columns, at, top_n))
         items.append(f'{{{_token(text, logprob)},"top_logprobs":[{tops}]}}')
     return items
 

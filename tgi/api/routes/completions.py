@@ -15,7 +15,7 @@ from tgi.api.columns import Columns, PromptColumns
 from tgi.api.errors import ApiError
 from tgi.api.fields import Fields
 from tgi.api.float32 import render
-from tgi.api.openai import Stamp, Usage, Visible, finish_reason, usage
+from tgi.api.openai import Stamp, Usage, Visible, finish_reason, likeliest, usage
 from tgi.api.render import TURN
 from tgi.api.serde import Body
 from tgi.api.service import Service
@@ -41,6 +41,7 @@ class CompletionEvents:
         self._begun = [False] * len(calls)
         self._offsets = [0] * len(calls)  # how much text there is before each choice's next token
         self._prompts = [call.prompt for call in calls]
+        self._top_n = request.logprobs or 0
         self._usage = Usage(self._choices)
 
     def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
@@ -82,7 +83,7 @@ class CompletionEvents:
             one = slice(at, at + 1)
             # The prompt's tokens come with the first one.
             echoed = [*_echoed(self._prompts[place])]
-            rendered.append(_logprobs(columns, one, self._offsets[place], echoed, self._request.logprobs))
+            rendered.append(_logprobs(columns, one, self._top_n, self._offsets[place], echoed))
             self._prompts[place] = PromptColumns.empty()
             if tokens:
                 self._offsets[place] += _width(columns, at)
@@ -103,7 +104,7 @@ async def render_response(finished: list[Finished], request: CompletionRequest, 
             for part in _echoed(call.prompt):
                 echoed.append(part)
                 await asyncio.sleep(0)
-            logprobs = _logprobs(call.take(), slice(None), len(echo), echoed, request.logprobs)
+            logprobs = _logprobs(call.take(), slice(None), request.logprobs, len(echo), echoed)
         rendered.append(
             f'{{"index":{place},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
             f'"finish_reason":{finish_reason(end)}}}'
@@ -135,12 +136,14 @@ def _echoed(prompt: PromptColumns) -> Iterator[_Lists]:
         )
 
 
-def _logprobs(columns: Columns, part: slice, offset: int, echoed: Sequence[_Lists], top_n: int) -> str:
-    """A part of the tokens, behind what is echoed; the text before it has `offset` characters."""
+def _logprobs(columns: Columns, part: slice, top_n: int, offset: int, echoed: Sequence[_Lists]) -> str:
+    """A part of the tokens with the `top_n` likeliest at each place, behind what is echoed; the text before it has
+    `offset` characters."""
     places = range(len(columns.texts))[part]
     widths = accumulate((_width(columns, at) for at in places[:-1]), initial=offset)
     # Tokens are told apart by their text here: the first of several that share one is the likeliest.
-    named = [{top.text: top.logprob for top in reversed(columns.tops[at])} for at in places] if columns.tops else []
+    found = [likeliest(columns, at, top_n) for at in places] if columns.tops else []
+    named = [{top.text: top.logprob for top in reversed(tops)} for tops in found]
     own = _Lists(
         ",".join(quote(columns.texts[at]) for at in places),
         ",".join(render(columns.logprobs[at]) for at in places),

@@ -2,15 +2,18 @@
 
 Queries are computed in tiles: the query heads of one KV head, times as many queries as fit, padded to a fixed number
 of rows. Each tile is one item of torch's flash attention kernel for CPU, which walks over the keys in blocks of 512 in
-the order of their positions and sums in float32. What a query gets out depends on the shapes alone:
+the order of their positions. It is given float32, whatever the model's type: queries, keys and values are widened for
+it, and its result is rounded once. For types of 16 bits the kernel multiplies by other functions of MKL, and rounds its
+result, which hides most differences in the order of sums from a trial, but not from every request. In float32 what a
+query gets out depends on the shapes alone:
 
 - The rows of a tile do not touch each other, but their number may choose another order of sums.
 - Keys behind the query, and those before its window, are masked. They add exact zeros, so it does not matter how many
   follow, nor whether whole blocks before the window are left out.
 - The number of keys in the last block may choose another order of sums.
 
-The kernel has no cap for scores. Models with one are computed in float32 out of products of matrices, again with tiles
-of a fixed number of rows over whole blocks of keys in order.
+The kernel has no cap for scores. Models with one are computed out of products of matrices, again with tiles of a fixed
+number of rows over whole blocks of keys in order.
 
 `agreeing` finds the numbers of rows and of keys that agree bit for bit on this machine, and no others are used.
 So a token's result is the same in prefill and in decode, in any chunk, beside any other row, with any thread count.
@@ -36,6 +39,9 @@ WIDEST_TILE = 32
 # Shorter last blocks of keys that are tried.
 SHORT_BLOCKS = (128, 256)
 
+# What attention is computed in.
+WIDE = torch.float32
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -51,7 +57,7 @@ class CpuAttention:
         self._planner = Planner(kv, self._pages, self.page_size, choose_shapes(kv))
         self._page_bytes = 2 * kv.kv_heads * self.page_size * kv.head_dim * kv.dtype.itemsize
         self._cache = [self._memory() for _ in range(kv.layers)]
-        self._scratch = torch.empty(0, self.page_size * kv.head_dim, dtype=kv.dtype)
+        self._gathers = [torch.empty(0, self.page_size * kv.head_dim, dtype=dtype) for dtype in (kv.dtype, WIDE)]
 
     def _memory(self) -> Tensor:
         """One layer's cache, [2 * kv_heads * pages, page_size * head_dim]. Zeros that take memory once written to."""
@@ -83,13 +89,16 @@ class CpuAttention:
         return result[: plan.tokens]
 
     def _gathered(self, cache: Tensor, gather: Gather) -> Tensor:
-        """Keys and values, [2, sequences, kv_heads, length, head_dim], in memory that the next call reuses."""
-        kv = self._kv
-        if gather.index.shape[0] > self._scratch.shape[0]:
-            self._scratch = torch.empty(gather.index.shape[0], cache.shape[1], dtype=kv.dtype)
-        found = self._scratch[: gather.index.shape[0]]
-        torch.index_select(cache, 0, gather.index, out=found)
-        return found.view(2, kv.kv_heads, gather.sequences, gather.length, kv.head_dim).transpose(1, 2)
+        """Keys and values float32 [2, sequences, kv_heads, length, head_dim], in memory that the next call reuses."""
+        kv, rows = self._kv, gather.index.shape[0]
+        if rows > self._gathers[0].shape[0]:
+            self._gathers = [torch.empty(rows, cache.shape[1], dtype=kind.dtype) for kind in self._gathers]
+        found, wide = (memory[:rows] for memory in self._gathers)
+        if kv.dtype is WIDE:
+            torch.index_select(cache, 0, gather.index, out=wide)
+        else:
+            wide.copy_(torch.index_select(cache, 0, gather.index, out=found))
+        return wide.view(2, kv.kv_heads, gather.sequences, gather.length, kv.head_dim).transpose(1, 2)
 
     def _attend(self, part: Part, query: Tensor, found: Tensor, scale: float) -> Tensor:
         """The results of a part's queries, [B * Q, heads, head_dim]."""
@@ -101,7 +110,7 @@ class CpuAttention:
         else:
             tiles = query.reshape(part.tiles, count, kv.kv_heads, group, kv.head_dim).transpose(1, 2)
             tiles = tiles.reshape(part.tiles, kv.kv_heads, count * group, kv.head_dim)
-        tiles = F.pad(tiles, (0, 0, 0, part.rows - count * group))
+        tiles = F.pad(tiles.to(WIDE), (0, 0, 0, part.rows - count * group))
         keys, values = found[:, :, :, part.first : part.first + part.keys].expand(2, part.tiles, -1, -1, -1)
         if kv.softcap is None:
             out, _ = _flash(tiles, keys, values, 0.0, False, attn_mask=part.mask, scale=scale)
@@ -110,18 +119,18 @@ class CpuAttention:
         out = out[:, :, : count * group]
         if count > 1:
             out = out.unflatten(2, (count, group)).transpose(1, 2)
-        return out.reshape(-1, kv.heads, kv.head_dim)
+        return out.reshape(-1, kv.heads, kv.head_dim).to(kv.dtype)
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
     """softmax(cap * tanh(scale * q k / cap) + mask) v, for [B, kv_heads, rows, head_dim] in and out."""
-    tiles, (keys, values) = query.flatten(0, 1).float(), (x.flatten(0, 1).float() for x in (key, value))
+    tiles, keys, values = (x.flatten(0, 1) for x in (query, key, value))
     blocks = list(zip(keys.split(KEY_BLOCK, 1), values.split(KEY_BLOCK, 1), strict=True))
     scores = torch.cat([torch.bmm(tiles, block.transpose(1, 2)) for block, _ in blocks], dim=2)
     scores = torch.tanh(scores * (scale / cap)) * cap
     shares = (scores.unflatten(0, query.shape[:2]) + mask).softmax(-1).flatten(0, 1).split(KEY_BLOCK, 2)
     found = [torch.bmm(share, block) for share, (_, block) in zip(shares, blocks, strict=True)]
-    return reduce(torch.add, found).view(query.shape).to(query.dtype)
+    return reduce(torch.add, found).view(query.shape)
 
 
 def choose_shapes(kv: KVShape) -> Shapes:
@@ -130,24 +139,24 @@ def choose_shapes(kv: KVShape) -> Shapes:
     if kv.softcap is not None:
         rows = -(-group // BASE_TILE) * BASE_TILE
         return Shapes(rows, rows, (KEY_BLOCK,))
-    tiles, blocks = agreeing(kv.head_dim, kv.dtype)
+    tiles, blocks = agreeing(kv.head_dim)
     fitting = [size for size in tiles if size >= group] or [-(-group // tiles[-1]) * tiles[-1]]
     return Shapes(fitting[0], fitting[-1], blocks)
 
 
 @cache
-def agreeing(head_dim: int, dtype: torch.dtype) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def agreeing(head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The rows of tiles, and the keys of last blocks, that give the same bits as the base; found by trying.
 
     What is drawn for the trial is fixed, so a restart finds the same.
     """
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(8, 1, WIDEST_TILE, head_dim, generator=generator).to(dtype)
-    keys, values = torch.randn(2, 8, 1, 2 * KEY_BLOCK, head_dim, generator=generator).to(dtype)
+    query = torch.randn(8, 1, WIDEST_TILE, head_dim, generator=generator)
+    keys, values = torch.randn(2, 8, 1, 2 * KEY_BLOCK, head_dim, generator=generator)
 
     def attend(rows: int, seen: int, length: int) -> Tensor:
         """With tiles of `rows` rows, the first `seen` of `length` keys."""
-        mask = torch.zeros(1, 1, 1, length, dtype=dtype)
+        mask = torch.zeros(1, 1, 1, length)
         mask[..., seen:] = float("-inf")
         key, value = keys[:, :, :length], values[:, :, :length]
         tiles = query.split(rows, dim=2)

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     queries: Tensor | slice  # int64 [B * Q] index into T
     outputs: Tensor | slice  # int64 [B * Q] where the results go; T for queries that only fill up a tile
-    mask: Tensor  # [B, 1, rows or 1, keys] zeros and -inf
+    mask: Tensor  # float32 [B, 1, rows or 1, keys] zeros and -inf
     tiles: int
     rows: int
     first: int
@@ -74,7 +74,7 @@ class Planner:
         self._group = kv.heads // kv.kv_heads
         self._shapes = shapes
         self._per_tile = max(1, shapes.wide // self._group)
-        self._page_bytes = 2 * kv.kv_heads * page_size * kv.head_dim * kv.dtype.itemsize
+        self._page_bytes = 2 * kv.kv_heads * page_size * kv.head_dim * torch.float32.itemsize
         self._head_pages = torch.arange(2 * kv.kv_heads).view(-1, 1) * pages
 
     def plan(self, batch: Batch) -> Plan:
@@ -147,7 +147,7 @@ class Planner:
     def _mask(self, positions: Tensor, rows: int, keys: int, window: int | None) -> Tensor:
         """For tiles of `rows` rows, of queries at `positions` [B, Q] among the keys."""
         tiles, count = positions.shape
-        mask = torch.zeros(tiles, count, keys, dtype=self._kv.dtype)
+        mask = torch.zeros(tiles, count, keys)
         mask.masked_fill_(_unseen(torch.arange(keys), positions[:, :, None], window), float("-inf"))
         if count > 1:
             mask = mask.repeat_interleave(self._group, dim=1)
@@ -210,7 +210,7 @@ class Planner:
         last = start + (tiles.stop - 1) * size - begin  # of the last tile's first query: the first cutting begins at 0
         width = keys + (len(tiles) - 1) * size
         reach = last + torch.arange(rows) // self._group
-        shared = torch.zeros(rows, width, dtype=self._kv.dtype)
+        shared = torch.zeros(rows, width)
         shared.masked_fill_(_unseen(torch.arange(width), reach[:, None], window), float("-inf"))
         mask = shared.as_strided((len(tiles), 1, rows, keys), (size, 0, width, 1))
         return Part(queries, outputs, mask, len(tiles), rows, offset, keys)

@@ -3,20 +3,19 @@
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from tgi.kernel.rundir import exposure
+from tgi.worker.processor import processor
 
 log = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
 # What the kernels cannot do without; AMX is used where it is there, too.
 NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"))
-CPUINFO = Path("/proc/cpuinfo")
 LONGEST_BUILD = 120.0  # seconds
 
 
@@ -26,19 +25,23 @@ class Unavailable(Exception):
 
 def library(*further: str) -> Path:
     """The compiled kernels; `further` flags are for the compiler. Raises Unavailable."""
-    flags = processor()
-    if missing := NEEDED - flags:
-        raise Unavailable(f"this processor has no {', '.join(sorted(missing))}")
+    need_processor()
     compiler = _compiler()
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
         digest.update(path.read_bytes())
-    digest.update(" ".join([*compiler, *FLAGS, *further, *sorted(flags)]).encode())
+    digest.update(" ".join([*compiler, *FLAGS, *further, *sorted(processor())]).encode())
     path = _cache() / f"kernels-{digest.hexdigest()}.so"
     if not path.exists():
         _compile([*compiler, *FLAGS, *further, *map(str, sources)], path)
     return path
+
+
+def need_processor() -> None:
+    """Raises Unavailable if the processor, or what it is held to, lacks instructions that the kernels need."""
+    if missing := NEEDED - processor():
+        raise Unavailable(f"this processor has no {', '.join(sorted(missing))}")
 
 
 def _compiler() -> list[str]:
@@ -49,17 +52,6 @@ def _compiler() -> list[str]:
         if found := shutil.which(name):
             return [found]
     raise Unavailable("there is no C++ compiler")
-
-
-def processor() -> frozenset[str]:
-    """What this processor can do, as Linux names it; nothing elsewhere."""
-    if platform.machine() != "x86_64" or not CPUINFO.exists():
-        return frozenset()
-    for line in CPUINFO.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()
 
 
 def _cache() -> Path:

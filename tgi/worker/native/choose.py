@@ -7,7 +7,7 @@ import torch
 
 from tgi.worker.load import Recipe
 from tgi.worker.models.config import DecoderConfig
-from tgi.worker.native.build import NEEDED, Unavailable, library, processor
+from tgi.worker.native.build import Unavailable, library, need_processor
 from tgi.worker.native.kernels import DEPTH, WIDEST_HEAD, Kernels
 from tgi.worker.threads import named_threads, usable_cores
 
@@ -22,6 +22,7 @@ def find_kernels(recipes: Sequence[Recipe], device: str) -> tuple[Kernels | None
     if device != "cpu":
         return None, "they are for CPU"
     try:
+        need_processor()
         for recipe in recipes:
             _need_fit(recipe)
     except Unavailable as reason:
@@ -30,8 +31,7 @@ def find_kernels(recipes: Sequence[Recipe], device: str) -> tuple[Kernels | None
     try:
         found = Kernels(library(), threads)
     except Unavailable as reason:
-        if processor() >= NEEDED:
-            log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
+        log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
         return None, str(reason)
     torch.set_num_threads(1)
     return found, ""
