@@ -116,7 +116,7 @@ def test_a_type_that_the_cpu_emulates_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(load, "multiplies", lambda name: name == "float32")
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     saved = make("llama", dtype="bfloat16")
     for dtype, computed, told in (
         ("auto", "float32", "computing in float32: this CPU has no arithmetic for the model's bfloat16"),

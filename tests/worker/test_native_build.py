@@ -71,7 +71,7 @@ def test_that_they_cannot_be_compiled_is_a_warning_where_the_processor_has_what_
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert reason in caplog.messages[0]
         caplog.clear()
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "none")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "none")
     kernels, reason = find_kernels([], "cpu")
     assert kernels is None
     assert "this processor has no avx512_bf16" in reason
