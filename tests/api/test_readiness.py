@@ -30,7 +30,7 @@ def until_healthy(front: Front) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("keys", [(), ("secret", "other")])
+@pytest.mark.parametrize("keys", [(), ("secret", "other"), ("schlüssel €",)])
 def test_the_probe_is_answered_before_any_client_and_is_not_counted(serve: Any, keys: tuple[str, ...]) -> None:
     before = metrics.render()
     front = serve(one_token, proves=True, api_key=keys)

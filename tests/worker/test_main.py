@@ -15,12 +15,12 @@ from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
 from tests.worker.test_scripted import good, slot, step
 from tgi.kernel import rundir
-from tgi.kernel.errors import UserError
+from tgi.kernel.errors import FATAL, UserError
 from tgi.kernel.messages import Sampling, encode
 from tgi.kernel.pack import floats
 from tgi.kernel.presence import Status
 from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import FATAL, Child, Spec, last_words
+from tgi.kernel.spawn import Child, Spec, last_words
 from tgi.kernel.summary import Served
 from tgi.worker import memory
 from tgi.worker.load import build_model

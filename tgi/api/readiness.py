@@ -76,7 +76,7 @@ async def _ask(app: Asgi, method: str, path: str, body: bytes, headers: dict[str
     scope: dict[str, Any] = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in headers.items()],
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "client": None, "server": None,
     }  # fmt: skip
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
