@@ -29,7 +29,8 @@ PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((R
 COMPATIBILITY, MIGRATING = PAGES["compatibility.md"], PAGES["migrating.md"]
 OURS = {"--max-image-fetch-size", "--api-key-file", "--kserve", "--allow-image-urls"}  # flags that TGI has not
 LAUNCHER = {name for name, _, _ in FLAGS if name.startswith("--")} - OURS
-OTHERS_FLAGS = {"--gpus", "--shm-size", "--no-cache-dir", "--no-install-recommends"}  # of docker, pip and apt
+# Of docker, pip, apt, and of lm-eval, whose names go on behind an underscore.
+OTHERS_FLAGS = {"--gpus", "--shm-size", "--no-cache-dir", "--no-install-recommends", "--model", "--tasks", "--batch"}
 VARIABLES = {variable for name, option in OPTIONS.items() for variable in option.over + option.variables(name)}
 NOT_SERVED = " is not supported by this server"
 # What pages say of numbers that stand in the code.

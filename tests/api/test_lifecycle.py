@@ -189,6 +189,31 @@ def until_known(front: Front, count: int) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields", "sent"),
+    [
+        ([5, 7], {}, ("", [5, 7], True, None, None)),
+        ("x", {"add_special_tokens": False, "truncate_prompt_tokens": 3}, ("x", [], False, 3, None)),
+        ("x", {"max_completion_tokens": 9}, ("x", [], True, None, 9)),
+        ("x", {"max_completion_tokens": 9, "max_tokens": 4}, ("x", [], True, None, 4)),
+        ([5], {"max_tokens": 0, "echo": True}, ("", [5], True, None, 0)),
+    ],
+    ids=str,
+)
+def test_a_prompt_goes_down_again_as_it_came(serve: Any, prompt: Any, fields: dict[str, Any], sent: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    stream = Stream(front, "/v1/completions", json.dumps({"prompt": prompt, "stream": True, **fields}))
+    for _ in range(2):
+        asked = tokenizer.next(Generate)
+        ids, special = ints(asked.input_ids), asked.add_special_tokens
+        assert (asked.inputs, ids, special, asked.truncate, asked.max_new_tokens) == sent
+        tokenizer.stop()
+        tokenizer.start()
+    tokenizer.send(End(tokenizer.next(Generate).rid, Reason.FAILED, "enough"))
+    stream.rest()
+
+
 def test_a_prompt_survives_its_tokenizer(serve: Any) -> None:
     """In a stream whose first token waits, what has come of the prompt is kept, and only the rest is asked for."""
     front = serve(silent)

@@ -1,6 +1,8 @@
 """OpenAI's SDK against this server: the synchronous client, then the asynchronous one, then errors."""
 
 import asyncio
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -263,6 +265,38 @@ def test_completion_echoes_the_prompt(client: OpenAI) -> None:
         assert told.text[begin:].startswith(token)
     chunks = list(client.completions.create(stream=True, logprobs=1, **request))
     assert [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens] == columns.tokens
+
+
+def ids_of(text: str) -> list[int]:
+    """The server's own: the SDK has no call for it."""
+    body, headers = json.dumps({"inputs": text}).encode(), {"content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{URL}/tokenize", body, headers), timeout=60) as answer:
+        return [token["id"] for token in json.load(answer)]
+
+
+def test_completion_of_token_ids_and_a_score(client: OpenAI) -> None:
+    """A prompt's logprobs without a token behind it; the same ids say the same."""
+    prompts = [ids_of(PROMPT), ids_of(WEATHER)]
+    score = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = client.completions.create(model="tgi", prompt=prompts, **score)
+    assert [choice.text for choice in answer.choices] == [PROMPT, WEATHER]
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.usage.completion_tokens == 0
+    assert [len(choice.logprobs.tokens) for choice in answer.choices] == [len(one) for one in prompts]
+    assert answer.choices == client.completions.create(model="tgi", prompt=[PROMPT, WEATHER], **score).choices
+    [chunk] = client.completions.create(model="tgi", prompt=prompts[0], stream=True, **score)
+    assert chunk.choices[0] == answer.choices[0]
+    [text, same] = [client.completions.create(prompt=prompt, **GREEDY).choices for prompt in (PROMPT, prompts[0])]
+    assert text == same
+
+
+def test_fields_that_are_not_served_are_named(client: OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refusal:
+        client.chat.completions.create(messages=MESSAGES, reasoning_effort="low", **GREEDY)
+    assert "`reasoning_effort` is not supported by this server" in refusal.value.response.text
+    client.chat.completions.create(
+        messages=MESSAGES, user="u", store=False, service_tier="auto", extra_body={"colour": "red"}, **GREEDY
+    )
 
 
 # Models

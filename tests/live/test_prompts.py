@@ -1,16 +1,20 @@
-"""Logprobs of prompts through a whole tree: exact, in any company, cached or not, and once however much dies."""
+"""Prompts through a whole tree: their logprobs are exact, in any company, cached or not, and come once however much
+dies; and what programs send that evaluate models with them, or measure servers."""
 
+import asyncio
+import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
 
-from tests.live.server import Server
+from tests.live.server import LOCAL, Server
 from tests.models import model
 
 LONGEST = 300  # tokens of a request
@@ -22,113 +26,218 @@ def prefill(server: Server, inputs: str, **parameters: Any) -> list[dict[str, An
     return answer["details"]["prefill"]  # type: ignore[no-any-return]
 
 
-def test_they_are_exact_whatever_happens(tmp_path: Path) -> None:
-    directory = model("llama")
-    arguments = ("--model-id", str(directory), "--dtype", "float32", "--validation-workers", "1")
-    with Server(tmp_path / "run", *arguments, "--max-batch-prefill-tokens", "48") as server:
-        server.start().ready()
-        inputs = TEXT * 6
-        want = prefill(server, inputs)
-        ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(inputs).ids
-        assert [token["id"] for token in want] == ids
-        assert want[0]["logprob"] is None
-        network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    arguments = ("--model-id", str(model("llama")), "--dtype", "float32", "--validation-workers", "1")
+    limits = ("--max-total-tokens", str(LONGEST), "--max-batch-prefill-tokens", "48")
+    with Server(tmp_path_factory.mktemp("server") / "run", *arguments, *limits) as server:
+        yield server.start().ready()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(model("llama") / "tokenizer.json"))
+
+
+class Reference:
+    """What transformers says of a prompt."""
+
+    def __init__(self) -> None:
+        self._network = transformers.AutoModelForCausalLM.from_pretrained(model("llama"), dtype=torch.float32)
+
+    def rows(self, ids: list[int]) -> torch.Tensor:
+        """The logprobs of all tokens behind each but the last."""
         with torch.inference_mode():
-            rows = network(torch.tensor([ids])).logits[0].log_softmax(-1)
-        theirs = rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-        assert [token["logprob"] for token in want[1:]] == pytest.approx(theirs, abs=1e-4)
+            return self._network(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)  # type: ignore[no-any-return]
 
-        server.generate(inputs, max_new_tokens=1)  # now its pages are in the cache
-        assert prefill(server, inputs) == want
-        assert prefill(server, inputs, temperature=0.5, top_k=2, seed=4, repetition_penalty=1.3) == want
-        assert prefill(server, inputs, truncate=40)[1:] != want[-39:]
-        with ThreadPoolExecutor(8) as pool:
-            others = [pool.submit(prefill, server, TEXT * n) for n in (1, 2, 6, 3, 6)]
-            assert [other.result() for other in others][2] == others[4].result() == want
-
-        for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-            killing = threading.Thread(target=server.kill, args=(victim,))
-            with ThreadPoolExecutor(4) as pool:
-                under_way = [pool.submit(prefill, server, inputs) for _ in range(4)]
-                killing.start()
-                assert [one.result() for one in under_way] == [want] * 4, victim
-            killing.join()
-
-        body = {"prompt": inputs, "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
-        (choice,) = server.client.post("/v1/completions", json=body).json()["choices"]
-        columns = choice["logprobs"]
-        assert columns["token_logprobs"][: len(ids)] == [token["logprob"] for token in want]
-        assert columns["tokens"][: len(ids)] == [token["text"] for token in want]
-        assert {len(column) for column in columns.values()} == {len(ids) + 3}
-        assert columns["top_logprobs"][0] is None
-        assert columns["text_offset"][len(ids)] == len(inputs)
-        for token, begin in zip(columns["tokens"], columns["text_offset"], strict=True):
-            assert "\ufffd" in token or choice["text"][begin:].startswith(token) or token.startswith("<|")
+    def logprobs(self, ids: list[int]) -> list[float]:
+        """Of each token but the first."""
+        return self.rows(ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-def test_prompts_are_scored(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+def test_they_are_exact_whatever_happens(server: Server, tokenizer: Tokenizer, reference: Reference) -> None:
+    inputs = TEXT * 6
+    want = prefill(server, inputs)
+    ids = tokenizer.encode(inputs).ids
+    assert [token["id"] for token in want] == ids
+    assert want[0]["logprob"] is None
+    assert [token["logprob"] for token in want[1:]] == pytest.approx(reference.logprobs(ids), abs=1e-4)
+
+    server.generate(inputs, max_new_tokens=1)  # now its pages are in the cache
+    assert prefill(server, inputs) == want
+    assert prefill(server, inputs, temperature=0.5, top_k=2, seed=4, repetition_penalty=1.3) == want
+    assert prefill(server, inputs, truncate=40)[1:] != want[-39:]
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(prefill, server, TEXT * n) for n in (1, 2, 6, 3, 6)]
+        assert [other.result() for other in others][2] == others[4].result() == want
+
+    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
+        killing = threading.Thread(target=server.kill, args=(victim,))
+        with ThreadPoolExecutor(4) as pool:
+            under_way = [pool.submit(prefill, server, inputs) for _ in range(4)]
+            killing.start()
+            assert [one.result() for one in under_way] == [want] * 4, victim
+        killing.join()
+
+    (choice,) = ask(server, inputs, logprobs=2, max_tokens=3, temperature=0)["choices"]
+    columns = choice["logprobs"]
+    assert columns["token_logprobs"][: len(ids)] == [token["logprob"] for token in want]
+    assert columns["tokens"][: len(ids)] == [token["text"] for token in want]
+    assert {len(column) for column in columns.values()} == {len(ids) + 3}
+    assert columns["top_logprobs"][0] is None
+    assert columns["text_offset"][len(ids)] == len(inputs)
+    for token, begin in zip(columns["tokens"], columns["text_offset"], strict=True):
+        assert "\ufffd" in token or choice["text"][begin:].startswith(token) or token.startswith("<|")
+
+
+def ask(server: Server, prompt: Any, **fields: Any) -> dict[str, Any]:
+    """Completions of a prompt or of several, which come back with their logprobs."""
+    answer = server.client.post("/v1/completions", json={"prompt": prompt, "echo": True, "logprobs": 1, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def test_prompts_are_scored(server: Server, tokenizer: Tokenizer, reference: Reference) -> None:
     """Texts and token ids, up to the whole context, without a token: exact, and once whatever dies."""
-    directory = model("llama")
-    ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT * 13).ids
+    ids = tokenizer.encode(TEXT * 13).ids
     assert len(ids) > LONGEST
-    network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    prompts = [ids[:LONGEST], ids[:1], ids[5:40], ids[7:LONGEST]]
+    scored = ask(server, prompts, max_tokens=0)
+    total = sum(map(len, prompts))
+    assert scored["usage"] == {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}
+    for prompt, choice in zip(prompts, scored["choices"], strict=True):
+        assert choice["finish_reason"] == "length"
+        assert choice["text"] in TEXT * 13
+        columns = choice["logprobs"]
+        assert {len(column) for column in columns.values()} == {len(prompt)}
+        assert columns["token_logprobs"][0] is None
+        assert columns["token_logprobs"][1:] == pytest.approx(reference.logprobs(prompt), abs=1e-4)
 
-    def theirs(prompt: list[int]) -> list[float]:
-        with torch.inference_mode():
-            rows = network(torch.tensor([prompt])).logits[0].log_softmax(-1)
-        return rows[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+    # The same prompt as a text, and with a token behind it, has the same logprobs.
+    whole = tokenizer.encode(TEXT).ids
+    by_ids, by_text = (ask(server, prompt, max_tokens=0)["choices"] for prompt in (whole, TEXT))
+    assert by_ids == by_text
+    assert by_ids[0]["text"] == TEXT
+    (longer,) = ask(server, whole, max_tokens=1, temperature=0)["choices"]
+    assert {name: column[:-1] for name, column in longer["logprobs"].items()} == by_ids[0]["logprobs"]
+    (cut,) = ask(server, whole, max_tokens=0, truncate_prompt_tokens=5)["choices"]
+    assert cut["logprobs"]["tokens"] == by_ids[0]["logprobs"]["tokens"][-5:]
 
-    arguments = ("--model-id", str(directory), "--dtype", "float32", "--validation-workers", "1")
-    limits = ("--max-total-tokens", str(LONGEST), "--max-batch-prefill-tokens", "96")
-    with Server(tmp_path / "run", *arguments, *limits) as server:
-        server.start().ready()
+    # What is generated behind ids is what is generated behind their text.
+    texts = [ask(server, prompt, max_tokens=8, temperature=0, echo=False)["choices"][0] for prompt in (TEXT, whole)]
+    assert texts[0] == texts[1]
 
-        def ask(prompt: Any, **fields: Any) -> dict[str, Any]:
-            body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
-            answer = server.client.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            return answer.json()  # type: ignore[no-any-return]
+    refused = [
+        {"prompt": ids[: LONGEST + 1], "echo": True, "max_tokens": 0},
+        {"prompt": ids[:LONGEST], "echo": True, "max_tokens": 1},
+        {"prompt": ids[:LONGEST], "max_tokens": 0},
+    ]
+    assert [server.client.post("/v1/completions", json=body).status_code for body in refused] == [422] * 3
 
-        prompts = [ids[:LONGEST], ids[:1], ids[5:40], ids[7:LONGEST]]
-        scored = ask(prompts)
-        assert scored["usage"] == {
-            "prompt_tokens": sum(map(len, prompts)),
-            "completion_tokens": 0,
-            "total_tokens": sum(map(len, prompts)),
-        }
-        for prompt, choice in zip(prompts, scored["choices"], strict=True):
-            assert choice["finish_reason"] == "length"
-            columns = choice["logprobs"]
-            assert {len(column) for column in columns.values()} == {len(prompt)}
-            assert columns["token_logprobs"][0] is None
-            assert columns["token_logprobs"][1:] == pytest.approx(theirs(prompt), abs=1e-4)
-        text = scored["choices"][2]["text"]
-        assert text in TEXT * 13
+    for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
+        killing = threading.Thread(target=server.kill, args=(victim,))
+        with ThreadPoolExecutor(4) as pool:
+            under_way = [pool.submit(ask, server, prompts, max_tokens=0) for _ in range(4)]
+            killing.start()
+            assert [one.result()["choices"] for one in under_way] == [scored["choices"]] * 4, victim
+        killing.join()
 
-        # The same prompt as a text, and with a token behind it, has the same logprobs.
-        whole = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT).ids
-        by_ids, by_text, more = ask(whole), ask(TEXT), ask(whole, max_tokens=1, temperature=0)
-        assert by_ids["choices"] == by_text["choices"]
-        assert by_ids["choices"][0]["text"] == TEXT
-        columns, longer = by_ids["choices"][0]["logprobs"], more["choices"][0]["logprobs"]
-        assert {name: column[:-1] for name, column in longer.items()} == columns
 
-        # What is generated behind ids is what is generated behind their text, and streams say the same.
-        body = {"temperature": 0, "max_tokens": 8, "echo": False, "logprobs": None}
-        texts = [ask(prompt, **body)["choices"][0]["text"] for prompt in (TEXT, whole)]
-        assert texts[0] == texts[1]
+@pytest.mark.parametrize("tokenized", [True, False])
+def test_what_lm_eval_sends(server: Server, tokenizer: Tokenizer, reference: Reference, tokenized: bool) -> None:
+    """lm-eval 0.4.13, model local-completions: the sum of the logprobs behind a context, and whether each token is the
+    likeliest. It leaves out one generated token."""
+    texts = [
+        (context, context + rest) for context in ("The capital is", "Le garçon. 👍🏽") for rest in (" Paris.", " 今")
+    ]
+    pairs = [(tokenizer.encode(context).ids, tokenizer.encode(whole).ids) for context, whole in texts]
+    if tokenized:  # the likeliest token need not be one that the text is divided into
+        context = pairs[0][0]
+        pairs[1] = context, [*context, int(reference.rows([*context, 0])[-1].argmax())]
+    prompts = [whole if tokenized else tokenizer.decode(whole, skip_special_tokens=False) for _, whole in pairs]
+    body = {
+        "model": "tgi",
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    answer = server.client.post("/v1/completions", json=body).json()
+    found = []
+    for choice, (context, whole) in zip(sorted(answer["choices"], key=lambda one: one["index"]), pairs, strict=True):
+        logprobs = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+        greedy = all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
+        rows = reference.rows(whole)[len(context) - 1 :]
+        assert sum(logprobs) == pytest.approx(sum(reference.logprobs(whole)[len(context) - 1 :]), abs=1e-4)
+        assert greedy == (rows.argmax(-1).tolist() == whole[len(context) :])
+        found.append(greedy)
+    assert any(found) or not tokenized
+    until = {
+        "prompt": prompts,
+        "model": "tgi",
+        "max_tokens": 6,
+        "temperature": 0.0,
+        "stop": ["\n", "<|im_end|>"],
+        "seed": 1234,
+    }
+    choices = server.client.post("/v1/completions", json=until).json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(len(pairs)))
 
-        answer = server.client.post(
-            "/v1/completions", json={"prompt": ids[: LONGEST + 1], "echo": True, "max_tokens": 0}
-        )
-        assert answer.status_code == 422
-        for fields in ({"max_tokens": 0}, {"max_tokens": 1, "echo": True}):
-            assert server.client.post("/v1/completions", json={"prompt": ids[:LONGEST], **fields}).status_code == 422
 
-        for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
-            killing = threading.Thread(target=server.kill, args=(victim,))
-            with ThreadPoolExecutor(4) as pool:
-                under_way = [pool.submit(ask, prompts) for _ in range(4)]
-                killing.start()
-                assert [one.result()["choices"] for one in under_way] == [scored["choices"]] * 4, victim
-            killing.join()
+def test_what_vllm_bench_serve_sends(server: Server) -> None:
+    """Many streams at once. It takes an event with choices for a token and one without for the usage, and reads what
+    comes in pieces of any size, each without the white space around it."""
+    body = {
+        "model": "tgi", "prompt": TEXT, "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 24,
+        "logprobs": None, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+    }  # fmt: skip
+
+    async def one(client: httpx.AsyncClient) -> tuple[str, int, dict[str, int]]:
+        text, tokens, usage, done, waiting = "", 0, {}, False, ""
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for chunk in answer.aiter_text():
+                waiting += chunk.strip()
+                *messages, waiting = waiting.split("\n\n")
+                if waiting == "data: [DONE]" or _is_json(waiting.removeprefix("data: ")):
+                    messages, waiting = [*messages, waiting], ""
+                for message in filter(None, messages):
+                    assert not done
+                    data = message.removeprefix("data: ")
+                    done = data == "[DONE]"
+                    said = {} if done else json.loads(data)
+                    if said.get("choices"):
+                        tokens += 1
+                        text += said["choices"][0]["text"]
+                    elif said:
+                        usage = said["usage"]
+        assert done
+        assert not waiting
+        return text, tokens, usage
+
+    async def all_of_them() -> list[tuple[str, int, dict[str, int]]]:
+        async with httpx.AsyncClient(base_url=server.url, **LOCAL) as client:
+            return await asyncio.gather(*(one(client) for _ in range(12)))
+
+    found = asyncio.run(all_of_them())
+    text, tokens, usage = found[0]
+    assert found == [found[0]] * 12
+    assert tokens == usage["completion_tokens"] == 24
+    whole = server.client.post("/v1/completions", json=body | {"stream": False, "stream_options": None}).json()
+    assert (whole["choices"][0]["text"], whole["usage"]) == (text, usage)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

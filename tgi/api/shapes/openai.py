@@ -338,7 +338,12 @@ class OpenAiRequest(Struct, kw_only=True):
         """The names here of TGI's parameters that have another one there."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         grammar = next(iter(self.constraints), "response_format")
-        return {"max_new_tokens": limit, "min_new_tokens": "min_tokens", "grammar": grammar}
+        return {
+            "max_new_tokens": limit,
+            "min_new_tokens": "min_tokens",
+            "grammar": grammar,
+            "truncate": "truncate_prompt_tokens",
+        }
 
     @property
     def max_new_tokens(self) -> int | None:
