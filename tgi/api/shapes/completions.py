@@ -14,10 +14,19 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(OpenAiRequest):
+class CompletionRequest(OpenAiRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
+    max_tokens: Annotated[
+        UInt32 | None,
+        doc(
+            "The maximum number of tokens that can be generated; without it, until the context is full. With `echo` it "
+            "may be 0: the prompt alone comes back.",
+            example=32,
+            minimum=0,
+        ),
+    ] = None
     suffix: Annotated[
         str | None, doc("The text to append to the prompt. It is not supported: any but null is refused with a 422.")
     ] = None
