@@ -10,12 +10,12 @@ import json
 from typing import Any
 from urllib.parse import unquote
 
-# Of the whole part, and of the fraction; an exponent has up to three.
+# Of the whole part, and of the fraction. An exponent has up to two, so that the number is one for a client, too.
 MAX_DIGITS = 20
 
 _HEAD = rf"""%llguidance {{"ignore_once": true}}
 %ignore / /
-NUMBER: /-?(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(\.[0-9]{{1,{MAX_DIGITS}}})?([eE][+-]?[0-9]{{1,3}})?/
+NUMBER: /-?(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(\.[0-9]{{1,{MAX_DIGITS}}})?([eE][+-]?[0-9]{{1,2}})?/
 STRING: /"([^"\\\x00-\x1F\x7F]|\\(["\\bfnrt]|u00[01][0-9a-fA-F]|u007[fF]))*"/
 any: "null" | "true" | "false" | NUMBER | STRING | "[" (any ("," any)*)? "]" | "{{" (pair ("," pair)*)? "}}"
 pair: STRING ":" any
