@@ -259,6 +259,11 @@ def test_objects_are_closed(reader: GrammarReader, schema: dict[str, Any], texts
         ({"type": ["integer", "null"]}, ["3", "null"], ["2.0", "1" * 20]),
         ({}, ["1e5", '{"a":[1.5]}'], ["1" * 21, '{"a":[' + "1" * 21 + "]}"]),
         ({"type": "object"}, ['{"a":0.00005}', '{"a":5e-5}'], ['{"a":0.' + "3" * 21 + "}"]),
+        (
+            {"properties": {"n": {"type": "number"}, "o": {**of("k"), "anyOf": [of("a"), of("b")]}}, "type": "object"},
+            ['{"n":1e9, "o":{"k":1, "a":2}}'],
+            ['{"n":' + "1" * 21 + "}", '{"o":{"a":1,"b":2}}'],
+        ),
         ({"type": "array", "items": {"type": "number"}}, ["[1, 2.5]"], ["[1,0." + "3" * 21 + "]"]),
         ({"const": 0.12345678901234}, ["0.12345678901234"], ["0.12345678"]),
     ],
