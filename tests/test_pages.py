@@ -21,7 +21,7 @@ from tgi.kernel.option import flag
 from tgi.kernel.settings import DRAFTS, MOST_SPECULATED, OPTIONS
 from tgi.kernel.summary import Served
 from tgi.launcher import main
-from tgi.tokenizer import grammar, schema, template
+from tgi.tokenizer import closing, ebnf, grammar, schema, schema_lark, template
 from tgi.tokenizer.answer import tools
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +42,11 @@ NUMBERS = [
     ("grammars.md", f"more than {grammar.MOST_BYTES} bytes"),
     ("grammars.md", f"| nesting | {schema.MOST_DEPTH} schemas |"),
     ("grammars.md", f"| names in all `properties` | {schema.MOST_PROPERTIES} |"),
+    ("grammars.md", f"| {closing.MAX_STEPS:,} names passed between them |"),
+    ("grammars.md", f"| {ebnf.MAX_BYTES} bytes, {ebnf.MAX_RULES} rules |"),
+    ("grammars.md", f"64 bits (±{schema.MAX_WHOLE})"),
+    ("grammars.md", f"Behind the point there are {schema.DECIMALS} digits"),
+    ("grammars.md", f"| {schema_lark.MAX_DIGITS} digits before the point, {schema_lark.MAX_DIGITS} behind it"),
     ("grammars.md", f"{LIMITS.initial_lexer_fuel:,} steps of the lexer and {LIMITS.max_grammar_size:,} symbols"),
     ("grammars.md", f"{LIMITS.step_lexer_fuel:,} steps of the lexer, {LIMITS.step_max_items:,} items of the parser"),
     ("grammars.md", f"| memory of one grammar | {LIMITS.max_lexer_states:,} states of the lexer"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from tests.clients.served import ANSWER, GUARDED_URL, KEY, MESSAGES, PROMPT, QUE
 
 GREEDY: dict[str, Any] = {"model": "tgi", "temperature": 0, "max_tokens": 12}
 CHAT = {"messages": MESSAGES, **GREEDY}
+CAPITAL = {"type": "object", "properties": {"capital": {"enum": ["Paris", "London"]}}, "required": ["capital"]}
 WEATHER = "<|im_start|>user\nIs snow cold or hot?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -84,6 +86,30 @@ def test_chat_length(client: OpenAI) -> None:
         answer = client.chat.completions.create(model="tgi", messages=MESSAGES, temperature=0, **limit)
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "fits"),
+    [
+        ({"guided_choice": ["Paris", "London"]}, {"Paris", "London"}.__contains__),
+        ({"structured_outputs": {"choice": ["Paris", "London"]}}, {"Paris", "London"}.__contains__),
+        ({"guided_regex": "[A-Z][a-z]{1,9}!"}, re.compile("[A-Z][a-z]{1,9}!").fullmatch),
+        ({"structured_outputs": {"regex": "[A-Z][a-z]{1,9}!"}}, re.compile("[A-Z][a-z]{1,9}!").fullmatch),
+        ({"guided_grammar": 'root ::= "In " ("Paris" | "London")'}, re.compile("In (Paris|London)").fullmatch),
+        ({"guided_json": CAPITAL}, lambda text: set(json.loads(text)) == {"capital"}),
+        ({"structured_outputs": {"json": CAPITAL}}, lambda text: set(json.loads(text)) == {"capital"}),
+    ],
+)
+def test_guided_as_in_vllm(client: OpenAI, extra: dict[str, Any], fits: Callable[[str], object]) -> None:
+    request = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 40, "extra_body": extra}
+    [choice] = client.chat.completions.create(**request).choices
+    assert choice.finish_reason == "stop"
+    assert fits(choice.message.content)
+    assert text_of(list(client.chat.completions.create(stream=True, **request))) == choice.message.content
+    request["extra_body"] = extra | {"guided_json": {"type": "array"}, "guided_regex": "a"}
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        client.chat.completions.create(**request)
+    assert "only one of" in caught.value.response.text
 
 
 def test_chat_choices(client: OpenAI) -> None:

@@ -98,6 +98,45 @@ def test_any_object_and_regex(server: Server) -> None:
     assert answer["details"]["generated_tokens"] == 5
 
 
+CHOICES = ["yes", "yes, but", "n(o|t)?", 'a\n"b"/\\', "é 🙂"]
+
+
+@pytest.mark.parametrize("asked", [{"guided_choice": CHOICES}, {"structured_outputs": {"choice": CHOICES}}])
+def test_choices_whole_and_streamed(server: Server, asked: dict[str, Any]) -> None:
+    """What comes is one of the choices, on both routes."""
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+    ):
+        body |= asked | {"max_tokens": 60, "seed": 7}
+        texts = set()
+        for choice in server.client.post(path, json=body | {"n": 8}).json()["choices"]:
+            assert choice["finish_reason"] == "stop"
+            texts.add(choice["text"] if "text" in choice else choice["message"]["content"])
+        with server.client.stream("POST", path, json=body | {"stream": True}) as answer:
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        parts = [event["choices"][0] for event in events]
+        texts.add("".join(part["text"] if "text" in part else part["delta"].get("content") or "" for part in parts))
+        assert len(texts) > 1
+        assert texts <= set(CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"guided_json": {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "type": "object"}}, r"\{.*"),
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_grammar": 'root ::= item ("," item)? "."\nitem ::= "one" | "two"'}, r"(one|two)(,(one|two))?\."),
+        ({"ebnf": 'start: ITEM ("," ITEM)? "."\nITEM: "one" | /tw[o]/'}, r"(one|two)(,(one|two))?\."),
+    ],
+)
+def test_names_of_other_servers(server: Server, asked: dict[str, Any], pattern: str) -> None:
+    for choice in chat(server, {"type": "text"}, n=4, seed=2, **asked)["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(pattern, choice["message"]["content"])
+
+
 def test_refusals_reach_the_client(server: Server) -> None:
     for schema, words in (
         ({"not": {}}, "cannot compile regex from schema: `not` cannot be enforced (at #)"),
@@ -161,6 +200,14 @@ def test_the_demo_model(demo_model: Path, tmp_path: Path) -> None:
     colour = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
     with Server(tmp_path / "run", "--model-id", str(demo_model), "--validation-workers", "1") as server:
         server.start().ready()
+        third = {"type": "object", "properties": {"quotient": {"type": "number"}}}  # greedily, it has no end
+        body = {"messages": [{"role": "user", "content": "What is one divided by three? Answer in JSON."}]}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": third}}
+        answer = server.client.post(
+            "/v1/chat/completions", json=body | {"response_format": form, "temperature": 0, "max_tokens": 80}
+        ).json()["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        assert set(json.loads(answer["message"]["content"])) <= {"quotient"}
         schemas = [PERSON, colour, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}]
 
         def texts(schema: Any) -> list[str]:

@@ -2,20 +2,20 @@
 
 llguidance compiles JSON schemas by itself, but has no such bound, and a small model may not find the end of 1/3. So
 objects, arrays, unions and references are written as rules here, down to the numbers. Strings with a pattern, whole
-numbers and other leaves stay `%json`. Schemas that must be joined (`allOf`, keywords next to `anyOf` or `$ref`) are
-left to the library, with its numbers.
+numbers and other leaves stay `%json`, and so do schemas that must be joined (`allOf`, keywords next to `anyOf`): their
+numbers are the library's. With a `$ref` in one of these all is left to the library.
 """
 
 import json
 from typing import Any
 from urllib.parse import unquote
 
-# Of the whole part, and of the fraction; an exponent has up to three.
+# Of the whole part, and of the fraction. An exponent has up to two, so that the number is one for a client, too.
 MAX_DIGITS = 20
 
 _HEAD = rf"""%llguidance {{"ignore_once": true}}
 %ignore / /
-NUMBER: /-?(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(\.[0-9]{{1,{MAX_DIGITS}}})?([eE][+-]?[0-9]{{1,3}})?/
+NUMBER: /-?(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(\.[0-9]{{1,{MAX_DIGITS}}})?([eE][+-]?[0-9]{{1,2}})?/
 STRING: /"([^"\\\x00-\x1F\x7F]|\\(["\\bfnrt]|u00[01][0-9a-fA-F]|u007[fF]))*"/
 any: "null" | "true" | "false" | NUMBER | STRING | "[" (any ("," any)*)? "]" | "{{" (pair ("," pair)*)? "}}"
 pair: STRING ":" any
@@ -75,10 +75,8 @@ class _Writer:
         if meant == {"anyOf"} or (meant == {"allOf"} and len(schema["allOf"]) == 1):
             (word,) = meant
             return self._rule(" | ".join(map(self._value, schema[word])))
-        if meant & _JOINED or (meant & _VALUES and meant & (_ARRAY | _OBJECT)):
-            raise NotPlain
-        if meant & _VALUES:
-            return self._json(schema, meant)
+        if meant & (_JOINED | _VALUES):
+            return self._json(schema)
         types = schema.get("type", _TYPES)
         return self._rule(
             " | ".join(self._typed(schema, name) for name in ([types] if isinstance(types, str) else types))
@@ -93,12 +91,12 @@ class _Writer:
             case "string" if not _STRING & schema.keys():
                 return "STRING"
             case "string":
-                return self._json({**schema, "type": name}, {"type", *_STRING})
+                return self._json({"type": name} | {word: schema[word] for word in schema if word in _STRING})
             case "number" if not _NUMBER & schema.keys():
                 self.bounded = True
                 return "NUMBER"
             case "number" | "integer":
-                return self._json({**schema, "type": name}, {"type", *_NUMBER})
+                return self._json({"type": name} | {word: schema[word] for word in schema if word in _NUMBER})
             case "array":
                 return self._array(schema)
             case _:
@@ -146,9 +144,11 @@ class _Writer:
             behind = f'"," {field} {behind}' if is_required else self._rule(f'("," {field})? {behind}')
         return first
 
-    def _json(self, schema: dict[str, Any], words: set[str]) -> str:
-        kept = {word: value for word, value in schema.items() if word in words}
-        return self._rule(f"%json {json.dumps({**kept, 'x-guidance': self._options})}")
+    def _json(self, schema: dict[str, Any]) -> str:
+        """A schema as it is. References in it would lead to nothing."""
+        if '"$ref"' in (text := json.dumps({**schema, "x-guidance": self._options})):
+            raise NotPlain
+        return self._rule(f"%json {text}")
 
     def _rule(self, body: str, kind: str = "r") -> str:
         return self._names.setdefault(body, f"{kind}{len(self._names)}")

@@ -70,6 +70,11 @@ def test_a_tool_without_a_name() -> None:
         ({"properties": {"a": {}}, "additionalProperties": "true"}, ['{"b": 1}'], []),
         ({"properties": {"a": {}}, "required": ["b"]}, ['{"b": 1}'], ["{}"]),
         ({"minProperties": 1}, ['{"a": 1}'], ["{}"]),
+        (
+            {"properties": {"o": {"properties": {"n": {"type": "number"}}}}},
+            ['{"o": {"n": 1.5e3}}'],
+            ['{"o": {"m": 1}}', '{"o": {"n": 0.' + "3" * 21 + "}}"],
+        ),
     ],
 )
 def test_arguments_are_an_object_that_matches(key: str, parameters: Any, right: list[str], wrong: list[str]) -> None:
