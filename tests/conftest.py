@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.models import demo_model as demo
@@ -22,6 +23,10 @@ keep_order()
 # does at times.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# No test fails because the machine is busy.
+hypothesis.settings.register_profile("tests")
+hypothesis.settings.load_profile("tests")
 
 # Where no test says otherwise.
 SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")

@@ -58,14 +58,14 @@ def test_the_sound_file_is_accepted(sound: bytes, place: Path) -> None:
     assert attempt(sound, place) is None
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_truncated_file_is_refused(data: st.DataObject, sound: bytes, place: Path) -> None:
     length = data.draw(st.integers(0, len(sound) - 32))  # the last bytes may be padding
     assert attempt(sound[:length], place)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_harmless(data: st.DataObject, sound: bytes, place: Path) -> None:
     damaged = bytearray(sound)
@@ -76,7 +76,7 @@ def test_changed_bytes_are_refused_or_harmless(data: st.DataObject, sound: bytes
     attempt(bytes(damaged), place)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300), magic=st.booleans())
 def test_arbitrary_bytes_are_refused(content: bytes, magic: bool, place: Path) -> None:
     assert attempt((b"GGUF" + struct.pack("<I", 3) if magic else b"") + content, place)

@@ -85,7 +85,7 @@ def test_variables_of_templates(server: Server, place: int) -> None:
 
 @pytest.mark.parametrize("make", [right, nearly])
 def test_what_the_type_suggests(server: Server, make: Any) -> None:
-    @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=60, suppress_health_check=[*HealthCheck])
     @given(make(ChatRequest))
     def asked(chat: dict[str, Any]) -> None:
         for path in ("/chat_tokenize", "/v1/chat/completions"):

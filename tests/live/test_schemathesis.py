@@ -74,7 +74,7 @@ def send(schema: Schema, operation: Operation, mode: GenerationMode, count: int,
     """Sends this many requests of an operation (or as many as are asked for by hand) and checks the answers."""
 
     @settings(
-        max_examples=EXAMPLES or count, derandomize=not EXAMPLES, database=None, deadline=None,
+        max_examples=EXAMPLES or count, derandomize=not EXAMPLES, database=None,
         suppress_health_check=[*HealthCheck],
     )  # fmt: skip
     @given(case=schema[operation.path][operation.method.upper()].as_strategy(generation_mode=mode))

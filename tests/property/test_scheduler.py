@@ -201,4 +201,4 @@ class Scheduler(RuleBasedStateMachine):
 
 
 TestScheduler = Scheduler.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40)

@@ -57,7 +57,7 @@ def tokenizers(kind: str) -> Tokenizer:
 
 @pytest.mark.parametrize("kind", [*KINDS, *SYNTHETIC])
 @given(parts=st.lists(st.sampled_from(NAMED + TEXTS), max_size=12), add=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_same_ids_as_whole(kind: str, parts: list[str], add: bool) -> None:
     tokenizer, text = tokenizers(kind), "".join(parts)
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ def distances(scores: torch.Tensor) -> tuple[NDArray[np.float64], NDArray[np.flo
     return p, abs(surprise - entropy)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     masses=st.lists(st.sampled_from([*MASSES, 1.0]), min_size=1, max_size=5),
     vocab=st.sampled_from([1, 2, 3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 2003, 9001]),
@@ -117,7 +117,7 @@ def test_a_mass_spread_wider_than_any_first_look() -> None:
         assert (kept(scores[row : row + 1], Sampling(0, typical_p=mass))[0] == together[row]).all()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     shares=st.lists(st.sampled_from([0.0, 1e-30, 0.001, 0.05, 0.3, 0.9, 1.0]), min_size=1, max_size=5),
     vocab=st.sampled_from([1, 2, 97, 2003, 9001]),

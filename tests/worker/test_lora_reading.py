@@ -155,7 +155,7 @@ def whole() -> bytes:
     return (make_adapter(make("llama").parent / "adapter-of-llama", make("llama"), 2) / WEIGHTS).read_bytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_are_refused_or_read(adapter: Path, data: st.DataObject) -> None:
     raw = bytearray(whole())

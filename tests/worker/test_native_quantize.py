@@ -48,7 +48,7 @@ def weights(draw: st.DrawFn) -> Tensor:
     return weight.bfloat16()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(weight=weights(), form=st.sampled_from(["int8", "int4"]))
 def test_the_same_as_torch_makes(quantizer: Quantizer, weight: Tensor, form: str) -> None:
     assert same(quantizer.quantized(weight, form), quantized(weight, form))

@@ -75,7 +75,7 @@ def test_rows_of_all_kinds_and_lengths_side_by_side() -> None:
             assert torch.equal(made[row], logits[row])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     token=st.integers(0, 96),
     repetition=st.sampled_from([1.0, 0.5, 20.0]),

@@ -177,7 +177,7 @@ SAMPLING = st.builds(
 ).map(lambda sampling: sampling._replace(biases=pack(FLOAT32, [-100.0, 1.5]) if sampling.bias_ids else b""))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samplings=st.lists(SAMPLING, min_size=1, max_size=6),
     vocab=st.sampled_from([3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 2003, 9001]),

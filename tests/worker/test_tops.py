@@ -51,7 +51,7 @@ def test_the_vector_of_the_contract(n: int, ids: list[int]) -> None:
         assert find(logprobs, [asked]) == [[(token, float(logprobs[0, token])) for token in ids]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     rows=st.lists(st.integers(1, 12), min_size=1, max_size=2 * BLOCK_ROWS + 3),
     vocab=st.integers(1, 300),
@@ -97,7 +97,7 @@ SAMPLING = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     samplings=st.lists(SAMPLING, min_size=1, max_size=6),
     vocab=st.sampled_from([3, 97, 2003]),
