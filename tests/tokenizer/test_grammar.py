@@ -173,6 +173,13 @@ def test_regexes_that_are_refused(reader: GrammarReader, regex: str, words: str)
     assert "start:" not in told  # what it was made into is not shown
 
 
+def test_why_a_long_regex_is_refused_is_said(reader: GrammarReader) -> None:
+    for regex, words in ((r"\b" + "a" * 5000, "lookarounds not supported"), ("a" * 5000 + "(", "unclosed group")):
+        told = refusal(reader, regex=regex)
+        assert words in told
+        assert len(told) < 1000
+
+
 @pytest.mark.parametrize("regex", ["(", "a{2,1}", "\\", r"a\y", "(?=a)", r"(a)\1", "[z-a]", r"\p{Nope}", "(?x)a#\n"])
 def test_patterns_of_schemas_that_are_refused(reader: GrammarReader, regex: str) -> None:
     for schema in ({"type": "string", "pattern": regex}, {"patternProperties": {regex: {}}}):

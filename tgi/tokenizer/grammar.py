@@ -144,7 +144,7 @@ class GrammarReader:
                 raise GrammarError(f"grammar is not supported: of this model's tokenizer, {error}") from None
         found = matcher(self._table, grammar, TRIAL_LIMITS)
         if found.is_error():
-            return _shortened(found.get_error())
+            return found.get_error().partition("\n<backtrace>")[0].strip()
         mask = found.compute_bitmask()
         if found.is_error():
             return found.get_error().splitlines()[0]
@@ -187,17 +187,15 @@ _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?|\n +\d
 
 
 def _named(fault: str, names: list[tuple[re.Pattern[str], str]]) -> str:
-    """The library's words, with the keyword that they are about."""
+    """The library's words, with the keyword that they are about and without whole grammars in them."""
     fault = _PLACE.sub("", fault)
-    for pattern, words in names:
-        if found := pattern.search(fault):
-            return words.format(*found.groups(), all=fault)
-    return fault
-
-
-def _shortened(error: str) -> str:
-    """The library's words without a stack trace, and not with whole grammars in them."""
-    return "\n".join(line[:MAX_LINE] for line in error.partition("\n<backtrace>")[0].strip().splitlines()[:MAX_LINES])
+    words = next(
+        (words.format(*found.groups(), all=fault) for pattern, words in names if (found := pattern.search(fault))),
+        fault,
+    )
+    return "\n".join(
+        line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}…" for line in words.splitlines()[:MAX_LINES]
+    )
 
 
 def _try_out(found: LLMatcher, ends: int, draw: Random, again: bool) -> str:
