@@ -106,8 +106,9 @@ def test_penalties_alone_do_not_make_a_request_sample() -> None:
 
 
 def test_the_log_tells_how_many_biases_there_are(front: Front) -> None:
-    fields = {"stop_token_ids": [1, 2], "bad_words": ["secret"]}
+    fields = {"stop_token_ids": [1, 2], "bad_words": ["secret"], "temperature": 0.2}
     (message,) = asked(front, "/v1/completions", {"prompt": "x"} | MANY | fields)
     logged = json.loads(json.dumps(accounting._parameters(message)))
     assert (logged["logit_bias"], logged["stop_token_ids"], logged["bad_words"]) == (3, 2, 1)
     assert (logged["count_penalty"], logged["presence_penalty"], logged["typical_p"]) == (0.5, -2.0, 1.0)
+    assert logged["temperature"] == 0.2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.api.calls import Generation, probing
 from tgi.api.errors import ApiError
+from tgi.api.float32 import render
 from tgi.kernel import metrics
 from tgi.kernel.messages import End, Generate, Reason
 from tgi.kernel.pack import ints
@@ -122,6 +123,8 @@ def _parameters(request: Generate) -> dict[str, Any]:
     """What was asked for, without the text and without columns; of biases, stop tokens and bad words their number."""
     asked = {name: getattr(request, name) for name in ("max_new_tokens", "truncate", "stop")}
     drawn = {name: value for name, value in request.sampling._asdict().items() if not isinstance(value, bytes)}
+    # 0.2 as float32 would read 0.20000000298023224.
+    drawn |= {name: float(render(value)) for name, value in drawn.items() if isinstance(value, float)}
     counts = {
         "logit_bias": len(ints(request.sampling.bias_ids)),
         "stop_token_ids": len(ints(request.stop_token_ids)),
