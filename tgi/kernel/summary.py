@@ -13,7 +13,7 @@ from tgi.kernel.presence import Limits
 from tgi.kernel.settings import Settings
 
 CHAT_TEMPLATE = "chat_template"  # the tokenizer's fact
-QUESTION = "What is the capital of France?"
+QUESTION = "Name three primary colors."  # which the demo model answers at any seed
 
 
 class Served(NamedTuple):
