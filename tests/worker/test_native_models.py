@@ -16,6 +16,7 @@ from tgi.worker.attention.native import NativeAttention
 from tgi.worker.batch import Model
 from tgi.worker.load import build_model, read_recipe
 from tgi.worker.models.families import FAMILIES
+from tgi.worker.native import choose
 from tgi.worker.native.choose import find_kernels
 
 LENGTHS = (90, 1, 17, 44)  # the windows of the models have 40 tokens
@@ -59,7 +60,8 @@ def test_a_model_is_computed_as_well_as_by_torch_and_bit_for_bit_the_same(kind: 
     assert together == alone
 
 
-def test_what_does_not_fit_is_left_to_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_is_left_to_torch(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "need_processor", lambda: None)
     recipe = read_recipe(directory("llama"), "bfloat16")
     small = read_recipe(make("llama"), "bfloat16")  # heads of 16 numbers
     assert find_kernels([recipe], "cuda")[0] is None
