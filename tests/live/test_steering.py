@@ -109,7 +109,7 @@ def test_stop_token_ids(server: Server) -> None:
 
 
 def test_bad_words(server: Server) -> None:
-    """Of one token and of two, as far as their tokens are those that the text is made of."""
+    """Words of one token and of two, where the text holds them as these tokens."""
     tokens = server.generate(BODY["prompt"], max_new_tokens=60, ignore_eos=True)["details"]["tokens"]
     tried = 0
     for size in (1, 2):

@@ -51,10 +51,12 @@ def generations(
     names: Mapping[str, str] = MappingProxyType({}),
     echo: bool = False,
 ) -> list[Generation]:
-    """The generations of one request, `choices` for each prompt, next to each other. With `prompt_tops` the tokens of
-    the prompts come too, and so many of the likeliest in the place of each. `names` are the request's names of those
-    parameters that it calls otherwise. With `echo` the prompts are part of the answer, and no token need be generated.
-    Raises ApiError if they may not be computed, or not now."""
+    """The generations of one request: `choices` for each prompt, next to each other.
+
+    With `prompt_tops` the tokens of the prompts come back, too, each with that many alternatives at its position. With
+    `echo` the prompts are part of the answer, and no token need be generated. `names` maps TGI's names of parameters to
+    those that the request has for them. Raises ApiError if the request is refused or cannot be computed now.
+    """
     limits = service.router.limits
     asks = [
         Ask(

@@ -26,7 +26,7 @@ BOTH = CHAT + COMPLETIONS
 
 REFUSAL = "`{name}` is not supported by this server"
 
-# So many unknown names are logged by a process, and so many characters of each.
+# Unknown names that a process logs, and characters of each.
 MAX_LOGGED = 64
 MAX_NAME = 64
 

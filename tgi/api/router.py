@@ -73,7 +73,7 @@ class Router:
 
     @property
     def computes(self) -> bool:
-        """Whether a request sent now would be computed, as far as the other processes know."""
+        """Whether a request sent now would be computed, by the status of the other processes."""
         return self.limits is not None and any(
             t.status is not None and t.status.ready and t.status.healthy for t in self.tokenizers
         )

@@ -169,7 +169,7 @@ def forget(directory: Path, pids: Collection[int], wait: bool = False) -> bool:
 
 
 def forget_dead(directory: Path) -> None:
-    """The same for all processes that have ended while nobody looked: their supervisor was killed."""
+    """The same for all processes that ended without a supervisor, which was killed."""
     pids = {int(number) for path in directory.glob("*.db") if (number := path.stem.partition("_")[2]).isdecimal()}
     forget(directory, [pid for pid in pids if not _alive(pid)], wait=True)
 

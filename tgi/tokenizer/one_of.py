@@ -12,9 +12,9 @@ _ALL = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 def exclusive(branches: list[Any], root: Any) -> bool:
-    """Whether no value can match two of the branches, as far as types, required properties with fixed values and
-    required properties that the other branch does not admit tell. `$ref` within `root` are followed. False where it is
-    not certain."""
+    """Whether no value can match two of the branches: by their types, by required properties with fixed values, or by a
+    required property that the other branch does not admit. `$ref` within `root` are followed. False where these do not
+    prove it."""
     if len(branches) > MOST_BRANCHES:
         return False
     resolved = [_resolve(branch, root) for branch in branches]
