@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.live.server import Server
 from tests.models import model
+from tgi.kernel import rundir
 
 PROMPTS = [f"This is story number {n}:" + " and the river runs" * n for n in range(6)]
 
@@ -20,7 +21,8 @@ def test_a_quantized_model_serves_the_same_bits_alone_together_and_restarted(tmp
         tmp_path / "run", "--model-id", directory, "--dtype", "bfloat16", "--validation-workers", "1"
     ) as server:
         server.start("up", "--quantize", "int8").ready()
-        assert "bits a weight" in server.said()
+        served = next(state.facts for state in rundir.read_states(server.run) if state.role == "worker")
+        assert 8 < served["weight_bits"] < 12
         alone = [answer(server, prompt) for prompt in PROMPTS]
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             assert list(pool.map(lambda prompt: answer(server, prompt), PROMPTS)) == alone
