@@ -107,7 +107,10 @@ class Clock:
         self.host += self._launch
         self.free = max(begin.at + 2, self.host) + 2
         drawn: Any = None
-        return Pending(1, 1, drawn, None, None, [], None, 0, begin, Mark(self, self.free))
+        return Pending(
+            number=1, epoch=1, drawn=drawn, told=None, masks=None, faults=[], drafted=None, worded=None,
+            forward_us=0, begin=begin, end=Mark(self, self.free),
+        )  # fmt: skip
 
     def collect(self, pending: Pending) -> Result:
         assert pending.begin is not None
