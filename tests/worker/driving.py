@@ -1,5 +1,6 @@
 """Drives an engine without a scheduler: requests go through slots and pages, in chunks and batches as a test likes."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -102,7 +103,8 @@ def drive(
             tops = split_tops(result) or [[]] * len(drawing)
             for at, token, logprob, top in zip(drawing, ints(result.ids), floats(result.logprobs), tops, strict=True):
                 drawn[at].ids.append(token)
-                drawn[at].logprobs.append(logprob)
+                # Behind the end of a text there may be no token left. One NaN object: lists that hold it are equal.
+                drawn[at].logprobs.append(math.nan if math.isnan(logprob) else logprob)
                 drawn[at].tops.append(top)
     return drawn
 
