@@ -26,7 +26,7 @@ BOTH = CHAT + COMPLETIONS
 
 REFUSAL = "`{name}` is not supported by this server"
 
-# So many unknown names are logged by a process, and so many characters of each.
+# Unknown names that a process logs, and characters of each.
 MAX_LOGGED = 64
 MAX_NAME = 64
 
@@ -196,8 +196,8 @@ class UnknownNames:
 
     def log(self, names: list[str]) -> None:
         """Names that came in one request."""
-        room = MAX_LOGGED - len(self._logged)
-        fresh = sorted({name[:MAX_NAME] for name in names} - self._logged)[:room]
+        left = MAX_LOGGED - len(self._logged)
+        fresh = sorted({name[:MAX_NAME] for name in names} - self._logged)[:left]
         if fresh:
             self._logged.update(fresh)
             log.warning("a request had fields that this server does not know: %s", ", ".join(map(ascii, fresh)))
