@@ -423,6 +423,21 @@ def test_unknown_paths_below_v1(front: Front, path: str, method: str) -> None:
     assert front.get("/v10/models").body == b""
 
 
+def test_several_slashes_before_v1_are_one(front: Front) -> None:
+    """As base URLs that end in a slash make them."""
+    assert front.get("//v1/models").status == 200
+    for reply in (front.get("//v1/nope"), front.post("//v1/completions", "{}"), front.get("//v1/completions")):
+        assert json.loads(reply.body)["error"]["code"] == reply.status
+    assert front.get("//generate").body == b""
+
+
+@pytest.mark.parametrize(("value", "found"), [("true", "boolean `true`"), ("1", "integer `1`"), ("[]", "sequence")])
+def test_a_schema_of_another_type(front: Front, value: str, found: str) -> None:
+    reply = front.post("/v1/completions", f'{{"prompt":"x","guided_json":{value}}}')
+    assert (reply.status, json.loads(reply.body)["error"]["param"]) == (422, "guided_json")
+    assert f"guided_json: invalid type: {found}, expected an object or a string at" in reply.body.decode()
+
+
 def test_a_method_that_is_not_known(front: Front) -> None:
     reply = front.get("/v1/completions", "LINK")
     assert json.loads(reply.body) == openai_error(400, "bad_request", "Invalid HTTP method")

@@ -196,8 +196,8 @@ class UnknownNames:
 
     def log(self, names: list[str]) -> None:
         """Names that came in one request."""
-        room = MAX_LOGGED - len(self._logged)
-        fresh = sorted({name[:MAX_NAME] for name in names} - self._logged)[:room]
+        left = MAX_LOGGED - len(self._logged)
+        fresh = sorted({name[:MAX_NAME] for name in names} - self._logged)[:left]
         if fresh:
             self._logged.update(fresh)
             log.warning("a request had fields that this server does not know: %s", ", ".join(map(ascii, fresh)))

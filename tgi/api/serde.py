@@ -91,7 +91,7 @@ class Body(Generic[T]):
             choices = inner.values if isinstance(inner, msgspec.inspect.LiteralType) else ()
             return f"unknown variant `{value}`, expected one of {', '.join(f'`{choice}`' for choice in choices)}"
         expected = _expected(kind)
-        numeric = expected not in _NAMES.values() and not expected.startswith("struct")
+        numeric = isinstance(_plain(kind), msgspec.inspect.IntType | msgspec.inspect.FloatType)
         in_kind = type(value) is int or (type(value) is float and expected == "f32")
         return f"invalid {'value' if numeric and in_kind else 'type'}: {_describe(value)}, expected {expected}"
 

@@ -58,9 +58,10 @@ class Service:
 
     def has_openai_errors(self, req: Request) -> bool:
         """Whether errors of this request have OpenAI's form: on every path below /v1, unless it is one of Vertex AI's,
-        which often are there."""
+        which often are there. As in routing, several slashes at the beginning count as one."""
+        path = f"/{req.path.lstrip('/')}"
         vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
-        return f"{req.path}/".startswith("/v1/") and req.path not in vertex
+        return f"{path}/".startswith("/v1/") and path not in vertex
 
     def seed(self, given: int | None) -> int:
         """The request's seed, or a new one (uint64): drawn here, so that whoever dies below, it stays the same."""

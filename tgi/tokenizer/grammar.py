@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from tgi.hub.grammar import TRIAL_LIMITS, matcher, piece_table, token_table
+from tgi.hub.grammar import OPTIONS, TRIAL_LIMITS, matcher, piece_table, token_table
 from tgi.tokenizer.ebnf import to_lark
 from tgi.tokenizer.schema import SchemaError, Unenforceable, enforceable, regex_fault
 from tgi.tokenizer.schema_lark import plain_lark
@@ -109,7 +109,7 @@ class GrammarReader:
     def _schema(self, schema: Any) -> str:
         read = checked(schema)
         for body in schema_bodies(read):
-            grammar = json.dumps({"grammars": [body]})
+            grammar = _lark_json(body.get("lark_grammar") or f"start: %json {json.dumps(body['json_schema'])}\n")
             if not (fault := self.fault(grammar)):
                 return grammar
         raise GrammarError(f"cannot compile regex from schema: {fault}")
@@ -117,7 +117,7 @@ class GrammarReader:
     def _regex(self, regex: str) -> str:
         if fault := regex_fault(regex):
             raise GrammarError(f"grammar is not valid: regex parse error: {fault}")
-        grammar = LLMatcher.grammar_from_regex(regex)
+        grammar = _lark_json(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"])
         if fault := self._fault(grammar):
             # The library's words begin with the place in a text that the client does not know.
             fault = fault.partition(" (in regex): ")[2] or fault
@@ -126,7 +126,7 @@ class GrammarReader:
 
     def _lark(self, text: str) -> str:
         lark = to_lark(text, lambda schema: json.dumps({**checked(schema), "x-guidance": JSON}))
-        grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+        grammar = _lark_json(lark)
         if fault := self._fault(grammar):
             raise GrammarError(f"grammar is not valid: {_named(fault, _REGEX_NAMES)}")
         return grammar
@@ -161,6 +161,11 @@ class GrammarReader:
             return token_table(vocabulary.tokenizer, ends, 0), sum(1 << number for number in ends)
         plain = (piece for number, piece in enumerate(vocabulary.pieces) if piece and number not in vocabulary.special)
         return piece_table(piece.encode() if isinstance(piece, str) else piece for piece in plain), 1
+
+
+def _lark_json(lark: str) -> str:
+    """A grammar in Lark as the library and workers read it. No options that a client has written change ours."""
+    return json.dumps({"grammars": [{"lark_grammar": f"{lark}\n{OPTIONS}"}]})
 
 
 def schema_bodies(schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tgi.api.shapes.native import GrammarKind, GrammarType
 from tgi.api.shapes.types import Answer, Float32, Int32, ShapeError, UInt32, UInt64, check_seed, doc, stop_strings
 
-# Limits on what makes each step of a request dearer, or its messages larger.
+# Limits on what makes each step of a request slower, or its messages larger.
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 4096
@@ -225,7 +225,11 @@ class StreamOptions(Struct):
     ] = None
 
 
-Json = Annotated[dict[str, Any] | str | None, doc("A JSON schema, or one as a string, that the text must match.")]
+Json = Annotated[
+    dict[str, Any] | str | None,
+    Meta(extra={"expected": "an object or a string"}),
+    doc("A JSON schema, or one as a string, that the text must match."),
+]
 Regex = Annotated[str | None, doc("A regular expression that the whole text must match.", example="[0-9]{3}")]
 Choice = Annotated[list[str] | None, doc("The text is one of these.", example=["yes", "no"], minItems=1)]
 Ebnf = Annotated[

@@ -12,16 +12,16 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import chain, groupby, pairwise, repeat
 from typing import NamedTuple
 
+from tgi.hub.grammar import OPTIONS
 from tgi.tokenizer.answer.formats import Answer, Format, Slot, beginning
 from tgi.tokenizer.answer.marks import Marks
 
 # ANY must not match a special token, which is no UTF-8 where grammars are compiled. Between the pieces of a call a
 # space or a newline may stand.
-_TERMINALS = r"""%llguidance {}
-ANY: /(?s:.)*/
+_TERMINALS = rf"""{OPTIONS}ANY: /(?s:.)*/
 WHITE: /[ \t\r\n]*/
 GAP: /[ \n]?/
-LEAD: /[ \n]{0,2}/
+LEAD: /[ \n]{{0,2}}/
 """
 
 
