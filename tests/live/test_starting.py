@@ -40,15 +40,14 @@ def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
 TGI = str(Path(sys.executable).with_name("tgi"))
 # Names of modules that the processes import: of packages, and of Python itself.
 TRAPS = ("falcon", "uvicorn", "zmq", "msgspec", "click", "tokenizers", "llguidance", "psutil", "asyncio", "json",
-         "logging", "subprocess", "pathlib")  # fmt: skip
+         "shlex", "logging", "subprocess", "pathlib")  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [[TGI], [sys.executable, "-m", "tgi"]], ids=["tgi", "python -m tgi"])
 def test_nothing_is_imported_from_the_current_directory(server: Server, tmp_path: Path, command: list[str]) -> None:
     """It is the parent of a clone called tgi, among others."""
     (here := tmp_path / "here").mkdir()
-    if command == [TGI]:
-        (here / "tgi" / "tgi").mkdir(parents=True)  # `python -m` would look for the command itself there
+    (here / "tgi" / "tgi").mkdir(parents=True)
     for name in TRAPS:
         (here / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + chr(10))\n")
     arguments = ["up", "--hostname", "127.0.0.1", "--port", str(server.port), *server._common]
