@@ -382,6 +382,22 @@ def test_gauges_of_a_scheduler_whose_supervisor_was_killed_are_gone(server: Serv
     server.until(lambda: server.metric("tgi_batch_current_size") == 0, "nothing runs any more")
 
 
+def test_states_of_a_killed_deployment_do_not_make_the_next_one_ready(server: Server) -> None:
+    server.start().ready()
+    up = server.commands["up"]
+    up.kill()
+    up.wait()
+    assert {state.state for state in rundir.read_states(server.run)} == {"ready"}
+    server.start("up", "--scripted-step-us", "1000000")
+    server.until(lambda: "Ready in" in "".join(server.output["up"]), "the server says that it is ready")
+    assert {state.name for state in rundir.read_states(server.run) if state.state == "ready"} == {
+        "api-0", "tokenizer-0", "scheduler-0", "worker-0",
+    }  # fmt: skip
+    seconds = re.search(r"Ready in ([\d.]+) s", "".join(server.output["up"]))
+    assert seconds is not None
+    assert float(seconds[1]) >= 1  # the probe alone takes a step of the worker
+
+
 def test_a_run_directory_that_is_removed_ends_it_with_a_message(server: Server) -> None:
     server.start().ready()
     shutil.rmtree(server.run)
