@@ -8,6 +8,7 @@ Runs before anything is installed: it needs Python alone. Called by scripts/venv
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -141,12 +142,16 @@ def main(arguments: list[str]) -> int:
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace",
         ) as pip:  # fmt: skip
-            for line in said(pip):
-                if line:
-                    output.append(line)
-                    installation.line(line)
-                else:
-                    installation.tick()
+            try:
+                for line in said(pip):
+                    if line:
+                        output.append(line)
+                        installation.line(line)
+                    else:
+                        installation.tick()
+            except KeyboardInterrupt:
+                pip.terminate()
+                raise
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[K")
     print("".join(output) if pip.returncode else installation.end(), file=sys.stderr)
@@ -154,6 +159,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: pip ends, too, and its temporary directory is removed
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

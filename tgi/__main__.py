@@ -4,8 +4,14 @@ Ctrl-C ends a command without a traceback while it is imported, too.
 Nothing is imported from the current directory; `python -m` may find this package itself there, of course.
 """
 
-import shlex
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the current directory
+    if sys.modules["tgi"].__file__ is None:  # a directory called tgi without this package in it: the parent of a clone
+        del sys.modules["tgi"]
+
+import shlex
 from importlib import import_module
 
 from tgi import INTERRUPTED
@@ -42,6 +48,4 @@ def _hide_secrets(command: str) -> None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the current directory
     tgi()

@@ -136,8 +136,8 @@ def down(port: int | None, timeout: float) -> None:
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
     runs = [rundir.default(port or 0)] if named else rundir.all_of_user()
-    for run in runs:
-        rundir.check(run)
+    if named:
+        rundir.check(runs[0])
     alive = {run: holders for run in runs if run.is_dir() and (holders := rundir.holders(run))}
     if not alive:
         raise UserError("No tgi server of yours is running" + (f" on port {port}." if port is not None else "."))

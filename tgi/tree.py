@@ -39,6 +39,8 @@ def run(settings: Settings, roles: Sequence[str]) -> None:
     rundir.create(settings.run_dir)
     first = not rundir.holders(settings.run_dir)
     locks = [rundir.Lock(settings.run_dir, role) for role in roles]
+    for role in roles:
+        rundir.remove_states(settings.run_dir, role)
     if first:
         metrics.clear(settings.run_dir / "metrics")
     else:

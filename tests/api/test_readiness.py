@@ -35,11 +35,18 @@ def test_the_probe_is_answered_before_any_client_and_is_not_counted(serve: Any, 
     before = metrics.render()
     front = serve(one_token, proves=True, api_key=keys)
     probe = front.tokenizers[0].next(Generate)
-    assert (probe.inputs, probe.max_new_tokens, probe.truncate) == ("a", 1, 1)
+    assert (probe.inputs, probe.max_new_tokens, probe.truncate) == ("Is 1 + 1 = 2?", 1, 1)
     assert front.get("/health").status == 200
     assert front.get("/metrics").body.decode() == before == metrics.render()
     assert front.stages == ["answering the first request", ""]
     assert front.tokenizers[0].received.empty()
+
+
+def test_the_probe_is_not_bound_by_the_limit_of_request_bodies(serve: Any) -> None:
+    front = serve(one_token, proves=True, payload_limit=20)
+    until_healthy(front)
+    assert front.post("/generate", '{"inputs":"123456"}').status == 200
+    assert front.post("/generate", '{"inputs":"12345678"}').status == 413
 
 
 def test_the_probe_needs_no_permit(serve: Any) -> None:

@@ -120,6 +120,16 @@ def test_a_link_in_a_run_directory_is_not_followed(run: Path, tmp_path: Path, na
     assert victim.read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["worker.lock", "state/api-0.json"])
+def test_a_pipe_in_a_run_directory_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Opening it would wait for ever."""
+    monkeypatch.setenv("TGI_RUN", str(run))
+    os.mkfifo(run / name)
+    for looks in (lambda: rundir.create(run), lambda: rundir.check(run), rundir.all_of_user):
+        with pytest.raises(UserError, match=f"contains the named pipe {Path(name).name}, which tgi does not make"):
+            looks()
+
+
 def test_the_fallback_directory_and_the_one_that_holds_it_are_private(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,9 +214,12 @@ def test_keys_come_from_flags_variables_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("two\n\n three \n")
     assert load({"api_key": ("one",)}, {"TGI_API_KEY_FILE": str(file)}).api_key == ("one", "two", "three")
-    file.write_text("\n \n")
-    with pytest.raises(UserError, match="holds no key"):
-        load({"api_key_file": str(file)}, {})
+    file.write_bytes("\ufeffone\r\n\r\ntwo\r\n".encode())  # as editors of Windows write it
+    assert load({"api_key_file": str(file)}, {}).api_key == ("one", "two")
+    for empty in ("\n \n", "\ufeff"):
+        file.write_text(empty)
+        with pytest.raises(UserError, match="holds no key"):
+            load({"api_key_file": str(file)}, {})
 
 
 def test_what_is_not_the_default_is_shown_but_no_secret() -> None:

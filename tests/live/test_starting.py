@@ -40,15 +40,14 @@ def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
 TGI = str(Path(sys.executable).with_name("tgi"))
 # Names of modules that the processes import: of packages, and of Python itself.
 TRAPS = ("falcon", "uvicorn", "zmq", "msgspec", "click", "tokenizers", "llguidance", "psutil", "asyncio", "json",
-         "logging", "subprocess", "pathlib")  # fmt: skip
+         "shlex", "logging", "subprocess", "pathlib")  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [[TGI], [sys.executable, "-m", "tgi"]], ids=["tgi", "python -m tgi"])
 def test_nothing_is_imported_from_the_current_directory(server: Server, tmp_path: Path, command: list[str]) -> None:
     """It is the parent of a clone called tgi, among others."""
     (here := tmp_path / "here").mkdir()
-    if command == [TGI]:
-        (here / "tgi" / "tgi").mkdir(parents=True)  # `python -m` would look for the command itself there
+    (here / "tgi" / "tgi").mkdir(parents=True)
     for name in TRAPS:
         (here / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + chr(10))\n")
     arguments = ["up", "--hostname", "127.0.0.1", "--port", str(server.port), *server._common]
@@ -381,6 +380,22 @@ def test_gauges_of_a_scheduler_whose_supervisor_was_killed_are_gone(server: Serv
     server.start("scheduler")
     assert len(events + list(stream)) == 40
     server.until(lambda: server.metric("tgi_batch_current_size") == 0, "nothing runs any more")
+
+
+def test_states_of_a_killed_deployment_do_not_make_the_next_one_ready(server: Server) -> None:
+    server.start().ready()
+    up = server.commands["up"]
+    up.kill()
+    up.wait()
+    assert {state.state for state in rundir.read_states(server.run)} == {"ready"}
+    server.start("up", "--scripted-step-us", "1000000")
+    server.until(lambda: "Ready in" in "".join(server.output["up"]), "the server says that it is ready")
+    assert {state.name for state in rundir.read_states(server.run) if state.state == "ready"} == {
+        "api-0", "tokenizer-0", "scheduler-0", "worker-0",
+    }  # fmt: skip
+    seconds = re.search(r"Ready in ([\d.]+) s", "".join(server.output["up"]))
+    assert seconds is not None
+    assert float(seconds[1]) >= 1  # the probe alone takes a step of the worker
 
 
 def test_a_run_directory_that_is_removed_ends_it_with_a_message(server: Server) -> None:

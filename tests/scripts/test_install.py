@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +77,21 @@ def test_if_pip_fails_all_that_it_has_said_is_shown(index: str, tmp_path: Path) 
     assert "Looking in indexes: " in done.stderr
     assert "ERROR: No matching distribution found for small-one" in done.stderr
     assert "Installed" not in done.stderr
+
+
+def test_sigterm_ends_pip_too_and_removes_its_temporary_directory(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        environment |= {"PIP_CONFIG_FILE": os.devnull, "TMPDIR": str(tmp_path)}
+        environment["PIP_INDEX_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-P", str(ROOT / "scripts" / "install.py"), "--target", str(tmp_path), "big-one"]
+        with subprocess.Popen(command, env=environment) as installing:
+            silent.accept()[0].close()  # pip asks, and will ask again
+            (pip,) = psutil.Process(installing.pid).children()
+            installing.terminate()
+        assert installing.returncode == 130
+        assert not pip.is_running()
+    assert not list(tmp_path.glob("tgi-install-*"))
 
 
 def test_nothing_but_python_is_needed() -> None:

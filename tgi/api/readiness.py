@@ -17,8 +17,9 @@ from tgi.api.service import Service
 
 log = logging.getLogger(__name__)
 
-# Valid with every model and under all limits: of the prompt one token stays.
-GENERATE = b'{"inputs":"a","parameters":{"max_new_tokens":1,"truncate":1,"details":true}}'
+# Valid with every model and under all limits: the prompt has characters that any vocabulary covers, and one token of it
+# stays; the limit of request bodies does not apply.
+GENERATE = b'{"inputs":"Is 1 + 1 = 2?","parameters":{"max_new_tokens":1,"truncate":1,"details":true}}'
 PROBES = (("POST", "/generate", GENERATE), ("GET", "/info", b""))
 # Seconds between two attempts: doubled after each that fails.
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0

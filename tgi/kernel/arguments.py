@@ -134,11 +134,11 @@ def _keys(file: str | None) -> tuple[str, ...]:
     if file is None:
         return ()
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()  # editors may add a mark
     except OSError as error:
         raise _invalid(f"`api_key_file` {file} cannot be read: {error.strerror}. Name a file with keys.") from error
     except UnicodeDecodeError as error:
-        raise _invalid(f"`api_key_file` {file} is no text in UTF-8. Write one key per line.") from error
+        raise _invalid(f"`api_key_file` {file} is not text in UTF-8. Write one key per line.") from error
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise _invalid(f"`api_key_file` {file} holds no key. Write one per line.")

@@ -1,7 +1,7 @@
 """Logs of every process: one line of text, or one JSON object per line with --json-output.
 
 What a client sent may be part of a message, of a field or of an exception. So everything that is written is bounded
-here, with a note of how much was cut, and in text its control characters are escaped: a client can neither fill the
+here, with a note of how much was cut, and its control characters are escaped: a client can neither fill the
 disk with one request nor forge a log line.
 """
 
@@ -158,4 +158,5 @@ class _Json(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = _exception(record, self)
-        return json.dumps(entry | _fields(record), default=str, ensure_ascii=False)
+        line = json.dumps(entry | _fields(record), default=str, ensure_ascii=False)
+        return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", line)

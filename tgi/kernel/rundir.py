@@ -43,7 +43,10 @@ def all_of_user() -> list[Path]:
         found = sorted(base().iterdir())
     if os.environ.get("TGI_RUN"):
         found.append(default(0))
-    return [path for path in dict.fromkeys(found) if path.is_dir()]
+    runs = [path for path in dict.fromkeys(found) if path.is_dir()]
+    for run in runs:
+        check(run)
+    return runs
 
 
 def exposure(status: os.stat_result) -> str:
@@ -100,9 +103,10 @@ def _directories(path: Path) -> list[Path]:
 def _refuse_exposed(directory: Path) -> None:
     reason = exposure(directory.lstat())
     if not reason:
-        with os.scandir(directory) as entries:
-            links = [entry.name for entry in entries if entry.is_symlink()]
-        reason = f"contains the symbolic link {links[0]}, which tgi does not make" if links else ""
+        for path in directory.iterdir():
+            if path.is_symlink() or path.is_fifo():  # whoever opens a pipe waits for its other end
+                kind = "symbolic link" if path.is_symlink() else "named pipe"
+                reason = f"contains the {kind} {path.name}, which tgi does not make"
     if reason:
         raise UserError(
             f"The run directory {directory} {reason}, so another user could redirect what is written there. Remove it, "
@@ -152,6 +156,13 @@ def read_states(run: Path) -> list[ProcessState]:
 def remove_state(run: Path, name: str) -> None:
     """Forgets a process that has ended."""
     (run / "state" / f"{name}.json").unlink(missing_ok=True)
+
+
+def remove_states(run: Path, role: str) -> None:
+    """Forgets all processes of a role. For the supervisor that holds its lock, before it starts any: the one before it
+    may have been killed."""
+    for path in (run / "state").glob(f"{role}-*.json"):
+        path.unlink(missing_ok=True)
 
 
 class Lock:

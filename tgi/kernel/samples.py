@@ -1,11 +1,11 @@
-"""The numbers behind the metrics: each process writes its own into memory-mapped files, whoever is asked adds them up.
+"""The numbers behind the metrics: each process writes its own into memory-mapped files, and a reader adds them up.
 
 A process has two files (prometheus_client's MmapedDict: keys and doubles), one for what counts up and one for gauges. A
 key is JSON: [series, label values, part]. The part of a counter or a gauge is null. A distribution has the part "sum",
 and one part for each bucket that was hit (its upper bound) or, in a summary, for each value that was seen.
 
 When a process has ended its gauges go, and what it counted is added to one file for all ended processes, so that the
-number of files does not grow with restarts. The directory is locked meanwhile (flock), for whoever reads all files must
+number of files does not grow with restarts. The directory is locked meanwhile (flock), since a reader of all files must
 find each count in exactly one. No figure ever goes down, not even by a rounding error, which Prometheus would take for
 a restart of the server: readers round the sum of all files correctly, and what is written for ended processes is
 rounded up.
