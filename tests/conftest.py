@@ -25,7 +25,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # No test fails because the machine is busy.
-hypothesis.settings.register_profile("tests")
+hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 # Where no test says otherwise.
