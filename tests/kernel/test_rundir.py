@@ -57,7 +57,7 @@ def test_a_directory_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def plant(kind: str, path: Path, victim: Path) -> None:
-    """Makes `path` what another user could have left in a place that everybody may write to."""
+    """Makes `path` what another user could have left in a directory that all users may write to."""
     if kind == "link":
         path.symlink_to(victim, target_is_directory=True)
         return
@@ -83,7 +83,7 @@ REASONS = {
 def test_a_directory_that_others_could_have_filled_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
 ) -> None:
-    """In the fallback place, which is below a directory that everybody may write to."""
+    """In the fallback place, which is below a directory that all users may write to."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("TGI_RUN", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -52,7 +52,7 @@ def generations(
     echo: bool = False,
 ) -> list[Generation]:
     """The generations of one request, `choices` for each prompt, next to each other. With `prompt_tops` the tokens of
-    the prompts come too, and so many of the likeliest in the place of each. `names` are the request's names of those
+    the prompts come too, with the likeliest alternatives at each position. `names` are the request's names of those
     parameters that it calls otherwise. With `echo` the prompts are part of the answer, and no token need be generated.
     Raises ApiError if they may not be computed, or not now."""
     limits = service.router.limits

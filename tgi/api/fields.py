@@ -26,7 +26,7 @@ BOTH = CHAT + COMPLETIONS
 
 REFUSAL = "`{name}` is not supported by this server"
 
-# So many unknown names are logged by a process, and so many characters of each.
+# A process logs at most this many unknown names, and at most this many characters of each.
 MAX_LOGGED = 64
 MAX_NAME = 64
 

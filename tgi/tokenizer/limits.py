@@ -8,7 +8,7 @@ CHUNK = 1024
 
 
 def refusal(limits: Limits, prompt_tokens: int, max_new_tokens: int | None) -> str:
-    """Why a prompt of so many tokens is refused, for the client; "" if it is not.
+    """Why a prompt of this length is refused, for the client; "" if it is not.
 
     `max_input_tokens` leaves room for a generated token: where none is generated, the prompt may have one token more.
     """

@@ -196,7 +196,7 @@ IgnoreEos = Annotated[
 TruncatePromptTokens = Annotated[
     Int32 | None,
     doc(
-        "Use no more than so many tokens of the prompt, the last ones.",
+        "Keep at most this many tokens of the prompt, the last ones.",
         minimum=1,
     ),
 ]
