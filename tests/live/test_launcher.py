@@ -130,7 +130,7 @@ def test_a_metrics_port_that_is_taken_is_told(tiny_llama: Path, tmp_path: Path) 
         pass
 
 
-SECRET = "key-that-nobody-may-see"
+SECRET = "key-that-stays-hidden"
 
 
 @pytest.mark.parametrize("given", [["--api-key", SECRET], [f"--api-key={SECRET}", "--api-key", "another"]], ids=str)

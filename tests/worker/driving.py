@@ -103,10 +103,14 @@ def drive(
             tops = split_tops(result) or [[]] * len(drawing)
             for at, token, logprob, top in zip(drawing, ints(result.ids), floats(result.logprobs), tops, strict=True):
                 drawn[at].ids.append(token)
-                # Behind the end of a text there may be no token left. One NaN object: lists that hold it are equal.
-                drawn[at].logprobs.append(math.nan if math.isnan(logprob) else logprob)
-                drawn[at].tops.append(top)
+                drawn[at].logprobs.append(_comparable(logprob))
+                drawn[at].tops.append([(other, _comparable(value)) for other, value in top])
     return drawn
+
+
+def _comparable(logprob: float) -> float:
+    """NaN, which a row without a token to go on with has, as the one object that compares equal in lists."""
+    return math.nan if math.isnan(logprob) else logprob
 
 
 def generate(directory: Any, prompt: list[int], count: int) -> Drawn:

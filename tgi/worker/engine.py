@@ -33,8 +33,7 @@ from tgi.worker.watermark import Watermark
 # The system takes long to give memory for keys and values, so this much stands ready while nobody waits.
 READY_TOKENS = 4096
 
-
-# What a row is told in which bad words leave no token, with its grammar or alone.
+# The fault of a row for which bad words, alone or with a grammar, leave no token.
 NO_TOKEN = "its `bad_words` leave no token to go on with"
 
 
@@ -81,7 +80,7 @@ class TorchEngine:
         recording: Recording | None = None,
     ) -> None:
         self.limits = limits
-        self.served: Served | None = None  # for the summary: known to who has loaded the model
+        self.served: Served | None = None  # for the start summary; set by start_engine
         self.adapters = Shelf(lambda directory: model.adapter(directory))
         self._model = model
         self._attention = attention

@@ -56,7 +56,7 @@ def keep_min_p(scores: Tensor, draws: Draws) -> None:
     """Tokens whose probability is below p times the largest become -inf (Nguyen et al. 2024, "Turning Up the Heat").
 
     A ratio of two probabilities is a difference of their scores, so what other limits have filtered out before does not
-    matter: the order of min_p, top_k and top_p changes only what top_p keeps.
+    matter. The order counts only for top_p, which sums the probabilities that are left.
     """
     rows = np.flatnonzero(draws.params.min_p)
     if len(rows):

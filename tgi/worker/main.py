@@ -48,7 +48,7 @@ def _engine(settings: Settings, loop: Loop) -> tuple[Engine, Served]:
     from tgi.worker.start import start_engine  # imports torch, which the scripted worker does without
 
     engine = start_engine(settings, loop.progress)
-    assert engine.served is not None  # start_engine has said it
+    assert engine.served is not None  # set by start_engine
     return engine, engine.served
 
 

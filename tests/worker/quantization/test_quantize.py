@@ -56,12 +56,13 @@ def test_four_bits_are_as_near_as_with_any_factor(weight: Tensor) -> None:
 @settings(deadline=None)
 @given(weights)
 def test_eight_bit_floats_are_off_by_a_sixteenth(weight: Tensor) -> None:
-    """Or, close to zero, by half a step between their smallest."""
+    """Or, close to zero, by half a step between their smallest; scales below float32's normal numbers may become 0."""
     found = quantized(weight, "fp8")
     assert (found.bits, found.group, found.floating, found.scales.dtype) == (8, 2 * GROUP, True, torch.float32)
     scales = weight.abs().amax(1, keepdim=True) / MOST_FLOAT
     off = (found.dequantized(torch.float32) - weight).abs()
-    assert (off <= (1 + 1e-5) * torch.maximum(weight.abs() / 16, scales * 2**-10)).all()
+    allowed = (1 + 1e-5) * torch.maximum(weight.abs() / 16, scales * 2**-10)
+    assert (off <= allowed + torch.finfo(torch.float32).tiny).all()
 
 
 def test_weights_of_many_pieces_keep_their_order() -> None:
