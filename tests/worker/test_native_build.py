@@ -62,6 +62,7 @@ def test_that_they_cannot_be_compiled_is_a_warning_where_the_processor_has_what_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There the server is slower than it could be, and a compiler is all that is missing."""
+    caplog.set_level("WARNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for compiler, said in (("false", "false failed"), (str(tmp_path / "none"), "cannot be run")):
         monkeypatch.setenv("CXX", compiler)
