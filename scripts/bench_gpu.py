@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # Settings that this takes as `tgi up` does.
 TAKEN = (
+    "dtype",
     "device",
     "quantize",
     "kv_cache_dtype",

@@ -29,7 +29,7 @@ def test_the_tables_hold_what_was_measured(
 ) -> None:
     file = tmp_path / "trace.json"
     given = "--device cpu --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 3 --peak-tflops 2"
-    more = "--max-batch-prefill-tokens 128 --trace"
+    more = "--dtype bfloat16 --max-batch-prefill-tokens 128 --trace"
     monkeypatch.setattr(sys, "argv", ["bench_gpu", *given.split(), *more.split(), str(file)])
     bench_gpu.main()
     told = capsys.readouterr().out
