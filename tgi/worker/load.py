@@ -118,7 +118,7 @@ def _tell_type(own: torch.dtype, chosen: torch.dtype) -> None:
     """Logs what follows from a type that the CPU emulates: the model's `own`, or the one that was asked for."""
     if not multiplies(_name(chosen)):
         name = _name(chosen)
-        log.warning("this CPU has no arithmetic for %s and emulates it: --dtype float32 is several times faster", name)
+        log.warning("this CPU has no arithmetic for %s and emulates it: prompts are faster in --dtype float32", name)
     elif chosen is not own and not multiplies(_name(own)):
         log.debug("computing in %s: this CPU has no arithmetic for the model's %s", _name(chosen), _name(own))
 

@@ -71,8 +71,8 @@ def processor() -> frozenset[str]:
 
 
 def multiplies(dtype: str) -> bool:
-    """Whether the processor has arithmetic for this type ("bfloat16"). Without it torch emulates the type, which takes
-    several times as long as float32."""
+    """Whether the processor has arithmetic for this type ("bfloat16"). Without it torch emulates the type, and
+    computes prompts several times as slowly as in float32."""
     return dtype not in ARITHMETIC or not ARITHMETIC[dtype].isdisjoint(processor())
 
 
