@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.live.server import LOCAL, PATIENCE_SECONDS, Server
@@ -384,10 +385,13 @@ def test_gauges_of_a_scheduler_whose_supervisor_was_killed_are_gone(server: Serv
 
 def test_states_of_a_killed_deployment_do_not_make_the_next_one_ready(server: Server) -> None:
     server.start().ready()
+    children = [*server.processes().values()]
     up = server.commands["up"]
     up.kill()
     up.wait()
     assert {state.state for state in rundir.read_states(server.run)} == {"ready"}
+    _, left = psutil.wait_procs(children, PATIENCE_SECONDS)  # they hold the port until they see that it is gone
+    assert left == []
     server.start("up", "--scripted-step-us", "1000000")
     server.until(lambda: "Ready in" in "".join(server.output["up"]), "the server says that it is ready")
     assert {state.name for state in rundir.read_states(server.run) if state.state == "ready"} == {
