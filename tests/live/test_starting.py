@@ -385,11 +385,12 @@ def test_gauges_of_a_scheduler_whose_supervisor_was_killed_are_gone(server: Serv
 
 def test_states_of_a_killed_deployment_do_not_make_the_next_one_ready(server: Server) -> None:
     server.start().ready()
+    # A front end writes its state right after /health has become 200.
+    server.until(lambda: {state.state for state in rundir.read_states(server.run)} == {"ready"}, "states are ready")
     children = [*server.processes().values()]
     up = server.commands["up"]
     up.kill()
     up.wait()
-    assert {state.state for state in rundir.read_states(server.run)} == {"ready"}
     _, left = psutil.wait_procs(children, PATIENCE_SECONDS)  # they hold the port until they see that it is gone
     assert left == []
     server.start("up", "--scripted-step-us", "1000000")
