@@ -78,7 +78,7 @@ def end(message: Generate, reason: Reason, text: str, count: int, detail: str = 
 
 def admitted(message: Generate, divided: bool = False) -> list[Any]:
     """What comes before the first token: of a chat its length, of token ids their text, and the tokens of the prompt
-    "A é" for whoever asks."""
+    "A é" if they are wanted."""
     before: list[Any] = [Prompted(message.rid, 3, 12, divided)] if message.chat else []
     if message.input_ids:
         before.append(Prompted(message.rid, 3, 3, text="A é"))
