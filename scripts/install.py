@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs `pip install` with the arguments given, for the Python that runs this, and shows what is fetched, in MB, and how
-long it has taken. If pip fails, all that it has said is printed.
+"""Runs `pip install` with the given arguments for this Python and shows progress in MB and seconds. If pip fails, its
+whole output is printed.
 
-Runs before anything is installed: it needs Python alone. Called by scripts/venv and scripts/load.
+Runs before anything is installed, so it needs only Python. Called by scripts/venv and scripts/load.
 """
 
 import os
@@ -20,30 +20,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tgi.kernel.progress import Progress, duration, megabytes
+from tgi.microkernel.progress import Progress, format_duration, format_megabytes
 
 TICK_SECONDS = 0.25
-# Without a terminal smaller packages have no lines of their own.
+# Without a terminal, smaller packages get no line.
 MIN_LINE_BYTES = 5_000_000
 UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-# What pip says, in versions 23 to 26.
+# Lines of pip's output, versions 23 to 26.
 FETCHING = re.compile(r"\s*Downloading (?P<name>\S+) \((?P<size>[\d.]+) (?P<unit>bytes|kB|MB|GB)\)")
 LOOKING = re.compile(r"Collecting (?P<name>[^\s<>=!~;\[(]+)")
 INSTALLING = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 
 class Installation:
-    """Follows what pip says. Call `tick` while it is silent."""
+    """Follows pip's output. Call `tick` while there is none."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch  # pip's temporary directory, where a file grows while it is fetched
         self._terminal = sys.stderr.isatty()
         self._progress = Progress(None, "pip")
         self._began = time.monotonic()
-        self._file, self._size = "", 0  # that is being fetched
+        self._file, self._size = "", 0  # the current download
         self._fetched = 0
-        self._packages = 0  # to be installed, once that is known
-        self._there = 0  # packages before that
+        self._packages = 0  # to be installed; 0: not known yet
+        self._there = 0  # packages installed before
 
     def line(self, line: str) -> None:
         """Takes a line of pip's output."""
@@ -54,26 +54,26 @@ class Installation:
                 self._size = int(float(found["size"]) * UNITS[found["unit"]])
         elif found := INSTALLING.match(line):
             self._packages, self._there = len(found["names"].split(",")), _installed()
-            self._progress.stage(f"installing {self._count}", 0)
+            self._progress.show_stage(f"installing {self._count}", 0)
         elif (found := LOOKING.match(line)) and self._terminal:
-            self._progress.stage(f"looking up {found['name']}", 0)
+            self._progress.show_stage(f"looking up {found['name']}", 0)
         self.tick()
 
     def tick(self) -> None:
-        """Shows how far the file, or the installation, is."""
+        """Updates the progress of the download or installation."""
         if self._file:
             if self._shown:
                 have = max(map(_size, self._scratch.rglob(self._file)), default=0)
-                self._progress.stage(self._stage, min(99.0, 100 * have / self._size), self._size)
+                self._progress.show_stage(self._stage, min(99.0, 100 * have / self._size), self._size)
         elif self._packages:
             done = min(99.0, 100 * (_installed() - self._there) / self._packages)
-            self._progress.stage(f"installing {self._count}", done)
+            self._progress.show_stage(f"installing {self._count}", done)
 
     def end(self) -> str:
-        """What it came to."""
+        """The summary."""
         self._complete()
-        taken = duration(time.monotonic() - self._began)
-        return f"Installed {self._count} in {taken}; {megabytes(self._fetched)} were fetched."
+        taken = format_duration(time.monotonic() - self._began)
+        return f"Installed {self._count} in {taken}; {format_megabytes(self._fetched)} were fetched."
 
     @property
     def _count(self) -> str:
@@ -89,10 +89,10 @@ class Installation:
         return self._terminal or self._size >= MIN_LINE_BYTES
 
     def _complete(self) -> None:
-        """A line behind that of a file: the file has been fetched."""
+        """Counts the current download as complete."""
         if self._file:
             if self._shown:
-                self._progress.stage(self._stage, 100, self._size)
+                self._progress.show_stage(self._stage, 100, self._size)
             self._fetched += self._size
             self._file = ""
 
@@ -104,12 +104,12 @@ def _installed() -> int:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # moved meanwhile
+    except OSError:  # moved in the meantime
         return 0
 
 
 def said(pip: "subprocess.Popen[str]") -> Iterator[str]:
-    """The lines of pip's output as they come, and "" where none has come for a moment."""
+    """Yields the lines of pip's output, and "" while there is none."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

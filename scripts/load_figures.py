@@ -1,4 +1,4 @@
-"""What locust does not count: time to first token, inter-token latency, tokens/s; in its summary and its web page."""
+"""Figures that locust lacks: time to first token, inter-token latency, tokens/s, in its summary and on its web page."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ class Figures:
     itl: Counter[int] = field(default_factory=Counter)
 
     def add(self, tokens: int, ttft: dict[int, int], itl: dict[int, int]) -> None:
-        """Adds what was counted elsewhere."""
+        """Adds another row's counts."""
         self.tokens += tokens
         self.ttft.update(ttft)
         self.itl.update(itl)
@@ -53,30 +53,30 @@ class Table:
         self.clear()
 
     def clear(self) -> None:
-        """A new run begins."""
+        """Resets the table."""
         self.rows: dict[str, Figures] = {}
         self._began = self._last = time.time()
 
     def count(self, name: str, tokens: int) -> None:
-        """Tokens have come."""
+        """Counts tokens."""
         self._row(name).tokens += tokens
         self._last = time.time()
 
     def first(self, name: str, seconds: float) -> None:
-        """The first token came so long after the request was sent."""
+        """Records a time to first token."""
         self._row(name).ttft[bucket_response_time(seconds * 1e6)] += 1
 
     def gap(self, name: str, seconds: float) -> None:
-        """Another token came so long after the one before."""
+        """Records an inter-token latency."""
         self._row(name).itl[bucket_response_time(seconds * 1e6)] += 1
 
     def taken(self) -> dict[str, Any]:
-        """What was counted since the last call, to be sent to locust's master."""
+        """The counts since the last call, for locust's master."""
         rows, self.rows = self.rows, {}
         return {"last": self._last, "rows": {name: [row.tokens, row.ttft, row.itl] for name, row in rows.items()}}
 
     def add(self, taken: dict[str, Any]) -> None:
-        """Adds what a locust worker has sent."""
+        """Adds the counts of a locust worker."""
         self._last = max(self._last, taken["last"])
         for name, figures in taken["rows"].items():
             self._row(name).add(*figures)
@@ -109,7 +109,7 @@ class Table:
 
 
 def _durations(prefix: str, histogram: Counter[int]) -> dict[str, Any]:
-    """Mean and percentiles in ms; empty cells where nothing was measured."""
+    """Mean and percentiles in ms; empty cells without measurements."""
     samples = histogram.total()
     if not samples:
         return {f"{prefix}_{key}": "" for key in ("avg", *PERCENTILES)}
@@ -121,7 +121,7 @@ def _durations(prefix: str, histogram: Counter[int]) -> dict[str, Any]:
 
 
 def show(environment: Environment, table: Table) -> None:
-    """Puts the table below locust's summary and into a tab of its web page; a run without a token has failed."""
+    """Adds the table to locust's summary and a tab of its web page; a run without a token fails."""
 
     @environment.events.test_start.add_listener
     def clear(**_: Any) -> None:
@@ -135,7 +135,7 @@ def show(environment: Environment, table: Table) -> None:
     environment.events.reset_stats.add_listener(clear)
     if isinstance(environment.runner, WorkerRunner):
         environment.events.report_to_master.add_listener(lambda client_id, data: data.update(tokens=table.taken()))
-        return  # the master shows
+        return  # the master prints
     environment.events.worker_report.add_listener(lambda client_id, data: table.add(data["tokens"]))
 
     @environment.events.quitting.add_listener
@@ -162,7 +162,7 @@ def _show_in_web_page(web_ui: Any, table: Table) -> None:
 
     @web_ui.app.after_request
     def add_rows(response: Response) -> Response:
-        """The page asks for locust's figures every two seconds; ours travel with them."""
+        """The page requests locust's figures every two seconds; ours are added to them."""
         if request.endpoint == "locust.request_stats" and response.is_json:
             more = {"extended_stats": [{"key": TAB, "data": table.shown()}]}
             response.set_data(web_ui.app.json.dumps(response.get_json() | more))

@@ -1,4 +1,4 @@
-"""How the load asks each route, and what a route's answers and events say: tokens, errors, the end."""
+"""Requests of each route, and parsing of its responses and events: tokens, errors, end."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,10 +9,10 @@ DONE = b"[DONE]"
 class Event(NamedTuple):
     """One event of a stream."""
 
-    token: bool = False  # text of a new token has come
-    generated: int | None = None  # tokens of the whole answer; known at its end
+    token: bool = False  # has text of a new token
+    generated: int | None = None  # tokens of the whole response; known at its end
     error: str = ""
-    last: bool = False  # nothing may be missing after this one
+    last: bool = False  # the last event of a complete stream
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Native:
         return {"inputs": prompt, "parameters": {"max_new_tokens": tokens, "details": True}, "stream": stream}
 
     def generated(self, answer: Any) -> int:
-        """How many tokens an answer without stream has. Raises KeyError and the like if it does not say."""
+        """The number of tokens of a response. Raises KeyError and similar if it is missing."""
         first = answer[0] if isinstance(answer, list) else answer
         return int(first["details"]["generated_tokens"])
 
     def event(self, event: dict[str, Any]) -> Event:
-        """What an event says."""
+        """Parses an event."""
         if "error" in event:
             return Event(error=str(event["error"]))
         details = event.get("details")
@@ -54,11 +54,11 @@ class OpenAI:
         return {"model": "tgi", "max_tokens": tokens, "stream": stream} | asked | usage
 
     def generated(self, answer: Any) -> int:
-        """How many tokens an answer without stream has. Raises KeyError and the like if it does not say."""
+        """The number of tokens of a response. Raises KeyError and similar if it is missing."""
         return int(answer["usage"]["completion_tokens"])
 
     def event(self, event: dict[str, Any]) -> Event:
-        """What an event says."""
+        """Parses an event."""
         if "error" in event:
             return Event(error=str(event["error"]["message"]))
         usage = event.get("usage")
@@ -67,7 +67,7 @@ class OpenAI:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """The text of a choice in a chunk: the first chunk of a chat may bring a role alone, the last one an ending."""
+    """The text of a choice in a chunk; the first chunk of a chat may have only a role, the last one only the end."""
     return choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
 
 

@@ -23,17 +23,17 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 DEFAULT_HOST = "http://127.0.0.1:3000"
-PAUSE_SECONDS = 1.0  # after a failure, so that a broken server is not hammered
+PAUSE_SECONDS = 1.0  # after a failure, to spare a broken server
 SOME_TEXT = """river mountain city answer question evening water people walk light number theory music history science
 garden table window letter ocean bridge forest engine market doctor teacher winter summer morning story picture road"""
 WORDS = SOME_TEXT.split()
 
 
 class Client(FastHttpUser):
-    """Sends requests of all kinds; three quarters of them are streams. Stops at no failure."""
+    """Sends requests of all kinds, three quarters of them streamed. Continues after failures."""
 
     connection_timeout = 10.0
-    network_timeout = 300.0  # a plain answer may take long; a stream says something every 15 seconds
+    network_timeout = 300.0  # a whole response may take long; a stream sends something every 15 seconds
 
     def on_start(self) -> None:
         """Reads the options once per user."""
@@ -93,7 +93,7 @@ class Client(FastHttpUser):
         self._ask(COMPLETIONS, stream=True)
 
     def _ask(self, route: Native | OpenAI, stream: bool) -> None:
-        """One request with a prompt that no other has, so that the prefix cache does not help."""
+        """One request with a unique prompt, so that the prefix cache does not help."""
         name = f"{route.path} [stream]" if stream else route.path
         words, tokens = map(random.choice, self._lengths)
         prompt = " ".join([f"{random.getrandbits(64)}:", *random.choices(WORDS, k=words)])
@@ -121,13 +121,13 @@ class Client(FastHttpUser):
             gevent.sleep(pause)
 
     def _read_whole(self, route: Native | OpenAI, name: str, response: ResponseContextManager) -> None:
-        """Counts the tokens of an answer without stream."""
+        """Counts the tokens of a whole response."""
         if broken := response.request_meta["exception"]:
             raise broken
         self._table.count(name, route.generated(response.json()))
 
     def _read_stream(self, route: Native | OpenAI, name: str, response: ResponseContextManager, sent: float) -> None:
-        """Reads line by line as they come (locust's own iter_content waits for full blocks) and takes the times."""
+        """Reads lines as they arrive (locust's iter_content waits for full blocks) and records times."""
         error, ended = "", False
         seen, generated = 0, None
         before = sent
@@ -155,16 +155,16 @@ class Client(FastHttpUser):
         elif not ended or generated is None:
             response.failure("truncated: the stream ended without its last event")
         else:
-            self._table.count(name, generated - seen)  # tokens that brought no text of their own
+            self._table.count(name, generated - seen)  # tokens without text
 
 
 def _pause(response: ResponseContextManager, name: str) -> float:
-    """Seconds to wait before the next request; 0 if there is an answer to read. Anything but a 200 is reported here."""
+    """Seconds to wait before the next request; 0 if there is a response to read. Reports every status but 200."""
     status = response.status_code
     if status == 200:
         return 0.0
     if status == 429:
-        # A full server that says so does its duty: a row of its own, neither a failure nor a response time.
+        # A 429 is correct behaviour of a full server: it has its own row, no failure and no response time.
         response.request_meta.update(name=f"{name} [429]", response_time=None)
         response.success()
         return float(response.headers.get("retry-after", PAUSE_SECONDS))
@@ -173,7 +173,7 @@ def _pause(response: ResponseContextManager, name: str) -> float:
 
 
 def _reason(body: str) -> str:
-    """What an error's body says."""
+    """The text of an error body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -203,7 +203,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
 
 
 def _require_server(host: str) -> None:
-    """Ends the program with a message if there is nothing to put load on."""
+    """Exits with a message if there is no server."""
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{host}/health", timeout=10).close()
     except urllib.error.HTTPError as error:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes a GGUF file from a model directory, the way llama.cpp's converter does, tokenizer included.
+"""Writes a GGUF file from a model directory as llama.cpp's converter does, tokenizer included.
 
 scripts/make_gguf.py DIR FILE.gguf --format BF16
 """
@@ -25,10 +25,10 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3")
-# Where the float16 scales of blocks of 256 stand.
+# Offsets of the float16 scales in blocks of 256.
 SCALES = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
 SHIFTED = ("gemma", "gemma2", "gemma3_text")
-# What converters write beside the shape, where config.json has it: key of config.json -> key without its architecture.
+# Further entries if config.json has them: key of config.json -> key without the architecture.
 NUMBERS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
@@ -144,6 +144,7 @@ def write_gguf(
 
 
 def add(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Adds a metadata value with the type that it has."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -157,6 +158,7 @@ def add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def tokenizer_metadata(model: Path) -> dict[str, Any]:
+    """GGUF metadata of a model's tokenizer."""
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     settings = json.loads((model / "tokenizer_config.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -178,6 +180,7 @@ def tokenizer_metadata(model: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a model directory")
     parser.add_argument("file", type=Path, help="the file to write")

@@ -4,9 +4,9 @@
     scripts/make_model.py llama DIR
     scripts/make_model.py qwen2 DIR --shape qwen2.5-0.5b --seed 3
 
-The weights come from transformers' own classes, so what is made is what transformers would load. They are wide enough
-that greedy choices are well separated, biases and norms are not at their neutral values, and the tokenizer splits
-emoji and CJK characters over several tokens. The same arguments make the same files.
+The weights come from transformers' classes, so transformers can load the model. Their scale separates greedy choices
+well, biases and norms are not neutral, and the tokenizer splits emoji and CJK characters into several tokens. The same
+arguments make the same files.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-# The transformers configuration of each kind, and what its tiny model sets beside its shape.
+# The transformers configuration of each kind, and settings of its tiny model besides the shape.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
@@ -62,7 +62,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 HEAD_DIM = ("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")  # where it need not be hidden / heads
 KINDS = (*CONFIGS, "gpt2")
 
-# What the shapes of known models have in common.
+# Common to the shapes of known models.
 KNOWN: dict[str, Any] = {"vocab": 32000, "tie": True, "dtype": "bfloat16"}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -113,7 +113,7 @@ def make_tokenizer(kind: str, directory: Path, vocab: int, context: int) -> None
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind == "qwen2":  # transformers gives this kind its own splitting whatever tokenizer.json says
+    if kind == "qwen2":  # transformers overrides the pre-tokenizer of this kind
         split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -174,7 +174,7 @@ def make_config(kind: str, shape: dict[str, Any], more: dict[str, Any]) -> Any:
 
 
 def fill(model: Any, seed: int) -> None:
-    """Draws every weight anew: matrices keep the scale of what passes through, biases and norms are not neutral."""
+    """Randomizes every weight: matrices preserve the scale of activations, biases and norms are not neutral."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -191,7 +191,7 @@ def fill(model: Any, seed: int) -> None:
                 fan_in = weight.shape[0] if "c_" in name else weight.shape[-1]  # GPT-2's Conv1D is transposed
                 value = noise / fan_in**0.5
                 if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
-                    value *= 2  # layers outweigh the embedding, or a tied output would repeat its input for ever
+                    value *= 2  # layers outweigh the embedding, or a tied head would repeat its input forever
             weight.copy_(value)
 
 
@@ -214,7 +214,7 @@ def make_model(
 ) -> Path:
     """Writes a model of `kind` (one of KINDS) to `directory` and returns it.
 
-    `more` are entries of the configuration that win over those of the kind. `vocab` is at least 300; the tokenizer has
+    `more` are configuration entries that override those of the kind. `vocab` is at least 300; the tokenizer has
     exactly as many ids as the embedding unless its text runs out of pairs.
     """
     import torch
@@ -244,10 +244,12 @@ def make_model(
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes indented JSON."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
+    """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("directory", type=Path)

@@ -1,4 +1,4 @@
-"""An OTLP collector for tests: a gRPC server on a loopback port that keeps the spans it is sent."""
+"""An OTLP collector for tests: a gRPC server on a loopback port that keeps the received spans."""
 
 import threading
 import time
@@ -12,11 +12,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as Sent
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-PATIENCE_SECONDS = 60
+TIMEOUT_SECONDS = 60
 
 
 class Span(NamedTuple):
-    """A span that has arrived. Ids in hexadecimal, times in nanoseconds since 1970."""
+    """A received span. Ids in hexadecimal, times in nanoseconds since 1970."""
 
     name: str
     trace: str
@@ -26,36 +26,36 @@ class Span(NamedTuple):
     begun: int
     ended: int
     attributes: dict[str, Any]
-    error: str | None  # the message of its failure, if it failed
+    error: str | None  # the message of an error status
     resource: dict[str, Any]
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What has arrived so far."""
+    """The spans received so far, and the endpoint at which they are received."""
 
     def __init__(self) -> None:
         self.endpoint = ""
         self.spans: list[Span] = []
-        self._news = threading.Condition()
+        self._received = threading.Condition()
 
     def Export(self, request: Any, context: Any) -> Any:
-        with self._news:
+        with self._received:
             for group in request.resource_spans:
                 resource = _values(group.resource.attributes)
                 self.spans += [_span(sent, resource) for scope in group.scope_spans for sent in scope.spans]
-            self._news.notify_all()
+            self._received.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def until(self, *names: str, when: Callable[[Span], bool] = lambda span: True) -> dict[str, Span]:
-        """Waits until there is a span of each of these names for which `when` holds: the first one of each."""
-        end = time.monotonic() + PATIENCE_SECONDS
-        with self._news:
+    def wait_for_spans(self, *names: str, when: Callable[[Span], bool] = lambda span: True) -> dict[str, Span]:
+        """Waits until there is a span of each of these names for which `when` is true: the first one of each."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        with self._received:
             while True:
                 found = {span.name: span for span in reversed(self.spans) if span.name in names and when(span)}
                 if len(found) == len(names):
                     return found
-                assert time.monotonic() < end, f"waited in vain for {names}: {self.spans}"
-                self._news.wait(1)
+                assert time.monotonic() < deadline, f"timed out waiting for {names}: {self.spans}"
+                self._received.wait(1)
 
 
 def _span(sent: Sent, resource: dict[str, Any]) -> Span:
@@ -78,8 +78,8 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def collecting(port: int = 0) -> Iterator[Collector]:
-    """A collector that runs."""
+def run_collector(port: int = 0) -> Iterator[Collector]:
+    """Runs a collector for the duration of the block, on the given port or any free one."""
     collector = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)

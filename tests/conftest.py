@@ -1,36 +1,76 @@
-"""What many tests share: models, and a place for the samples of metrics."""
+"""Fixtures and settings of all tests: models, shared servers, markers by path, a directory for metrics."""
 
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.models import demo_model as demo
 from tests.models import model
-from tgi.kernel import metrics
-from tgi.worker.processor import CPU, hold, keep_order
-from tgi.worker.threads import wait_shortly
+from tgi.microkernel import metrics
+from tgi.worker.host_cpu import CPU_VARIABLE, configure_thread_waiting, limit_instruction_set, request_reproducible_mkl
 
-# As a worker does, before anything imports torch: threads of these tests do not spin while servers beside them compute,
-# sums come in one order, and TGI_CPU holds these tests, as it holds the servers that they start, to an instruction set.
-wait_shortly()
-hold(os.environ.get(CPU) or None)
-keep_order()
-# Without a GPU Triton interprets its kernels (tests/worker/gpu). It must know before anything imports it, which torch
-# does at times.
+if TYPE_CHECKING:
+    from tests.live.server import SharedServers
+
+# As in a worker, before torch is imported: waiting threads do not spin while servers on the same machine compute, sums
+# are reproducible, and TGI_CPU limits the instruction set of the tests as it limits that of the servers they start.
+configure_thread_waiting()
+limit_instruction_set(os.environ.get(CPU_VARIABLE) or None)
+request_reproducible_mkl()
+# Without a GPU Triton interprets its kernels (tests/worker/gpu_kernels). The variable must be set before Triton is
+# imported, which importing torch may do.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# No test fails because the machine is busy.
+# Marker -> prefixes of test paths. A test gets the first marker that matches, else `fast`.
+MARKERS = {
+    "live": ("live/", "clients/", "scripts/test_turns", "scripts/test_front_ends"),
+    "gpu": ("worker/test_on_gpu",),
+    "fuzz": ("property/", "api/test_any_body", "hub/test_hostile_gguf"),
+    "slow": (
+        "api/routes/test_adapters",
+        "api/test_cost",
+        "api/test_lifecycle",
+        "api/test_readiness",
+        "hub/",
+        "microkernel/test_cost",
+        "microkernel/test_log",
+        "scheduler/test_cost",
+        "scripts/",
+        "tokenizer/answer/test_calls",
+        "tokenizer/test_cost",
+        "worker/cpu_kernels/test_attention",
+        "worker/gpu_kernels/",
+        "worker/quantization/test_gguf",
+        "worker/quantization/test_quantize",
+        "worker/test_attention",
+        "worker/test_batch_independence",
+        "worker/test_draft_runner",
+        "worker/test_fallback",
+        "worker/test_families",
+        "worker/test_host_cpu",
+        "worker/test_load",
+        "worker/test_main",
+        "worker/test_models",
+        "worker/test_prompt_logprobs",
+        "worker/test_quantized_models",
+        "worker/test_sampling",
+    ),
+}
+
+# No deadline per example: tests must not fail because the machine is busy.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-# Where no test says otherwise.
+# The directory of metrics in this process, except where a test sets another.
 SAMPLES = tempfile.TemporaryDirectory(prefix="tgi-metrics-")
-metrics.use(Path(SAMPLES.name))
+metrics.use_directory(Path(SAMPLES.name))
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +80,27 @@ def tiny_llama() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The real model that is served by default; fetched on the first use."""
+    """The model that is served by default; fetched on first use."""
     return demo()
 
 
+@pytest.fixture(scope="session")
+def shared_server() -> "Iterator[SharedServers]":
+    """shared_server(*flags): a ready server that all tests of this process with the same flags share."""
+    from tests.live.server import SharedServers  # imports httpx, which few tests need
+
+    servers = SharedServers()
+    yield servers
+    servers.end_all()
+
+
 def pytest_unconfigure() -> None:
-    """What loops froze in this process is to be found when Python ends, or Triton tells of leaks."""
+    """Unfreezes objects that event loops froze in this process; otherwise Triton reports leaks when Python ends."""
     gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test by its path, so that `pytest -m fast` selects those that neither start servers nor take long."""
+    for item in items:
+        path = item.nodeid.removeprefix("tests/")
+        item.add_marker(next((name for name, paths in MARKERS.items() if path.startswith(paths)), "fast"))

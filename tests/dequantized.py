@@ -1,4 +1,4 @@
-"""Weights in few bits as plain ones, for comparison."""
+"""Dequantizes checkpoints, for comparison with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tgi.worker.quantization.weight import QuantizedWeight
 
 
 def plain_weights(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, those in few bits dequantized."""
+    """The tensors of a checkpoint, with quantized weights dequantized to `dtype`."""
     found = {}
     for name, tensor in tensors.items():
         stem, _, column = name.rpartition(".")
@@ -24,7 +24,7 @@ def plain_weights(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, T
 
 
 def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
-    """transformers' own, also of a directory whose weights are in few bits."""
+    """The model of transformers, also for a directory with quantized weights."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Tiny random models for the tests, made once and kept in the temporary directory.
+"""Tiny random models for the tests, created once and kept in the temporary directory.
 
     from tests.models import model
     directory = model("llama", dtype="bfloat16", seed=3)
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts import make_model as maker
-from tgi.hub.resolve import model_directory
+from tgi.hub.resolver import model_directory
 
 
 def model(kind: str, **options: Any) -> Path:
-    """The directory of a model of `kind`, made on first use. Between processes, it appears whole."""
+    """The directory of a model of `kind`, created on first use. Other processes never see an incomplete one."""
     script = Path(maker.__file__).read_bytes()
     key = hashlib.sha256(script + repr((kind, sorted(options.items()))).encode()).hexdigest()[:16]
     store = Path(tempfile.gettempdir()) / f"tgi-test-models-{os.getuid()}"

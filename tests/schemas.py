@@ -1,4 +1,4 @@
-"""JSON Schema's own test suite, and texts held against a schema."""
+"""The JSON Schema test suite, and validation of texts against a schema."""
 
 import json
 import math
@@ -15,7 +15,7 @@ SUITE: list[list[Any]] = json.loads((Path(__file__).parent / "json_schema_suite.
 
 
 def validate(text: str, schema: Any) -> None:
-    """Raises if the text is not JSON or not valid. Patterns that Python does not have are not looked at."""
+    """Raises if the text is not JSON or not valid. Skips schemas with patterns that Python's `re` does not support."""
     value = json.loads(text, parse_float=_number)
     written = json.dumps(schema)
     if r"\\p{" not in written:
@@ -23,20 +23,22 @@ def validate(text: str, schema: Any) -> None:
 
 
 def _number(text: str) -> Decimal | float:
-    """Exact, or multiples could not be told; but for numbers that are too large for anybody."""
+    """Decimal, for an exact `multipleOf`; infinity for numbers outside the range of a double."""
     return Decimal(text) if math.isfinite(float(text)) else math.inf
 
 
-def strays(value: Any, schemas: list[Any], root: Any) -> bool:
-    """Whether an object in a value has a name that none of these schemas knows, though one of them has `properties`:
-    that is valid for the standard, but objects are closed here. A value may be of several schemas at once, and of any
-    branch of a union; with references that are not followed here it never strays, and patterns that Python does not
-    have match every name."""
+def has_unlisted_names(value: Any, schemas: list[Any], root: Any) -> bool:
+    """Whether an object in a value has a property name that is not in these schemas, though one has `properties`.
+
+    The standard allows that; this server treats such objects as closed. All schemas and branches of unions count.
+    False if there are references that are not followed here; patterns that Python's `re` does not support match every
+    name.
+    """
     here = [part for schema in schemas for part in _in_place(schema, root, set())]
     if any(part is None for part in here):
         return False
     if isinstance(value, list):
-        return any(strays(inner, _of_item(here, at), root) for at, inner in enumerate(value))
+        return any(has_unlisted_names(inner, _of_item(here, at), root) for at, inner in enumerate(value))
     if not isinstance(value, dict):
         return False
     closed = any("properties" in part for part in here)
@@ -49,13 +51,13 @@ def strays(value: Any, schemas: list[Any], root: Any) -> bool:
         if closed and not known and not below:
             return True
         below += [part["additionalProperties"] for part in here if "additionalProperties" in part]
-        if strays(inner, below, root):
+        if has_unlisted_names(inner, below, root):
             return True
     return False
 
 
 def _in_place(schema: Any, root: Any, seen: set[str]) -> Iterator[Any]:
-    """A schema and all that it applies to the same value; None for a reference that is not followed."""
+    """Yields a schema and the subschemas that it applies in place; None for a reference that is not followed."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -85,6 +87,6 @@ def _of_item(here: list[Any], at: int) -> list[Any]:
 
 
 def _fixed(schema: Any) -> set[str]:
-    """The names in objects that are listed as values."""
+    """The property names in the objects of `const` and `enum`."""
     values = [schema.get("const"), *schema.get("enum", ())]
     return {name for value in values if isinstance(value, dict) for name in value}

@@ -1,4 +1,4 @@
-"""The command line: every flag of TGI's launcher, on every command that runs something; mistakes are told in words."""
+"""The command line: flags of TGI's launcher on all commands that run roles, help, and error messages."""
 
 import json
 import os
@@ -14,16 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from tgi import __version__
-from tgi.cli import SECTIONS, main
-from tgi.kernel.option import flag
-from tgi.kernel.settings import DEFAULTS, GROUPS, OPTIONS, Settings
+from tgi.cli import SECTIONS, main, settings_options
 from tgi.launcher import main as launcher
-from tgi.options import settings_options
-from tgi.tree import WORKER_PACKAGES
+from tgi.microkernel.options import flag
+from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, Settings
+from tgi.server import WORKER_PACKAGES
 
 ROOT = Path(__file__).parent.parent
 
-# Every flag of TGI 3.3.6's launcher, with a value that is taken and what it comes to.
+# All flags of TGI 3.3.6's launcher: (setting, values, expected value).
 # fmt: off
 FLAGS: list[tuple[str, list[str], Any]] = [
     ("--model-id", ["a/b"], "a/b"), ("--revision", ["v1"], "v1"), ("--validation-workers", ["3"], 3),
@@ -66,18 +65,18 @@ MISTAKES = [
     (["--port", ""], 2, "'' is not a whole number"),
     (["--num-shard", "-1"], 2, "'-1' is below 0"),
     (["--cuda-graphs", "0,4"], 2, "'0' is not above 0; give numbers above 0 with commas between them, or 0 alone"),
-    (["--otlp-endpoint", "foo"], 2, "'foo' is no address of a collector, such as http://127.0.0.1:4317"),
+    (["--otlp-endpoint", "foo"], 2, "'foo' is not an address of a collector, such as http://127.0.0.1:4317"),
     (["--usage-stats", "maybe"], 2, "'maybe' is not one of on, off, no-stack"),
     (["--json-output", "true"], 2, "unexpected extra argument"),
     (["--log-level", "loud"], 2, "Unknown log level 'loud'"),
     (["--max-input-tokens", "10", "--max-total-tokens", "10"], 1, "`max_input_tokens`(10) must be <"),
-    (["--sharded", "true", "--num-shard", "2"], 1, "cannot be spread over several devices yet"),
+    (["--sharded", "true", "--num-shard", "2"], 1, "tensor parallelism is not supported"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("name", "values", "expected"), FLAGS, ids=lambda item: str(item))
-def test_a_flag_of_tgi_is_taken(name: str, values: list[str], expected: Any) -> None:
+def test_flag_of_tgi_is_accepted(name: str, values: list[str], expected: Any) -> None:
     taken: dict[str, Any] = {}
 
     @click.command()
@@ -98,7 +97,7 @@ def helped(command: str, flag: str, columns: int) -> str:
 
 
 def shown_flags(text: str) -> set[str]:
-    """The flags that are explained, which begin their lines."""
+    """The flags at the beginnings of lines."""
     return {
         name for line in text.splitlines() if re.match(r"  -", line) for name in re.findall(r"--[a-z-]+", line[:60])
     }
@@ -125,7 +124,7 @@ def test_help_is_grouped_and_fits_the_terminal(request_for: str, columns: int) -
     assert [line[:-1] for line in lines if re.fullmatch(r"[A-Z][a-z]+:", line)] == [*GROUPS, "Help"]
 
 
-def test_every_setting_has_a_group_and_a_default_in_words() -> None:
+def test_every_setting_has_a_group_and_a_described_default() -> None:
     order = [GROUPS.index(option.group) for option in OPTIONS.values()]
     assert order == sorted(order), "settings stand in the order of their groups"
     for name, option in OPTIONS.items():
@@ -141,59 +140,62 @@ def test_every_command_has_a_section() -> None:
     assert [title for title in re.findall(r"^(.+):$", shown, re.MULTILINE) if title != "Options"] == list(SECTIONS)
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), MISTAKES, ids=lambda item: str(item))
-def test_a_mistake_is_told_in_one_message(arguments: list[str], code: int, said: str) -> None:
+@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES, ids=lambda item: str(item))
+def test_mistake_is_reported_in_one_message(arguments: list[str], code: int, message: str) -> None:
     for command in (launcher, main):
         result = CliRunner().invoke(command, arguments if command is launcher else ["up", *arguments])
-        assert said in result.output
+        assert message in result.output
         assert "Traceback" not in result.output
         assert isinstance(result.exception, SystemExit)
         assert result.exit_code == code
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--tokenizer-config-path", "/nowhere"], "/nowhere is no file"),
         (["--weights-cache-override", "/nowhere"], "/nowhere is not a directory"),
         (["--model-id", "/nowhere"], "'/nowhere' does not exist"),
-        (["--hostname", "192.0.2.1"], "Give --hostname an address of this machine"),  # one that nobody has
+        (
+            ["--hostname", "192.0.2.1"],
+            "Give --hostname an address of this machine",
+        ),  # TEST-NET-1, assigned to no interface
     ],
 )
-def test_what_is_not_there_is_told_in_one_message(
-    arguments: list[str], said: str, tiny_llama: Path, tmp_path: Path
+def test_missing_resource_is_reported_in_one_message(
+    arguments: list[str], message: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "tgi.launcher", "--hostname", "127.0.0.1", "--port", "0"]
     command += ["--model-id", str(tiny_llama), *arguments]
     done = subprocess.run(command, env=os.environ | {"TGI_RUN": str(tmp_path)}, capture_output=True, text=True)
-    assert said in done.stderr.splitlines()[-1]
+    assert message in done.stderr.splitlines()[-1]
     assert [line for line in done.stderr.splitlines() if "INFO" in line or "Traceback" in line] == []
     assert done.returncode == 1
 
 
-def test_ps_says_that_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ps_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TGI_RUN", str(tmp_path / "run"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    told = CliRunner().invoke(main, ["ps"])
-    assert (told.stdout, told.stderr, told.exit_code) == ("", "No tgi server of yours is running.\n", 0)
+    result = CliRunner().invoke(main, ["ps"])
+    assert (result.stdout, result.stderr, result.exit_code) == ("", "You have no running tgi server.\n", 0)
     assert json.loads(CliRunner().invoke(main, ["ps", "--json"]).stdout) == []
 
 
-def test_the_launcher_is_installed_under_tgi_s_name() -> None:
+def test_launcher_has_tgi_s_name() -> None:
     result = CliRunner().invoke(launcher, ["--version"])
     assert (result.exit_code, result.output) == (0, f"text-generation-launcher {__version__}\n")
 
 
 @pytest.mark.parametrize("command", ["tgi", "text-generation-launcher"])
-@pytest.mark.parametrize("module", ["click", "tgi.kernel.settings", "tgi.tree", ""])
-def test_ctrl_c_while_a_command_is_imported_ends_it_quietly(command: str, module: str) -> None:
+@pytest.mark.parametrize("module", ["click", "tgi.microkernel.settings", "tgi.server", ""])
+def test_ctrl_c_during_imports_is_silent(command: str, module: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     entry, _, function = scripts[command].partition(":")
-    arguments = ["--version"] if module != "tgi.tree" else ["up"] if command == "tgi" else []
+    arguments = ["--version"] if module != "tgi.server" else ["up"] if command == "tgi" else []
     script = f"""
 import os, signal, sys
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal: what runs in the background may ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore SIGINT
 
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
@@ -214,7 +216,7 @@ sys.exit({function}())
         assert done.stdout.endswith(f" {__version__}\n")
 
 
-def test_showing_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     script = (
         "import sys, tgi.cli, tgi.launcher; "
         "print([name for name in ('zmq', 'torch', 'falcon', 'huggingface_hub', 'psutil') if name in sys.modules])"
@@ -223,12 +225,12 @@ def test_showing_help_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_what_the_worker_needs_is_what_it_requires() -> None:
+def test_worker_packages_match_the_requirements() -> None:
     lines = (ROOT / "requirements" / "worker.txt").read_text().splitlines()
     assert {line.partition(">")[0] for line in lines if not line.startswith("#")} == set(WORKER_PACKAGES)
 
 
-def test_settings_have_no_two_flags_or_variables_alike() -> None:
+def test_flags_and_variables_are_unique() -> None:
     shorts = [option.short for option in OPTIONS.values() if option.short]
     variables = [name for key, option in OPTIONS.items() for name in option.over + option.variables(key)]
     assert len(set(shorts)) == len(shorts)
@@ -238,7 +240,7 @@ def test_settings_have_no_two_flags_or_variables_alike() -> None:
     assert set(OPTIONS) | derived == set(vars(Settings()))
 
 
-def test_a_text_is_looked_at_for_its_watermark(tiny_llama: Path, tmp_path: Path) -> None:
+def test_watermark_command(tiny_llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("Some words that nobody has marked, and some more of them.")
     runner = CliRunner()
@@ -257,7 +259,7 @@ def test_a_text_is_looked_at_for_its_watermark(tiny_llama: Path, tmp_path: Path)
         assert said in refused.output
 
 
-def test_download_weights_says_where_a_model_is(tiny_llama: Path) -> None:
+def test_download_weights_prints_the_directory(tiny_llama: Path) -> None:
     arguments = [str(tiny_llama), "--extension", ".safetensors", "--no-auto-convert", "--logger-level", "ERROR"]
     result = CliRunner().invoke(main, ["download-weights", *arguments, "--json-output"])
     assert result.exit_code == 0, result.output
@@ -272,13 +274,13 @@ def test_download_weights_says_where_a_model_is(tiny_llama: Path) -> None:
         (["--logger-level", "loud"], "Unknown log level 'loud'"),
     ],
 )
-def test_download_weights_refuses_what_it_does_not_do(tiny_llama: Path, arguments: list[str], said: str) -> None:
+def test_download_weights_rejects_unsupported_options(tiny_llama: Path, arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(main, ["download-weights", str(tiny_llama), *arguments])
     assert result.exit_code != 0
     assert said in result.output
 
 
-def test_download_weights_tells_how_to_convert_pickled_weights(tmp_path: Path) -> None:
+def test_download_weights_rejects_pickled_weights_with_advice(tmp_path: Path) -> None:
     config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 1, "max_position_embeddings": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Documentation that is made from the code is up to date."""
+"""Generated pages of docs/ are up to date."""
 
 import importlib.util
 from pathlib import Path
@@ -12,11 +12,12 @@ ROOT = Path(__file__).parent.parent
     ("script", "page"),
     [
         ("wire_protocol.py", "wire-protocol.md"),
+        ("parameters.py", "parameters.md"),
         ("metrics_page.py", "metrics.md"),
         ("configuration.py", "configuration.md"),
     ],
 )
-def test_a_page_is_the_one_that_the_code_makes(script: str, page: str) -> None:
+def test_generated_page_is_up_to_date(script: str, page: str) -> None:
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), ROOT / "scripts" / script)
     assert spec is not None
     assert spec.loader is not None

@@ -1,14 +1,15 @@
-"""Where the commands begin, and `python -m tgi`: secrets leave the list of arguments before anything else happens, and
-Ctrl-C ends a command without a traceback while it is imported, too.
+"""Entry points of the commands, and `python -m tgi`.
 
-Nothing is imported from the current directory; `python -m` may find this package itself there, of course.
+Secrets are removed from the process's arguments before anything else, and Ctrl-C ends a command without a traceback
+even during imports. Nothing is imported from the current directory, except this package itself if `python -m` finds it
+there.
 """
 
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
     del sys.path[0]  # the current directory
-    if sys.modules["tgi"].__file__ is None:  # a directory called tgi without this package in it: the parent of a clone
+    if sys.modules["tgi"].__file__ is None:  # a directory tgi without this package, such as the parent of a clone
         del sys.modules["tgi"]
 
 import shlex
@@ -36,9 +37,9 @@ def _begin(command: str, module: str) -> None:
 
 
 def _hide_secrets(command: str) -> None:
-    """Rewrites the arguments that others see in the list of processes, if there is a secret among them."""
-    from tgi.kernel.option import without_secrets
-    from tgi.kernel.settings import OPTIONS
+    """Hides secrets among the arguments in the list of processes, which all users can see."""
+    from tgi.microkernel.options import without_secrets
+    from tgi.microkernel.settings import OPTIONS
 
     shown = without_secrets(sys.argv[1:], OPTIONS)
     if shown != sys.argv[1:]:

@@ -1,20 +1,24 @@
-"""The command `tgi`: up, one command per role, ps, down, import, download-weights, print-schema,
-watermark."""
+"""The command `tgi`: up, one command per role, ps, down, import, download-weights, print-schema, watermark.
+
+Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
+"""
 
 import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import click
 
-from tgi import __version__
-from tgi.kernel.arguments import load
-from tgi.kernel.errors import UserError
-from tgi.options import CONTEXT, SettingsCommand, settings_options, told
+from tgi import INTERRUPTED, __version__
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.options import SettingOption, boolean, flag
+from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, load_settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
@@ -24,16 +28,155 @@ SECTIONS = {
     "Tools": ("print-schema", "watermark"),
 }
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
-class Group(click.Group):
-    """Its commands' UserErrors are told as one message, and its help shows the commands by section."""
+HELP_ALL = "help_all"  # name of the option, and key in click's context: show hidden settings and all variables
+
+MAX_CHOICES = 14  # maximum length of a list of choices that is shown instead of the type
+
+COLUMN = 30  # width of the column of flags; after a longer flag the explanation starts on the next line
+
+VARIABLES = (
+    "Each setting is an environment variable too: its flag in capitals with underscores (MAX_BEST_OF for "
+    "--max-best-of), or the name given. A flag overrides a variable."
+)
+
+
+# --- settings as options of a command ---
+
+
+class SettingType(click.ParamType):  # type: ignore[type-arg]  # not generic in older ones
+    """The click type of a setting: parses and validates with its SettingOption."""
+
+    def __init__(self, option: SettingOption) -> None:
+        self.name = option.read.__name__
+        self._option = option
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parses the value; fails with the setting's error message."""
+        try:
+            return self._option.parse(value)
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+class SettingsCommand(click.Command):
+    """A command with all settings as options. Its help shows them by group; hidden settings and settings without effect
+    are shown by --help-all only."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the groups in order, then the command's other options."""
+        everything = bool(ctx.meta.get(HELP_ALL))
+        groups: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        left: dict[str, int] = dict.fromkeys(GROUPS, 0)
+        others = []
+        for param in self.get_params(ctx):
+            option = OPTIONS.get(param.name or "")
+            if option is None:
+                others.append(param.get_help_record(ctx))
+            elif everything or not (option.hidden or option.ignored):
+                record = param.get_help_record(ctx)
+                assert record is not None
+                groups[option.group].append((record[0], _explanation(param.name or "", option, everything)))
+            else:
+                left[option.group] += 1
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(VARIABLES)
+        for group, rows in groups.items():
+            if left[group]:
+                rows.append(("…", f"{left[group]} rarely needed: --help-all"))
+            _write(formatter, group, rows)
+        _write(formatter, "Help", [record for record in others if record])
+
+
+def _write(formatter: click.HelpFormatter, heading: str, rows: list[tuple[str, str]]) -> None:
+    with formatter.section(heading):
+        formatter.write_dl([(names.ljust(COLUMN), meaning) for names, meaning in rows], col_max=COLUMN)
+
+
+def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds one option per setting; options that are not given are None. For a SettingsCommand."""
+    show = click.option(
+        "--help-all",
+        HELP_ALL,
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_help_all,
+        help="Show all settings, including those without effect, and all variables.",
+    )
+    command = show(command)
+    for name, option in reversed(OPTIONS.items()):
+        switches = [option.short] if option.short else []
+        kind: dict[str, Any] = {"default": None}
+        if option.read is boolean and getattr(DEFAULTS, name) is False:
+            switches.append(flag(name))
+            kind |= {"is_flag": True, "flag_value": True}
+        elif option.read is boolean:
+            switches.append(f"{flag(name)}/--no-{flag(name)[2:]}")
+        else:
+            switches.append(flag(name))
+            kind["type"] = SettingType(option)
+            kind["metavar"] = _choices(option) or option.read.__name__.upper()
+            kind["multiple"] = bool(option.separator)
+        command = click.option(*switches, name, **kind)(command)
+    return command
+
+
+def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+def _choices(option: SettingOption) -> str:
+    """The choices, if they are short enough to follow the flag."""
+    choices = "|".join(option.choices)
+    return choices if len(choices) <= MAX_CHOICES else ""
+
+
+def _explanation(name: str, option: SettingOption, everything: bool) -> str:
+    """The help of a setting, its choices, default and variables. Without `everything`, a variable with the name of the
+    flag is left out."""
+    facts = []
+    if option.choices and not _choices(option):
+        facts.append("one of: " + ", ".join(option.choices))
+    facts.append(f"default: {option.default(getattr(DEFAULTS, name))}")
+    variables = option.over + option.variables(name)
+    shown = [variable for variable in variables if everything or (name.upper() not in variables)]
+    if shown:
+        facts.append("variable: " + ", ".join(shown))
+    return f"{option.meaning} [{'; '.join(facts)}]"
+
+
+@contextmanager
+def user_errors_reported() -> Iterator[None]:
+    """Prints a UserError without a traceback and exits with its code. Ctrl-C exits silently. Other exceptions are
+    defects and keep their traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except UserError as error:
+        click.echo(f"Error: {error}", err=True)
+        raise SystemExit(error.code) from None
+
+
+# --- the commands ---
+
+
+class CommandGroup(click.Group):
+    """Reports UserErrors of its commands, and shows the commands by section in its help."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with told():
+        """Runs the command; a UserError becomes one message and exit code."""
+        with user_errors_reported():
             return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the sections with the first sentence of each command."""
+        """Writes the sections with the first sentence of each command's help."""
         width = max(map(len, self.commands))
         for title, names in SECTIONS.items():
             with formatter.section(title):
@@ -43,7 +186,7 @@ class Group(click.Group):
                 )
 
 
-@click.group(cls=Group, context_settings=CONTEXT)
+@click.group(cls=CommandGroup, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="tgi")
 def main() -> None:
     """A text generation server that speaks TGI's HTTP contract.
@@ -57,26 +200,29 @@ def main() -> None:
 def up(**flags: Any) -> None:
     """Run the whole server.
 
-    That is front ends, tokenizers, scheduler and worker, supervised.
+    Starts and supervises front ends, tokenizers, scheduler and worker.
     """
-    from tgi.tree import ROLES, run
+    from tgi.server import ROLES, run_server
 
-    run(load(flags), ROLES)
+    run_server(load_settings(flags), ROLES)
 
 
 def _role_command(role: str, help: str) -> None:
     @main.command(role, help=help, cls=SettingsCommand)
     @settings_options
     def command(**flags: Any) -> None:
-        from tgi.tree import run
+        from tgi.server import run_server
 
-        run(load(flags), (role,))
+        run_server(load_settings(flags), (role,))
 
 
-_role_command("api", "Run the front ends alone; other roles run elsewhere with the same TGI_RUN.")
-_role_command("tokenizer", "Run the tokenizer pool alone.")
-_role_command("scheduler", "Run the scheduler alone.")
-_role_command("worker", "Run the worker alone.")
+_role_command("api", "Run only the front ends; the other roles are started separately with the same TGI_RUN.")
+
+_role_command("tokenizer", "Run only the tokenizer pool.")
+
+_role_command("scheduler", "Run only the scheduler.")
+
+_role_command("worker", "Run only the worker.")
 
 
 @main.command()
@@ -84,16 +230,16 @@ _role_command("worker", "Run the worker alone.")
 def ps(as_json: bool) -> None:
     """List the running servers of this user.
 
-    Of each process: pid, state, boot id, memory.
+    Shows pid, state, boot id and memory of each process.
     """
-    from tgi.kernel import rundir
+    from tgi.microkernel import rundir
 
-    rows = [row for run in rundir.all_of_user() for row in _processes(run)]
+    rows = [row for run in rundir.user_run_dirs() for row in _processes(run)]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     if not rows:
-        click.echo("No tgi server of yours is running.", err=True)
+        click.echo("You have no running tgi server.", err=True)
         return
     columns = ("run", "name", "pid", "state", "stage", "boot", "memory_mb")
     table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
@@ -103,10 +249,10 @@ def ps(as_json: bool) -> None:
 
 
 def _processes(run: Path) -> list[dict[str, Any]]:
-    """One row per living process of a run directory, supervisors first."""
+    """One row per running process of a run directory, supervisors first."""
     import psutil
 
-    from tgi.kernel import rundir
+    from tgi.microkernel import rundir
 
     def row(name: str, pid: int, state: str, stage: str, boot: str, percent: int) -> dict[str, Any] | None:
         try:
@@ -119,7 +265,7 @@ def _processes(run: Path) -> list[dict[str, Any]]:
         }  # fmt: skip
 
     claims: dict[int, list[str]] = {}
-    for claim, pid in rundir.holders(run).items():
+    for claim, pid in rundir.lock_holders(run).items():
         claims.setdefault(pid, []).append(claim)
     rows = [row("supervisor", pid, "running", "+".join(names), "", 100) for pid, names in claims.items()]
     if claims:
@@ -128,28 +274,28 @@ def _processes(run: Path) -> list[dict[str, Any]]:
 
 
 @main.command()
-@click.option("--port", "-p", type=int, help="The server on this port; without it, that in TGI_RUN or the only one.")
-@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait for its end.")
+@click.option("--port", "-p", type=int, help="Port of the server; default: the server in TGI_RUN, or the only one.")
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait until it has ended.")
 def down(port: int | None, timeout: float) -> None:
-    """Drain and end a running server."""
-    from tgi.kernel import rundir
+    """Drain and stop a running server."""
+    from tgi.microkernel import rundir
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
-    runs = [rundir.default(port or 0)] if named else rundir.all_of_user()
+    runs = [rundir.default_run_dir(port or 0)] if named else rundir.user_run_dirs()
     if named:
-        rundir.check(runs[0])
-    alive = {run: holders for run in runs if run.is_dir() and (holders := rundir.holders(run))}
+        rundir.check_run_dir(runs[0])
+    alive = {run: holders for run in runs if run.is_dir() and (holders := rundir.lock_holders(run))}
     if not alive:
-        raise UserError("No tgi server of yours is running" + (f" on port {port}." if port is not None else "."))
+        raise UserError("You have no running tgi server" + (f" on port {port}." if port is not None else "."))
     if len(alive) > 1:
         names = ", ".join(run.name for run in alive)
         raise UserError(f"Several servers are running ({names}): say which one with --port.")
     (run,) = alive
     asked: set[int] = set()
     deadline = time.monotonic() + timeout
-    while holders := rundir.holders(run):
-        for pid in set(holders.values()) - asked - {rundir.NAMELESS}:
-            with contextlib.suppress(ProcessLookupError):  # has just ended
+    while holders := rundir.lock_holders(run):
+        for pid in set(holders.values()) - asked - {rundir.UNKNOWN_PID}:
+            with contextlib.suppress(ProcessLookupError):  # the process has just ended
                 os.kill(pid, signal.SIGTERM)
             asked.add(pid)
         if time.monotonic() > deadline:
@@ -161,21 +307,21 @@ def down(port: int | None, timeout: float) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("directory", type=click.Path(path_type=Path))
 def import_(file: Path, directory: Path) -> None:
-    """Turn a GGUF FILE into an ordinary model DIRECTORY."""
-    from tgi.hub.resolve import import_gguf
-    from tgi.kernel.progress import Progress
+    """Convert a GGUF FILE to a model DIRECTORY with safetensors."""
+    from tgi.hub.resolver import import_gguf
+    from tgi.microkernel.progress import Progress
 
-    import_gguf(file, directory, Progress(None, title="import").stage)
+    import_gguf(file, directory, Progress(None, title="import").show_stage)
     click.echo(directory)
 
 
 @main.command("download-weights")
 @click.argument("model_id")
 @click.option("--revision", help="Branch, tag or commit on the Hub.")
-@click.option("--extension", default=".safetensors", show_default=True, help="Only .safetensors is taken.")
+@click.option("--extension", default=".safetensors", show_default=True, help="Only .safetensors is accepted.")
 @click.option("--auto-convert/--no-auto-convert", default=True, help="No effect: pickled weights are never read.")
-@click.option("--trust-remote-code", is_flag=True, help="Fetch the Python code that comes with the model, too.")
-@click.option("--merge-lora", is_flag=True, help="Not supported, refused.")
+@click.option("--trust-remote-code", is_flag=True, help="Also download the Python code of the model.")
+@click.option("--merge-lora", is_flag=True, help="Not supported: rejected.")
 @click.option("--logger-level", default="INFO", show_default=True, help="debug, info, warn or error.")
 @click.option("--json-output", is_flag=True, help="Log in JSON, one object per line.")
 def download_weights(
@@ -188,17 +334,17 @@ def download_weights(
     logger_level: str,
     json_output: bool,
 ) -> None:
-    """Fetch MODEL_ID from the Hub into the cache.
+    """Download MODEL_ID from the Hub to the cache.
 
-    What is there is not fetched again. Prints the directory.
+    Files that are cached are not downloaded again. Prints the directory.
     """
-    from tgi.hub.card import read_card
-    from tgi.hub.resolve import model_directory
-    from tgi.kernel import log
-    from tgi.kernel.progress import Progress
-    from tgi.kernel.settings import Settings
+    from tgi.hub.model_config import read_model_config
+    from tgi.hub.resolver import model_directory
+    from tgi.microkernel import log
+    from tgi.microkernel.progress import Progress
+    from tgi.microkernel.settings import Settings
 
-    log.configure("tgi", Settings(log_level=logger_level, json_output=json_output))
+    log.configure_logging("tgi", Settings(log_level=logger_level, json_output=json_output))
     if extension != ".safetensors":
         raise UserError(f"Weights with the extension {extension} are not read. Leave out --extension.")
     if merge_lora:
@@ -206,13 +352,13 @@ def download_weights(
             "--merge-lora is not supported. Serve the base model with the adapter: --model-id BASE --lora-adapters ID."
         )
     progress = Progress(None, title="download")
-    directory = model_directory(model_id, revision, code=trust_remote_code, progress=progress.stage)
-    read_card(directory)  # refuses what could not be served
+    directory = model_directory(model_id, revision, code=trust_remote_code, progress=progress.show_stage)
+    read_model_config(directory)  # rejects a model that cannot be served
     click.echo(directory)
 
 
 @main.command("print-schema")
-@click.option("--kserve", is_flag=True, help="With KServe's routes, as `tgi up --kserve` serves them.")
+@click.option("--kserve", is_flag=True, help="Include the routes of `tgi up --kserve`.")
 def print_schema(kserve: bool) -> None:
     """Print the OpenAPI document of the HTTP routes as JSON."""
     from tgi.api.openapi import document
@@ -222,7 +368,7 @@ def print_schema(kserve: bool) -> None:
 
 @main.command()
 @click.argument("file", type=click.File(encoding="utf-8"), default="-")
-@click.option("--model-id", help="The model that is said to have written it. Without it: the demo model.")
+@click.option("--model-id", help="Model that may have generated the text; default: the demo model.")
 @click.option("--revision", help="Branch, tag or commit on the Hub.")
 @click.option("--gamma", type=float, default=0.5, show_default=True, help="The server's --watermark-gamma.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="The server's.")
@@ -230,30 +376,29 @@ def print_schema(kserve: bool) -> None:
 def watermark(
     file: IO[str], model_id: str | None, revision: str | None, gamma: float, device: str, as_json: bool
 ) -> None:
-    """Tell whether a text was generated with `watermark`.
+    """Detect whether a text was generated with `watermark`.
 
-    The text is in FILE, or without it on standard input.
+    Reads FILE, or standard input. The text must not include the prompt.
 
-    Model, gamma and kind of device must be those of the server that made the text: each gives other green tokens.
-    Without the prompt: give the generated text alone.
+    Model, gamma and device must be those of the server that generated the text: green tokens depend on them.
     """
-    from tgi.hub.resolve import model_directory
-    from tgi.kernel import interpreter
-    from tgi.tree import WORKER_PACKAGES
+    from tgi.hub.resolver import model_directory
+    from tgi.microkernel import interpreter
+    from tgi.server import WORKER_PACKAGES
 
-    interpreter.require(WORKER_PACKAGES, "`tgi watermark`")
-    from tgi.worker.detection import THRESHOLD, detect_text
+    interpreter.require_packages(WORKER_PACKAGES, "`tgi watermark`")
+    from tgi.worker.sampling.watermark import Z_THRESHOLD, detect_watermark_in_text
 
     if not 0 < gamma < 1:
         raise UserError(f"--gamma is {gamma:g}; it must be above 0 and below 1.")
-    found = detect_text(file.read(), model_directory(model_id, revision), gamma, device)
+    found = detect_watermark_in_text(file.read(), model_directory(model_id, revision), gamma, device)
     if as_json:
-        told = found._asdict() | {"share": found.share, "chance": found.chance, "marked": found.marked}
-        click.echo(json.dumps(told, indent=2))
+        summary = found._asdict() | {"share": found.share, "chance": found.chance, "marked": found.marked}
+        click.echo(json.dumps(summary, indent=2))
         return
     click.echo(
         f"{found.green} of {found.counted} tokens are green ({found.share:.1%}); by chance {gamma:.1%} would be."
     )
     click.echo(f"z = {found.z:.2f}, which happens by chance with probability {found.chance:.2g}.")
     verdict = "The text carries the watermark" if found.marked else "No watermark was found"
-    click.echo(f"{verdict} of this model with gamma {gamma:g} on {device} (z must be above {THRESHOLD:g}).")
+    click.echo(f"{verdict} of this model with gamma {gamma:g} on {device} (z must be above {Z_THRESHOLD:g}).")

@@ -5,8 +5,8 @@ from typing import Any
 import click
 
 from tgi import __version__
-from tgi.kernel.arguments import load
-from tgi.options import CONTEXT, SettingsCommand, settings_options, told
+from tgi.cli import CONTEXT, SettingsCommand, settings_options, user_errors_reported
+from tgi.microkernel.settings import load_settings
 
 
 @click.command("text-generation-launcher", cls=SettingsCommand, context_settings=CONTEXT)
@@ -14,10 +14,10 @@ from tgi.options import CONTEXT, SettingsCommand, settings_options, told
 @settings_options
 def main(**flags: Any) -> None:
     """Run the whole server, with the flags and environment variables of TGI's launcher."""
-    with told():
-        from tgi.tree import ROLES, run
+    with user_errors_reported():
+        from tgi.server import ROLES, run_server
 
-        run(load(flags), ROLES)
+        run_server(load_settings(flags), ROLES)
 
 
 if __name__ == "__main__":

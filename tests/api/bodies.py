@@ -1,4 +1,4 @@
-"""hypothesis strategies for request bodies, made from the types that read them: right, nearly right, and anything."""
+"""hypothesis strategies for request bodies, from the types of bodies: right, nearly right, and arbitrary JSON."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from msgspec import inspect
 
 Strategy = st.SearchStrategy[Any]
 
-# Where parsers, float32 and 32 or 64 bits end, and what JavaScript, Python and SQL make of a name.
+# Limits of parsers, float32 and integers of 32 and 64 bits; special names in JavaScript, Python and SQL.
 NUMBERS = [
     0,
     1,
@@ -52,17 +52,17 @@ anything = st.recursive(
 
 
 def right(shape: type[msgspec.Struct]) -> Strategy:
-    """Bodies with the fields of a type, each of its own type."""
+    """Bodies with fields of the right types."""
     return _of(inspect.type_info(shape), st.nothing())
 
 
 def nearly(shape: type[msgspec.Struct]) -> Strategy:
-    """The same, with anything at all in some places."""
+    """The same with arbitrary JSON in some places."""
     return _of(inspect.type_info(shape), anything)
 
 
 def _of(kind: Any, wrong: Strategy) -> Strategy:
-    """Values of a type; wherever there is a choice, sometimes a wrong one."""
+    """Values of a type, at every level sometimes of `wrong`."""
     match kind:
         case inspect.Metadata():
             good = _of(kind.type, wrong)

@@ -1,4 +1,4 @@
-"""Whether an answer is one that the OpenAPI document describes."""
+"""Checks responses against the OpenAPI document."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def document() -> dict[str, Any]:
 
 @cache
 def operation(method: str, path: str) -> dict[str, Any] | None:
-    """What the document says of a method of a path; None if the document does not have it."""
+    """The operation of a method and path in the document, or None."""
     for template, methods in document()["paths"].items():
         if re.fullmatch(re.sub(r"\{\w+\}", "[^/?]+", template), path.partition("?")[0]):
             described: dict[str, Any] | None = methods.get(method.lower())
@@ -28,7 +28,7 @@ def operation(method: str, path: str) -> dict[str, Any] | None:
 
 @cache
 def validator(operation_id: str, status: str, media: str) -> Draft202012Validator:
-    """For the bodies of one operation, status and media type. Raises KeyError if the document has none."""
+    """The validator of the bodies of one operation, status and media type. Raises KeyError if none is documented."""
     described = next(
         op for methods in document()["paths"].values() for op in methods.values() if op["operationId"] == operation_id
     )
@@ -37,7 +37,7 @@ def validator(operation_id: str, status: str, media: str) -> Draft202012Validato
 
 
 def conforms(request: bytes, reply: Any, with_kserve: bool) -> None:
-    """Raises if the document describes the operation and the answer is none of those that it names."""
+    """Raises if the operation is documented and the response is not."""
     method, path, *_ = [*request.split(b"\r\n", 1)[0].decode("latin-1").split(" "), "", ""]
     described = operation(method, path)
     if described is None or (path.startswith("/v2") and not with_kserve):
@@ -54,7 +54,7 @@ def conforms(request: bytes, reply: Any, with_kserve: bool) -> None:
 
 
 def bodies(reply: Any, media: str) -> list[Any]:
-    """The body; the data of each event of a stream."""
+    """The body, or the data of each event of a stream."""
     if media == "application/json":
         return [json.loads(reply.body)]
     if media != "text/event-stream":

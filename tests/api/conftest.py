@@ -1,6 +1,7 @@
-"""A front end for tests: a real uvicorn on a loopback port, over real links to scripted tokenizers."""
+"""A front end for tests: a real HTTP server on a loopback port, with real links to fake tokenizers."""
 
 import asyncio
+import json
 import os
 import queue
 import socket
@@ -16,94 +17,108 @@ import uvicorn
 import uvloop
 
 from tests.api.conformance import conforms
-from tgi.api.main import configure
-from tgi.api.readiness import prove
+from tgi.api.app import build
+from tgi.api.asgi import AsgiApp
+from tgi.api.http_server import uvicorn_config
+from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
 from tgi.api.service import Service
-from tgi.kernel import metrics
-from tgi.kernel.answer import Texts
-from tgi.kernel.link import Gone, Link
-from tgi.kernel.messages import Adapt, Adapted, Cancel, End, Generate, Reason, Tokenize, Tokenized
-from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
-from tgi.kernel.permits import Permits
-from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
-from tgi.kernel.sampling import SamplingDefaults
-from tgi.kernel.settings import Settings
+from tgi.microkernel import metrics
+from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.link import Link, PeerDisconnected
+from tgi.microkernel.permits import Permits
+from tgi.microkernel.protocol import (
+    PROTOCOL,
+    AdapterUpdated,
+    Cancel,
+    DeploymentLimits,
+    End,
+    FinishReason,
+    Generate,
+    Hello,
+    Status,
+    Texts,
+    Tokenize,
+    Tokenized,
+    UpdateAdapter,
+)
+from tgi.microkernel.sampling_params import SamplingDefaults
+from tgi.microkernel.settings import Settings
 
-LIMITS = Limits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
+LIMITS = DeploymentLimits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
 READY = Status(True, True, "", 100, LIMITS)
 
 
 def texts(rid: int, *tokens: tuple[int, str, float, bool]) -> Texts:
-    """The tokens (id, text, logprob, special) of one request as a message."""
+    """A Texts message with the tokens (id, text, logprob, special) of one request."""
     ids, words, logprobs, special = zip(*tokens, strict=True)
     return Texts(
-        pack(UINT32, [rid]),
-        pack(UINT32, [len(ids)]),
-        pack(INT32, ids),
-        pack(FLOAT32, logprobs),
+        pack_column(UINT32, [rid]),
+        pack_column(UINT32, [len(ids)]),
+        pack_column(INT32, ids),
+        pack_column(FLOAT32, logprobs),
         bytes(special),
         [*words],
     )
 
 
 def two_tokens(message: Generate) -> list[Any]:
-    """The example of the contract: " a", then EOS."""
+    """Answers as in the examples of the contract: " a", then EOS."""
     return [
         texts(message.rid, (5, " a", -0.34, False)),
         texts(message.rid, (2, "</s>", -0.01, True)),
-        End(message.rid, Reason.EOS, "", " a", 3, 2, 0, 1_000, 2_000, 30_000),
+        End(message.rid, FinishReason.EOS, "", " a", 3, 2, 0, 1_000, 2_000, 30_000),
     ]
 
 
 def standard(message: Any) -> list[Any]:
-    """The usual answers."""
+    """Answers every request successfully."""
     if isinstance(message, Tokenize):
-        ids, starts, stops = (pack(INT32, column) for column in ([1, 7, 9], [0, 0, 2], [0, 2, 4]))
+        ids, starts, stops = (pack_column(INT32, column) for column in ([1, 7, 9], [0, 0, 2], [0, 2, 4]))
         return [Tokenized(message.rid, ids, starts, stops, b"\1\0\0")]
-    if isinstance(message, Adapt):
-        return [Adapted(message.rid)]
+    if isinstance(message, UpdateAdapter):
+        return [AdapterUpdated(message.rid)]
     return two_tokens(message)
 
 
 class FakeTokenizer:
-    """A tokenizer process as the front end sees it, in a thread. `answer` turns a request into messages;
-    what it returns None for waits for the test, which calls `send`."""
+    """A tokenizer process as the front end sees it, in a thread. `answer` returns the messages that answer a request,
+    or None if the test sends them itself, with `send`."""
 
-    def __init__(self, address: str, place: int, answer: Callable[[Any], list[Any] | None]) -> None:
+    def __init__(self, address: str, replica: int, answer: Callable[[Any], list[Any] | None]) -> None:
         self.address = address
-        self.place = place
+        self.replica = replica
         self.answer = answer
-        self.defaults = SamplingDefaults()  # of its next life
+        self.defaults = SamplingDefaults()  # sent by the next start
         self.received: queue.Queue[Any] = queue.Queue()
         self._todo: queue.Queue[list[Any] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def start(self, status: Status | None = READY) -> None:
-        """A new life."""
+        """Starts the process, or its replacement after a stop."""
         self._thread = threading.Thread(target=self._run, args=(status,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Dies, as far as the other side can see."""
+        """Ends the process: the front end sees a loss."""
         if self._thread is not None:
             self._todo.put(None)
             self._thread.join()
             self._thread = None
 
     def send(self, *messages: Any) -> None:
-        """Sends to the one front end there is, in one flush."""
+        """Sends messages to the only front end, in one flush."""
         self._todo.put(list(messages))
 
     def next(self, kind: type, timeout: float = 10) -> Any:
-        """The next message of this class that has come."""
+        """Waits for the next message of this class and drops the others."""
         while True:
             message = self.received.get(timeout=timeout)
             if isinstance(message, kind):
                 return message
 
     def _run(self, status: Status | None) -> None:
-        hello = Hello(PROTOCOL, "tokenizer", self.place, os.urandom(8), defaults=self.defaults)
+        hello = Hello(PROTOCOL, "tokenizer", self.replica, os.urandom(8), sampling_defaults=self.defaults)
         link = Link.bind(self.address, hello)
         try:
             while True:
@@ -112,12 +127,12 @@ class FakeTokenizer:
                     self.received.put(message)
                     if isinstance(message, Hello) and status is not None:
                         link.send(peer, status)
-                    elif isinstance(message, (Generate, Tokenize, Adapt)):
+                    elif isinstance(message, (Generate, Tokenize, UpdateAdapter)):
                         for answer in self.answer(message) or ():
                             link.send(peer, answer)
                     elif isinstance(message, Cancel):
-                        link.send(peer, End(message.rid, Reason.CANCELLED))
-                    elif isinstance(message, Gone):
+                        link.send(peer, End(message.rid, FinishReason.CANCELLED))
+                    elif isinstance(message, PeerDisconnected):
                         pass
                 while not self._todo.empty():
                     todo = self._todo.get()
@@ -131,7 +146,7 @@ class FakeTokenizer:
 
 
 class Reply:
-    """A whole HTTP response as bytes, taken apart."""
+    """A whole HTTP response, parsed."""
 
     def __init__(self, raw: bytes) -> None:
         head, _, body = raw.partition(b"\r\n\r\n")
@@ -143,7 +158,7 @@ class Reply:
 
 
 def openai_error(status: int, kind: str, message: str, param: str | None = None) -> dict[str, Any]:
-    """The body of an error below /v1."""
+    """The body of an error in OpenAI's format."""
     error = {"message": message, "type": kind, "param": param, "code": status}
     return {"error": error, "error_type": kind}
 
@@ -158,20 +173,20 @@ def _chunks(body: bytes) -> Iterator[bytes]:
 
 
 class Front:
-    """The running front end."""
+    """A running front end, in a thread."""
 
     def __init__(
         self, settings: Settings, folder: Path, answer: Callable[[Any], list[Any] | None], proves: bool = False
     ) -> None:
         self.settings = settings
-        self.proves = proves  # with the readiness probe, which the tokenizers get before all else
-        self.stages: list[str] = []  # what it has reported
+        self.proves = proves  # runs the readiness probe, which the tokenizers receive first
+        self.stages: list[str] = []  # reported by the readiness probe
         self.tokenizers = [
-            FakeTokenizer(f"ipc://{folder}/tok-{place}.front", place, answer)
-            for place in range(settings.validation_workers)
+            FakeTokenizer(f"ipc://{folder}/tok-{replica}.front", replica, answer)
+            for replica in range(settings.validation_workers)
         ]
         self.socket = socket.create_server(("127.0.0.1", 0))
-        self.permits = folder / f"permits-{id(self)}"  # one of its own: this process has several front ends
+        self.permits = folder / f"permits-{id(self)}"  # not shared: this process has several front ends
         self.port = self.socket.getsockname()[1]
         self.router: Router
         self.service: Service
@@ -190,9 +205,9 @@ class Front:
             tokenizer.stop()
 
     def until_ready(self) -> None:
-        """Waits until the status of every tokenizer has come through, and clients are admitted."""
+        """Waits until every tokenizer has reported ready and clients are admitted."""
         end = time.monotonic() + 30
-        while not (self.router.proven and all(t.status and t.status.ready for t in self.router.tokenizers)):
+        while not (self.router.probe_passed and all(t.status and t.status.ready for t in self.router.tokenizers)):
             assert time.monotonic() < end, "never ready"
             time.sleep(0.002)
 
@@ -207,9 +222,9 @@ class Front:
         model = self.settings.model_id or "m"
         self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())
-        config = configure(self.service)
-        self._server = uvicorn.Server(config)
-        admitting = asyncio.create_task(self._admit(config))
+        app = build(self.service)
+        self._server = uvicorn.Server(uvicorn_config(app, self.settings))
+        admitting = asyncio.create_task(self._admit(app))
         self._up.set()
         try:
             await self._server.serve([self.socket])
@@ -217,18 +232,18 @@ class Front:
             admitting.cancel()
             self.router.close()
 
-    async def _admit(self, config: uvicorn.Config) -> None:
+    async def _admit(self, app: AsgiApp) -> None:
         if self.proves:
-            await prove(config.app, self.service, self.stages.append)  # type: ignore[arg-type]
+            await run_readiness_probe(app, self.service, self.stages.append)
         else:
-            await self.router.computable()
-            self.router.proven = True
+            await self.router.wait_until_computing()
+            self.router.probe_passed = True
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def raw(self, request: bytes) -> Reply:
-        """Sends these bytes and reads until the server closes. The answer must be one that the document describes."""
+        """Sends these bytes and reads until the server closes. The response must conform to the OpenAPI document."""
         with self.connect() as connection:
             connection.sendall(request)
             parts = []
@@ -254,9 +269,45 @@ def request(method: str, path: str, body: bytes, headers: dict[str, str]) -> byt
     return f"{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n{lines}\r\n".encode() + body
 
 
+def silent(message: Any) -> None:
+    """Does not answer: the test sends the messages."""
+
+
+class Stream:
+    """A request whose response is read piece by piece."""
+
+    def __init__(self, front: Front, path: str = "/generate_stream", body: str = '{"inputs":"x"}') -> None:
+        self.connection = front.connect()
+        head = {"content-type": "application/json", "content-length": str(len(body))}
+        self.connection.sendall(request("POST", path, body.encode(), head))
+        self.raw = b""
+
+    def read_until(self, part: bytes) -> None:
+        while part not in self.raw:
+            more = self.connection.recv(65536)
+            assert more, f"closed before {part!r}: {self.raw!r}"
+            self.raw += more
+
+    def read_rest(self) -> Reply:
+        while more := self.connection.recv(65536):
+            self.raw += more
+        return Reply(self.raw)
+
+    def disconnect(self) -> None:
+        self.connection.close()
+
+
+def events(reply: Reply) -> list[dict[str, Any]]:
+    return [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n") if part]
+
+
+def word(rid: int, n: int) -> Any:
+    return texts(rid, (n, f" {n}", -0.5, False))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _samples(tmp_path_factory: pytest.TempPathFactory) -> None:
-    metrics.use(tmp_path_factory.mktemp("metrics"))
+    metrics.use_directory(tmp_path_factory.mktemp("metrics"))
 
 
 @pytest.fixture
@@ -285,7 +336,7 @@ def serve() -> Iterator[Callable[..., Front]]:
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    """A front end that a module shares; it answers as in the contract's examples."""
+    """A front end that a module shares, with the usual answers."""
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
         front = Front(Settings(validation_workers=1, hostname="127.0.0.1"), Path(folder), standard)
         front.start()

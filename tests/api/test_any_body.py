@@ -1,4 +1,4 @@
-"""Any bytes at all as a body, on every route that takes one: always a documented answer, never a 500, never silence."""
+"""Arbitrary bodies on every route that has one: always a documented response, never a 500 or none."""
 
 import json
 import tempfile
@@ -19,17 +19,17 @@ from tgi.api.shapes import cloud
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters
-from tgi.kernel.settings import Settings
+from tgi.microkernel.settings import Settings
 
 ROUTES: dict[str, type[msgspec.Struct]] = {
     operation.path.format(model="m", version="1"): operation.request
     for operation in OPERATIONS + KSERVE
     if operation.request is not None
 }
-# The types between which two routes choose.
+# The alternatives of the two routes with untagged bodies.
 SAGEMAKER = (CompatGenerateRequest, ChatRequest, CompletionRequest)
 VERTEX = (cloud.GenerateVertexInstance, ChatRequest)
-# 429 where a body asks for more generations than there are permits, 404 where it names an adapter to unload.
+# 429: more generations than free permits. 404: an unknown adapter to unload.
 DOCUMENTED = {200, 400, 404, 413, 422, 429}
 ERROR_TYPES = {
     400: set(),
@@ -50,7 +50,7 @@ on_each_route = pytest.mark.parametrize("path", ROUTES)
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    """A front end with all routes, which still serves at the end."""
+    """A front end with all routes. It must still answer after all tests."""
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
         every = Settings(validation_workers=1, hostname="127.0.0.1", kserve=True, allow_adapter_updates=True)
         front = Front(every, Path(folder), standard)
@@ -65,7 +65,7 @@ def front() -> Iterator[Front]:
 
 
 def bodies(path: str, make: Callable[[Any], st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
-    """What `make` makes of a route's request type."""
+    """The bodies that `make` creates for the request type of a route."""
     shape: Any = ROUTES[path]
     if shape is cloud.SagemakerRequest:
         return st.one_of([make(one) for one in SAGEMAKER])
@@ -74,9 +74,9 @@ def bodies(path: str, make: Callable[[Any], st.SearchStrategy[Any]]) -> st.Searc
     return make(shape)
 
 
-def answered(path: str, reply: Reply) -> None:
-    """Front.post has held the answer against the document. An error is text, or JSON of a known kind; below /v1 it is
-    always OpenAI's object."""
+def check_response(path: str, reply: Reply) -> None:
+    """Checks a response, which conforms to the document (Front.post). An error is text or JSON of a known type; below
+    /v1 it always has OpenAI's format."""
     assert reply.status in DOCUMENTED, reply.body
     if reply.status == 200:
         return
@@ -94,45 +94,45 @@ def answered(path: str, reply: Reply) -> None:
 
 
 def written(body: Any) -> bytes:
-    """As JSON, with NaN and Infinity, and lone surrogates half of the time as they are."""
+    """JSON with NaN and Infinity. Lone surrogates are sometimes escaped, sometimes not."""
     escaped = json.dumps(body)
     return json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass") if len(escaped) % 2 else escaped.encode()
 
 
 @on_each_route
-def test_anything(front: Front, path: str) -> None:
+def test_arbitrary_json(front: Front, path: str) -> None:
     @quick
     @given(anything)
     def sent(body: Any) -> None:
-        answered(path, front.post(path, written(body)))
+        check_response(path, front.post(path, written(body)))
 
     sent()
 
 
 @on_each_route
 @pytest.mark.parametrize("make", [right, nearly])
-def test_what_the_types_suggest(front: Front, path: str, make: Any) -> None:
+def test_bodies_of_the_right_and_nearly_right_shape(front: Front, path: str, make: Any) -> None:
     @quick
     @given(bodies(path, make))
     def sent(body: Any) -> None:
-        answered(path, front.post(path, written(body)))
+        check_response(path, front.post(path, written(body)))
 
     sent()
 
 
 @on_each_route
-def test_bytes(front: Front, path: str) -> None:
+def test_arbitrary_bytes(front: Front, path: str) -> None:
     @quick
     @given(st.binary(max_size=40) | st.text(alphabet='{}[]",:0e1-\\u ainpt', max_size=40).map(str.encode))
     def sent(body: bytes) -> None:
-        answered(path, front.post(path, body))
+        check_response(path, front.post(path, body))
 
     sent()
 
 
 @on_each_route
-def test_extremes(front: Front, path: str) -> None:
-    """In the place of each field of a body, and in a field that nobody knows."""
+def test_extreme_values_of_each_field(front: Front, path: str) -> None:
+    """As the value of each field, and of unknown fields."""
     shape: Any = ROUTES[path]
     names = {
         field for one in (SAGEMAKER if shape is cloud.SagemakerRequest else [shape]) for field in one.__struct_fields__
@@ -145,32 +145,32 @@ def test_extremes(front: Front, path: str) -> None:
     ]  # fmt: skip
     right = '"inputs":"a","messages":[],"prompt":"a","instances":[],"id":"","outputs":[]'
     for name in [*sorted(names), "__proto__", ""]:
-        for place, extreme in enumerate(extremes):
+        for number, extreme in enumerate(extremes):
             fields = [f'"{name}":{extreme}', right]
-            answered(path, front.post(path, f"{{{','.join(fields[:: 1 if place % 2 else -1])}}}"))
+            check_response(path, front.post(path, f"{{{','.join(fields[:: 1 if number % 2 else -1])}}}"))
 
 
 def test_numbers_of_many_digits(front: Front) -> None:
     for name in GenerateParameters.__struct_fields__:
         for number in ("9" * 5000, "1e99999", "-" + "9" * 5000, "0." + "1" * 5000):
-            answered("/generate", front.post("/generate", f'{{"inputs":"x","parameters":{{"{name}":{number}}}}}'))
+            check_response("/generate", front.post("/generate", f'{{"inputs":"x","parameters":{{"{name}":{number}}}}}'))
 
 
 @on_each_route
-def test_megabytes(front: Front, path: str) -> None:
-    """Just under and just over the limit of a body."""
+def test_bodies_around_the_size_limit(front: Front, path: str) -> None:
+    """Just under and just over the limit."""
     for text in (MEGABYTES[:-200], MEGABYTES):
         value = json.dumps(text, ensure_ascii=False)
         for name in ("inputs", "prompt", "unknown", "id"):
-            answered(path, front.post(path, f'{{"{name}":{value}}}'))
+            check_response(path, front.post(path, f'{{"{name}":{value}}}'))
         reply = front.post(path, f'{{"messages":[{{"role":"user","content":{value}}}]}}')
-        answered(path, reply)
+        check_response(path, reply)
         assert (reply.status == 413) == (len(text) > len(MEGABYTES) - 20)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat_tokenize", "/invocations", "/vertex"])
 def test_deep_values_of_chats(front: Front, path: str) -> None:
-    """A JSON schema, arguments and template variables may be anything, nested as deeply as the parser reads."""
+    """Schemas, arguments and template variables may be any JSON, nested as deeply as the parser allows."""
     for depth in (10, 300, 900, 1100, DEEP):
         deep = "[" * depth + "]" * depth
         for field in (
@@ -180,4 +180,4 @@ def test_deep_values_of_chats(front: Front, path: str) -> None:
             f'"unknown":{deep}',
         ):
             chat = f'{{"messages":[{{"role":"user","content":"a"}}],{field}}}'
-            answered(path, front.post(path, f'{{"instances":[{chat}]}}' if path == "/vertex" else chat))
+            check_response(path, front.post(path, f'{{"instances":[{chat}]}}' if path == "/vertex" else chat))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tgi.api.float32 import render, rounded
+from tgi.api.float32 import float32_to_json, round_to_float32
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ from tgi.api.float32 import render, rounded
     ],
 )
 def test_known_texts(value: float, text: str) -> None:
-    assert render(rounded(value)) == text
+    assert float32_to_json(round_to_float32(value)) == text
 
 
 LAYOUT = re.compile(r"-?(0|[1-9]\d*)\.\d+|-?[1-9](\.\d+)?e-?[1-9]\d*")
 
 
 def same_digits(value: float) -> None:
-    text = render(value)
+    text = float32_to_json(value)
     assert LAYOUT.fullmatch(text), text
     assert np.float32(text) == np.float32(value)
     wanted = np.format_float_scientific(np.float32(value), unique=True, trim="-")

@@ -1,4 +1,4 @@
-"""The defaults that a model's generation_config.json gives requests on /v1, and what requests say against them."""
+"""Sampling defaults from the model's generation_config.json: for requests on /v1, unless they have the field."""
 
 import json
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, standard
-from tgi.kernel.messages import Generate, Sampling
-from tgi.kernel.sampling import SamplingDefaults
-from tgi.kernel.settings import Settings
+from tgi.microkernel.protocol import Generate
+from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
+from tgi.microkernel.settings import Settings
 
 DEFAULTS = SamplingDefaults(temperature=0.5, top_k=20, top_p=0.75, min_p=0.125, repetition_penalty=1.25)
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -35,27 +35,27 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     front.stop()
 
 
-def drawn(front: Front, path: str, body: dict[str, Any]) -> Sampling:
-    """How the tokens of a request are drawn."""
+def params_of(front: Front, path: str, body: dict[str, Any]) -> SamplingParams:
+    """The SamplingParams that reach the tokenizer."""
     assert front.post(path, json.dumps(body)).status == 200
     return front.tokenizers[0].next(Generate).sampling  # type: ignore[no-any-return]
 
 
-def values(sampling: Sampling) -> tuple[float, ...]:
+def values(sampling: SamplingParams) -> tuple[float, ...]:
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
 
 
 @pytest.mark.parametrize(("path", "body"), V1)
-def test_what_a_request_leaves_out_is_the_model_s(front: Front, path: str, body: dict[str, Any]) -> None:
-    sampling = drawn(front, path, body)
+def test_absent_fields_have_the_model_s_defaults(front: Front, path: str, body: dict[str, Any]) -> None:
+    sampling = params_of(front, path, body)
     assert values(sampling) == DEFAULTS
     assert sampling.samples
 
 
 @pytest.mark.parametrize("path", ["/generate", "/", "/invocations"])
 @pytest.mark.parametrize("parameters", [{}, {"do_sample": True}, {"temperature": 0.9}])
-def test_native_routes_keep_tgi_s(front: Front, path: str, parameters: dict[str, Any]) -> None:
-    sampling = drawn(front, path, NATIVE | {"parameters": parameters})
+def test_native_routes_have_tgi_s_defaults(front: Front, path: str, parameters: dict[str, Any]) -> None:
+    sampling = params_of(front, path, NATIVE | {"parameters": parameters})
     assert sampling.temperature in (1.0, pytest.approx(parameters.get("temperature", 1.0)))
     assert values(sampling)[1:] == (0, 1.0, 0.0, 1.0)
 
@@ -73,15 +73,15 @@ def test_native_routes_keep_tgi_s(front: Front, path: str, parameters: dict[str,
     ],
 )
 @pytest.mark.parametrize(("path", "body"), V1[:2])
-def test_what_a_request_says_holds(
+def test_fields_of_the_request_have_precedence(
     front: Front, path: str, body: dict[str, Any], fields: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
-    assert values(drawn(front, path, body | fields)) == expected
+    assert values(params_of(front, path, body | fields)) == expected
 
 
 @pytest.mark.parametrize(("path", "body"), V1[:2])
-def test_temperature_0_is_greedy_whatever_the_defaults(front: Front, path: str, body: dict[str, Any]) -> None:
-    sampling = drawn(front, path, body | {"temperature": 0})
+def test_temperature_0_is_greedy_with_any_defaults(front: Front, path: str, body: dict[str, Any]) -> None:
+    sampling = params_of(front, path, body | {"temperature": 0})
     assert not sampling.samples
     assert sampling.repetition_penalty == 1.25
 
@@ -93,12 +93,12 @@ def test_a_default_temperature_of_0_is_greedy(tmp_path: Path) -> None:
     front.tokenizers[0].start()
     front.until_ready()
     for path, body in V1[:2]:
-        assert not drawn(front, path, body).samples
-        assert drawn(front, path, body | {"temperature": 1}).top_k == 20
+        assert not params_of(front, path, body).samples
+        assert params_of(front, path, body | {"temperature": 1}).top_k == 20
     front.stop()
 
 
-def test_info_shows_what_is_in_force(front: Front) -> None:
+def test_info_shows_the_defaults(front: Front) -> None:
     info = json.loads(front.get("/info").body)
     assert info["generation_config"] == DEFAULTS._asdict()
     assert [*info][-2:] == ["server_version", "generation_config"]

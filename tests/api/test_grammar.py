@@ -1,4 +1,4 @@
-"""How grammars of both APIs reach the tokenizer, and which are refused before it."""
+"""Grammars of both APIs: what reaches the tokenizer, and what is rejected before."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, openai_error
-from tgi.kernel.messages import Generate
+from tgi.microkernel.protocol import Generate
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 NAMED = {"name": "n", "schema": SCHEMA, "strict": True}
@@ -43,7 +43,7 @@ def routes(grammar: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("grammar", "key"), READ)
-def test_what_the_tokenizer_is_asked(front: Front, grammar: dict[str, Any], key: dict[str, Any] | None) -> None:
+def test_grammars_reach_the_tokenizer(front: Front, grammar: dict[str, Any], key: dict[str, Any] | None) -> None:
     for path, body in routes(grammar):
         assert front.post(path, json.dumps(body)).status == 200, path
         message = front.tokenizers[0].next(Generate)
@@ -62,13 +62,13 @@ def refusal(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("grammar", NO_TYPE_FOR_IT)
-def test_21_a_value_of_another_type(front: Front, grammar: dict[str, Any]) -> None:
+def test_a_grammar_value_of_another_type_is_not_supported(front: Front, grammar: dict[str, Any]) -> None:
     for path, body in routes(grammar):
         reply = front.post(path, json.dumps(body))
         assert (reply.status, json.loads(reply.body)) == (422, refusal(path))
 
 
-def test_21_no_grammars_here(serve: Any) -> None:
+def test_grammars_are_rejected_if_disabled(serve: Any) -> None:
     front = serve(disable_grammar_support=True)
     for path, body in routes({"type": "regex", "value": "a"}):
         reply = front.post(path, json.dumps(body))
@@ -98,7 +98,7 @@ def test_21_no_grammars_here(serve: Any) -> None:
         ),
     ],
 )
-def test_another_shape(front: Front, grammar: dict[str, Any], words: str) -> None:
+def test_a_grammar_of_another_shape_is_rejected(front: Front, grammar: dict[str, Any], words: str) -> None:
     reply = front.post("/generate", json.dumps({"inputs": "x", "parameters": {"grammar": grammar}}))
     assert reply.status == 422
     assert words in reply.body.decode()
@@ -163,7 +163,7 @@ def openai_routes(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("fields", "key"), GUIDED)
-def test_names_of_other_servers(front: Front, fields: dict[str, Any], key: dict[str, Any] | None) -> None:
+def test_grammar_fields_of_other_servers(front: Front, fields: dict[str, Any], key: dict[str, Any] | None) -> None:
     for path, body in openai_routes(fields):
         assert front.post(path, json.dumps(body)).status == 200, path
         message = front.tokenizers[0].next(Generate)
@@ -172,7 +172,7 @@ def test_names_of_other_servers(front: Front, fields: dict[str, Any], key: dict[
 
 
 @pytest.mark.parametrize(("fields", "words"), NOT_SUPPORTED)
-def test_what_is_not_supported_is_named(front: Front, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_grammar_fields_are_named(front: Front, fields: dict[str, Any], words: str) -> None:
     for path, body in openai_routes(fields):
         reply = front.post(path, json.dumps(body))
         assert reply.status == 422
@@ -180,14 +180,14 @@ def test_what_is_not_supported_is_named(front: Front, fields: dict[str, Any], wo
 
 
 @pytest.mark.parametrize(("fields", "words"), ANOTHER_SHAPE)
-def test_other_shapes_of_these_names(front: Front, fields: dict[str, Any], words: str) -> None:
+def test_grammar_fields_of_another_shape_are_rejected(front: Front, fields: dict[str, Any], words: str) -> None:
     for path, body in openai_routes(fields):
         reply = front.post(path, json.dumps(body))
         assert reply.status == 422
         assert words in json.loads(reply.body)["error"]["message"]
 
 
-def test_not_together_with_tools(front: Front) -> None:
+def test_a_grammar_together_with_tools_is_rejected(front: Front) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     (path, body), _ = openai_routes({"guided_choice": ["a"], "tools": [tool]})
     reply = front.post(path, json.dumps(body))

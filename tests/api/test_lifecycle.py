@@ -1,4 +1,4 @@
-"""Requests over time: clients that leave, tokenizers that die, limits, silence."""
+"""Requests over time: disconnects, tokenizer losses, permits, keep-alive events, pipelining."""
 
 import json
 import random
@@ -8,48 +8,26 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Front, Reply, request, texts
+from tests.api.conftest import Front, Stream, events, request, silent, texts, word
 from tgi.api import router as router_module
 from tgi.api import sse
-from tgi.api.calls import Generation
-from tgi.kernel.answer import Kind, Part, Prompted, PromptTokens
-from tgi.kernel.messages import Cancel, End, Generate, Reason, Tokenize, Tokenized
-from tgi.kernel.pack import FLOAT32, INT32, ints, pack
+from tgi.api.requests import Generation
+from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
+from tgi.microkernel.protocol import (
+    AnswerPart,
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    PartKind,
+    Prompted,
+    PromptTokens,
+    Tokenize,
+    Tokenized,
+)
 
 
-def silent(message: Any) -> None:
-    """Leaves every answer to the test."""
-
-
-class Stream:
-    """A request whose answer is read as it comes."""
-
-    def __init__(self, front: Front, path: str = "/generate_stream", body: str = '{"inputs":"x"}') -> None:
-        self.connection = front.connect()
-        head = {"content-type": "application/json", "content-length": str(len(body))}
-        self.connection.sendall(request("POST", path, body.encode(), head))
-        self.raw = b""
-
-    def until(self, part: bytes) -> None:
-        while part not in self.raw:
-            more = self.connection.recv(65536)
-            assert more, f"closed before {part!r}: {self.raw!r}"
-            self.raw += more
-
-    def rest(self) -> Reply:
-        while more := self.connection.recv(65536):
-            self.raw += more
-        return Reply(self.raw)
-
-    def leave(self) -> None:
-        self.connection.close()
-
-
-def events(reply: Reply) -> list[dict[str, Any]]:
-    return [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n") if part]
-
-
-def test_a_client_that_leaves_cancels_what_it_has_pipelined(serve: Any) -> None:
+def test_disconnect_cancels_pipelined_requests(serve: Any) -> None:
     front = serve(silent)
     stream = Stream(front)
     body = b'{"inputs":"y"}'
@@ -57,71 +35,69 @@ def test_a_client_that_leaves_cancels_what_it_has_pipelined(serve: Any) -> None:
     stream.connection.sendall(request("POST", "/generate", body, head))
     rid = front.tokenizers[0].next(Generate).rid
     time.sleep(0.1)  # the second request is read as well
-    stream.leave()
+    stream.disconnect()
     assert front.tokenizers[0].next(Cancel).rid == rid
 
 
-def word(rid: int, n: int) -> Any:
-    return texts(rid, (n, f" {n}", -0.5, False))
-
-
 @pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/"])
-def test_a_client_that_leaves_cancels(serve: Any, path: str) -> None:
+def test_disconnect_cancels_the_request(serve: Any, path: str) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front, path)
     rid = tokenizer.next(Generate).rid
-    stream.leave()
+    stream.disconnect()
     assert tokenizer.next(Cancel).rid == rid
-    assert front.post("/generate", '{"inputs":""}').status == 422  # it goes on
+    assert front.post("/generate", '{"inputs":""}').status == 422  # the server still answers
     assert front.router.in_flight == 0
 
 
-def test_a_client_that_leaves_in_mid_stream_cancels(serve: Any) -> None:
+def test_disconnect_in_mid_stream_cancels_the_request(serve: Any) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front)
     rid = tokenizer.next(Generate).rid
     tokenizer.send(word(rid, 1))
-    stream.until(b'"index":1')
-    stream.leave()
+    stream.read_until(b'"index":1')
+    stream.disconnect()
     assert tokenizer.next(Cancel).rid == rid
 
 
-def test_a_client_that_does_not_read_and_leaves_cancels(serve: Any) -> None:
-    """Its socket is full, so the stream waits to write: only the watcher can see that it goes."""
+def test_disconnect_of_a_client_that_does_not_read_cancels_the_request(serve: Any) -> None:
+    """The stream waits for a full socket, so only DisconnectWatcher can notice the disconnect."""
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front)
     rid = tokenizer.next(Generate).rid
     tokenizer.send(word(rid, 1))
-    stream.until(b'"index":1')
+    stream.read_until(b'"index":1')
     big = "x" * 60_000
     for n in range(400):
         tokenizer.send(texts(rid, (n, big, -0.5, False)))
-    # Meanwhile others are served.
+    # Other requests are served meanwhile.
     assert front.get("/health").status == 200
-    stream.leave()
+    stream.disconnect()
     assert tokenizer.next(Cancel).rid == rid
 
 
-def test_a_stream_survives_its_tokenizer(serve: Any) -> None:
+def test_a_stream_resumes_after_a_tokenizer_loss(serve: Any) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front, body='{"inputs":"x","parameters":{"details":true,"do_sample":true}}')
     first = tokenizer.next(Generate)
     for n in (1, 2, 3):
         tokenizer.send(word(first.rid, n))
-    stream.until(b'"index":3')
+    stream.read_until(b'"index":3')
     tokenizer.stop()
     tokenizer.start()
     again = tokenizer.next(Generate)
-    assert ints(again.resume) == [1, 2, 3]
-    assert again == first._replace(rid=again.rid, resume=again.resume)  # the same seed, above all
-    tokenizer.send(word(first.rid, 99))  # of the old life: nobody's
+    assert unpack_int32(again.resume_ids) == [1, 2, 3]
+    assert again == first._replace(rid=again.rid, resume_ids=again.resume_ids)  # with the same seed
+    tokenizer.send(word(first.rid, 99))  # the rid of before the loss: dropped
     tokenizer.send(word(again.rid, 4))
-    tokenizer.send(texts(again.rid, (5, " 5", -0.5, False)), End(again.rid, Reason.LENGTH, "", " 1 2 3 4 5", 3, 5))
-    got = events(stream.rest())
+    tokenizer.send(
+        texts(again.rid, (5, " 5", -0.5, False)), End(again.rid, FinishReason.LENGTH, "", " 1 2 3 4 5", 3, 5)
+    )
+    got = events(stream.read_rest())
     assert [event["token"]["id"] for event in got] == [1, 2, 3, 4, 5]
     assert [event["index"] for event in got] == [1, 2, 3, 4, 5]
     assert got[-1]["generated_text"] == " 1 2 3 4 5"
@@ -131,36 +107,36 @@ def test_a_stream_survives_its_tokenizer(serve: Any) -> None:
 CHAT = '{"messages":[{"role":"user","content":"x"}],"stream":%s}'
 
 
-def said(rid: int, token: int, *parts: tuple[Kind, str]) -> Any:
-    """A token of a divided answer."""
-    return word(rid, token)._replace(parts=[Part(0, *part) for part in parts])
+def said(rid: int, token: int, *parts: tuple[PartKind, str]) -> Any:
+    """A token of an answer that consists of parts."""
+    return word(rid, token)._replace(parts=[AnswerPart(0, *part) for part in parts])
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_a_call_of_a_tool_survives_its_tokenizer(serve: Any, stream: str) -> None:
-    """Each part comes once: those of the tokens that are known come from the first life, the rest from the second."""
+def test_a_tool_call_resumes_after_a_tokenizer_loss(serve: Any, stream: str) -> None:
+    """Each part is sent once: those of known tokens from before the loss, the rest from after it."""
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     client = Stream(front, "/v1/chat/completions", CHAT % stream)
     first = tokenizer.next(Generate)
     tokenizer.send(
-        Prompted(first.rid, 3, 1, divided=True),
-        said(first.rid, 1, (Kind.TEXT, "Well."), (Kind.CALL, "f")),
-        said(first.rid, 2, (Kind.ARGUMENTS, '{"a":')),
+        Prompted(first.rid, 3, 1, in_parts=True),
+        said(first.rid, 1, (PartKind.TEXT, "Well."), (PartKind.CALL, "f")),
+        said(first.rid, 2, (PartKind.ARGUMENTS, '{"a":')),
     )
     until_known(front, 2)
     tokenizer.stop()
     tokenizer.start()
     again = tokenizer.next(Generate)
-    assert ints(again.resume) == [1, 2]
+    assert unpack_int32(again.resume_ids) == [1, 2]
     tokenizer.send(
-        Prompted(again.rid, 3, 1, divided=True),
-        word(again.rid, 3),  # lets nothing be shown
-        said(again.rid, 4, (Kind.ARGUMENTS, " 1}"), (Kind.CALL, "g")),
-        said(again.rid, 5, (Kind.ARGUMENTS, "{}")),
-        End(again.rid, Reason.EOS, "", "raw", 3, 5),
+        Prompted(again.rid, 3, 1, in_parts=True),
+        word(again.rid, 3),  # a token without parts
+        said(again.rid, 4, (PartKind.ARGUMENTS, " 1}"), (PartKind.CALL, "g")),
+        said(again.rid, 5, (PartKind.ARGUMENTS, "{}")),
+        End(again.rid, FinishReason.EOS, "", "raw", 3, 5),
     )
-    reply = client.rest()
+    reply = client.read_rest()
     if stream == "false":
         (choice,) = json.loads(reply.body)["choices"]
         text, calls = choice["message"]["content"], choice["message"]["tool_calls"]
@@ -182,10 +158,10 @@ def test_a_call_of_a_tool_survives_its_tokenizer(serve: Any, stream: str) -> Non
 
 
 def until_known(front: Front, count: int) -> None:
-    """Waits until the front end has so many tokens of the one request in flight."""
-    (call,) = front.router.tokenizers[0].calls.values()
+    """Waits until the front end has received this many tokens of the only request."""
+    (call,) = front.router.tokenizers[0].requests.values()
     assert isinstance(call, Generation)
-    while call.generated < count:
+    while call.generated_count < count:
         time.sleep(0.001)
 
 
@@ -200,49 +176,58 @@ def until_known(front: Front, count: int) -> None:
     ],
     ids=str,
 )
-def test_a_prompt_goes_down_again_as_it_came(serve: Any, prompt: Any, fields: dict[str, Any], sent: Any) -> None:
+def test_a_prompt_is_resubmitted_unchanged(serve: Any, prompt: Any, fields: dict[str, Any], sent: Any) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front, "/v1/completions", json.dumps({"prompt": prompt, "stream": True, **fields}))
     for _ in range(2):
         asked = tokenizer.next(Generate)
-        ids, special = ints(asked.input_ids), asked.add_special_tokens
+        ids, special = unpack_int32(asked.input_ids), asked.add_special_tokens
         assert (asked.inputs, ids, special, asked.truncate, asked.max_new_tokens) == sent
         tokenizer.stop()
         tokenizer.start()
-    tokenizer.send(End(tokenizer.next(Generate).rid, Reason.FAILED, "enough"))
-    stream.rest()
+    tokenizer.send(End(tokenizer.next(Generate).rid, FinishReason.FAILED, "enough"))
+    stream.read_rest()
 
 
-def test_a_prompt_survives_its_tokenizer(serve: Any) -> None:
-    """In a stream whose first token waits, what has come of the prompt is kept, and only the rest is asked for."""
+def test_prompt_logprobs_resume_after_a_tokenizer_loss(serve: Any) -> None:
+    """Received prompt tokens are kept; only the rest is requested again."""
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     body = '{"prompt":"a b c","echo":true,"logprobs":1,"stream":true}'
     stream = Stream(front, "/v1/completions", body)
     first = tokenizer.next(Generate)
-    assert (first.prompt_from, first.prompt_top_n) == (0, 1)
-    nan, zero = pack(FLOAT32, [float("nan")]), pack(INT32, [0])
+    assert (first.prompt_logprobs_from, first.prompt_top_n) == (0, 1)
+    nan, zero = pack_column(FLOAT32, [float("nan")]), pack_column(INT32, [0])
     other = Stream(front, "/generate")
     other_rid = tokenizer.next(Generate).rid
     tokenizer.send(
-        PromptTokens(first.rid, pack(INT32, [7]), nan, zero, ["a"]),
-        PromptTokens(first.rid, pack(INT32, [8]), pack(FLOAT32, [-0.5]), pack(INT32, [1]), [" b"], zero, zero, ["x"]),
+        PromptTokens(first.rid, pack_column(INT32, [7]), nan, zero, ["a"]),
+        PromptTokens(
+            first.rid,
+            pack_column(INT32, [8]),
+            pack_column(FLOAT32, [-0.5]),
+            pack_column(INT32, [1]),
+            [" b"],
+            zero,
+            zero,
+            ["x"],
+        ),
         texts(other_rid, (1, " 1", -0.5, False)),
-        End(other_rid, Reason.LENGTH, "", " 1", 1, 1),
+        End(other_rid, FinishReason.LENGTH, "", " 1", 1, 1),
     )
-    other.rest()  # so the messages before its own have come, too
+    other.read_rest()  # by then the earlier messages were received too
     tokenizer.stop()
     tokenizer.start()
     again = tokenizer.next(Generate)
-    assert (again.prompt_from, again.prompt_top_n, ints(again.resume)) == (2, 1, [])
-    ids, logprobs, starts = pack(INT32, [9]), pack(FLOAT32, [-0.25]), pack(INT32, [3])
+    assert (again.prompt_logprobs_from, again.prompt_top_n, unpack_int32(again.resume_ids)) == (2, 1, [])
+    ids, logprobs, starts = pack_column(INT32, [9]), pack_column(FLOAT32, [-0.25]), pack_column(INT32, [3])
     tokenizer.send(
         PromptTokens(again.rid, ids, logprobs, starts, [" c"], zero, zero, ["y"]),
         texts(again.rid, (5, " d", -0.125, False)),
-        End(again.rid, Reason.LENGTH, "", " d", 3, 1),
+        End(again.rid, FinishReason.LENGTH, "", " d", 3, 1),
     )
-    event = json.loads(stream.rest().body.split(b"\n\n")[0].removeprefix(b"data: "))
+    event = json.loads(stream.read_rest().body.split(b"\n\n")[0].removeprefix(b"data: "))
     assert event["choices"][0]["logprobs"] == {
         "tokens": ["a", " b", " c", " d"],
         "token_logprobs": [None, -0.5, -0.25, -0.125],
@@ -251,7 +236,7 @@ def test_a_prompt_survives_its_tokenizer(serve: Any) -> None:
     }
 
 
-def test_plain_requests_and_tokenizing_survive_too(serve: Any) -> None:
+def test_whole_responses_and_tokenization_resume_after_a_tokenizer_loss(serve: Any) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     plain, encode = Stream(front, "/generate"), Stream(front, "/tokenize")
@@ -264,83 +249,83 @@ def test_plain_requests_and_tokenizing_survive_too(serve: Any) -> None:
         message = tokenizer.received.get(timeout=10)
         if isinstance(message, (Generate, Tokenize)):
             again[type(message)] = message
-    assert ints(again[Generate].resume) in ([], [1])
-    zero = pack(INT32, [0])
+    assert unpack_int32(again[Generate].resume_ids) in ([], [1])
+    zero = pack_column(INT32, [0])
     tokenizer.send(Tokenized(again[Tokenize].rid, zero, zero, zero, b"\0"))
-    tokenizer.send(word(again[Generate].rid, 2), End(again[Generate].rid, Reason.EOS, "", "done", 1, 2))
-    assert plain.rest().body == b'{"generated_text":"done"}'
-    assert events(encode.rest())[0] == [{"id": 0, "text": "", "start": 0, "stop": 0, "special": False}]
+    tokenizer.send(word(again[Generate].rid, 2), End(again[Generate].rid, FinishReason.EOS, "", "done", 1, 2))
+    assert plain.read_rest().body == b'{"generated_text":"done"}'
+    assert events(encode.read_rest())[0] == [{"id": 0, "text": "", "start": 0, "stop": 0, "special": False}]
 
 
-def test_a_request_that_kills_tokenizers_is_given_up(serve: Any) -> None:
+def test_a_request_fails_after_too_many_tokenizer_losses(serve: Any) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front, "/generate")
-    for _ in range(router_module.MOST_LOSSES):
+    for _ in range(router_module.MAX_TOKENIZER_LOSSES):
         tokenizer.next(Generate)
         tokenizer.stop()
         tokenizer.start()
-    reply = stream.rest()
+    reply = stream.read_rest()
     assert reply.status == 424
     assert b"the tokenizer died 3 times" in reply.body
 
 
-def test_the_client_of_a_lost_request_may_leave(serve: Any) -> None:
+def test_disconnect_while_no_tokenizer_is_connected(serve: Any) -> None:
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front)
     tokenizer.next(Generate)
     tokenizer.stop()
-    stream.leave()
+    stream.disconnect()
     tokenizer.start()
     front.until_ready()
     other = Stream(front)
     message = tokenizer.next(Generate)
-    tokenizer.send(word(message.rid, 1), End(message.rid, Reason.EOS, "", "", 1, 1))
-    assert other.rest().status == 200
+    tokenizer.send(word(message.rid, 1), End(message.rid, FinishReason.EOS, "", "", 1, 1))
+    assert other.read_rest().status == 200
 
 
-def test_requests_go_to_the_tokenizer_with_the_fewest(serve: Any) -> None:
+def test_requests_are_assigned_to_the_tokenizer_with_the_fewest(serve: Any) -> None:
     front = serve(silent, validation_workers=2)
     one, two = front.tokenizers
     streams = [Stream(front) for _ in range(4)]
     rids = [one.next(Generate).rid, one.next(Generate).rid, two.next(Generate).rid, two.next(Generate).rid]
     assert len(set(rids)) == 4
     for stream in streams:
-        stream.leave()
+        stream.disconnect()
 
 
-def test_too_many_requests(serve: Any) -> None:
+def test_requests_beyond_the_permits_are_rejected(serve: Any) -> None:
     front = serve(silent, max_concurrent_requests=2)
     tokenizer = front.tokenizers[0]
     streams = [Stream(front), Stream(front, "/generate")]
     messages = [tokenizer.next(Generate), tokenizer.next(Generate)]
     for path in ("/generate", "/generate_stream", "/"):
-        reply = front.post(path, '{"inputs":""}')  # the permit comes before the rules
+        reply = front.post(path, '{"inputs":""}')  # permits are acquired before the rules are checked
         assert reply.status == 429
         assert reply.body == b'{"error":"Model is overloaded","error_type":"overloaded"}'
         assert reply.headers["retry-after"] == "1"
         assert front.post(path, '{"inputs":"","parameters":{"best_of":9}}').status == 422
     for message in messages:
-        tokenizer.send(word(message.rid, 1), End(message.rid, Reason.EOS, "", "", 1, 1))
+        tokenizer.send(word(message.rid, 1), End(message.rid, FinishReason.EOS, "", "", 1, 1))
     for stream in streams:
-        assert stream.rest().status == 200
+        assert stream.read_rest().status == 200
     assert front.post("/generate", '{"inputs":""}').status == 422
 
 
-def test_silence_is_filled(serve: Any, monkeypatch: Any) -> None:
+def test_keep_alive_events(serve: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.05)
     front = serve(silent)
     tokenizer = front.tokenizers[0]
     stream = Stream(front)
     rid = tokenizer.next(Generate).rid
-    stream.until(b":\n\n")  # before the first token: the stream is open now
+    stream.read_until(b":\n\n")  # sent before the first token, which opens the stream
     tokenizer.send(word(rid, 1))
-    stream.until(b'"index":1')
+    stream.read_until(b'"index":1')
     stream.raw = stream.raw[: stream.raw.index(b"\r\n\r\n") + 4]
-    stream.until(b"3\r\n:\n\n\r\n")
-    tokenizer.send(End(rid, Reason.FAILED, "x"))
-    assert stream.rest().body.endswith(
+    stream.read_until(b"3\r\n:\n\n\r\n")
+    tokenizer.send(End(rid, FinishReason.FAILED, "x"))
+    assert stream.read_rest().body.endswith(
         b'data: {"error":"Request failed during generation: x","error_type":"generation"}\n\n'
     )
 
@@ -359,17 +344,17 @@ def test_pipelined_requests_on_one_connection(serve: Any) -> None:
             raw += more
 
 
-def test_nothing_is_lost_or_repeated_however_often_tokenizers_die(serve: Any, monkeypatch: Any) -> None:
-    """Each life of a tokenizer goes on for three tokens at most, and is cut off at any moment."""
-    monkeypatch.setattr(router_module, "MOST_LOSSES", 10**6)
+def test_no_token_is_lost_or_repeated_over_many_tokenizer_losses(serve: Any, monkeypatch: Any) -> None:
+    """A tokenizer sends at most three tokens of a request until its loss, which comes at a random time."""
+    monkeypatch.setattr(router_module, "MAX_TOKENIZER_LOSSES", 10**6)
     total = 12
 
     def three_more(message: Generate) -> list[Any]:
-        known = ints(message.resume)
+        known = unpack_int32(message.resume_ids)
         assert known == list(range(1, len(known) + 1))
         last = min(len(known) + 3, total)
         tokens: list[Any] = [word(message.rid, n) for n in range(len(known) + 1, last + 1)]
-        return [*tokens, End(message.rid, Reason.LENGTH, "", "text", 1, total)] if last == total else tokens
+        return [*tokens, End(message.rid, FinishReason.LENGTH, "", "text", 1, total)] if last == total else tokens
 
     front = serve(three_more, validation_workers=2)
     paths = ["/generate_stream", "/generate"] * 6
@@ -384,7 +369,7 @@ def test_nothing_is_lost_or_repeated_however_often_tokenizers_die(serve: Any, mo
         tokenizer.stop()
         tokenizer.start()
     for path, stream in zip(paths, streams, strict=True):
-        reply = stream.rest()
+        reply = stream.read_rest()
         assert reply.status == 200
         if path == "/generate":
             tokens = json.loads(reply.body)["details"]["tokens"]

@@ -1,4 +1,4 @@
-"""The front end as its own process, as the supervisor starts it."""
+"""The api process, as the supervisor starts it."""
 
 import os
 import signal
@@ -13,11 +13,10 @@ import psutil
 import pytest
 
 from tests.api.conftest import FakeTokenizer, Reply, request, texts, two_tokens
-from tgi.kernel import rundir
-from tgi.kernel.messages import End, Generate, Reason
-from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import Child, Spec
-from tgi.kernel.supervise import listening_socket
+from tgi.microkernel import rundir
+from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.supervisor import ChildProcess, ProcessSpec, listening_socket
 
 
 class Api:
@@ -26,11 +25,11 @@ class Api:
     def __init__(self, run: Path) -> None:
         settings = Settings(validation_workers=1, hostname="127.0.0.1", model_id="m")
         settings = replace(settings, run_dir=run)
-        rundir.create(run)
+        rundir.create_run_dir(run)
         with listening_socket("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
-            self.child = Child(Spec("api", 0, listener.fileno()), settings)
-        answers = [two_tokens]  # of the readiness probe; the others are left to the test
+            self.child = ChildProcess(ProcessSpec("api", 0, listener.fileno()), settings)
+        answers = [two_tokens]  # to the readiness probe; the test answers the other requests
         self.tokenizer = FakeTokenizer(
             f"ipc://{run}/tok-0.front", 0, lambda message: answers.pop()(message) if answers else None
         )
@@ -84,7 +83,7 @@ def api() -> Iterator[Api]:
         api.tokenizer.stop()
 
 
-def test_sigterm_lets_requests_finish(api: Api) -> None:
+def test_sigterm_finishes_requests_in_flight(api: Api) -> None:
     api.until_ready()
     body = b'{"inputs":"x"}'
     head = {"content-type": "application/json", "content-length": str(len(body))}
@@ -92,12 +91,12 @@ def test_sigterm_lets_requests_finish(api: Api) -> None:
     rid = api.tokenizer.next(Generate).rid
     api.tokenizer.send(texts(rid, (1, "a", -1.0, False)))
     assert stream.recv(1)
-    os.kill(api.child.pid, signal.SIGINT)  # Ctrl-C is the supervisor's to answer
+    os.kill(api.child.pid, signal.SIGINT)  # ignored: the supervisor handles Ctrl-C
     os.kill(api.child.pid, signal.SIGTERM)
-    while api.open():  # until nobody else is let in
+    while api.open():  # until it accepts no more connections
         time.sleep(0.01)
     assert api.child.poll() is None
-    api.tokenizer.send(texts(rid, (2, "b", -1.0, False)), End(rid, Reason.LENGTH, "", "ab", 1, 2))
+    api.tokenizer.send(texts(rid, (2, "b", -1.0, False)), End(rid, FinishReason.LENGTH, "", "ab", 1, 2))
     end = b""
     while more := stream.recv(65536):
         end += more
@@ -105,17 +104,17 @@ def test_sigterm_lets_requests_finish(api: Api) -> None:
     assert api.until_ended() == 0
 
 
-def test_memory_and_silence(api: Api) -> None:
+def test_memory_and_heartbeats_of_an_idle_process(api: Api) -> None:
     api.until_ready()
     process = psutil.Process(api.child.pid)
     assert process.memory_info().rss < 150e6
-    before = api.child.beat.deadline()
-    while api.child.beat.deadline() == before:  # it gives signs of life
+    before = api.child.heartbeat.read_deadline()
+    while api.child.heartbeat.read_deadline() == before:  # until the next heartbeat
         time.sleep(0.01)
 
 
-def test_it_ends_with_its_supervisor(api: Api) -> None:
-    """The pipe's end is all that this test takes away: the process that started it lives on."""
+def test_it_exits_when_its_supervisor_has_died(api: Api) -> None:
+    """Only the pipe is closed: the process that started it, this one, lives on."""
     api.until_ready()
     api.child.close()
     assert api.until_ended() == 1

@@ -1,4 +1,4 @@
-"""The OpenAPI document: valid, no less than TGI's, and true."""
+"""The OpenAPI document: it is valid, includes everything in TGI's, and agrees with the decoder."""
 
 import contextlib
 import itertools
@@ -21,17 +21,17 @@ TGI = json.loads((Path(__file__).parent / "openapi-tgi.json").read_text())
 OURS = json.loads(json.dumps(openapi.document()))
 METHODS = [(path, method) for path, methods in TGI["paths"].items() for method in methods]
 PLAIN_OBJECTS = [name for name, schema in TGI["components"]["schemas"].items() if "properties" in schema]
-# TGI takes `parameters` for `arguments` and does not say so.
+# TGI accepts `parameters` in place of `arguments`, which its document does not mention.
 TWO_NAMES = {("FunctionDefinition", "arguments")}
 
 
-def test_it_is_valid() -> None:
+def test_document_is_valid() -> None:
     document = json.loads(json.dumps(openapi.document(with_kserve=True)))
     assert document["openapi"].startswith("3.1.")
     OpenAPIV31SpecValidator(document).validate()
 
 
-def test_the_command_prints_it() -> None:
+def test_print_schema_prints_the_document() -> None:
     for flags, with_kserve in ((), False), (("--kserve",), True):
         printed = CliRunner().invoke(main, ["print-schema", *flags])
         assert printed.exit_code == 0
@@ -50,7 +50,7 @@ def test_the_command_prints_it() -> None:
     ],
     ids=str,
 )
-def test_what_a_choice_of_tools_must_have_is_what_the_parser_wants(choice: dict[str, Any], right: bool) -> None:
+def test_tool_choice_schema_agrees_with_the_decoder(choice: dict[str, Any], right: bool) -> None:
     described = {"$ref": "#/components/schemas/ToolChoiceObject", "components": OURS["components"]}
     assert Draft202012Validator(described).is_valid(choice) == right
     with contextlib.nullcontext() if right else pytest.raises(msgspec.ValidationError):
@@ -76,11 +76,11 @@ def test_errors_below_v1_have_openais_form(path: str) -> None:
             assert (str(example["error"]["code"]), example["error"]["type"]) == (status, example["error_type"])
 
 
-# --- no less than TGI's -----------------------------------------------------------------------------------------------
+# --- everything in TGI's document -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "method"), METHODS)
-def test_an_operation_of_tgi(path: str, method: str) -> None:
+def test_tgi_operation_is_included(path: str, method: str) -> None:
     theirs, ours = TGI["paths"][path][method], OURS["paths"][path][method]
     for key in ("operationId", "tags", "summary"):
         assert ours[key] == theirs[key]
@@ -94,13 +94,13 @@ def test_an_operation_of_tgi(path: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", TGI["components"]["schemas"])
-def test_a_schema_of_tgi(name: str) -> None:
+def test_tgi_schema_is_included(name: str) -> None:
     fits(TGI["components"]["schemas"][name], OURS["components"]["schemas"][name], request=False)
 
 
 @pytest.mark.parametrize("name", PLAIN_OBJECTS)
-def test_an_object_of_tgi(name: str) -> None:
-    """The same fields are required, and what is described there is described here."""
+def test_tgi_object_is_included(name: str) -> None:
+    """It has the same required fields, and a description and a format wherever TGI's has one."""
     theirs, ours = TGI["components"]["schemas"][name], OURS["components"]["schemas"][name]
     assert set(theirs["properties"]) <= set(ours["properties"])
     required = {field for field in theirs.get("required", []) if (name, field) not in TWO_NAMES}
@@ -111,7 +111,7 @@ def test_an_object_of_tgi(name: str) -> None:
 
 
 def values(schema: Any, key: str) -> Iterator[Any]:
-    """All values of a key, anywhere in our schema and in what it points to."""
+    """All values of a key anywhere in our schema and in the schemas that it refers to."""
     if isinstance(schema, list):
         for part in schema:
             yield from values(part, key)
@@ -131,7 +131,7 @@ def target(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def forms(document: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The alternatives of a schema without $ref, allOf, anyOf, oneOf and nullable: type, properties, required, …"""
+    """The alternatives of a schema with $ref, allOf, anyOf, oneOf and nullable resolved."""
     own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf", "anyOf", "oneOf", "nullable")}
     parts = [[own]]
     if "$ref" in schema:
@@ -150,7 +150,7 @@ def forms(document: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, An
 
 
 def merged(combination: tuple[dict[str, Any], ...]) -> dict[str, Any] | None:
-    """All of these at once; None if that cannot be."""
+    """The schemas merged into one; None if their types exclude each other."""
     made: dict[str, Any] = {}
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -165,7 +165,7 @@ def merged(combination: tuple[dict[str, Any], ...]) -> dict[str, Any] | None:
 
 
 def fits(theirs: dict[str, Any], ours: dict[str, Any], request: bool) -> None:
-    """Each form of their schema is one of ours; null in answers aside, which may be absent instead."""
+    """Asserts that each form of TGI's schema is one of ours. In responses null is ignored: the field may be absent."""
     mine = forms(OURS, ours)
     for form in forms(TGI, theirs):
         if request or form.get("type") != "null":

@@ -1,4 +1,4 @@
-"""Readiness: a front end admits clients once its own requests were answered, in which nothing is counted."""
+"""The readiness probe: clients are admitted once its requests are answered, and it is not counted."""
 
 import time
 from typing import Any
@@ -6,20 +6,18 @@ from typing import Any
 import pytest
 
 import tgi
-from tests.api.conftest import LIMITS, Front, standard, texts
-from tests.api.test_lifecycle import silent
-from tgi.kernel import metrics
-from tgi.kernel.messages import Cancel, End, Generate, Reason
-from tgi.kernel.presence import Status
+from tests.api.conftest import LIMITS, Front, silent, standard, texts
+from tgi.microkernel import metrics
+from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Status
 
 
 def one_token(message: Generate) -> list[Any]:
-    """What is asked for."""
-    return [texts(message.rid, (5, " a", -0.34, False)), End(message.rid, Reason.LENGTH, "", " a", 1, 1)]
+    """Answers the probe."""
+    return [texts(message.rid, (5, " a", -0.34, False)), End(message.rid, FinishReason.LENGTH, "", " a", 1, 1)]
 
 
 def until_stage(front: Front, stage: str) -> None:
-    """Waits for a 503 with this stage. Whatever the server is asked meanwhile, it is not ready."""
+    """Waits for a 503 with this stage; every response until then is a 503 too."""
     while (reply := front.get("/health")).headers.get("x-startup-stage") != stage:
         assert reply.status == 503
         time.sleep(0.01)
@@ -31,7 +29,7 @@ def until_healthy(front: Front) -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("secret", "other"), ("schlüssel €",)])
-def test_the_probe_is_answered_before_any_client_and_is_not_counted(serve: Any, keys: tuple[str, ...]) -> None:
+def test_the_probe_comes_before_any_client_and_is_not_counted(serve: Any, keys: tuple[str, ...]) -> None:
     before = metrics.render()
     front = serve(one_token, proves=True, api_key=keys)
     probe = front.tokenizers[0].next(Generate)
@@ -42,7 +40,7 @@ def test_the_probe_is_answered_before_any_client_and_is_not_counted(serve: Any, 
     assert front.tokenizers[0].received.empty()
 
 
-def test_the_probe_is_not_bound_by_the_limit_of_request_bodies(serve: Any) -> None:
+def test_the_limit_of_request_bodies_does_not_apply_to_the_probe(serve: Any) -> None:
     front = serve(one_token, proves=True, payload_limit=20)
     until_healthy(front)
     assert front.post("/generate", '{"inputs":"123456"}').status == 200
@@ -50,9 +48,9 @@ def test_the_probe_is_not_bound_by_the_limit_of_request_bodies(serve: Any) -> No
 
 
 def test_the_probe_needs_no_permit(serve: Any) -> None:
-    """A front end that takes the place of another finds the permits of the server taken by clients of the others."""
+    """A front end that replaces another finds the permits held by clients of the others."""
     front = serve(silent, up=False, proves=True, max_concurrent_requests=1)
-    assert front.router._permits.take()
+    assert front.router._permits.acquire()
     front.tokenizers[0].start()
     probe = front.tokenizers[0].next(Generate)
     until_stage(front, "answering the first request")
@@ -62,14 +60,16 @@ def test_the_probe_needs_no_permit(serve: Any) -> None:
     until_healthy(front)
     assert front.router._permits.held == 1
     assert front.post("/generate", '{"inputs":"x"}').status == 429
-    front.router._permits.give()
+    front.router._permits.release()
 
 
-def test_a_request_that_fails_below_keeps_the_server_unready(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_probe_that_fails_in_another_process_keeps_the_server_unready(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = True
 
     def answer(message: Any) -> list[Any]:
-        return [End(message.rid, Reason.FAILED, "no kernel fits")] if broken else standard(message)
+        return [End(message.rid, FinishReason.FAILED, "no kernel fits")] if broken else standard(message)
 
     front = serve(answer, up=False, proves=True)
     front.tokenizers[0].start()
@@ -78,8 +78,8 @@ def test_a_request_that_fails_below_keeps_the_server_unready(serve: Any, caplog:
     until_stage(front, "the first request failed: POST /generate")
     assert front.post("/generate", '{"inputs":"x"}').status == 503
     assert front.get("/info").status == 200
-    (told,) = [record.message for record in caplog.records if record.name == "tgi.api.readiness"]  # once, not thrice
-    assert told == (
+    (logged,) = [record.message for record in caplog.records if record.name == "tgi.api.readiness"]  # once
+    assert logged == (
         "Not ready: the first request, which this server sends to itself, failed: POST /generate was answered with 424 "
         '{"error":"Request failed during generation: no kernel fits","error_type":"generation"}'
     )
@@ -88,10 +88,10 @@ def test_a_request_that_fails_below_keeps_the_server_unready(serve: Any, caplog:
     assert front.stages[-1] == ""
 
 
-def test_a_route_that_is_broken_here_keeps_the_server_unready(
+def test_a_probe_that_fails_in_this_process_keeps_the_server_unready(
     serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where another package shadows this one."""
+    """As if another package shadowed this one."""
     version = tgi.__version__
     monkeypatch.delattr(tgi, "__version__")
     front = serve(up=False, proves=True)
@@ -103,19 +103,19 @@ def test_a_route_that_is_broken_here_keeps_the_server_unready(
     until_healthy(front)
 
 
-def test_a_request_without_an_answer_is_told_and_asked_again(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-    deaf = True
-    front = serve(lambda message: None if deaf else one_token(message), up=False, proves=True, stall_limit=0.2)
+def test_a_probe_that_times_out_is_logged_and_repeated(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    unanswered = True
+    front = serve(lambda message: None if unanswered else one_token(message), up=False, proves=True, stall_limit=0.2)
     front.tokenizers[0].start()
     first = front.tokenizers[0].next(Generate)
     assert front.tokenizers[0].next(Cancel).rid == first.rid
     until_stage(front, "the first request failed: POST /generate")
     assert "POST /generate has had no answer for 0.2 s" in caplog.text
-    deaf = False
+    unanswered = False
     until_healthy(front)
 
 
-def test_while_the_others_start_nothing_is_asked_of_them(serve: Any) -> None:
+def test_no_probe_is_sent_before_a_request_could_be_computed(serve: Any) -> None:
     front = serve(up=False, proves=True)
     front.tokenizers[0].start(Status(False, True, "loading weights", 40))
     until_stage(front, "loading weights 40%")
@@ -124,7 +124,7 @@ def test_while_the_others_start_nothing_is_asked_of_them(serve: Any) -> None:
     until_healthy(front)
 
 
-def test_the_probe_survives_its_tokenizer(serve: Any) -> None:
+def test_the_probe_is_resubmitted_after_a_tokenizer_loss(serve: Any) -> None:
     front = serve(silent, up=False, proves=True)
     tokenizer = front.tokenizers[0]
     tokenizer.start()

@@ -1,4 +1,4 @@
-"""What bad input gets: status and bytes, in the order of the checks. Expected texts are written from the contract."""
+"""Rejected requests: status and bytes of the response, and the order of the checks. Texts are those of TGI."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from tests.api.conftest import Front, openai_error, request
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import GenerateParameters
-from tgi.api.validation import COMPLETIONS, EARLY, OPENAI, RULES, Rule
+from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, Rule
 
 SHAPE = "Failed to deserialize the JSON body into the target type: "
 SYNTAX = "Failed to parse the request body as JSON: "
@@ -40,7 +40,7 @@ def test_not_json(front: Front, path: str, body: bytes) -> None:
     assert reply.body.decode().startswith(SYNTAX)
 
 
-def test_syntax_counts_before_shape(front: Front) -> None:
+def test_syntax_is_checked_before_shape(front: Front) -> None:
     assert front.post("/generate", '{"inputs":1,').status == 400
 
 
@@ -102,7 +102,7 @@ def test_wrong_shape(front: Front, body: str, text: str) -> None:
     assert reply.body.decode() == SHAPE + text
 
 
-def test_a_wrong_entry_of_a_map_is_a_wrong_shape(front: Front) -> None:
+def test_wrong_entry_of_an_object(front: Front) -> None:
     reply = front.post("/v1/chat/completions", '{"messages":[],"logit_bias":{"7":null}}')
     assert reply.status == 422
     text = f"{SHAPE}logit_bias: invalid entry: Expected `float`, got `null` at line 1 column 38"
@@ -154,7 +154,7 @@ def test_size_is_limited_while_reading(serve: Any) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_over_the_limit_gets_its_answer_even_when_it_is_sent_first(serve: Any) -> None:
+def test_body_over_the_limit_that_is_sent_before_the_response(serve: Any) -> None:
     front = serve(payload_limit=100)
     with front.connect() as connection:
         head = {"content-type": "application/json", "content-length": str(8 << 20), "connection": "close"}
@@ -175,7 +175,7 @@ def test_headers_have_a_limit(front: Front) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30])
-def test_an_offered_upgrade_is_not_taken_up_and_the_body_is_read(front: Front, cut: int) -> None:
+def test_upgrade_header_is_ignored_and_the_body_is_read(front: Front, cut: int) -> None:
     body = b'{"inputs":"x"}'
     head = {
         "connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB",
@@ -191,7 +191,7 @@ def test_an_offered_upgrade_is_not_taken_up_and_the_body_is_read(front: Front, c
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_number_out_of_range_is_told_without_a_path_that_says_nothing(front: Front) -> None:
+def test_number_out_of_range_without_a_path(front: Front) -> None:
     reply = front.post("/generate", '{"inputs":"x","parameters":{"temperature":1e400}}')
     assert reply.status == 400
     assert b"$[" not in reply.body
@@ -240,7 +240,7 @@ def test_keys(serve: Any) -> None:
 
 
 def detail(front: Front, path: str, inputs: str, parameters: dict[str, Any]) -> str:
-    """The validation error's text, without its prefix; "" if the request is served."""
+    """The text of the validation error without its prefix; "" if the request succeeds."""
     reply = front.post(path, json.dumps({"inputs": inputs, "parameters": parameters}))
     if reply.status == 200:
         return ""
@@ -251,7 +251,7 @@ def detail(front: Front, path: str, inputs: str, parameters: dict[str, Any]) -> 
     return str(error["error"].removeprefix("Input validation error: "))
 
 
-# (inputs, parameters, text). Each row breaks the rule of its text and those of the rows below it that it can.
+# (inputs, parameters, text): each request breaks the rule of its text, and rules that are checked later.
 LATER = {"top_k": 0, "max_new_tokens": 0, "stop": ["a"] * 5, "top_n_tokens": 6, "truncate": 0}
 ORDER: list[tuple[str, dict[str, Any], str]] = [
     ("", {"best_of": 2, "repetition_penalty": 0, "stop": ["a"] * 5}, "you must use sampling when `best_of` is > 1"),
@@ -281,11 +281,11 @@ ORDER: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "parameters", "text"), ORDER)
-def test_rules_in_their_order(front: Front, inputs: str, parameters: dict[str, Any], text: str) -> None:
+def test_order_of_rules(front: Front, inputs: str, parameters: dict[str, Any], text: str) -> None:
     assert detail(front, "/generate", inputs, parameters) == text
 
 
-def test_rules_before_the_permit(front: Front) -> None:
+def test_rules_before_admission(front: Front) -> None:
     stream = "`best_of` != 1 is not supported when streaming tokens"
     for best_of in (0, 2):
         assert detail(front, "/generate_stream", "", {"best_of": best_of}) == stream
@@ -295,7 +295,7 @@ def test_rules_before_the_permit(front: Front) -> None:
     assert detail(front, "/generate", "", {"best_of": 3}) == "`best_of` must be > 0 and <= 2. Given: 3"
 
 
-def test_best_of_where_there_is_none(serve: Any) -> None:
+def test_best_of_if_max_best_of_is_1(serve: Any) -> None:
     front = serve(max_best_of=1)
     assert detail(front, "/generate", "", {"best_of": 2}) == "`best_of` != 1 is not allowed for this endpoint"
 
@@ -306,7 +306,7 @@ def test_best_of_where_there_is_none(serve: Any) -> None:
         ({"adapter_id": "{ask}"}, "`adapter_id` {ask} not found"),
     ],
 )
-def test_what_is_not_there_yet_is_refused(front: Front, parameters: dict[str, Any], text: str) -> None:
+def test_unknown_adapter_is_rejected(front: Front, parameters: dict[str, Any], text: str) -> None:
     assert detail(front, "/generate", "x", parameters) == text
 
 
@@ -355,7 +355,7 @@ BIASED = '{"42": -100}'
     ("path", "body"),
     [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
 )
-def test_what_openais_routes_refuse(
+def test_rules_of_openai_routes(
     front: Front, path: str, body: dict[str, Any], fields: dict[str, Any], text: str
 ) -> None:
     reply = front.post(path, json.dumps(body | fields))
@@ -371,40 +371,42 @@ def test_what_openais_routes_refuse(
     "line", ["GET /x", "GET /x HTTP/0.9", "GET /x HTTP/2.0", "CONNECT /generate HTTP/1.1",
              "CONNECT a:443 HTTP/1.1"],
 )  # fmt: skip
-def test_other_versions_and_tunnels_are_refused(front: Front, line: str) -> None:
+def test_other_http_versions_and_connect_are_rejected(front: Front, line: str) -> None:
     reply = front.raw(f"{line}\r\nhost: test\r\nconnection: close\r\n\r\n".encode())
     assert (reply.status, reply.body) == (400, b"Invalid HTTP request received.")
 
 
-def test_half_a_surrogate_pair_is_called_by_its_name(front: Front) -> None:
+def test_lone_surrogate_is_named(front: Front) -> None:
     for body in ('{"inputs":"\\ud83d"}', '{"inputs":"x","parameters":{"stop":["\\ud83d"]}}'):
         reply = front.post("/generate", body)
         assert reply.status == 400
         assert b"lone leading surrogate in hex escape at line 1 column" in reply.body
 
 
-# --- the form of errors -----------------------------------------------------------------------------------------------
+# --- the format of errors ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rules", [EARLY, RULES, OPENAI, COMPLETIONS])
-def test_a_rule_is_about_a_field_of_the_request(rules: list[Rule]) -> None:
+@pytest.mark.parametrize("rules", [RULES_BEFORE_ADMISSION, RULES_AFTER_ADMISSION, OPENAI_RULES, COMPLETION_RULES])
+def test_param_of_a_rule_is_a_request_field(rules: list[Rule]) -> None:
     native = {*GenerateParameters.__struct_fields__, "inputs", "logit_bias", "prompt", "stop_token_ids"}
     openai = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     for rule in rules:
         if rule.param is not None:
-            assert rule.param.partition(".")[0] in (native if rules in (EARLY, RULES) else openai), rule.detail
-            assert f"`{rule.param}`" in rule.detail or "`" not in rule.detail
+            assert rule.param.partition(".")[0] in (
+                native if rules in (RULES_BEFORE_ADMISSION, RULES_AFTER_ADMISSION) else openai
+            ), rule.message
+            assert f"`{rule.param}`" in rule.message or "`" not in rule.message
 
 
 @pytest.mark.parametrize("shape", [ChatRequest(messages=[]), CompletionRequest(prompt="")])
-def test_fields_with_another_name_on_openais_routes_have_both(shape: ChatRequest | CompletionRequest) -> None:
+def test_names_map_native_fields_to_openai_fields(shape: ChatRequest | CompletionRequest) -> None:
     native = {*GenerateParameters.__struct_fields__, "inputs"}
     assert {*shape.names} <= native
     assert {*shape.names.values()} <= {*shape.__struct_fields__}
 
 
-def test_a_defect_has_the_form_of_its_route(front: Front, monkeypatch: Any) -> None:
-    monkeypatch.setattr(front.service, "seed", lambda given: 1 / 0)
+def test_internal_error_has_the_format_of_its_route(front: Front, monkeypatch: Any) -> None:
+    monkeypatch.setattr(front.service, "seed_or_random", lambda given: 1 / 0)
     reply = front.post("/v1/completions", '{"prompt":"x"}')
     assert json.loads(reply.body) == openai_error(500, "internal", "Internal server error")
     reply = front.post("/generate", '{"inputs":"x"}')
@@ -423,8 +425,8 @@ def test_unknown_paths_below_v1(front: Front, path: str, method: str) -> None:
     assert front.get("/v10/models").body == b""
 
 
-def test_several_slashes_before_v1_are_one(front: Front) -> None:
-    """As base URLs that end in a slash make them."""
+def test_repeated_slashes_before_v1(front: Front) -> None:
+    """Clients whose base URL ends in a slash send them."""
     assert front.get("//v1/models").status == 200
     for reply in (front.get("//v1/nope"), front.post("//v1/completions", "{}"), front.get("//v1/completions")):
         assert json.loads(reply.body)["error"]["code"] == reply.status
@@ -432,13 +434,13 @@ def test_several_slashes_before_v1_are_one(front: Front) -> None:
 
 
 @pytest.mark.parametrize(("value", "found"), [("true", "boolean `true`"), ("1", "integer `1`"), ("[]", "sequence")])
-def test_a_schema_of_another_type(front: Front, value: str, found: str) -> None:
+def test_json_schema_of_another_type(front: Front, value: str, found: str) -> None:
     reply = front.post("/v1/completions", f'{{"prompt":"x","guided_json":{value}}}')
     assert (reply.status, json.loads(reply.body)["error"]["param"]) == (422, "guided_json")
     assert f"guided_json: invalid type: {found}, expected an object or a string at" in reply.body.decode()
 
 
-def test_a_method_that_is_not_known(front: Front) -> None:
+def test_unknown_http_method(front: Front) -> None:
     reply = front.get("/v1/completions", "LINK")
     assert json.loads(reply.body) == openai_error(400, "bad_request", "Invalid HTTP method")
     reply = front.get("/generate", "LINK")

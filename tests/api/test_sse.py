@@ -1,26 +1,29 @@
-"""A stream's events go out in as few writes as there can be."""
+"""Event streams: events that are ready are written together."""
 
 import asyncio
 
 import pytest
 
 from tests.api.test_cost import ROUTES, Streams
-from tgi.api.sse import MOST_EVENTS
+from tgi.api.sse import MAX_EVENTS_PER_WRITE
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_all_events_that_are_ready_go_out_in_one_write(route: str) -> None:
-    """A front end that has fallen behind, or a client that reads slowly, is not a write for each token."""
+def test_events_that_are_ready_are_one_write_up_to_a_maximum(route: str) -> None:
+    """As for a slow client."""
 
     async def written(tokens: int) -> list[bytes]:
         streams = Streams(route, 1)
         for _ in range(tokens):
-            streams.delivery.texts(streams.calls, streams.message)
+            streams.delivery.deliver(streams.generations, streams.message)
         writes = []
-        while streams.calls[0].fresh.texts:
+        while streams.generations[0].unread_tokens.texts:
             writes.append(await anext(streams.streams[0]))
         return writes
 
     (write,) = asyncio.run(written(5))
     assert write.count(b"data: {") == 5
-    assert [write.count(b"data: {") for write in asyncio.run(written(MOST_EVENTS + 3))] == [MOST_EVENTS, 3]
+    assert [write.count(b"data: {") for write in asyncio.run(written(MAX_EVENTS_PER_WRITE + 3))] == [
+        MAX_EVENTS_PER_WRITE,
+        3,
+    ]

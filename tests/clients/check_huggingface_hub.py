@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, ValidationError
 
 from tests.clients.served import ANSWER, GUARDED_URL, KEY, MESSAGES, PROMPT, URL
 
-# The client leaves out `return_full_text` unless it is told, and POST / has the prompt in its answer then, as TGI's.
+# By default the client omits `return_full_text`; POST / then includes the prompt in the answer, as in TGI.
 TEXT = {"max_new_tokens": 12, "return_full_text": False}
 
 
@@ -21,7 +21,7 @@ def client() -> Iterator[InferenceClient]:
 
 
 async def call(method: str, *arguments: Any, **parameters: Any) -> Any:
-    """Calls the asynchronous client; a stream comes back as a list."""
+    """Calls the asynchronous client. Returns a stream as a list."""
     async with AsyncInferenceClient(URL, timeout=60) as client:
         answer = await getattr(client, method)(*arguments, **parameters)
         return [part async for part in answer] if isinstance(answer, AsyncIterator) else answer
@@ -86,7 +86,7 @@ def test_async_text_generation_is_the_same(client: InferenceClient, options: dic
 
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}], ids=str)
-def test_text_generation_is_refused(client: InferenceClient, options: dict[str, bool]) -> None:
+def test_invalid_text_generation_is_rejected(client: InferenceClient, options: dict[str, bool]) -> None:
     with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):
         list(client.text_generation(PROMPT, temperature=-1.0, **options))
     with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):
@@ -148,14 +148,14 @@ def test_async_chat_completion(client: InferenceClient) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}], ids=str)
-def test_chat_completion_is_refused(client: InferenceClient, options: dict[str, bool]) -> None:
+def test_invalid_chat_completion_is_rejected(client: InferenceClient, options: dict[str, bool]) -> None:
     with pytest.raises(HfHubHTTPError, match=r"422(.|\n)*`temperature` must be strictly positive") as refusal:
         list(client.chat_completion(MESSAGES, temperature=-1.0, **options))
     assert refusal.value.response.status_code == 422
 
 
 def test_endpoint() -> None:
-    client = InferenceClient(URL, provider="hf-inference")  # the client answers for no other provider
+    client = InferenceClient(URL, provider="hf-inference")  # the client supports this call for no other provider
     information = client.get_endpoint_info()
     assert information["router"] == "text-generation-router"
     assert information["max_total_tokens"] > 100
@@ -168,7 +168,7 @@ def test_endpoint() -> None:
     assert asyncio.run(use()) == (information, True)
 
 
-def test_a_key_is_asked_for() -> None:
+def test_a_missing_key_is_rejected() -> None:
     assert InferenceClient(GUARDED_URL, token=KEY).text_generation("Hi", max_new_tokens=1)
     with pytest.raises(HfHubHTTPError) as refusal:
         InferenceClient(GUARDED_URL, token="wrong").text_generation("Hi", max_new_tokens=1)

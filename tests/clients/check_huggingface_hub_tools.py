@@ -41,14 +41,14 @@ def test_a_call_whole_and_streamed(choice: Any) -> None:
         assert joined(list(client.chat_completion(ASKED, stream=True, **MUST | {"tool_choice": choice}))) == whole
 
 
-def test_the_model_may_choose() -> None:
+def test_tool_choice_auto() -> None:
     with InferenceClient(URL, timeout=60) as client:
         [choice] = client.chat_completion(ASKED, **MUST | {"tool_choice": "auto"}).choices
         assert bool(choice.message.tool_calls) == (choice.finish_reason == "tool_calls")
         assert choice.message.content or choice.message.tool_calls
 
 
-def test_the_result_goes_back() -> None:
+def test_the_result_of_a_call_is_part_of_the_next_prompt() -> None:
     with InferenceClient(URL, timeout=60) as client:
         message = client.chat_completion(ASKED, **MUST).choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 degrees, sunny"}

@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI, OpenAI
 
 from tests.clients.served import ANSWER, MESSAGES, PROMPT, QUESTION, SYSTEM, URL
 
-LOOP = asyncio.Runner()  # one event loop for all: langchain-openai shares its connections between models
+LOOP = asyncio.Runner()  # one event loop for all tests: langchain-openai shares its connections between models
 OPENAI: dict[str, Any] = {"base_url": f"{URL}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
 
 
@@ -29,7 +29,7 @@ def completions() -> OpenAI:
 
 
 def endpoint(**options: Any) -> HuggingFaceEndpoint:
-    """Greedy: its own defaults sample."""
+    """Greedy, since its defaults sample."""
     greedy = {"temperature": None, "top_p": None, "typical_p": None, "max_new_tokens": 12}
     return HuggingFaceEndpoint(endpoint_url=URL, **greedy | options)
 
@@ -132,7 +132,7 @@ def test_choices_and_logprobs() -> None:
     assert all(len(token["top_logprobs"]) == 2 for token in tokens)
 
 
-def test_refusals_keep_their_class() -> None:
+def test_rejections_keep_their_exception_class() -> None:
     text = "Input validation error: `top_p` must be > 0.0 and < 1.0"
     with pytest.raises(openai.UnprocessableEntityError, match=text):
         chat_openai(top_p=1.5).invoke(MESSAGES)
@@ -187,7 +187,7 @@ def test_sampling_endpoint() -> None:
 
 
 def test_the_endpoint_s_own_defaults() -> None:
-    """It sends top_k 10, top_p and typical_p 0.95 and temperature 0.8 if nobody says otherwise."""
+    """It sends top_k 10, top_p and typical_p 0.95 and temperature 0.8 by default."""
     model = HuggingFaceEndpoint(endpoint_url=URL, seed=7, max_new_tokens=8)
     assert model.typical_p == 0.95
     assert model.invoke(PROMPT) == model.invoke(PROMPT) != ""

@@ -41,7 +41,7 @@ CHOICES = pytest.mark.parametrize("choice", ["required", "get_weather"])
 
 
 def check(answer: AIMessage) -> dict[str, Any]:
-    """The one call of an answer, whose arguments fit the tool: it can be run."""
+    """The only call of an answer, with arguments that the tool accepts."""
     [call] = answer.tool_calls
     assert answer.invalid_tool_calls == []
     assert answer.response_metadata["finish_reason"] == "tool_calls"
@@ -62,14 +62,14 @@ def test_a_call_whole_and_streamed(make: Any, choice: str) -> None:
 
 
 @CHATS
-def test_the_model_may_choose(make: Any) -> None:
+def test_tool_choice_auto(make: Any) -> None:
     answer = make().bind_tools([get_weather], tool_choice="auto").invoke([QUESTION])
     assert answer.tool_calls or answer.content
     assert bool(answer.tool_calls) == (answer.response_metadata["finish_reason"] == "tool_calls")
 
 
 @CHATS
-def test_the_result_goes_back(make: Any) -> None:
+def test_the_result_of_a_call_is_part_of_the_next_prompt(make: Any) -> None:
     model = make().bind_tools([get_weather], tool_choice="required")
     answer = model.invoke([QUESTION])
     result = get_weather.invoke(answer.tool_calls[0])
@@ -81,6 +81,6 @@ def test_the_result_goes_back(make: Any) -> None:
 
 @CHATS
 def test_structured_output(make: Any) -> None:
-    """By a tool that must be called. The Hugging Face package takes no pydantic class for it."""
+    """With a tool that must be called. The Hugging Face package accepts no pydantic class here."""
     model = make().with_structured_output(Place.model_json_schema(), method="function_calling")
     assert Place.model_validate(model.invoke("Where is the Louvre?"))

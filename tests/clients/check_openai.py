@@ -177,7 +177,7 @@ def test_chat_stream_helper(client: OpenAI) -> None:
 
 
 def test_chat_stream_helper_with_choices(client: OpenAI) -> None:
-    # A stop string that is met for sure: the helper refuses choices that end by their length.
+    # A stop string that always occurs: the helper rejects choices that end by length.
     request = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "stop": ["France"], "n": 2}
     with client.chat.completions.stream(**request) as stream:
         final = stream.get_final_completion()
@@ -194,7 +194,7 @@ def test_chat_with_parameters_of_vllm(client: OpenAI) -> None:
         )
         return int(token["id"])
 
-    certain = {**CHAT, "temperature": 1.5, "seed": 1}  # all but the likeliest token are far below
+    certain = {**CHAT, "temperature": 1.5, "seed": 1}  # all other tokens are far less likely
     answer = client.chat.completions.create(**certain, extra_body={"min_p": 1.0})
     assert ANSWER in answer.choices[0].message.content
     stops = {"stop_token_ids": [token_id(" France")]}
@@ -294,14 +294,14 @@ def test_completion_echoes_the_prompt(client: OpenAI) -> None:
 
 
 def ids_of(text: str) -> list[int]:
-    """The server's own: the SDK has no call for it."""
+    """POST /tokenize, for which the SDK has no method."""
     body, headers = json.dumps({"inputs": text}).encode(), {"content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(f"{URL}/tokenize", body, headers), timeout=60) as answer:
         return [token["id"] for token in json.load(answer)]
 
 
 def test_completion_of_token_ids_and_a_score(client: OpenAI) -> None:
-    """A prompt's logprobs without a token behind it; the same ids say the same."""
+    """A prompt's logprobs without generation; text and token ids give the same result."""
     prompts = [ids_of(PROMPT), ids_of(WEATHER)]
     score = {"echo": True, "logprobs": 1, "max_tokens": 0}
     answer = client.completions.create(model="tgi", prompt=prompts, **score)
@@ -316,7 +316,7 @@ def test_completion_of_token_ids_and_a_score(client: OpenAI) -> None:
     assert text == same
 
 
-def test_fields_that_are_not_served_are_named(client: OpenAI) -> None:
+def test_unsupported_fields_are_rejected_by_name(client: OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as refusal:
         client.chat.completions.create(messages=MESSAGES, reasoning_effort="low", **GREEDY)
     assert "`reasoning_effort` is not supported by this server" in refusal.value.response.text
@@ -391,7 +391,7 @@ def test_async_models() -> None:
 # Errors
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-# What is wrong, the text that the exception shows, and its `param`.
+# Reason -> (fields of the request, text of the exception, its `param`).
 REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "temperature": (
         {"temperature": -1}, "Input validation error: `temperature` must be strictly positive", "temperature"
@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("reason", REFUSED)
-def test_refusals_have_their_class_and_text(client: OpenAI, reason: str, stream: bool) -> None:
+def test_rejections_have_their_exception_class_and_text(client: OpenAI, reason: str, stream: bool) -> None:
     fields, text, param = REFUSED[reason]
     with pytest.raises(openai.UnprocessableEntityError) as refusal:
         client.chat.completions.create(**CHAT | fields, stream=stream)
@@ -425,13 +425,13 @@ def test_refusals_have_their_class_and_text(client: OpenAI, reason: str, stream:
         assert f"Error code: 422 - {text}" in str(refusal.value)
 
 
-def test_async_refusals_have_their_class() -> None:
+def test_async_rejections_have_their_exception_class() -> None:
     fields, text, _ = REFUSED["temperature"]
     with pytest.raises(openai.UnprocessableEntityError, match=text):
         run_async(lambda client: client.chat.completions.create(**CHAT | fields))
 
 
-def test_a_key_is_asked_for() -> None:
+def test_a_missing_key_is_rejected() -> None:
     with OpenAI(base_url=f"{GUARDED_URL}/v1", api_key=KEY) as client:
         assert client.completions.create(model="tgi", prompt="Hi", max_tokens=1).choices
     with OpenAI(base_url=f"{GUARDED_URL}/v1", api_key="wrong", max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""Calls of tools through OpenAI's SDK: whole, streamed, and by its helpers, which parse what they join."""
+"""Calls of tools through OpenAI's SDK: whole, streamed, and with its stream and parse helpers."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def client() -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def whole(client: OpenAI) -> ChatCompletion:
-    """The answer to MUST; the same whenever it is asked for."""
+    """The answer to MUST, which is deterministic."""
     return client.chat.completions.create(**MUST)
 
 
@@ -47,7 +47,7 @@ def check(answer: ChatCompletion) -> tuple[str, str]:
 
 
 def joined(chunks: list[ChatCompletionChunk]) -> tuple[str, str]:
-    """The one call of a stream: its name and id come once."""
+    """The only call of a stream, with exactly one name and id."""
     pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert {piece.index for piece in pieces} == {0}
     assert pieces[0].id.startswith("call_")
@@ -72,8 +72,8 @@ def test_a_named_tool_is_called(client: OpenAI, choice: Any) -> None:
     assert check(answer)[0] == "get_time"
 
 
-def test_the_model_may_choose(client: OpenAI) -> None:
-    """Text or a call: the stream says the same."""
+def test_tool_choice_auto(client: OpenAI) -> None:
+    """The answer, a text or a call, is the same in a stream."""
     answer = client.chat.completions.create(**ASK | {"max_tokens": 30}).choices[0]
     chunks = list(client.chat.completions.create(stream=True, **ASK | {"max_tokens": 30}))
     if answer.finish_reason == "tool_calls":
@@ -111,7 +111,7 @@ def test_the_parse_helper(client: OpenAI) -> None:
 
 
 def test_choices_and_logprobs(client: OpenAI) -> None:
-    """Each choice has its own call; each token's logprobs come once."""
+    """Each choice has its own call; the logprobs of each token occur once."""
     asked = MUST | {"temperature": 1.5, "seed": 3, "n": 2, "logprobs": True}
     answer = client.chat.completions.create(**asked)
     with client.chat.completions.stream(**asked) as stream:
@@ -123,8 +123,8 @@ def test_choices_and_logprobs(client: OpenAI) -> None:
     assert len(set(ids)) == 4
 
 
-def test_the_result_goes_back(client: OpenAI, whole: ChatCompletion) -> None:
-    """The message of the first answer and the tool's result make the second prompt; then the model speaks."""
+def test_the_result_of_a_call_is_part_of_the_next_prompt(client: OpenAI, whole: ChatCompletion) -> None:
+    """The first answer and the result of the tool form the second prompt, which the model answers with text."""
     message = whole.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 degrees, sunny"}
     turns = [*ASKED, message, result, {"role": "user", "content": "Say it in a sentence."}]
@@ -155,7 +155,7 @@ def test_a_call_that_is_cut_off(client: OpenAI, whole: ChatCompletion) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_refusals(client: OpenAI) -> None:
+def test_invalid_tools_are_rejected(client: OpenAI) -> None:
     for wrong in ({"tool_choice": "fly"}, {"tools": [*TOOLS, TOOLS[0]]}, {"response_format": {"type": "json_object"}}):
         with pytest.raises(openai.UnprocessableEntityError) as refusal:
             client.chat.completions.create(**ASK | wrong)

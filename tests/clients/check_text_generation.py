@@ -1,5 +1,5 @@
-"""The `text-generation` client against this server. Its streamed chat is left out: it parses `[DONE]` as JSON, so no
-server that ends its streams as OpenAI's (and TGI's) do can please it."""
+"""The `text-generation` client against this server. Its streamed chat is omitted: it parses `[DONE]` as JSON, which
+fails with every server that ends its streams like OpenAI and TGI."""
 
 import asyncio
 
@@ -91,7 +91,7 @@ def test_length_and_full_text(client: Client) -> None:
     assert answer.details.generated_tokens == 2
 
 
-def test_refusals_are_validation_errors(client: Client) -> None:
+def test_rejections_are_validation_errors(client: Client) -> None:
     with pytest.raises(ValidationError, match="`stop` supports up to 4 stop sequences"):
         client.generate(PROMPT, stop_sequences=TOO_MANY_STOPS)
     with pytest.raises(ValidationError, match="stop sequences"):
@@ -135,7 +135,7 @@ def test_async_chat() -> None:
     assert ANSWER in answer.choices[0].message.content
 
 
-def test_chat_refusals_are_validation_errors(client: Client) -> None:
+def test_chat_rejections_are_validation_errors(client: Client) -> None:
     with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):
         client.chat(CHAT, temperature=-1)
     with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):

@@ -1,8 +1,8 @@
-"""The virtual environments of the client libraries, one per group: their pins exclude each other.
+"""The virtual environments of the client libraries, one per group, since their pinned dependencies conflict.
 
     python = environment("openai")
 
-Each is made on first use under .venv-clients/ and again when its requirements or the Python change.
+Each is created on first use under .venv-clients/, and again when its requirements or the Python version change.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ GROUPS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 
 
 def environment(group: str) -> Path:
-    """The Python of a group's environment, made if need be. Several processes may ask at once."""
+    """The Python of a group's environment, which is created if missing. Safe to call from several processes at once."""
     requirements = REQUIREMENTS / f"{group}.txt"
     directory = ENVIRONMENTS / group
     python, stamp = directory / "bin" / "python", directory / "installed"
@@ -28,7 +28,7 @@ def environment(group: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists() or stamp.read_text() != wanted:
             _run("-m", "venv", "--clear", "--without-pip", str(directory))
-            # The list is whole, so nothing is resolved; and most of the bytecode would never be used.
+            # The requirements are complete, so nothing is resolved. Most of the bytecode would never be used.
             pip = ("-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check")
             _run(*pip, "install", "--no-deps", "--no-compile", "-r", str(requirements))
             stamp.write_text(wanted)
@@ -36,7 +36,7 @@ def environment(group: str) -> Path:
 
 
 def _run(*arguments: str) -> None:
-    """Runs this Python. Raises RuntimeError with what it said if it fails."""
+    """Runs this Python. Raises RuntimeError with its output if it fails."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"python {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -1,13 +1,13 @@
-"""What the checks of all clients share: where the servers are, and a question whose answer is known."""
+"""Shared by the checks of all clients: the servers' addresses, prompts with known answers, and tools."""
 
 import json
 import os
 
 URL = os.environ["TGI_URL"]  # the demo model
-GUARDED_URL, KEY = os.environ["TGI_GUARDED_URL"], os.environ["TGI_KEY"]  # a server that wants a key
+GUARDED_URL, KEY = os.environ["TGI_GUARDED_URL"], os.environ["TGI_KEY"]  # a server that requires a key
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
-# With the system message that its template puts in by default, the small model wavers between English and French.
+# With the default system message of its template, the small model answers in English or in French.
 SYSTEM = "You answer questions on geography."
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -19,7 +19,7 @@ def function(name: str, description: str, **properties: object) -> dict[str, obj
     return {"name": name, "description": description, "parameters": schema, "strict": True}
 
 
-# Arguments are enumerations, so that a call has an end however small the model.
+# Arguments are enumerations, so that even a small model ends each call.
 CITIES, UNITS = ["Paris", "London", "Berlin"], ["celsius", "fahrenheit"]
 WEATHER = function("get_weather", "The weather in a city now", city={"enum": CITIES}, unit={"enum": UNITS})
 CLOCK = function("get_time", "The time of day in a city", city={"enum": CITIES})
@@ -28,7 +28,7 @@ ASKED = [{"role": "user", "content": "What is the weather in Paris, in celsius?"
 
 
 def check_call(name: str, arguments: str) -> None:
-    """A call of one of the tools, valid by its schema."""
+    """Asserts that this is a call of one of TOOLS with arguments that its schema allows."""
     given = json.loads(arguments)
     assert given.pop("city") in CITIES
     assert name in ("get_weather", "get_time")

@@ -1,8 +1,7 @@
-"""The client libraries that people use, unchanged, against a real server with the demo model.
+"""Client libraries, unmodified, against a real server with the demo model.
 
-Their pins exclude each other, so each group runs its own check_GROUP*.py in an environment of its own; see
-environments.py.
-All groups ask one server at the same time.
+Their pinned dependencies conflict, so each group runs its check_GROUP*.py in its own environment (environments.py).
+All groups use the same servers at the same time.
 """
 
 import os
@@ -14,30 +13,29 @@ from pathlib import Path
 import pytest
 
 from tests.clients.environments import GROUPS, ROOT, environment
-from tests.live.server import Server
+from tests.live.server import Server, SharedServers
 
 KEY = "the key"
 
 
 @pytest.fixture(scope="module")
 def outcomes(
-    demo_model: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+    demo_model: Path, tiny_llama: Path, shared_server: SharedServers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[str]]]:
-    """What each group's checks said: nothing if they pass."""
-    place = tmp_path_factory.mktemp("clients")
+    """The failures of each group's checks; "" if they pass."""
+    directory = tmp_path_factory.mktemp("clients")
     guarded = ("--model-id", str(tiny_llama), "--worker", "scripted", "--api-key", KEY)
     with (
         ThreadPoolExecutor(len(GROUPS)) as pool,
-        Server(place / "demo", "--model-id", str(demo_model)) as demo,
-        Server(place / "guarded", *guarded) as other,
+        Server(directory / "guarded", *guarded) as guarded_server,
     ):
         pythons = {group: pool.submit(environment, group) for group in GROUPS}
-        demo.start()
-        other.start().ready()
-        demo.ready()
-        # Nothing of the user's: no proxy, no tokens and no settings of the clients. served.py reads the addresses.
-        addresses = {"TGI_URL": demo.url, "TGI_GUARDED_URL": other.url, "TGI_KEY": KEY}
-        environ = {"PATH": os.environ["PATH"], "HOME": str(place), **addresses}
+        guarded_server.start()
+        demo = shared_server("--model-id", str(demo_model))
+        guarded_server.wait_until_ready()
+        # Without the user's proxies, tokens and client settings. served.py reads the addresses.
+        addresses = {"TGI_URL": demo.url, "TGI_GUARDED_URL": guarded_server.url, "TGI_KEY": KEY}
+        environ = {"PATH": os.environ["PATH"], "HOME": str(directory), **addresses}
         yield {group: pool.submit(check, group, pythons[group].result(), environ, demo) for group in GROUPS}
 
 
@@ -54,13 +52,12 @@ def check(group: str, python: Path, environ: dict[str, str], server: Server) -> 
     )
     if done.returncode == 0:
         return ""
-    complaints = "".join(line for line in server.output["up"] if " INFO " not in line)
-    return f"{group} in {python.parent.parent}:\n{done.stdout}{done.stderr}\nThe server said:\n{complaints}"
+    log = "".join(line for line in server.output["up"] if " INFO " not in line)
+    return f"{group} in {python.parent.parent}:\n{done.stdout}{done.stderr}\nThe server's log:\n{log}"
 
 
 @pytest.mark.timeout(600)  # the first run downloads and installs
 @pytest.mark.parametrize("group", GROUPS)
 def test_client(group: str, outcomes: dict[str, Future[str]]) -> None:
-    complaints = outcomes[group].result()
-    if complaints:
-        pytest.fail(complaints, pytrace=False)
+    if failures := outcomes[group].result():
+        pytest.fail(failures, pytrace=False)

@@ -1,4 +1,4 @@
-"""Front ends for the golden files: one for each set of settings, shared by the exchanges that want it."""
+"""Front ends for the golden files: one per set of settings and state, shared by the exchanges that need it."""
 
 import contextlib
 import tempfile
@@ -10,9 +10,8 @@ import pytest
 from tests.api.conftest import LIMITS, READY, Front, request
 from tests.golden.reader import Exchange
 from tests.golden.scripts import SCRIPTS
-from tgi.kernel.messages import Cancel, Generate
-from tgi.kernel.presence import Status
-from tgi.kernel.settings import Settings
+from tgi.microkernel.protocol import Cancel, Generate, Status
+from tgi.microkernel.settings import Settings
 
 LOADING = Status(False, True, "loading weights", 40)
 STALLED = Status(True, False, "the worker finishes no step", 100, LIMITS)
@@ -20,7 +19,7 @@ STALLED = Status(True, False, "the worker finishes no step", 100, LIMITS)
 
 @pytest.fixture(scope="session")
 def front_for() -> Iterator[Callable[[Exchange], Front]]:
-    """front_for(exchange) is a front end in the state that the exchange wants."""
+    """front_for(exchange): a front end with the settings and in the state of the exchange."""
     fronts: dict[str, Front] = {}
     with tempfile.TemporaryDirectory(prefix="tgi") as folder:
 
@@ -29,11 +28,11 @@ def front_for() -> Iterator[Callable[[Exchange], Front]]:
             key = f"{state} {sorted(exchange.server)}"
             if key not in fronts:
                 values = {"validation_workers": 1, "hostname": "127.0.0.1"} | exchange.settings
-                place = Path(folder) / str(len(fronts))
-                place.mkdir()
-                front = fronts[key] = Front(Settings(**values), place, SCRIPTS["nothing"]())  # type: ignore[arg-type]
+                directory = Path(folder) / str(len(fronts))
+                directory.mkdir()
+                front = fronts[key] = Front(Settings(**values), directory, SCRIPTS["nothing"]())  # type: ignore[arg-type]
                 front.start()
-                _reach(front, state)
+                _enter_state(front, state)
             fronts[key].tokenizers[0].answer = SCRIPTS[exchange.tokenizer]()
             return fronts[key]
 
@@ -42,8 +41,8 @@ def front_for() -> Iterator[Callable[[Exchange], Front]]:
             front.stop()
 
 
-def _reach(front: Front, state: str) -> None:
-    """Starts the tokenizer and waits until the front end knows its state."""
+def _enter_state(front: Front, state: str) -> None:
+    """Starts the tokenizer process and waits until the front end has received its status."""
     tokenizer = front.tokenizers[0]
     if state == "loading weights at 40%":
         tokenizer.start(LOADING)
@@ -60,7 +59,7 @@ def _reach(front: Front, state: str) -> None:
 
 @contextlib.contextmanager
 def in_flight(front: Front) -> Iterator[None]:
-    """Another request is computed meanwhile, and never gets anywhere."""
+    """Another request occupies the server for the duration of the block and gets no token."""
     tokenizer = front.tokenizers[0]
     script, tokenizer.answer = tokenizer.answer, SCRIPTS["silence"]()
     body = b'{"inputs":"other"}'
@@ -71,4 +70,4 @@ def in_flight(front: Front) -> Iterator[None]:
             pass
         tokenizer.answer = script
         yield
-    tokenizer.next(Cancel)  # its place is free again
+    tokenizer.next(Cancel)  # its permit is free again

@@ -1,13 +1,13 @@
-"""Reads golden files: exchanges of a request and the response that the wire contract promises, byte by byte.
+"""Reads golden files: requests and the exact bytes of the responses that the wire contract requires.
 
-A file begins with lines of `#` that say what it holds and from which sections of the contract it is written.
+A file begins with comment lines (`#`): its content and the sections of the contract that it covers.
 Each exchange is
 
-    === what it shows
-    tokenizer: the name of a scripted answer (scripts.py); absent: nothing below the front end is asked
-    server: name=value, one setting that is not the default; may be repeated
+    === title
+    tokenizer: the name of a scripted answer (scripts.py); absent: the request must not reach the tokenizer
+    server: name=value, a setting other than the default; may be repeated
     given: a state of the server (conftest.py)
-    order: any, if events of different choices may come in any order; they are then written choice by choice
+    order: any, if events of different choices may be interleaved in any order; the file lists them by choice
     --- request
     POST /generate HTTP/1.1
     content-type: application/json
@@ -19,10 +19,10 @@ Each exchange is
 
     {"generated_text":" a"}
 
-In a body `⏎` is a line feed and the file's own line breaks are nothing: they are there for the reader.
-In a response `{{name}}` stands for what differs from run to run or is left open: PLACEHOLDERS has the pattern of each.
-Where a name comes twice in one body, both must be the same text. `{{byte ff}}` in a request is that byte.
-A header of the response that is `(none)` must not be there. Headers that are not listed may be there or not.
+In a body `⏎` is a line feed; the line breaks of the file are removed.
+In a response `{{name}}` is a placeholder for text that varies or that the contract leaves open; see PLACEHOLDERS. Two
+occurrences of one name in a body must match the same text. `{{byte ff}}` in a request is that byte.
+A header of the response with the value `(none)` must be absent. Headers that are not listed are not checked.
 """
 
 import re
@@ -36,7 +36,7 @@ CASES = Path(__file__).parent / "cases"
 
 PLACEHOLDERS = {
     "version": re.escape(tgi.__version__),
-    "created": r"\d{10}",  # Unix seconds; the test looks at the clock as well
+    "created": r"\d{10}",  # Unix seconds; the test also compares them with the clock
     "chat id": r"chatcmpl-[0-9A-Za-z_-]{8,}",
     "completion id": r"cmpl-[0-9A-Za-z_-]{8,}",
     "call id": r"call_[0-9A-Za-z_-]{8,}",
@@ -48,21 +48,21 @@ PLACEHOLDERS = {
     "wait": r"[1-9]\d*",  # whole seconds
     "line": r"\d+",
     "column": r"\d+",
-    "position": r"( at line \d+ column \d+)?",  # the contract does not say whether there is one
-    "path": r"([a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*: )?",  # nor whether there is one here
+    "position": r"( at line \d+ column \d+)?",  # optional by the contract
+    "path": r"([a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*: )?",  # optional by the contract
     "null or count": r"(null|\d+)",
-    "words": r"[^\n]*\w[^\n]*",  # a text that the contract leaves open
+    "words": r"[^\n]*\w[^\n]*",  # text that the contract leaves open
     "keep-alive comments": r"(:\n\n)+",
     "html type": r"text/html(; charset=utf-8)?",
     "rest": r"[\s\S]*",
     "exposition": r'(# (HELP|TYPE) [^\n]+\n|[a-z_]+(\{[^\n]*\})? (\d+(\.\d+)?(e[+-]?\d+)?|\+Inf|NaN)\n|\n)+',
 }  # fmt: skip
-_HOLE = re.compile(r"\{\{([a-z][a-z -]*)\}\}")
+_PLACEHOLDER = re.compile(r"\{\{([a-z][a-z -]*)\}\}")
 
 
 @dataclass
 class Exchange:
-    """One request and its expected response. Bodies are as in the file, without its line breaks."""
+    """One request and its expected response, as in the file; `body` without the file's line breaks."""
 
     title: str
     place: str  # file and line, for messages
@@ -77,7 +77,7 @@ class Exchange:
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that are not the defaults; a name that is repeated makes a tuple."""
+        """The settings other than the defaults; those that accept several values as tuples."""
         values: dict[str, object] = {}
         for item in self.server:
             name, _, text = item.partition("=")
@@ -89,7 +89,7 @@ class Exchange:
 
     @property
     def bytes(self) -> bytes:
-        """The request as it goes over the socket. Host, length and `connection: close` are added if not written."""
+        """The request as sent. `host`, `content-length` and `connection: close` are added if missing."""
         head, _, body = self.request.partition("\n\n")
         data = b"".join(
             bytes.fromhex(part) if place % 2 else part.encode()
@@ -104,17 +104,17 @@ class Exchange:
         return "".join(f"{line}\r\n" for line in [first, *lines, ""]).encode() + data
 
     def header(self, name: str) -> re.Pattern[str]:
-        """What the response's header must match as a whole."""
+        """The pattern that the whole header of the response must match."""
         return _pattern(self.headers[name])
 
     @property
     def expected(self) -> re.Pattern[str]:
-        """What the response's body must match as a whole."""
+        """The pattern that the whole body of the response must match."""
         return _pattern(self.body)
 
     def difference(self, body: str) -> str:
-        """Where a body that does not match leaves what is expected, for the reader of a failed test."""
-        pieces = re.findall(rf"{_HOLE.pattern}|([\s\S])", self.body)
+        """A message that shows where a body begins to differ from the expected one."""
+        pieces = re.findall(rf"{_PLACEHOLDER.pattern}|([\s\S])", self.body)
         pieces = [char or f"{{{{{name}}}}}" for name, char in pieces]
         good, end = 0, 0
         for count in range(len(pieces) + 1):
@@ -123,15 +123,15 @@ class Exchange:
                 break
             good, end = count, found.end()
         wanted = "".join(pieces[good:])
-        same, came = body[max(0, end - 60) : end], body[end : end + 200]
-        return f"equal up to {same!r}\nexpected: {wanted[:200]!r}\nreceived: {came!r}"
+        equal, received = body[max(0, end - 60) : end], body[end : end + 200]
+        return f"equal up to {equal!r}\nexpected: {wanted[:200]!r}\nreceived: {received!r}"
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """The expected text as a pattern in which a placeholder's second occurrence repeats the first."""
+    """The pattern of an expected text; a placeholder's second occurrence must repeat the first."""
     seen: list[str] = []
     parts = []
-    for place, part in enumerate(_HOLE.split(text)):
+    for place, part in enumerate(_PLACEHOLDER.split(text)):
         if place % 2 == 0:
             parts.append(re.escape(part))
         elif part in seen:
@@ -142,11 +142,11 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(parts))
 
 
-def holes(pattern: re.Pattern[str], text: str, expected: str) -> dict[str, str]:
-    """What stood in place of each placeholder of `expected`."""
+def placeholder_values(pattern: re.Pattern[str], text: str, expected: str) -> dict[str, str]:
+    """The text that each placeholder of `expected` has matched, by name."""
     found = pattern.fullmatch(text)
     assert found is not None
-    names = list(dict.fromkeys(_HOLE.findall(expected)))
+    names = list(dict.fromkeys(_PLACEHOLDER.findall(expected)))
     return {name: found[f"hole{place}"] for place, name in enumerate(names)}
 
 
@@ -157,11 +157,11 @@ def _body(text: str) -> str:
 def exchanges() -> Iterator[Exchange]:
     """All exchanges of all files."""
     for path in sorted(CASES.glob("*.http")):
-        yield from read(path)
+        yield from read_exchanges(path)
 
 
-def read(path: Path) -> list[Exchange]:
-    """The exchanges of a file. Raises ValueError for a file that is not as described above."""
+def read_exchanges(path: Path) -> list[Exchange]:
+    """The exchanges of a file. Raises ValueError if the file has another format than described above."""
     text = path.read_text()
     preface, *parts = re.split(r"^=== ", text, flags=re.MULTILINE)
     if not parts or any(line and not line.startswith("#") for line in preface.split("\n")):
@@ -187,12 +187,12 @@ def _exchange(text: str, place: str) -> Exchange:
         elif name in ("tokenizer", "given", "order"):
             setattr(exchange, name, value)
         else:
-            raise ValueError(f"{place}: {item!r} says nothing that is known")
+            raise ValueError(f"{place}: {item!r} is not a known field")
     head, _, body = pieces[4].partition("\n\n")
     status, *lines = head.strip().split("\n")
     exchange.status = int(status.removeprefix("HTTP/1.1 "))
     exchange.headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     exchange.body = _body(body)
-    if unknown := set(_HOLE.findall(exchange.body + "".join(exchange.headers.values()))) - set(PLACEHOLDERS):
+    if unknown := set(_PLACEHOLDER.findall(exchange.body + "".join(exchange.headers.values()))) - set(PLACEHOLDERS):
         raise ValueError(f"{place}: no pattern for the placeholder {sorted(unknown)}")
     return exchange

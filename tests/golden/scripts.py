@@ -1,4 +1,4 @@
-"""What the tokenizer below the front end answers, by name: small enough that every expected byte follows by hand.
+"""Scripted answers of the tokenizer process, by name: small enough to derive every expected byte by hand.
 
 Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and that the request took 1 ms to validate,
 2 ms in the queue and 30 ms to compute.
@@ -7,16 +7,26 @@ Every answer says that the prompt has 3 tokens (a chat's: 12 characters), and th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tgi.kernel.answer import Kind, Part, Prompted, PromptTokens, Texts
-from tgi.kernel.messages import End, Generate, Reason, Tokenize, Tokenized
-from tgi.kernel.pack import FLOAT32, INT32, UINT32, pack
+from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.protocol import (
+    AnswerPart,
+    End,
+    FinishReason,
+    Generate,
+    PartKind,
+    Prompted,
+    PromptTokens,
+    Texts,
+    Tokenize,
+    Tokenized,
+)
 
 Answer = Callable[[Any], list[Any] | None]
 
 
 class Token(NamedTuple):
-    """A generated token. `held` counts characters of the text so far that may belong to a stop string; `top` are the
-    likeliest tokens in its place; `parts` (kind and text) are what it lets be shown of an answer that is divided."""
+    """A generated token. `held` counts trailing characters of the text that may belong to a stop string; `top` are the
+    most likely alternatives; `parts` (kind and text) are the parts of the answer that it completes."""
 
     id: int
     text: str
@@ -24,7 +34,7 @@ class Token(NamedTuple):
     special: bool = False
     held: int = 0
     top: "tuple[Token, ...]" = ()
-    parts: tuple[tuple[Kind, str], ...] = ()
+    parts: tuple[tuple[PartKind, str], ...] = ()
 
 
 A = Token(5, " a", -0.34)
@@ -37,65 +47,72 @@ EOS_OF_TWO = EOS._replace(top=(EOS, A._replace(logprob=-5.25)))
 
 
 def texts(message: Generate, *tokens: Token) -> Texts:
-    """These tokens of one request; with the likeliest ones if it asks for them."""
+    """These tokens of one request, with top tokens if the request asks for them."""
     return step([(message, token) for token in tokens])
 
 
 def step(rows: list[tuple[Generate, Token]]) -> Texts:
     """One token per row."""
     tokens = [token for _, token in rows]
-    tops = [likeliest(token, message.sampling.top_n) for message, token in rows]
+    tops = [top_tokens(token, message.sampling.top_n) for message, token in rows]
     top = [other for others in tops for other in others]
     asked = any(message.sampling.top_n for message, _ in rows)
     held = any(token.held for token in tokens)
     return Texts(
-        pack(UINT32, [message.rid for message, _ in rows]),
-        pack(UINT32, [1] * len(rows)),
-        pack(INT32, [token.id for token in tokens]),
-        pack(FLOAT32, [token.logprob for token in tokens]),
+        pack_column(UINT32, [message.rid for message, _ in rows]),
+        pack_column(UINT32, [1] * len(rows)),
+        pack_column(INT32, [token.id for token in tokens]),
+        pack_column(FLOAT32, [token.logprob for token in tokens]),
         bytes(token.special for token in tokens),
         [token.text for token in tokens],
-        held=pack(UINT32, [token.held for token in tokens]) if held else b"",
-        top_counts=pack(UINT32, [len(others) for others in tops]) if asked else b"",
-        top_ids=pack(INT32, [token.id for token in top]),
-        top_logprobs=pack(FLOAT32, [token.logprob for token in top]),
+        held_chars=pack_column(UINT32, [token.held for token in tokens]) if held else b"",
+        top_counts=pack_column(UINT32, [len(others) for others in tops]) if asked else b"",
+        top_ids=pack_column(INT32, [token.id for token in top]),
+        top_logprobs=pack_column(FLOAT32, [token.logprob for token in top]),
         top_special=bytes(token.special for token in top),
         top_texts=[token.text for token in top],
-        parts=[Part(at, *part) for at, token in enumerate(tokens) for part in token.parts],
+        parts=[AnswerPart(at, *part) for at, token in enumerate(tokens) for part in token.parts],
     )
 
 
-def likeliest(token: Token, top_n: int) -> list[Token]:
-    """What a worker lists: the `top_n` likeliest, and all that tie with the last of these."""
+def top_tokens(token: Token, top_n: int) -> list[Token]:
+    """The top tokens that a worker lists: the `top_n` most likely, and all that tie with the last of these."""
     last = min((other.logprob for other in token.top[:top_n]), default=0.0)
     return [other for other in token.top if top_n and other.logprob >= last]
 
 
-def end(message: Generate, reason: Reason, text: str, count: int, detail: str = "") -> End:
+def end(message: Generate, reason: FinishReason, text: str, count: int, detail: str = "") -> End:
     """The end of a request after `count` tokens."""
     return End(message.rid, reason, detail, text, 3, count, 0, 1_000, 2_000, 30_000)
 
 
 def admitted(message: Generate, divided: bool = False) -> list[Any]:
-    """What comes before the first token: of a chat its length, of token ids their text, and the tokens of the prompt
-    "A é" if they are wanted."""
+    """The messages before the first token: a chat's length, the text of token ids, and, if requested, the tokens of the
+    prompt "A é"."""
     before: list[Any] = [Prompted(message.rid, 3, 12, divided)] if message.chat else []
     if message.input_ids:
         before.append(Prompted(message.rid, 3, 3, text="A é"))
-    if message.prompt_from is not None:
+    if message.prompt_logprobs_from is not None:
         tops = PROMPT_TOPS[: message.prompt_top_n]
-        before.append(PromptTokens(message.rid, pack(INT32, [1]), pack(FLOAT32, [float("nan")]), bytes(4), ["<s>"]))
+        before.append(
+            PromptTokens(message.rid, pack_column(INT32, [1]), pack_column(FLOAT32, [float("nan")]), bytes(4), ["<s>"])
+        )
         before.append(
             PromptTokens(
-                message.rid, pack(INT32, [7, 9]), pack(FLOAT32, [-2.5, -0.0625]), pack(INT32, [0, 1]), ["A", " é"],
-                pack(INT32, [token.id for token in tops] * 2), pack(FLOAT32, [token.logprob for token in tops] * 2),
+                message.rid,
+                pack_column(INT32, [7, 9]),
+                pack_column(FLOAT32, [-2.5, -0.0625]),
+                pack_column(INT32, [0, 1]),
+                ["A", " é"],
+                pack_column(INT32, [token.id for token in tops] * 2),
+                pack_column(FLOAT32, [token.logprob for token in tops] * 2),
                 [token.text for token in tops] * 2,
             )
-        )  # fmt: skip
+        )
     return before
 
 
-def tokens(reason: Reason, text: str, *row: Token, detail: str = "") -> Callable[[], Answer]:
+def tokens(reason: FinishReason, text: str, *row: Token, detail: str = "") -> Callable[[], Answer]:
     """A request that gets these tokens, one message each, and then ends."""
 
     def answer(message: Generate) -> list[Any]:
@@ -106,19 +123,19 @@ def tokens(reason: Reason, text: str, *row: Token, detail: str = "") -> Callable
     return lambda: answer
 
 
-def divided(reason: Reason, *row: Token, rest: tuple[tuple[Kind, str], ...] = ()) -> Callable[[], Answer]:
-    """The same for an answer that comes in parts. The `rest` is known when the text ends."""
+def divided(reason: FinishReason, *row: Token, rest: tuple[tuple[PartKind, str], ...] = ()) -> Callable[[], Answer]:
+    """The same for an answer that is divided into parts. The `rest` becomes known at the end of the text."""
 
     def answer(message: Generate) -> list[Any]:
         text = "".join(token.text for token in row if not token.special)
-        last = end(message, reason, text, len(row))._replace(parts=[Part(0, *part) for part in rest])
+        last = end(message, reason, text, len(row))._replace(parts=[AnswerPart(0, *part) for part in rest])
         return [*admitted(message, True), *(texts(message, token) for token in row), last]
 
     return lambda: answer
 
 
-def refused(reason: Reason, detail: str = "") -> Callable[[], Answer]:
-    """A request that ends before anything else. A text to tokenize is refused in the same words."""
+def refused(reason: FinishReason, detail: str = "") -> Callable[[], Answer]:
+    """A request that ends without other messages. POST /tokenize is rejected with the same text."""
 
     def answer(message: Any) -> list[Any]:
         if isinstance(message, Tokenize):
@@ -130,23 +147,23 @@ def refused(reason: Reason, detail: str = "") -> Callable[[], Answer]:
 
 def failed_at_once() -> Answer:
     """A request that was admitted and then failed, before its first token."""
-    return lambda message: [*admitted(message), End(message.rid, Reason.FAILED, "Server error: out of memory")]
+    return lambda message: [*admitted(message), End(message.rid, FinishReason.FAILED, "Server error: out of memory")]
 
 
 def stop_string() -> Answer:
-    """ " a", " EN", "D" with the stop string "END". Where it is hidden, what may belong to it is held back."""
+    """ " a", " EN", "D" with the stop string "END". If it is excluded from the text, its beginning is held back."""
 
     def answer(message: Generate) -> list[Any]:
         hidden = message.hide_stop
         row = [A, Token(7, " EN", -0.5, held=2 * hidden), Token(8, "D", -0.25, held=3 * hidden)]
         text = " a " if hidden else " a END"
-        return [*admitted(message), *(texts(message, token) for token in row), end(message, Reason.STOP, text, 3)]
+        return [*admitted(message), *(texts(message, token) for token in row), end(message, FinishReason.STOP, text, 3)]
 
     return answer
 
 
 def together(*rows: tuple[Token, ...]) -> Callable[[], Answer]:
-    """As many requests as rows, which get a token each in every step. Nothing happens before all are there."""
+    """As many requests as rows, each of which gets a token per step. The first step waits for all requests."""
 
     def script() -> Answer:
         waiting: list[Generate] = []
@@ -164,7 +181,7 @@ def together(*rows: tuple[Token, ...]) -> Callable[[], Answer]:
                 for each, row in zip(waiting, rows, strict=True):
                     if place == len(row) - 1:
                         text = "".join(token.text for token in row if not token.special)
-                        reason = Reason.EOS if row[-1].special else Reason.LENGTH
+                        reason = FinishReason.EOS if row[-1].special else FinishReason.LENGTH
                         answers.append(end(each, reason, text, len(row)))
             return answers
 
@@ -174,7 +191,7 @@ def together(*rows: tuple[Token, ...]) -> Callable[[], Answer]:
 
 
 def second_fails() -> Answer:
-    """The first of two requests is served, the second one fails."""
+    """The first of two requests succeeds, the second one fails."""
     scripts = [SCRIPTS['" a", end of sequence'](), failed_at_once()]
     return lambda message: scripts.pop(0)(message)
 
@@ -183,16 +200,16 @@ def pieces(starts: list[int], stops: list[int]) -> Callable[[], Answer]:
     """A text of three tokens, the first of which is special. A chat becomes "a é"."""
 
     def answer(message: Tokenize) -> list[Any]:
-        columns = (pack(INT32, column) for column in ([1, 7, 9], starts, stops))
+        columns = (pack_column(INT32, column) for column in ([1, 7, 9], starts, stops))
         return [Tokenized(message.rid, *columns, b"\1\0\0", text="a é" if message.chat else "")]
 
     return lambda: answer
 
 
 def nothing() -> Answer:
-    """Nothing should come down: whoever sends something reads this in the answer."""
+    """For requests that must not reach the tokenizer: their answer would contain this text."""
     said = "the front end has sent down what it should have answered by itself"
-    return refused(Reason.FAILED, said)()
+    return refused(FinishReason.FAILED, said)()
 
 
 def no_pieces() -> Answer:
@@ -200,74 +217,75 @@ def no_pieces() -> Answer:
     return lambda message: [Tokenized(message.rid, b"", b"", b"", b"")]
 
 
-# A call of f as a model may write it, in tokens that say nothing or something of it.
+# A call of f as a model may write it, in tokens that complete a part of it or none.
 OPENING = Token(20, "<tool_call>", -0.5, True)
-NAME = Token(21, '{"name": "f", "arguments": ', -0.25, parts=((Kind.CALL, "f"),))
-BEGIN = Token(22, '{"a":', -0.125, parts=((Kind.ARGUMENTS, '{"a":'),))
-REST = Token(23, ' "é"}}', -0.75, parts=((Kind.ARGUMENTS, ' "é"}'),))
+NAME = Token(21, '{"name": "f", "arguments": ', -0.25, parts=((PartKind.CALL, "f"),))
+BEGIN = Token(22, '{"a":', -0.125, parts=((PartKind.ARGUMENTS, '{"a":'),))
+REST = Token(23, ' "é"}}', -0.75, parts=((PartKind.ARGUMENTS, ' "é"}'),))
 CLOSING = Token(24, "</tool_call>", -0.5, True)
 CALL = (OPENING, NAME, BEGIN, REST, CLOSING)
-# A token that says something, calls f and begins to call g.
+# A token that ends content, calls f, and begins a call of g.
 BOTH = Token(25, "Well. f() g()", -0.5, parts=(
-    (Kind.TEXT, "Well."), (Kind.CALL, "f"), (Kind.ARGUMENTS, "{}"), (Kind.CALL, "g"), (Kind.ARGUMENTS, '{"b":'),
+    (PartKind.TEXT, "Well."), (PartKind.CALL, "f"), (PartKind.ARGUMENTS, "{}"),
+    (PartKind.CALL, "g"), (PartKind.ARGUMENTS, '{"b":'),
 ))  # fmt: skip
-THOUGHT = Token(26, "<think>Hm", -0.5, parts=((Kind.REASONING, "Hm"),))
-SAID = Token(27, ".</think>Yes", -0.5, parts=((Kind.REASONING, "."), (Kind.TEXT, "Yes")))
-SHOWN = A._replace(parts=((Kind.TEXT, " a"),))
+THOUGHT = Token(26, "<think>Hm", -0.5, parts=((PartKind.REASONING, "Hm"),))
+SAID = Token(27, ".</think>Yes", -0.5, parts=((PartKind.REASONING, "."), (PartKind.TEXT, "Yes")))
+SHOWN = A._replace(parts=((PartKind.TEXT, " a"),))
 
 TOO_LONG = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 2040 `inputs` tokens and 20 `max_new_tokens`"
 
 SCRIPTS: dict[str, Callable[[], Answer]] = {
     "nothing": nothing,
     "silence": lambda: lambda message: None,
-    '" a", end of sequence': tokens(Reason.EOS, " a", A_OF_TWO, EOS_OF_TWO),
-    "no token, length": tokens(Reason.LENGTH, ""),
-    '" a" before " b" and " c", which tie, length': tokens(Reason.LENGTH, " a", TIED),
-    '" a", " b", length': tokens(Reason.LENGTH, " a b", A, B),
+    '" a", end of sequence': tokens(FinishReason.EOS, " a", A_OF_TWO, EOS_OF_TWO),
+    "no token, length": tokens(FinishReason.LENGTH, ""),
+    '" a" before " b" and " c", which tie, length': tokens(FinishReason.LENGTH, " a", TIED),
+    '" a", " b", length': tokens(FinishReason.LENGTH, " a b", A, B),
     '"" and "é" of one character, end of sequence': tokens(
-        Reason.EOS, "é", Token(195, "", -0.5), Token(169, "é", -0.0625), EOS
+        FinishReason.EOS, "é", Token(195, "", -0.5), Token(169, "é", -0.0625), EOS
     ),
-    '"é" in one token, length': tokens(Reason.LENGTH, "é", Token(233, "é", -0.0625)),
+    '"é" in one token, length': tokens(FinishReason.LENGTH, "é", Token(233, "é", -0.0625)),
     "control characters and no finite logprob, length": tokens(
-        Reason.LENGTH, '"\\\n\t\x01/é🙂', Token(9, '"\\\n\t\x01/é🙂', float("-inf"))
+        FinishReason.LENGTH, '"\\\n\t\x01/é🙂', Token(9, '"\\\n\t\x01/é🙂', float("-inf"))
     ),
     '" a", " EN", "D", stop string "END"': stop_string,
     '" a", " EN" held back, "D", length': tokens(
-        Reason.LENGTH, " a END", A, Token(7, " EN", -0.5, held=2), Token(8, "D", -0.25)
+        FinishReason.LENGTH, " a END", A, Token(7, " EN", -0.5, held=2), Token(8, "D", -0.25)
     ),
-    '" a", " EN" held back, end of sequence': tokens(Reason.EOS, " a EN", A, Token(7, " EN", -0.5, held=2), EOS),
-    '" a", " EN" held back, length': tokens(Reason.LENGTH, " a EN", A, Token(7, " EN", -0.5, held=2)),
+    '" a", " EN" held back, end of sequence': tokens(FinishReason.EOS, " a EN", A, Token(7, " EN", -0.5, held=2), EOS),
+    '" a", " EN" held back, length': tokens(FinishReason.LENGTH, " a EN", A, Token(7, " EN", -0.5, held=2)),
     "failure before the first token": failed_at_once,
-    '" a", then failure': tokens(Reason.FAILED, "", A, detail="Server error: out of memory"),
-    '" a", then overloaded': tokens(Reason.OVERLOADED, "", A),
-    '" a", then cancelled': tokens(Reason.CANCELLED, "", A),
-    "too long": refused(Reason.INVALID, TOO_LONG),
-    "tokenizer error": refused(Reason.INVALID, "tokenizer error unknown token"),
-    "no schema": refused(Reason.INVALID, "grammar is not valid: a schema is an object"),
+    '" a", then failure': tokens(FinishReason.FAILED, "", A, detail="Server error: out of memory"),
+    '" a", then overloaded': tokens(FinishReason.OVERLOADED, "", A),
+    '" a", then cancelled': tokens(FinishReason.CANCELLED, "", A),
+    "too long": refused(FinishReason.INVALID, TOO_LONG),
+    "tokenizer error": refused(FinishReason.INVALID, "tokenizer error unknown token"),
+    "no schema": refused(FinishReason.INVALID, "grammar is not valid: a schema is an object"),
     "not enforced": refused(
-        Reason.INVALID, "cannot compile regex from schema: `not` cannot be enforced (at #)"
+        FinishReason.INVALID, "cannot compile regex from schema: `not` cannot be enforced (at #)"
     ),
-    "overloaded": refused(Reason.OVERLOADED),
-    "template error": refused(Reason.TEMPLATE, "syntax error: no system messages (in <string>:1)"),
-    "no template": refused(Reason.TEMPLATE, "template not found"),
+    "overloaded": refused(FinishReason.OVERLOADED),
+    "template error": refused(FinishReason.TEMPLATE, "syntax error: no system messages (in <string>:1)"),
+    "no template": refused(FinishReason.TEMPLATE, "template not found"),
     '" a", end of sequence | " b", length, in turn': together((A, EOS), (B,)),
     '" b", length | " a", end of sequence, in turn': together((B,), (A, EOS)),
     '" a", " b", length | " b", " a", length, in turn': together((A, B), (B, A)),
     '" a", end of sequence | failure': second_fails,
-    "a call of f": divided(Reason.EOS, *CALL, EOS),
-    "a call of f with top tokens": divided(Reason.EOS, NAME._replace(top=(NAME,)), BEGIN, REST, EOS),
-    "text, and calls of f and g": divided(Reason.EOS, BOTH, REST, EOS),
+    "a call of f": divided(FinishReason.EOS, *CALL, EOS),
+    "a call of f with top tokens": divided(FinishReason.EOS, NAME._replace(top=(NAME,)), BEGIN, REST, EOS),
+    "text, and calls of f and g": divided(FinishReason.EOS, BOTH, REST, EOS),
     "a call of f, the rest of which the end brings": divided(
-        Reason.EOS, NAME, BEGIN, rest=((Kind.ARGUMENTS, " 1"), (Kind.ARGUMENTS, "}"))
+        FinishReason.EOS, NAME, BEGIN, rest=((PartKind.ARGUMENTS, " 1"), (PartKind.ARGUMENTS, "}"))
     ),
-    "a call of f that is cut off": divided(Reason.LENGTH, OPENING, NAME, BEGIN),
-    "a call of f that a stop string cuts off": divided(Reason.STOP, NAME, BEGIN),
-    "a call of f of which only the name is known": divided(Reason.LENGTH, NAME),
-    "text, though there are tools": divided(Reason.EOS, SHOWN, EOS),
-    "text that the end brings": divided(Reason.LENGTH, A, rest=((Kind.TEXT, " a"),)),
-    "reasoning, then text": divided(Reason.EOS, THOUGHT, SAID, EOS),
-    "reasoning that is cut off": divided(Reason.LENGTH, THOUGHT),
-    "reasoning, then a call of f": divided(Reason.EOS, THOUGHT, NAME, BEGIN, REST, EOS),
+    "a call of f that is cut off": divided(FinishReason.LENGTH, OPENING, NAME, BEGIN),
+    "a call of f that a stop string cuts off": divided(FinishReason.STOP, NAME, BEGIN),
+    "a call of f of which only the name is known": divided(FinishReason.LENGTH, NAME),
+    "text, though there are tools": divided(FinishReason.EOS, SHOWN, EOS),
+    "text that the end brings": divided(FinishReason.LENGTH, A, rest=((PartKind.TEXT, " a"),)),
+    "reasoning, then text": divided(FinishReason.EOS, THOUGHT, SAID, EOS),
+    "reasoning that is cut off": divided(FinishReason.LENGTH, THOUGHT),
+    "reasoning, then a call of f": divided(FinishReason.EOS, THOUGHT, NAME, BEGIN, REST, EOS),
     "a call of f | text, in turn": together((NAME, BEGIN, REST, EOS), (SHOWN, EOS)),
     "no pieces": no_pieces,
     "three pieces of \"a é\"": pieces([0, 0, 1], [0, 1, 4]),

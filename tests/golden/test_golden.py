@@ -1,4 +1,4 @@
-"""Every exchange of the golden files, sent as raw bytes; the answer is compared byte by byte."""
+"""Sends every exchange of the golden files as raw bytes and compares the response byte by byte."""
 
 import json
 import re
@@ -11,9 +11,9 @@ import pytest
 
 from tests.api.conftest import Front, Reply
 from tests.golden.conftest import in_flight
-from tests.golden.reader import Exchange, exchanges, holes
+from tests.golden.reader import Exchange, exchanges, placeholder_values
 from tests.golden.scripts import SCRIPTS
-from tgi.kernel.messages import Generate
+from tgi.microkernel.protocol import Generate
 
 ALL = list(exchanges())
 KEEP_ALIVE = b":\n\n"
@@ -39,34 +39,34 @@ def test_exchange(exchange: Exchange, front_for: Callable[[Exchange], Front], mo
     body = reply.body.decode()
     if exchange.order == "any":
         body = by_choice(body)
-    wrong = [*headers_that_differ(exchange, reply)]
+    differences = [*header_differences(exchange, reply)]
     if reply.status != exchange.status:
-        wrong.append(f"status: expected {exchange.status}, received {reply.status}")
+        differences.append(f"status: expected {exchange.status}, received {reply.status}")
     if not exchange.expected.fullmatch(body):
-        wrong.append(exchange.difference(body))
-    if wrong:
-        pytest.fail("\n".join(wrong), pytrace=False)
-    common(exchange, reply)
-    found = holes(exchange.expected, body, exchange.body)
+        differences.append(exchange.difference(body))
+    if differences:
+        pytest.fail("\n".join(differences), pytrace=False)
+    check_common_headers(exchange, reply)
+    found = placeholder_values(exchange.expected, body, exchange.body)
     if "created" in found:
         assert before <= int(found["created"]) <= int(time.time())
 
 
-def headers_that_differ(exchange: Exchange, reply: Reply) -> Iterator[str]:
-    """What is wrong with the headers that the file lists, in words."""
+def header_differences(exchange: Exchange, reply: Reply) -> Iterator[str]:
+    """A message for each header of the file that the response does not match."""
     for name, value in exchange.headers.items():
         given = reply.headers.get(name, "(none)")
-        if name == "allow" or name.startswith("access-control-allow-"):  # lists without an order
-            same = sorted(items(given)) == sorted(items(value))
+        if name == "allow" or name.startswith("access-control-allow-"):  # lists in any order
+            same = sorted(list_items(given)) == sorted(list_items(value))
         else:
             same = exchange.header(name).fullmatch(given) is not None
         if not same:
             yield f"{name}: expected {value}, received {given}"
 
 
-def common(exchange: Exchange, reply: Reply) -> None:
-    """What holds for every response: CORS (§2), a length that is true, no timings on errors (§6.1)."""
-    assert items(reply.headers["vary"]) == items(VARY)
+def check_common_headers(exchange: Exchange, reply: Reply) -> None:
+    """Checks every response: CORS (§2), a correct content-length, no timing headers on errors (§6.1)."""
+    assert list_items(reply.headers["vary"]) == list_items(VARY)
     if "access-control-allow-origin" not in exchange.headers:
         assert reply.headers["access-control-allow-origin"] == "*"
     if not exchange.request.startswith("HEAD") and "transfer-encoding" not in reply.headers:
@@ -75,13 +75,13 @@ def common(exchange: Exchange, reply: Reply) -> None:
         assert not reply.headers.keys() & set(TIMINGS)
 
 
-def items(header: str) -> list[str]:
-    """A list in a header, whose spacing is not significant."""
+def list_items(header: str) -> list[str]:
+    """The items of a list in a header, without white space."""
     return [item.strip() for item in header.split(",")]
 
 
 def by_choice(body: str) -> str:
-    """A stream with the events of each choice side by side; events without a choice stay behind them."""
+    """Sorts the events of a stream by choice; events without a choice come last."""
 
     def choice(event: str) -> int:
         data = json.loads(event.removeprefix("data: ")) if event.startswith("data: {") else {}
@@ -91,14 +91,14 @@ def by_choice(body: str) -> str:
 
 
 def answer(front: Front, exchange: Exchange) -> Reply:
-    """All bytes until the server closes."""
+    """Sends the request and reads until the server closes the connection."""
     with front.connect() as connection:
         connection.sendall(exchange.bytes)
         return Reply(b"".join(received(connection)))
 
 
 def answer_after_keep_alive(front: Front, exchange: Exchange) -> Reply:
-    """The same for a request that hears nothing from below until the client has read a keep-alive comment."""
+    """The same, but the tokenizer answers only after the client has received a keep-alive comment."""
     tokenizer = front.tokenizers[0]
     script, tokenizer.answer = tokenizer.answer, SCRIPTS["silence"]()
     while not tokenizer.received.empty():
@@ -116,14 +116,14 @@ def answer_after_keep_alive(front: Front, exchange: Exchange) -> Reply:
 
 
 def received(connection: socket.socket) -> Iterator[bytes]:
-    """What comes, in pieces, until the server closes."""
+    """The received bytes in chunks, until the server closes the connection."""
     while part := connection.recv(65536):
         yield part
 
 
 def test_the_files_cover_every_route() -> None:
-    """No route of the contract's table is without an exchange."""
-    asked = {" ".join(each.request.split(" ", 2)[:2]) for each in ALL}
+    """Each route of the contract's table has an exchange."""
+    covered = {" ".join(each.request.split(" ", 2)[:2]) for each in ALL}
     routes = [
         "POST /", "POST /generate", "POST /generate_stream", "POST /v1/chat/completions", "POST /v1/completions",
         "POST /vertex", "POST /invocations", "POST /tokenize", "POST /chat_tokenize", "GET /", "GET /health",
@@ -131,4 +131,4 @@ def test_the_files_cover_every_route() -> None:
         "GET /api-doc/openapi.json", "GET /v2", "GET /v2/health/live", "GET /v2/health/ready",
         "GET /v2/models/m/versions/1", "GET /v2/models/m/versions/1/ready", "POST /v2/models/m/versions/1/infer",
     ]  # fmt: skip
-    assert [route for route in routes if route not in asked] == []
+    assert [route for route in routes if route not in covered] == []

@@ -1,4 +1,4 @@
-"""Damaged and hostile GGUF files: one sentence, no traceback, no directory left."""
+"""Damaged and hostile GGUF files: one error message, no traceback, and no directory left behind."""
 
 import struct
 from pathlib import Path
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from scripts.make_gguf import write_gguf
 from tests.models import model
-from tgi.hub.cache import building
-from tgi.hub.card import read_card
 from tgi.hub.gguf import reader
 from tgi.hub.gguf.convert import convert
-from tgi.hub.resolve import import_gguf
-from tgi.kernel.errors import UserError
+from tgi.hub.gguf_import import new_directory
+from tgi.hub.model_config import read_model_config
+from tgi.hub.resolver import import_gguf
+from tgi.microkernel.errors import UserError
 
 
 def quiet(stage: str, percent: float, size: int = 0) -> None:
@@ -35,39 +35,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attempt(content: bytes, place: Path) -> str | None:
-    """Imports the bytes in this process. The refusal, or None if they were accepted. Leaves nothing behind."""
+    """Imports the bytes in this process and removes the result. Returns the error message, or None if accepted."""
     source, result = place / "x.gguf", place / "out"
     source.write_bytes(content)
-    refusal = None
+    error_message = None
     try:
-        with building(result) as temporary:
+        with new_directory(result) as temporary:
             convert(source, temporary, quiet, packed=True)
     except UserError as error:
-        refusal = str(error)
+        error_message = str(error)
         assert sorted(path.name for path in place.iterdir()) == ["x.gguf"]
-        assert "Traceback" not in refusal
+        assert "Traceback" not in error_message
     else:
-        read_card(result)
+        read_model_config(result)
         for path in result.iterdir():
             path.unlink()
         result.rmdir()
-    return refusal
+    return error_message
 
 
-def test_the_sound_file_is_accepted(sound: bytes, place: Path) -> None:
+def test_the_undamaged_file_is_accepted(sound: bytes, place: Path) -> None:
     assert attempt(sound, place) is None
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_truncated_file_is_refused(data: st.DataObject, sound: bytes, place: Path) -> None:
+def test_a_truncated_file_is_rejected(data: st.DataObject, sound: bytes, place: Path) -> None:
     length = data.draw(st.integers(0, len(sound) - 32))  # the last bytes may be padding
     assert attempt(sound[:length], place)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_changed_bytes_are_refused_or_harmless(data: st.DataObject, sound: bytes, place: Path) -> None:
+def test_changed_bytes_are_rejected_or_harmless(data: st.DataObject, sound: bytes, place: Path) -> None:
     damaged = bytearray(sound)
     header = sound.rindex(b"output_norm.weight") + 64
     for _ in range(data.draw(st.integers(1, 4))):
@@ -78,7 +78,7 @@ def test_changed_bytes_are_refused_or_harmless(data: st.DataObject, sound: bytes
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300), magic=st.booleans())
-def test_arbitrary_bytes_are_refused(content: bytes, magic: bool, place: Path) -> None:
+def test_arbitrary_bytes_are_rejected(content: bytes, magic: bool, place: Path) -> None:
     assert attempt((b"GGUF" + struct.pack("<I", 3) if magic else b"") + content, place)
 
 
@@ -115,7 +115,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
         (header(1, 0, key("t", 4, struct.pack("<QQQQIQ", *[2**63] * 4, 0, 0))), "truncated"),
     ],
 )
-def test_what_is_wrong_is_said(content: bytes, words: str, place: Path) -> None:
+def test_the_message_names_the_damage(content: bytes, words: str, place: Path) -> None:
     refusal = attempt(content, place)
     assert refusal is not None
     assert words in refusal
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_said(content: bytes, words: str, place: Path) -> None:
         ({"tokenizer.ggml.eos_token_id": 9999}, "not in the vocabulary"),
     ],
 )
-def test_metadata_that_does_not_fit_is_refused(metadata: dict[str, Any], words: str, place: Path) -> None:
+def test_inconsistent_metadata_is_rejected(metadata: dict[str, Any], words: str, place: Path) -> None:
     write_gguf(model("llama", layers=1, vocab=300), place / "m.gguf", metadata=metadata)
     content = (place / "m.gguf").read_bytes()
     (place / "m.gguf").unlink()
@@ -156,12 +156,12 @@ def test_metadata_that_does_not_fit_is_refused(metadata: dict[str, Any], words: 
     assert words in refusal
 
 
-def test_another_architecture_is_refused_by_name(place: Path) -> None:
+def test_another_architecture_is_rejected_by_name(place: Path) -> None:
     content = header(0, 1, key("general.architecture", 8, struct.pack("<Q", 5) + b"mamba"))
     assert "'mamba'" in (attempt(content, place) or "")
 
 
-def test_tensors_that_the_model_does_not_use_are_refused(place: Path) -> None:
+def test_unused_tensors_are_rejected(place: Path) -> None:
     extra = {"blk.0.mystery.weight": np.zeros(4, np.float32)}
     write_gguf(model("llama", layers=1, vocab=300), place / "m.gguf", extra=extra)
     content = (place / "m.gguf").read_bytes()
@@ -169,22 +169,22 @@ def test_tensors_that_the_model_does_not_use_are_refused(place: Path) -> None:
     assert "blk.0.mystery.weight" in (attempt(content, place) or "")
 
 
-def test_weights_that_are_not_numbers_are_refused(sound: bytes, place: Path) -> None:
+def test_weights_that_are_not_numbers_are_rejected(sound: bytes, place: Path) -> None:
     (place / "x.gguf").write_bytes(sound)
-    data = reader.read(place / "x.gguf").tensors["output_norm.weight"].data
+    data = reader.read_gguf(place / "x.gguf").tensors["output_norm.weight"].data
     at = sound.index(bytes(data))
     damaged = sound[:at] + struct.pack("<f", float("nan")) + sound[at + 4 :]
     assert "not finite" in (attempt(damaged, place) or "")
 
 
-def test_scales_that_are_not_numbers_are_refused(sound: bytes, place: Path) -> None:
+def test_scales_that_are_not_numbers_are_rejected(sound: bytes, place: Path) -> None:
     (place / "x.gguf").write_bytes(sound)
-    at = sound.index(bytes(reader.read(place / "x.gguf").tensors["blk.0.attn_q.weight"].data))
+    at = sound.index(bytes(reader.read_gguf(place / "x.gguf").tensors["blk.0.attn_q.weight"].data))
     damaged = sound[:at] + struct.pack("<e", float("inf")) + sound[at + 2 :]
     assert "not finite" in (attempt(damaged, place) or "")
 
 
-def test_the_child_refuses_in_one_sentence(sound: bytes, tmp_path: Path) -> None:
+def test_the_child_process_reports_one_message(sound: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(sound[: len(sound) // 2])
     with pytest.raises(UserError, match="truncated") as caught:
         import_gguf(tmp_path / "x.gguf", tmp_path / "out", quiet)
@@ -192,7 +192,7 @@ def test_the_child_refuses_in_one_sentence(sound: bytes, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.gguf"]
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         import_gguf(tmp_path / "none.gguf", tmp_path / "out", quiet)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A GGUF file that was made from a model turns into that model again."""
+"""Import of GGUF files: a file written from a model is converted back to that model."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from scripts.make_gguf import write_gguf
 from tests.models import model
-from tgi.hub.card import read_card, sampling_defaults
 from tgi.hub.gguf import reader, weights
-from tgi.hub.gguf.architecture import Wanted
+from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.convert import convert
-from tgi.hub.resolve import import_gguf
-from tgi.kernel.errors import UserError
+from tgi.hub.model_config import read_model_config, read_sampling_defaults
+from tgi.hub.resolver import import_gguf
+from tgi.microkernel.errors import UserError
 
 TEXTS = [
     "The capital of France is Paris.",
@@ -51,7 +51,7 @@ def logits(directory: Path, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_float32_comes_back_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: Path) -> None:
+def test_float32_weights_are_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: Path) -> None:
     original = model(kind, tie=tie)
     result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
     before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
@@ -65,14 +65,14 @@ def test_float32_comes_back_rounded_to_bfloat16(kind: str, tie: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_imported_model_computes_what_the_original_does(kind: str, tmp_path: Path) -> None:
+def test_the_imported_model_computes_the_same_logits(kind: str, tmp_path: Path) -> None:
     original = model(kind, dtype="bfloat16")
     result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
     ids = list(range(5, 60))
     assert torch.equal(logits(result, ids), logits(original, ids))
 
 
-# What llama.cpp takes for granted, so that a file does not say it.
+# Values that llama.cpp assumes, so that GGUF files do not contain them.
 GRANTED: dict[str, dict[str, Any]] = {
     "phi3": {},
     "granite": {},
@@ -92,7 +92,7 @@ GRANTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", GRANTED)
-def test_every_family_comes_back(kind: str, tmp_path: Path) -> None:
+def test_every_model_family_is_converted_back(kind: str, tmp_path: Path) -> None:
     original = model(kind, dtype="bfloat16", **GRANTED[kind])
     result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
     before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
@@ -104,7 +104,7 @@ def test_every_family_comes_back(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("F16", 0.002), ("BF16", 0.01), ("Q8_0", 0.02), ("Q4_0", 0.15)])
-def test_quantized_files_come_back_within_their_error(quantization: str, error: float, tmp_path: Path) -> None:
+def test_quantized_weights_are_within_the_quantization_error(quantization: str, error: float, tmp_path: Path) -> None:
     original = model("llama")
     result = imported(write_gguf(original, tmp_path / "m.gguf", quantization), tmp_path / "out")
     before, after = load_file(original / "model.safetensors"), load_file(result / "model.safetensors")
@@ -124,8 +124,10 @@ def test_every_block_type_is_dequantized(block: GGMLQuantizationType, tmp_path: 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    wanted = [Wanted("x", "y", (6, columns))]
-    weights.write(reader.read(tmp_path / "m.gguf"), wanted, tmp_path / "y.safetensors", lambda done, size: None)
+    wanted = [TargetTensor("x", "y", (6, columns))]
+    weights.write_weights(
+        reader.read_gguf(tmp_path / "m.gguf"), wanted, tmp_path / "y.safetensors", lambda done, size: None
+    )
     expected = torch.from_numpy(np.asarray(dequantize(raw, block), np.float32)).reshape(6, columns)
     assert expected.abs().sum() > 0
     assert torch.equal(load_file(tmp_path / "y.safetensors")["y"], expected.to(torch.bfloat16))
@@ -135,13 +137,13 @@ def test_a_large_tensor_is_converted_in_pieces(tmp_path: Path, monkeypatch: pyte
     original = model("llama")
     source = write_gguf(original, tmp_path / "m.gguf", "Q8_0")
     whole = imported(source, tmp_path / "whole")
-    monkeypatch.setattr(weights, "PIECE", 192)  # three rows, so that pieces and heads do not line up
+    monkeypatch.setattr(weights, "PIECE", 192)  # three rows, so that pieces are not aligned with heads
     assert (imported(source, tmp_path / "pieces") / "model.safetensors").read_bytes() == (
         whole / "model.safetensors"
     ).read_bytes()
 
 
-def test_rounding_to_bfloat16_is_torchs() -> None:
+def test_rounding_to_bfloat16_equals_that_of_torch() -> None:
     values = torch.randn(100_000) * torch.logspace(-30, 30, 100_000)
     values = torch.cat([values, torch.tensor([0.0, -0.0, 1.00390625, 1.01171875, 3.3e38])])
     mine = torch.from_numpy(weights.bfloat16(values.numpy()).view(np.int16)).view(torch.bfloat16)
@@ -149,7 +151,7 @@ def test_rounding_to_bfloat16_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_tokenizer_is_the_original_one(kind: str, tmp_path: Path) -> None:
+def test_the_tokenizer_equals_the_original(kind: str, tmp_path: Path) -> None:
     original = model(kind)
     result = imported(write_gguf(original, tmp_path / "m.gguf"), tmp_path / "out")
     before, after = (Tokenizer.from_file(str(d / "tokenizer.json")) for d in (original, result))
@@ -158,20 +160,20 @@ def test_the_tokenizer_is_the_original_one(kind: str, tmp_path: Path) -> None:
         ids = before.encode(text).ids
         assert after.encode(text).ids == ids, text
         assert after.decode(ids, skip_special_tokens=False) == text
-    card, source = read_card(result), read_card(original)
+    card, source = read_model_config(result), read_model_config(original)
     assert card.chat_templates == source.chat_templates
     assert card.eos_token_ids == source.eos_token_ids == (2,)
     assert (card.bos_token, card.eos_token) == ("<|bos|>", "<|eos|>")
     assert after.decode([1, 2], skip_special_tokens=True) == ""
 
 
-def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
+def test_digits_are_split_as_the_file_specifies(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.pre": "smollm"})
     tokenizer = Tokenizer.from_file(str(imported(source, tmp_path / "out") / "tokenizer.json"))
     assert tokenizer.encode("1984").tokens == ["1", "9", "8", "4"]
 
 
-def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+def test_bos_is_added_as_the_file_specifies(tmp_path: Path) -> None:
     added = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata=added)
     tokenizer = Tokenizer.from_file(str(imported(source, tmp_path / "out") / "tokenizer.json"))
@@ -179,7 +181,7 @@ def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
     assert tokenizer.encode("a", add_special_tokens=False).tokens == ["a"]
 
 
-def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+def test_a_sentencepiece_vocabulary_is_converted(tmp_path: Path) -> None:
     pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
@@ -203,16 +205,16 @@ def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hello é").ids) == "hello é"
 
 
-def test_several_ends_of_turn(tmp_path: Path) -> None:
+def test_several_end_of_turn_tokens(tmp_path: Path) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 4})
-    assert read_card(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
+    assert read_model_config(imported(source, tmp_path / "out")).eos_token_ids == (2, 4)
 
 
 def test_recommended_sampling_is_kept(tmp_path: Path) -> None:
     keys = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 0}
     metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
     result = imported(write_gguf(model("llama"), tmp_path / "m.gguf", metadata=metadata), tmp_path / "out")
-    assert sampling_defaults(result) == (0.6, 20, 0.95, 0.05, 1.1)
+    assert read_sampling_defaults(result) == (0.6, 20, 0.95, 0.05, 1.1)
 
 
 def test_rope_scaling_is_kept(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
         scaling = json.loads((result / "config.json").read_text())["rope_parameters"]
         assert scaling["rope_type"] == name
         assert scaling["factor"] == 4.0
-        assert read_card(result).max_position_embeddings == limit
+        assert read_model_config(result).max_position_embeddings == limit
 
 
 def test_llama_3_rope_scaling_is_recognized(tmp_path: Path) -> None:
@@ -254,11 +256,11 @@ def test_llama_3_rope_scaling_is_recognized(tmp_path: Path) -> None:
         imported(odd, tmp_path / "odd")
 
 
-def test_import_runs_in_a_child_and_makes_a_whole_directory(tmp_path: Path) -> None:
+def test_import_runs_in_a_child_process_and_creates_a_complete_directory(tmp_path: Path) -> None:
     stages: list[tuple[object, ...]] = []
     source = write_gguf(model("qwen3"), tmp_path / "m.gguf", "Q8_0")
     import_gguf(source, tmp_path / "out", lambda *told: stages.append(told))
-    read_card(tmp_path / "out")
+    read_model_config(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "out"]
     assert stages[-3][:2] == ("importing weights", 100)
     assert stages[-1] == ("importing tokenizer", 100)

@@ -1,4 +1,4 @@
-"""A GGUF file's weights in their own bits are what its blocks stand for."""
+"""Packed GGUF imports: the stored codes, scales and shifts equal the values of the file's blocks."""
 
 import json
 import logging
@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from scripts.make_gguf import write_gguf
 from tests.dequantized import plain_weights
 from tests.models import model
-from tgi.hub.card import read_card
 from tgi.hub.gguf import reader, weights
-from tgi.hub.gguf.architecture import Wanted
-from tgi.hub.gguf.blocks import FORMS
+from tgi.hub.gguf.architecture import TargetTensor
+from tgi.hub.gguf.block_types import FORMS
 from tgi.hub.gguf.convert import convert
-from tgi.hub.resolve import model_directory
-from tgi.kernel.errors import UserError
+from tgi.hub.model_config import read_model_config
+from tgi.hub.resolver import model_directory
+from tgi.microkernel.errors import UserError
 
 KEPT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"}  # their scales are float16 in the file
 ROWS, COLUMNS = 24, 512
@@ -49,7 +49,7 @@ def one_tensor(path: Path, raw: np.ndarray, block: GGMLQuantizationType) -> Path
 
 
 def random_rows(block: GGMLQuantizationType, largest: float = 1000.0) -> np.ndarray:
-    """Blocks of random bytes, of those that stand for numbers up to `largest`."""
+    """Blocks of random bytes whose values are at most `largest`."""
     size, stored = GGML_QUANT_SIZES[block]
     count = ROWS * COLUMNS // size
     blocks = np.random.default_rng(0).integers(0, 256, (8 * count, stored), dtype=np.uint8)
@@ -60,15 +60,15 @@ def random_rows(block: GGMLQuantizationType, largest: float = 1000.0) -> np.ndar
 
 
 def written(raw: np.ndarray, block: GGMLQuantizationType, place: Path) -> dict[str, torch.Tensor]:
-    source = reader.read(one_tensor(place / "m.gguf", raw, block))
-    weights.write(
-        source, [Wanted("x", "y", (ROWS, COLUMNS))], place / "y.safetensors", lambda done, size: None, packed=True
+    source = reader.read_gguf(one_tensor(place / "m.gguf", raw, block))
+    weights.write_weights(
+        source, [TargetTensor("x", "y", (ROWS, COLUMNS))], place / "y.safetensors", lambda done, size: None, packed=True
     )
     return load_file(place / "y.safetensors")
 
 
 @pytest.mark.parametrize("block", FORMS, ids=lambda block: block.name)
-def test_every_block_type_stands_for_the_same_numbers(block: GGMLQuantizationType, tmp_path: Path) -> None:
+def test_every_block_type_has_the_same_values(block: GGMLQuantizationType, tmp_path: Path) -> None:
     raw, form = random_rows(block), FORMS[block]
     columns = written(raw, block, tmp_path)
     assert columns["y.codes"].dtype is (torch.int8 if form.bits == 8 else torch.uint8)
@@ -87,7 +87,7 @@ def test_every_block_type_stands_for_the_same_numbers(block: GGMLQuantizationTyp
 
 
 @pytest.mark.parametrize("block", FORMS, ids=lambda block: block.name)
-def test_damaged_scales_are_seen_and_not_warned_of(block: GGMLQuantizationType) -> None:
+def test_infinite_scales_are_detected_without_numpy_warnings(block: GGMLQuantizationType) -> None:
     infinite = np.tile(np.array([np.inf], np.float16).view(np.uint8), GGML_QUANT_SIZES[block][1] // 2)
     with np.errstate(all="raise"):
         _, *factors = FORMS[block].stored(infinite[None])
@@ -95,7 +95,7 @@ def test_damaged_scales_are_seen_and_not_warned_of(block: GGMLQuantizationType) 
 
 
 def test_q4_1_is_kept_bit_for_bit(tmp_path: Path) -> None:
-    """Of two blocks whose bytes one can follow."""
+    """Two blocks with bytes that are easy to verify by hand."""
     codes = bytes(range(16))
     raw = np.frombuffer(b"\x00\x3c\x00\xc0" + codes + b"\x01\x00\x02\x00" + codes[::-1], np.uint8)
     columns = written(np.tile(raw, (ROWS, COLUMNS // 64)), GGMLQuantizationType.Q4_1, tmp_path)
@@ -114,8 +114,8 @@ TIED: dict[str, dict[str, Any]] = {
     ("kind", "block"),
     [("llama", "Q4_0"), ("mixtral", "Q8_0"), ("phi3", "Q4_1"), ("gemma2", "Q8_0"), ("cohere", "Q5_1")],
 )
-def test_a_packed_import_holds_the_weights_of_a_plain_one(kind: str, block: str, tmp_path: Path) -> None:
-    """Rows in the order of transformers, experts apart, norms plain; and as many bytes as the file has."""
+def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_path: Path) -> None:
+    """Rows in the order of transformers, experts separated, norms not quantized; as many bytes as in the file."""
     source = write_gguf(model(kind, **TIED.get(kind, {})), tmp_path / "m.gguf", block)
     packed, expected = (imported(source, tmp_path / name, name == "packed") for name in ("packed", "plain"))
     found = plain_weights(packed, torch.bfloat16)
@@ -124,21 +124,21 @@ def test_a_packed_import_holds_the_weights_of_a_plain_one(kind: str, block: str,
         assert torch.equal(found[name], tensor), name
         assert (name in packed) is (tensor.ndim == 1 or name.endswith(("norm.weight", "moe.gate.weight"))), name
     if block in ("Q8_0", "Q4_0", "Q4_1"):
-        stored = sum(len(tensor.data) for tensor in reader.read(source).tensors.values() if tensor.type.name == block)
+        stored = sum(
+            len(tensor.data) for tensor in reader.read_gguf(source).tensors.values() if tensor.type.name == block
+        )
         assert sum(tensor.nbytes for name, tensor in packed.items() if name not in expected) == stored
 
 
-def test_pieces_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_does_not_depend_on_the_piece_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_gguf(model("llama"), tmp_path / "m.gguf", "Q4_1")
     imported(source, tmp_path / "whole", packed=True)
-    monkeypatch.setattr(weights, "PIECE", 192)  # three rows, so that pieces and heads do not line up
+    monkeypatch.setattr(weights, "PIECE", 192)  # three rows, so that pieces are not aligned with heads
     imported(source, tmp_path / "pieces", packed=True)
     assert (tmp_path / "pieces/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
 
 
-def test_the_directory_and_the_log_say_which_types_the_file_has(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_block_types_are_recorded_in_the_config_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     original = model("llama", layers=1)
     directories = {}
@@ -151,10 +151,10 @@ def test_the_directory_and_the_log_say_which_types_the_file_has(
         "weights keep the bits of the GGUF file where its tensors are Q4_0 (9); bfloat16 stands for F32 (3)"
     ]
     assert "quantization_config" not in json.loads((directories["F16"] / "config.json").read_text())
-    assert read_card(directories["Q4_0"]).dtype == "bfloat16"
+    assert read_model_config(directories["Q4_0"]).dtype == "bfloat16"
 
 
-def test_scales_that_float16_cannot_hold_are_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_scales_beyond_float16_are_rejected_with_advice(tmp_path: Path) -> None:
     block = GGMLQuantizationType.Q6_K
     raw = random_rows(block).reshape(-1, GGML_QUANT_SIZES[block][1])
     raw[0, -18:] = np.frombuffer(bytes([100] * 16) + b"\x00\x70", np.uint8)  # 100 times 8192

@@ -1,15 +1,23 @@
-"""A real process tree for tests: `tgi up` (or single roles) on a loopback port with a run directory of its own."""
+"""Starts whole servers for tests: `tgi up`, or single roles, on a loopback port with a run directory of their own.
+
+`Server` is one process tree, for a test that stops it, counts from zero or needs its own start. `SharedServers` keeps
+one running tree per set of flags for all other tests; they get it through the fixture `shared_server`.
+"""
 
 import contextlib
 import json
 import os
+import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,40 +25,53 @@ from typing import Any
 import httpx
 import psutil
 
-from tgi.kernel import rundir
+from tgi.microkernel import rundir
 
-PATIENCE_SECONDS = 120
-# How clients ask: nothing of the environment's, and no certificates, which take 24 ms to read for each client.
-LOCAL: dict[str, Any] = {"timeout": PATIENCE_SECONDS, "trust_env": False, "verify": False}
+TIMEOUT_SECONDS = 120
+# Without settings from the environment, and without certificates, which take 24 ms to read for each client.
+CLIENT_OPTIONS: dict[str, Any] = {"timeout": TIMEOUT_SECONDS, "trust_env": False, "verify": False}
+# Ports below Linux's range for outgoing connections, so that no connection takes one before the server listens.
+PORTS = range(20_000, 32_000)
+# Idle servers cost memory: one with the demo model 0.5 GB.
+MAX_SHARED_SERVERS = 3
+# How often `Server.stream_all` sends its requests if a stream ends before it can act.
+MAX_ATTEMPTS = 5
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on which no process listens now."""
+    choice = random.SystemRandom()
+    while True:
+        port = choice.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
-    """Starts commands of `tgi` that share one run directory, and ends them by pid."""
+    """Starts commands of `tgi` that share one run directory. Leaving its `with` block kills them by pid and fails if a
+    process of the tree outlives its supervisor."""
 
-    def __init__(self, run: Path, *common: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, run_directory: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
+        """`arguments`: of every command. `env`: changes to the environment of every command."""
         self.port = free_port()
-        self.run = run
+        self.run_directory = run_directory
         self.url = f"http://127.0.0.1:{self.port}"
-        self._common = [*common]
-        self._env = os.environ | {"TGI_RUN": str(run), "HF_HUB_OFFLINE": "1"} | (env or {})
+        self.arguments = arguments
+        self.environment = os.environ | {"TGI_RUN": str(run_directory), "HF_HUB_OFFLINE": "1"} | (env or {})
         self.commands: dict[str, subprocess.Popen[str]] = {}
-        self.output: dict[str, list[str]] = {}
+        self.output: dict[str, list[str]] = {}  # per command: the lines of stdout and stderr so far
         self._readers: dict[str, threading.Thread] = {}
-        self.client = httpx.Client(base_url=self.url, **LOCAL)
+        self.client = httpx.Client(base_url=self.url, **CLIENT_OPTIONS)
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
-        """Starts `tgi COMMAND`; what it prints is collected in `output`."""
-        here = ("--hostname", "127.0.0.1", "--port", str(self.port))
-        return self.launch(command, [sys.executable, "-m", "tgi", command, *here, *self._common, *arguments], self._env)
+        """Starts `tgi COMMAND`."""
+        address = ("--hostname", "127.0.0.1", "--port", str(self.port))
+        full_command = [sys.executable, "-m", "tgi", command, *address, *self.arguments, *arguments]
+        return self.launch(command, full_command, self.environment)
 
     def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
-        """Starts any command that is to be the server, or part of it."""
+        """Starts any command as the server, or as a part of it."""
         process = subprocess.Popen(
             command,
             env=env,
@@ -69,51 +90,52 @@ class Server:
         self._readers[name] = reader
         return self
 
-    def ready(self) -> "Server":
+    def wait_until_ready(self) -> "Server":
         """Waits until /health is 200."""
-        self.until(self.healthy, "the server is ready")
+        self.wait_until(self.is_healthy, "the server is ready")
         return self
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         try:
             return self.client.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
-    def until(self, holds: Any, what: str) -> None:
-        """Waits for a condition; fails with the processes' output."""
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not holds():
-            dead = [name for name, process in self.commands.items() if process.poll() is not None]
-            assert not dead, f"{dead} ended while waiting for: {what}\n{self.said()}"
-            assert time.monotonic() < end, f"waited in vain for: {what}\n{self.said()}"
+    def wait_until(self, condition: Callable[[], object], description: str) -> None:
+        """Polls until the condition is true. Fails with the server's output after TIMEOUT_SECONDS, and at once if a
+        command has ended."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not condition():
+            ended = [name for name, process in self.commands.items() if process.poll() is not None]
+            assert not ended, f"{ended} ended while waiting until {description}\n{self.output_text()}"
+            assert time.monotonic() < deadline, f"timed out waiting until {description}\n{self.output_text()}"
             time.sleep(0.02)
 
-    def said(self) -> str:
-        """What all have printed: of those that have ended, to the last word."""
+    def output_text(self) -> str:
+        """What all commands have printed so far; all of it for commands that have ended."""
         for name, process in self.commands.items():
             if process.poll() is not None:
-                self._readers[name].join(PATIENCE_SECONDS)
+                self._readers[name].join(TIMEOUT_SECONDS)
         return "".join(line for lines in self.output.values() for line in lines)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """The supervised processes that live, by name ("worker-0"): what `tgi ps` reads, without its start-up."""
+        """The supervised processes that run, by name ("worker-0"): what `tgi ps` reads, without its start-up."""
         found = {}
-        for state in rundir.read_states(self.run):
+        for state in rundir.read_states(self.run_directory):
             with contextlib.suppress(psutil.NoSuchProcess):
                 found[state.name] = psutil.Process(state.pid)
         return found
 
     def kill(self, name: str) -> None:
-        """kill -9 of one process of the tree, once it is there; back when it is dead."""
-        self.until(lambda: name in self.processes(), f"{name} runs")
+        """Kills one process of the tree with SIGKILL: waits until it runs, and until it has ended."""
+        self.wait_until(lambda: name in self.processes(), f"{name} runs")
         victim = self.processes()[name]
         victim.kill()
-        victim.wait(PATIENCE_SECONDS)
+        victim.wait(TIMEOUT_SECONDS)
 
     @contextlib.contextmanager
-    def paused(self, name: str) -> Iterator[None]:
-        """One process of the tree computes nothing meanwhile."""
+    def suspended(self, name: str) -> Iterator[None]:
+        """Stops one process of the tree with SIGSTOP for the duration of the block."""
         process = self.processes()[name]
         process.suspend()
         try:
@@ -121,13 +143,13 @@ class Server:
         finally:
             process.resume()
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Signals every command and waits for its end."""
+    def stop(self, signal_number: int = signal.SIGTERM) -> None:
+        """Signals every command and waits until all have ended."""
         for process in self.commands.values():
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal_number)
         for process in self.commands.values():
-            process.wait(PATIENCE_SECONDS)
+            process.wait(TIMEOUT_SECONDS)
 
     def generate(self, inputs: str, **parameters: Any) -> dict[str, Any]:
         """POST /generate with details."""
@@ -143,6 +165,37 @@ class Server:
             for line in answer.iter_lines():
                 if line.startswith("data:"):
                     yield json.loads(line[5:])
+
+    def stream_all(
+        self, requests: Sequence[tuple[str, dict[str, Any]]], act: Callable[[], object] | None = None, after: int = 1
+    ) -> list[list[dict[str, Any]]]:
+        """The events of concurrent streams, one list per request, each given as inputs and parameters. `act` is called
+        once each stream has had `after` events. If one has ended by then, as may happen on a busy machine, all are sent
+        again."""
+        for _ in range(MAX_ATTEMPTS if act else 1):
+            events: list[list[dict[str, Any]]] = [[] for _ in requests]
+            reached = threading.Event()
+
+            def receive(index: int, events: list[list[dict[str, Any]]] = events, reached: Any = reached) -> None:
+                inputs, parameters = requests[index]
+                try:
+                    for event in self.stream(inputs, **parameters):
+                        events[index].append(event)
+                        if len(events[index]) == after and all(len(others) >= after for others in events):
+                            reached.set()
+                finally:
+                    reached.set()
+
+            with ThreadPoolExecutor(len(requests)) as pool:
+                streams = [pool.submit(receive, index) for index in range(len(requests))]
+                acts = act is not None and reached.wait(TIMEOUT_SECONDS) and not any(one.done() for one in streams)
+                if act is not None and acts:
+                    act()
+                for stream in streams:
+                    stream.result(TIMEOUT_SECONDS)
+            if acts or act is None:
+                return events
+        raise AssertionError(f"a stream ended before each had {after} events, in {MAX_ATTEMPTS} attempts")
 
     def metric(self, name: str) -> float:
         """The sum of a series over its labels; 0.0 if it has no sample yet."""
@@ -162,18 +215,57 @@ class Server:
         for process in self.commands.values():
             process.kill()
             process.wait()
-        left = left_of(children)
+        left = still_running(children)
         self.client.close()
         if kind is not None:
-            print(self.said())
+            print(self.output_text())
         assert not left, f"left behind: {left}"
 
 
-def left_of(processes: Iterable[psutil.Process], timeout: float = 30) -> list[psutil.Process]:
-    """Which of these still run after `timeout` seconds. A zombie does not run: its new parent has not looked yet."""
-    end = time.monotonic() + timeout
+class SharedServers:
+    """Running servers of one pytest process, one per set of flags. At most MAX_SHARED_SERVERS run; the least recently
+    used one is ended for a new one.
+
+    A test may kill processes of a shared server, but neither stop it nor rely on metrics that count from zero.
+    """
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, ...], Server] = {}  # the least recently used one first
+
+    def __call__(self, *flags: str) -> Server:
+        """The ready server of `tgi up FLAGS`. Fails if it has ended since the last test."""
+        server = self._servers.pop(flags, None)
+        if server is None:
+            while len(self._servers) >= MAX_SHARED_SERVERS:
+                self._end(self._servers.pop(next(iter(self._servers))))
+            server = Server(Path(tempfile.mkdtemp(prefix="tgi-shared-")) / "run", *flags).start()
+        try:
+            server.wait_until_ready()
+        except BaseException:
+            self._end(server)
+            raise
+        self._servers[flags] = server
+        return server
+
+    def end_all(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for server in self._servers.values():
+                stack.callback(self._end, server)
+            self._servers.clear()
+
+    def _end(self, server: Server) -> None:
+        try:
+            with server:
+                pass
+        finally:
+            shutil.rmtree(server.run_directory.parent, ignore_errors=True)
+
+
+def still_running(processes: Iterable[psutil.Process], timeout: float = 30) -> list[psutil.Process]:
+    """Which of these still run after `timeout` seconds. A zombie counts as ended: only its parent's `wait` is due."""
+    deadline = time.monotonic() + timeout
     running = list(processes)
-    while running and time.monotonic() < end:
+    while running and time.monotonic() < deadline:
         running = [process for process in running if process.is_running() and not _is_zombie(process)]
         time.sleep(0.005)
     return running

@@ -1,5 +1,4 @@
-"""Strange chats through the real templates and tokenizer: an answer or a 422 that says what is wrong, and nobody else
-notices."""
+"""Unusual chats through the real templates and tokenizer: an answer, or a 422 with the reason, and no process ends."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from tests.live.server import Server
 from tgi.api.shapes.chat import ChatRequest
 
 SHORT = ("--worker", "scripted", "--max-total-tokens", "256", "--validation-workers", "1")
-KINDS = {"validation", "template_error", "tool_error"}
+ERROR_TYPES = {"validation", "template_error", "tool_error"}
 HELLO = {"role": "user", "content": "Hello"}
 DEEP: Any = json.loads("[" * 500 + "]" * 500)
 SCHEMAS: list[Any] = [
@@ -40,15 +39,15 @@ VARIABLES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("chats") / "run", "--model-id", str(tiny_llama), *SHORT) as made:
-        before = made.start().ready().processes()
-        yield made
-        assert made.processes() == before, "a process had to be replaced"
-        assert made.generate("Hello", max_new_tokens=3)["details"]["generated_tokens"] == 3
+    with Server(tmp_path_factory.mktemp("chats") / "run", "--model-id", str(tiny_llama), *SHORT) as server:
+        before = server.start().wait_until_ready().processes()
+        yield server
+        assert server.processes() == before, "a process was replaced"
+        assert server.generate("Hello", max_new_tokens=3)["details"]["generated_tokens"] == 3
 
 
 def ask(server: Server, chat: dict[str, Any]) -> None:
-    """Sends a chat to be tokenized, answered and streamed: 200, or 422 with a known kind of error and a reason."""
+    """Tokenizes, answers and streams a chat: 200, or 422 with a known error type and a reason."""
     body = json.dumps(chat | {"max_tokens": 2})
     for path, more in (
         ("/chat_tokenize", ""),
@@ -59,32 +58,32 @@ def ask(server: Server, chat: dict[str, Any]) -> None:
         assert answer.status_code in (200, 422), answer.text
         if answer.status_code == 422 and answer.headers["content-type"] == "application/json":
             error = answer.json()
-            assert error["error_type"] in KINDS
+            assert error["error_type"] in ERROR_TYPES
             text = error["error"]["message"] if path.startswith("/v1/") else error["error"]
             assert len(text) > len("Template error: ")
             assert "object at 0x" not in text
 
 
-@pytest.mark.parametrize("place", range(len(MESSAGES)))
-def test_messages(server: Server, place: int) -> None:
-    ask(server, {"messages": MESSAGES[place]})
-    ask(server, {"messages": MESSAGES[place], "continue_final_message": True})
+@pytest.mark.parametrize("index", range(len(MESSAGES)))
+def test_unusual_messages(server: Server, index: int) -> None:
+    ask(server, {"messages": MESSAGES[index]})
+    ask(server, {"messages": MESSAGES[index], "continue_final_message": True})
 
 
-@pytest.mark.parametrize("place", range(len(SCHEMAS)))
-def test_schemas_of_tools(server: Server, place: int) -> None:
+@pytest.mark.parametrize("index", range(len(SCHEMAS)))
+def test_unusual_tool_schemas(server: Server, index: int) -> None:
     names = [f"f{number}" for number in range(20)]
-    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[place]}} for name in names]
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[index]}} for name in names]
     ask(server, {"messages": [HELLO], "tools": tools, "tool_prompt": "{{ tools }}"})
 
 
-@pytest.mark.parametrize("place", range(len(VARIABLES)))
-def test_variables_of_templates(server: Server, place: int) -> None:
-    ask(server, {"messages": [HELLO], "chat_template_kwargs": VARIABLES[place]})
+@pytest.mark.parametrize("index", range(len(VARIABLES)))
+def test_unusual_template_variables(server: Server, index: int) -> None:
+    ask(server, {"messages": [HELLO], "chat_template_kwargs": VARIABLES[index]})
 
 
 @pytest.mark.parametrize("make", [right, nearly])
-def test_what_the_type_suggests(server: Server, make: Any) -> None:
+def test_generated_chat_requests(server: Server, make: Any) -> None:
     @settings(max_examples=60, suppress_health_check=[*HealthCheck])
     @given(make(ChatRequest))
     def asked(chat: dict[str, Any]) -> None:
@@ -92,6 +91,6 @@ def test_what_the_type_suggests(server: Server, make: Any) -> None:
             answer = server.client.post(path, content=json.dumps(chat), headers={"content-type": "application/json"})
             assert answer.status_code in (200, 400, 422, 429), answer.text
             if answer.headers["content-type"] == "application/json" and answer.status_code == 422:
-                assert answer.json()["error_type"] in KINDS
+                assert answer.json()["error_type"] in ERROR_TYPES
 
     asked()

@@ -1,4 +1,4 @@
-"""Two front ends of one server: they share its permits, tell how long to wait, and count together."""
+"""Two front ends of one server: they share its permits, report when to retry, and add their metrics."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.server import LOCAL, PATIENCE_SECONDS, Server
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers
 
 LIMIT = 5
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-workers", "2")
@@ -20,15 +20,15 @@ SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000", "--api-worker
 
 @pytest.fixture
 def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
-        yield made
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        yield server
 
 
-class Held:
-    """A stream of its own connection that is read up to its status, and goes on."""
+class OpenStream:
+    """A stream over a connection of its own, of which only the head is read."""
 
     def __init__(self, server: Server) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT_SECONDS)
         self.port = self.socket.getsockname()[1]
         body = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 1500}}).encode()
         head = "POST /generate_stream HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -40,8 +40,8 @@ class Held:
             raw += self.socket.recv(4096)
         return int(raw.split()[1])
 
-    def broken(self) -> None:
-        """Waits until the connection is gone."""
+    def wait_until_closed(self) -> None:
+        """Waits until the server has closed the connection."""
         try:
             while self.socket.recv(65536):
                 pass
@@ -49,37 +49,37 @@ class Held:
             pass
 
 
-def statuses(server: Server, count: int) -> dict[Held, int]:
-    """Of so many new streams at once, all of which stay open."""
-    streams = [Held(server) for _ in range(count)]
+def open_streams(server: Server, count: int) -> dict[OpenStream, int]:
+    """Starts streams at once, all of which stay open. Returns their statuses."""
+    streams = [OpenStream(server) for _ in range(count)]
     return {stream: stream.status() for stream in streams}
 
 
-def test_the_limit_is_that_of_both_together(server: Server) -> None:
-    server.start("up", "--max-concurrent-requests", str(LIMIT)).ready()
-    asked = statuses(server, 9)
-    assert Counter(asked.values()) == {200: LIMIT, 429: 9 - LIMIT}
-    running = {stream.port: stream for stream, status in asked.items() if status == 200}
-    fronts = {name: process for name, process in server.processes().items() if name.startswith("api")}
-    mine = {
+def test_two_front_ends_share_the_concurrency_limit(server: Server) -> None:
+    server.start("up", "--max-concurrent-requests", str(LIMIT)).wait_until_ready()
+    first = open_streams(server, 9)
+    assert Counter(first.values()) == {200: LIMIT, 429: 9 - LIMIT}
+    running = {stream.port: stream for stream, status in first.items() if status == 200}
+    front_ends = {name: process for name, process in server.processes().items() if name.startswith("api")}
+    ports = {
         name: [c.raddr.port for c in process.net_connections("tcp") if c.raddr and c.raddr.port in running]
-        for name, process in fronts.items()
+        for name, process in front_ends.items()
     }
-    victim = max(mine, key=lambda name: len(mine[name]))
+    victim = max(ports, key=lambda name: len(ports[name]))
     server.kill(victim)
-    for port in mine[victim]:
-        running[port].broken()
-    again = statuses(server, 9)
-    assert Counter(again.values()) == {200: len(mine[victim]), 429: 9 - len(mine[victim])}
-    for stream in [*asked, *again]:
+    for port in ports[victim]:
+        running[port].wait_until_closed()
+    second = open_streams(server, 9)
+    assert Counter(second.values()) == {200: len(ports[victim]), 429: 9 - len(ports[victim])}
+    for stream in [*first, *second]:
         stream.socket.close()
-    server.until(lambda: server.metric("tgi_batch_current_size") == 0, "those who left are forgotten")
-    last = statuses(server, LIMIT + 1)
+    server.wait_until(lambda: server.metric("tgi_batch_current_size") == 0, "the closed streams are cancelled")
+    last = open_streams(server, LIMIT + 1)
     assert Counter(last.values()) == {200: LIMIT, 429: 1}
 
 
-def test_retry_after_grows_with_what_has_to_be_waited_for(server: Server) -> None:
-    server.start("up", "--max-concurrent-requests", "12", "--max-batch-size", "2").ready()
+def test_retry_after_grows_with_the_length_of_running_requests(server: Server) -> None:
+    server.start("up", "--max-concurrent-requests", "12", "--max-batch-size", "2").wait_until_ready()
     tokens = 5  # 0.1 s
     waits: list[int] = []
 
@@ -87,61 +87,61 @@ def test_retry_after_grows_with_what_has_to_be_waited_for(server: Server) -> Non
         while True:
             body = {"inputs": "Hello", "parameters": {"max_new_tokens": tokens}}
             try:
-                answer = httpx.post(f"{server.url}/generate", json=body, **LOCAL)
+                answer = httpx.post(f"{server.url}/generate", json=body, **CLIENT_OPTIONS)
             except httpx.TransportError:
-                return  # the test is over, and the server gone
+                return  # the test has ended the server
             if answer.status_code == 429:
                 waits.append(int(answer.headers["retry-after"]))
                 time.sleep(0.05)
 
     for _ in range(15):
         threading.Thread(target=client, daemon=True).start()
-    server.until(lambda: len(waits) > 15, "some are refused")
+    server.wait_until(lambda: len(waits) > 15, "some requests are rejected")
     assert 1 <= min(waits) <= max(waits) <= 60
     short = waits[-1]
-    tokens = 500  # 10 s: nobody gets in for a while
-    server.until(lambda: waits[-1] >= min(short + 2, 60), "the wait is longer")
+    tokens = 500  # 10 s, in which no further request is admitted
+    server.wait_until(lambda: waits[-1] >= min(short + 2, 60), "Retry-After is longer")
     assert waits[-1] <= 60
 
 
-def counts(text: str) -> dict[str, float]:
+def samples(text: str) -> dict[str, float]:
     """All samples of an answer of /metrics."""
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
     assert len({name for name, _ in lines}) == len(lines)
     return {name: float(value) for name, value in lines}
 
 
-def test_two_front_ends_count_together(server: Server) -> None:
-    server.start().ready()
+def test_metrics_are_the_sums_of_two_front_ends(server: Server) -> None:
+    server.start().wait_until_ready()
     sent = 0
-    probes = 2  # steps of requests with which front ends have tried themselves: no other series has these
+    probes = 2  # readiness probes of the front ends, one prefill each; only the series of steps contain them
 
     def scrape() -> dict[str, float]:
-        answer = httpx.get(f"{server.url}/metrics", **LOCAL)
+        answer = httpx.get(f"{server.url}/metrics", **CLIENT_OPTIONS)
         assert answer.status_code == 200
-        return counts(answer.text)
+        return samples(answer.text)
 
     def both_have_answered() -> bool:
         nonlocal sent
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
         for path in ("/generate", "/generate_stream"):
-            answer = httpx.post(f"{server.url}{path}", json=body, **LOCAL)
-            assert answer.status_code == 200, answer.text + server.said()
+            answer = httpx.post(f"{server.url}{path}", json=body, **CLIENT_OPTIONS)
+            assert answer.status_code == 200, answer.text + server.output_text()
             sent += 1
         return all(
-            (server.run / "metrics" / f"sums_{process.pid}.db").exists()
+            (server.run_directory / "metrics" / f"sums_{process.pid}.db").exists()
             for name, process in server.processes().items()
             if name.startswith("api")
         )
 
     def check() -> None:
-        """Soon: a client has its last token a moment before the books are kept."""
-        end = time.monotonic() + 20
+        """Retries, since a client has its last token before the metrics are updated."""
+        deadline = time.monotonic() + 60
         while True:
             try:
                 return check_now()
             except (AssertionError, KeyError):
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
@@ -164,33 +164,38 @@ def test_two_front_ends_count_together(server: Server) -> None:
             assert {m: found[f'tgi_batch_{what}_duration_count{{method="{m}"}}'] for m in steps} == steps
         assert found['tgi_batch_decode_duration_count{method="prefill"}'] == sent + probes
         total = found["tgi_batch_max_total_tokens"]
-        assert found["tgi_pages_used"] + found["tgi_pages_free"] == total / 16
-        for name in ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens", "tgi_pages_used"):
+        assert found["tgi_kv_cache_pages_used"] + found["tgi_kv_cache_pages_free"] == total / 16
+        for name in (
+            "tgi_queue_size",
+            "tgi_batch_current_size",
+            "tgi_batch_current_max_tokens",
+            "tgi_kv_cache_pages_used",
+        ):
             assert found[name] == 0, name
 
-    server.until(both_have_answered, "both front ends have answered")
+    server.wait_until(both_have_answered, "both front ends have answered")
     check()
     server.kill("api-0")
     probes += 1
-    check()  # by the other one, or by its successor
-    server.until(lambda: len(server.processes()) == 6, "all processes run again")
-    server.until(both_have_answered, "both front ends have answered")
+    check()  # answered by the other front end, or by the new one
+    server.wait_until(lambda: len(server.processes()) == 6, "all processes run again")
+    server.wait_until(both_have_answered, "both front ends have answered")
     check()
     assert scrape()['tgi_process_restarts{role="api"}'] == 1
 
 
-def test_metrics_are_answered_while_processes_are_replaced(server: Server) -> None:
-    server.start().ready()
-    over = threading.Event()
+def test_metrics_are_answered_while_processes_are_replaced(tiny_llama: Path, shared_server: SharedServers) -> None:
+    server = shared_server("--model-id", str(tiny_llama), *SCRIPTED)
+    finished = threading.Event()
     answers: list[str] = []
 
     def watch() -> None:
-        while not over.is_set():
+        while not finished.is_set():
             try:
-                answer = httpx.get(f"{server.url}/metrics", **LOCAL)
+                answer = httpx.get(f"{server.url}/metrics", **CLIENT_OPTIONS)
             except httpx.TransportError:
-                continue  # its front end was killed
-            assert answer.status_code == 200, answer.text + server.said()
+                continue  # the front end was killed
+            assert answer.status_code == 200, answer.text + server.output_text()
             answers.append(answer.text)
 
     watcher = threading.Thread(target=watch)
@@ -198,10 +203,10 @@ def test_metrics_are_answered_while_processes_are_replaced(server: Server) -> No
     for name in ("api-0", "scheduler-0", "api-1"):
         server.kill(name)
         seen = len(answers)
-        server.until(lambda seen=seen: len(answers) > seen + 3, "metrics are answered")
-    server.until(lambda: len(server.processes()) == 6, "all processes run again")
-    over.set()
-    watcher.join(PATIENCE_SECONDS)
-    totals = [counts(text).get("tgi_batch_max_total_tokens", 0.0) for text in answers]
-    assert len(set(totals)) <= 2  # one scheduler's, or none while it is replaced
+        server.wait_until(lambda seen=seen: len(answers) > seen + 3, "metrics are answered")
+    server.wait_until(lambda: len(server.processes()) == 6, "all processes run again")
+    finished.set()
+    watcher.join(TIMEOUT_SECONDS)
+    totals = [samples(text).get("tgi_batch_max_total_tokens", 0.0) for text in answers]
+    assert len(set(totals)) <= 2  # the scheduler's, or no sample while it is replaced
     assert not re.search("_created|_total ", answers[-1])

@@ -1,4 +1,4 @@
-"""A model's generation_config.json through a whole tree: requests on /v1 draw as it says, native ones as in TGI."""
+"""A model's generation_config.json through a whole server: it sets the defaults of /v1; native routes have TGI's."""
 
 import json
 import shutil
@@ -30,27 +30,27 @@ def native(server: Server, **parameters: Any) -> str:
     return str(server.generate(PROMPT, seed=7, do_sample=True, max_new_tokens=24, **parameters)["generated_text"])
 
 
-def test_it_gives_the_defaults_of_v1(tmp_path: Path) -> None:
+def test_generation_config_sets_the_sampling_defaults_of_v1(tmp_path: Path) -> None:
     directory = shutil.copytree(model("llama"), tmp_path / "model")
     config = json.loads((directory / "generation_config.json").read_text())
     (directory / "generation_config.json").write_text(json.dumps(config | {"do_sample": True, **QWEN3}))
     arguments = ("--model-id", str(directory), "--dtype", "float32", "--validation-workers", "1")
     with Server(tmp_path / "run", *arguments) as server:
-        server.start().ready()
+        server.start().wait_until_ready()
         assert server.client.get("/info").json()["generation_config"] == QWEN3
-        model_s, tgi_s = chat(server, **QWEN3), chat(server, **TGI)
-        assert model_s != tgi_s
-        assert chat(server) == chat(server, top_p=None, temperature=None) == model_s
+        with_defaults_of_model, with_defaults_of_tgi = chat(server, **QWEN3), chat(server, **TGI)
+        assert with_defaults_of_model != with_defaults_of_tgi
+        assert chat(server) == chat(server, top_p=None, temperature=None) == with_defaults_of_model
         assert complete(server) == complete(server, **QWEN3) == native(server, **QWEN3)
         assert complete(server, **TGI) == native(server)
         assert chat(server, temperature=0) == chat(server, **TGI | {"temperature": 0})
         server.kill("tokenizer-0")
-        assert chat(server) == model_s
+        assert chat(server) == with_defaults_of_model
         server.kill("api-0")
-        server.until(server.healthy, "the new front end knows the tokenizer")
-        assert chat(server) == model_s
+        server.wait_until(server.is_healthy, "the new front end is ready")
+        assert chat(server) == with_defaults_of_model
     with Server(tmp_path / "run", *arguments, env={"TGI_GENERATION_CONFIG": "tgi"}) as server:
-        server.start().ready()
+        server.start().wait_until_ready()
         assert server.client.get("/info").json()["generation_config"] == {}
-        assert chat(server) == chat(server, **TGI) == tgi_s
-        assert chat(server, **QWEN3) == model_s
+        assert chat(server) == chat(server, **TGI) == with_defaults_of_tgi
+        assert chat(server, **QWEN3) == with_defaults_of_model

@@ -1,15 +1,14 @@
-"""Grammars through a whole process tree: texts that end by themselves are valid, and nobody else notices them."""
+"""Grammars through a whole process tree: complete answers are valid, and other requests are not affected."""
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.live.server import Server
+from tests.live.server import Server, SharedServers
 from tests.models import model
 from tests.schemas import SUITE, validate
 
@@ -23,30 +22,32 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-AT_ONCE = 8
+CONCURRENCY = 8
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    run = tmp_path_factory.mktemp("grammars") / "run"
-    with Server(run, "--model-id", str(model("llama")), "--dtype", "float32", "--validation-workers", "1") as server:
-        yield server.start().ready()
+@pytest.fixture
+def server(shared_server: SharedServers) -> Server:
+    return shared_server("--model-id", str(model("llama")), "--dtype", "float32", "--validation-workers", "1")
 
 
 def grammar(schema: Any) -> dict[str, Any]:
     return {"grammar": {"type": "json", "value": schema}}
 
 
-def chat(server: Server, form: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": "A person."}], "response_format": form, "max_tokens": 200} | fields
+def chat(server: Server, response_format: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    body = {
+        "messages": [{"role": "user", "content": "A person."}],
+        "response_format": response_format,
+        "max_tokens": 200,
+    } | fields
     answer = server.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_schemas_of_the_suite(server: Server, part: int) -> None:
-    def one(case: list[Any]) -> str:
+def test_schemas_of_the_json_schema_suite(server: Server, part: int) -> None:
+    def outcome(case: list[Any]) -> str:
         body = {
             "inputs": case[1],
             "parameters": {"max_new_tokens": 60, "do_sample": True, "seed": part, "details": True},
@@ -55,32 +56,36 @@ def test_the_schemas_of_the_suite(server: Server, part: int) -> None:
         answer = server.client.post("/generate", json=body)
         if answer.status_code == 422:
             assert re.match("Input validation error: (cannot compile|grammar is not)", answer.json()["error"])
-            return "refused"
+            return "rejected"
         assert answer.status_code == 200, (case, answer.text)
         if answer.json()["details"]["finish_reason"] == "eos_token":
             validate(answer.json()["generated_text"], case[2])
             return "valid"
-        return "cut"
+        return "truncated"
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(one, [case for case in SUITE if isinstance(case[2], dict)][part::8]))
-    assert found.count("valid") > 10
-    assert found.count("refused") > 10
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        outcomes = list(pool.map(outcome, [case for case in SUITE if isinstance(case[2], dict)][part::8]))
+    assert outcomes.count("valid") > 10
+    assert outcomes.count("rejected") > 10
 
 
 @pytest.mark.parametrize(
-    "form",
+    "response_format",
     [
         {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}},
         {"type": "json_schema", "value": {"name": "person", "schema": PERSON}},
         {"type": "json_object", "value": json.dumps(PERSON)},
     ],
 )
-def test_both_forms_whole_and_streamed(server: Server, form: dict[str, Any]) -> None:
-    (choice,) = chat(server, form, seed=5)["choices"]
+def test_response_format_whole_and_streamed(server: Server, response_format: dict[str, Any]) -> None:
+    (choice,) = chat(server, response_format, seed=5)["choices"]
     assert choice["finish_reason"] == "stop"
     validate(choice["message"]["content"], PERSON)
-    body = {"messages": [{"role": "user", "content": "A person."}], "response_format": form, "max_tokens": 200}
+    body = {
+        "messages": [{"role": "user", "content": "A person."}],
+        "response_format": response_format,
+        "max_tokens": 200,
+    }
     with server.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True, "seed": 5}) as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     assert (
@@ -88,7 +93,7 @@ def test_both_forms_whole_and_streamed(server: Server, form: dict[str, Any]) -> 
     )
 
 
-def test_any_object_and_regex(server: Server) -> None:
+def test_json_object_regex_and_text_formats(server: Server) -> None:
     for choice in chat(server, {"type": "json_object"}, n=4, seed=1, max_tokens=300)["choices"]:
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
@@ -101,14 +106,14 @@ def test_any_object_and_regex(server: Server) -> None:
 CHOICES = ["yes", "yes, but", "n(o|t)?", 'a\n"b"/\\', "é 🙂"]
 
 
-@pytest.mark.parametrize("asked", [{"guided_choice": CHOICES}, {"structured_outputs": {"choice": CHOICES}}])
-def test_choices_whole_and_streamed(server: Server, asked: dict[str, Any]) -> None:
-    """What comes is one of the choices, on both routes."""
+@pytest.mark.parametrize("constraint", [{"guided_choice": CHOICES}, {"structured_outputs": {"choice": CHOICES}}])
+def test_guided_choice_whole_and_streamed(server: Server, constraint: dict[str, Any]) -> None:
+    """The text is one of the choices, on both routes."""
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/completions", {"prompt": "x"}),
     ):
-        body |= asked | {"max_tokens": 60, "seed": 7}
+        body |= constraint | {"max_tokens": 60, "seed": 7}
         texts = set()
         for choice in server.client.post(path, json=body | {"n": 8}).json()["choices"]:
             assert choice["finish_reason"] == "stop"
@@ -122,7 +127,7 @@ def test_choices_whole_and_streamed(server: Server, asked: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "pattern"),
+    ("constraint", "pattern"),
     [
         ({"guided_json": {"properties": {"a": {"type": "boolean"}}, "required": ["a"], "type": "object"}}, r"\{.*"),
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
@@ -131,28 +136,28 @@ def test_choices_whole_and_streamed(server: Server, asked: dict[str, Any]) -> No
         ({"ebnf": 'start: ITEM ("," ITEM)? "."\nITEM: "one" | /tw[o]/'}, r"(one|two)(,(one|two))?\."),
     ],
 )
-def test_names_of_other_servers(server: Server, asked: dict[str, Any], pattern: str) -> None:
-    for choice in chat(server, {"type": "text"}, n=4, seed=2, **asked)["choices"]:
+def test_constraint_fields_of_other_servers(server: Server, constraint: dict[str, Any], pattern: str) -> None:
+    for choice in chat(server, {"type": "text"}, n=4, seed=2, **constraint)["choices"]:
         assert choice["finish_reason"] == "stop"
         assert re.fullmatch(pattern, choice["message"]["content"])
 
 
-def test_refusals_reach_the_client(server: Server) -> None:
-    for schema, words in (
+def test_rejected_grammars_give_422_with_the_reason(server: Server) -> None:
+    for schema, message in (
         ({"not": {}}, "cannot compile regex from schema: `not` cannot be enforced (at #)"),
         ({"minLength": "3"}, "grammar is not valid: `minLength` must be a whole number >= 0 (at #)"),
     ):
         answer = server.client.post("/generate", json={"inputs": "x", "parameters": grammar(schema)})
         assert answer.status_code == 422
-        assert answer.json() == {"error": f"Input validation error: {words}", "error_type": "validation"}
-    # Token counts come first.
+        assert answer.json() == {"error": f"Input validation error: {message}", "error_type": "validation"}
+    # Token counts are validated before the grammar.
     long = {"max_new_tokens": 1} | grammar({"not": {}})
     answer = server.client.post("/generate", json={"inputs": "x" * 30000, "parameters": long})
     assert "tokens" in answer.json()["error"]
 
 
-def test_neighbours_and_hostile_grammars_change_nothing(server: Server) -> None:
-    """A plain stream and a constrained one draw the same alone and among grammars of all kinds."""
+def test_concurrent_hostile_grammars_do_not_change_seeded_answers(server: Server) -> None:
+    """A plain and a constrained request draw the same tokens alone and next to grammars that are costly to compile."""
 
     def plain() -> list[int]:
         return [event["token"]["id"] for event in server.stream("A river", max_new_tokens=80, do_sample=True, seed=3)]
@@ -178,8 +183,8 @@ def test_neighbours_and_hostile_grammars_change_nothing(server: Server) -> None:
         assert {other.result().status_code for other in others} <= {200, 422}
 
 
-def test_kill_9_of_the_worker_changes_nothing(server: Server) -> None:
-    def text(kill: bool) -> list[int]:
+def test_constrained_stream_continues_after_worker_kill(server: Server) -> None:
+    def token_ids(kill: bool) -> list[int]:
         events = server.stream(
             "Digits: ", max_new_tokens=70, do_sample=True, seed=9, grammar={"type": "regex", "value": r"(\d{3}-){20}"}
         )
@@ -190,40 +195,40 @@ def test_kill_9_of_the_worker_changes_nothing(server: Server) -> None:
                 server.kill("worker-0")
         return ids
 
-    undisturbed = text(False)
+    undisturbed = token_ids(False)
     assert len(undisturbed) > 40
-    assert text(True) == undisturbed
+    assert token_ids(True) == undisturbed
 
 
-def test_the_demo_model(demo_model: Path, tmp_path: Path) -> None:
-    """A model with words of its own, at once and seeded: what ends by itself is valid."""
+def test_demo_model_answers_are_valid(demo_model: Path, shared_server: SharedServers) -> None:
+    """Greedy, and seeded with several grammars at once: answers that end with EOS are valid."""
     colour = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
-    with Server(tmp_path / "run", "--model-id", str(demo_model), "--validation-workers", "1") as server:
-        server.start().ready()
-        third = {"type": "object", "properties": {"quotient": {"type": "number"}}}  # greedily, it has no end
-        body = {"messages": [{"role": "user", "content": "What is one divided by three? Answer in JSON."}]}
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": third}}
-        answer = server.client.post(
-            "/v1/chat/completions", json=body | {"response_format": form, "temperature": 0, "max_tokens": 80}
-        ).json()["choices"][0]
-        assert answer["finish_reason"] == "stop"
-        assert set(json.loads(answer["message"]["content"])) <= {"quotient"}
-        schemas = [PERSON, colour, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}]
+    server = shared_server("--model-id", str(demo_model))
+    # By itself the greedy answer never ends: its number has ever more digits.
+    quotient = {"type": "object", "properties": {"quotient": {"type": "number"}}}
+    body = {"messages": [{"role": "user", "content": "What is one divided by three? Answer in JSON."}]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": quotient}}
+    answer = server.client.post(
+        "/v1/chat/completions", json=body | {"response_format": form, "temperature": 0, "max_tokens": 80}
+    ).json()["choices"][0]
+    assert answer["finish_reason"] == "stop"
+    assert set(json.loads(answer["message"]["content"])) <= {"quotient"}
+    schemas = [PERSON, colour, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}]
 
-        def texts(schema: Any) -> list[str]:
-            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            choices = chat(server, form, n=2, seed=3, max_tokens=80)["choices"]
-            return [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
+    def texts(schema: Any) -> list[str]:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        choices = chat(server, form, n=2, seed=3, max_tokens=80)["choices"]
+        return [choice["message"]["content"] for choice in choices if choice["finish_reason"] == "stop"]
 
-        with ThreadPoolExecutor(len(schemas)) as pool:
-            for schema, ended in zip(schemas, pool.map(texts, schemas), strict=True):
-                assert ended
-                for text in ended:
-                    validate(text, schema)
+    with ThreadPoolExecutor(len(schemas)) as pool:
+        for schema, ended in zip(schemas, pool.map(texts, schemas), strict=True):
+            assert ended
+            for text in ended:
+                validate(text, schema)
 
 
-def test_without_grammar_support(tmp_path: Path) -> None:
+def test_disabled_grammar_support_rejects_grammars(tmp_path: Path) -> None:
     with Server(tmp_path / "run", "--model-id", str(model("llama")), "--validation-workers", "1") as off:
-        off.start("up", "--disable-grammar-support", "--worker", "scripted").ready()
+        off.start("up", "--disable-grammar-support", "--worker", "scripted").wait_until_ready()
         answer = off.client.post("/generate", json={"inputs": "x", "parameters": grammar({})})
         assert (answer.status_code, answer.json()["error"]) == (422, "Input validation error: grammar is not supported")

@@ -1,4 +1,4 @@
-"""scripts/load against real servers and a broken one: its figures, its exit code, what it says of failures."""
+"""scripts/load against real servers and a broken one: figures, exit code, and reasons of failures."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live.server import LOCAL, PATIENCE_SECONDS, Server, free_port
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, free_port
 
 LOAD = Path(__file__).parent.parent.parent / "scripts" / "load"
 PLAIN = {"/generate", "/", "/v1/chat/completions", "/v1/completions"}
@@ -25,7 +25,7 @@ SHORT = ("--prompt-words", "4", "40", "--output-tokens", "4", "12", "--only-summ
 
 
 class Load:
-    """scripts/load, started. What it has printed at its end is `printed`, both of its outputs as one."""
+    """A running scripts/load. `printed` is its output (stdout and stderr) once it has ended."""
 
     def __init__(self, host: str, *arguments: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCUST_")}
@@ -39,28 +39,28 @@ class Load:
             text=True,
         )
 
-    def end(self) -> int:
-        """The exit code, once it has ended."""
-        self.printed = self._process.communicate(timeout=PATIENCE_SECONDS)[0]
+    def wait(self) -> int:
+        """Waits until it has ended and returns the exit code."""
+        self.printed = self._process.communicate(timeout=TIMEOUT_SECONDS)[0]
         return self._process.returncode
 
-    def end_when(self, page: httpx.Client, holds: Callable[[dict[str, Any]], bool]) -> int:
-        """Ends it by SIGTERM when what its web page shows is enough: the exit code."""
-        end = time.monotonic() + PATIENCE_SECONDS
+    def terminate_when(self, page: httpx.Client, condition: Callable[[dict[str, Any]], bool]) -> int:
+        """Sends SIGTERM when the figures of its web page meet the condition. Returns the exit code."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
-            while not (shown := figures(page)) or not holds(shown):
+            while not (shown := figures(page)) or not condition(shown):
                 assert self._process.poll() is None, "it has ended"
-                assert time.monotonic() < end, f"waited in vain: {shown}"
+                assert time.monotonic() < deadline, f"timed out: {shown}"
                 time.sleep(0.1)
         finally:
             self._process.send_signal(signal.SIGTERM)
-            code = self.end()
+            code = self.wait()
             print(self.printed)
         return code
 
 
 def figures(page: httpx.Client) -> dict[str, Any]:
-    """What the web page polls; empty before it is there."""
+    """The figures that the web page polls; empty before it is served."""
     try:
         return page.get("/stats/requests").json()  # type: ignore[no-any-return]
     except httpx.TransportError:
@@ -68,24 +68,24 @@ def figures(page: httpx.Client) -> dict[str, Any]:
 
 
 def token_rows(shown: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of the tab of tokens by name."""
+    """The rows of the tab "Tokens" by name."""
     (tab,) = shown["extended_stats"]
     return {row["name"]: row for row in tab["data"]}
 
 
 @pytest.fixture
 def page() -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", **LOCAL) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{free_port()}", **CLIENT_OPTIONS) as client:
         yield client
 
 
 def web(page: httpx.Client) -> tuple[str, ...]:
-    """The arguments for a load that starts by itself and shows this page."""
+    """The arguments for a load that starts by itself and serves this page."""
     return ("--autostart", "--web-port", str(page.base_url.port), "--users", "16", "--spawn-rate", "16")
 
 
 def tokens(printed: str) -> dict[str, list[float]]:
-    """The rows of the table of tokens: tokens, tokens/s, and for streams four figures of TTFT and four of ITL."""
+    """The printed rows of tokens by name: tokens, tokens/s, and for streams four figures of TTFT and four of ITL."""
     table = printed[printed.index("Tokens (durations in ms)") :]
     rows = re.findall(r"^(/\S*(?: \[stream\])?|Aggregated) +([\d. ]+)$", table, re.MULTILINE)
     return {name: [float(cell) for cell in cells.split()] for name, cells in rows}
@@ -93,24 +93,24 @@ def tokens(printed: str) -> dict[str, list[float]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    """The environment of scripts/load, made once and kept between runs."""
+    """Creates the environment of scripts/load, which is kept between runs."""
     subprocess.run([LOAD, "--version"], check=True)
 
 
-def test_every_kind_of_request_has_its_figures_in_the_summary_and_the_page(
+def test_summary_and_page_have_figures_of_every_kind_of_request(
     tiny_llama: Path, tmp_path: Path, page: httpx.Client
 ) -> None:
-    def all_there(shown: dict[str, Any]) -> bool:
+    def all_have_figures(shown: dict[str, Any]) -> bool:
         rows = token_rows(shown)
         return rows.keys() >= PLAIN | STREAMS and all(rows[name]["itl_avg"] for name in STREAMS)
 
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
-        server.start().ready()
+        server.start().wait_until_ready()
         run = Load(server.url, *web(page))
-        server.until(lambda: figures(page), "the page is there")
-        made = json.loads(re.search(r"templateArgs = (.*)", page.get("/").text)[1])  # type: ignore[index]
+        server.wait_until(lambda: figures(page), "the page is served")
+        template_arguments = json.loads(re.search(r"templateArgs = (.*)", page.get("/").text)[1])  # type: ignore[index]
         (row, *_) = token_rows(figures(page)).values()
-        code = run.end_when(page, all_there)
+        code = run.terminate_when(page, all_have_figures)
     assert code == 0
     rows = tokens(run.printed)
     assert set(rows) == PLAIN | STREAMS | {"Aggregated"}
@@ -118,37 +118,37 @@ def test_every_kind_of_request_has_its_figures_in_the_summary_and_the_page(
         assert len(cells) == (2 if name in PLAIN else 10)
         assert min(cells) > 0
     assert rows["Aggregated"][0] == sum(cells[0] for name, cells in rows.items() if name != "Aggregated")
-    assert {"key": "tokens", "title": "Tokens"} in made["extended_tabs"]
-    (table,) = made["extended_tables"]
+    assert {"key": "tokens", "title": "Tokens"} in template_arguments["extended_tabs"]
+    (table,) = template_arguments["extended_tables"]
     assert {column["key"] for column in table["structure"]} == set(row)
 
 
-def test_a_full_server_is_no_failure_but_counted(tiny_llama: Path, tmp_path: Path) -> None:
+def test_429_is_counted_but_not_as_a_failure(tiny_llama: Path, tmp_path: Path) -> None:
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), "--max-concurrent-requests", "1", *SCRIPTED) as server:
-        server.start().ready()
+        server.start().wait_until_ready()
         run = Load(server.url, "--tags", "native", "--run-time", "3s")
-        code = run.end()
+        code = run.wait()
     assert code == 0, run.printed
     assert re.search(r"^POST +/.* \[429\] +\d+ +0\(0\.00%\)", run.printed, re.MULTILINE), run.printed
     assert "Error report" not in run.printed
     assert min(tokens(run.printed)["Aggregated"]) > 0, run.printed
 
 
-def test_a_server_that_dies_is_a_failure(tiny_llama: Path, tmp_path: Path, page: httpx.Client) -> None:
+def test_a_killed_server_is_a_failure(tiny_llama: Path, tmp_path: Path, page: httpx.Client) -> None:
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
-        server.start().ready()
+        server.start().wait_until_ready()
         run = Load(server.url, *web(page), "--tags", "native")
-        server.until(lambda: server.metric("tgi_request_success") > 0, "the load has begun")
+        server.wait_until(lambda: server.metric("tgi_request_success") > 0, "the load has begun")
         server.stop(signal.SIGKILL)
-        code = run.end_when(page, lambda shown: "Connection refused" in str(shown["errors"]))
+        code = run.terminate_when(page, lambda shown: "Connection refused" in str(shown["errors"]))
     assert code == 1
     assert re.search(r"no answer: .*Connection refused", run.printed)
 
 
-def test_without_a_server_one_message_says_so() -> None:
+def test_a_missing_server_is_reported_with_one_message() -> None:
     host = f"127.0.0.1:{free_port()}"
     run = Load(host)
-    assert run.end() == 1
+    assert run.wait() == 1
     assert f"No server answers at http://{host} (" in run.printed
     assert "Traceback" not in run.printed
 
@@ -156,7 +156,7 @@ def test_without_a_server_one_message_says_so() -> None:
 EVENT = b'data: {"index":1,"token":{"id":5,"text":"a"},"generated_text":null,"details":null}\n\n'
 ERROR = b'data: {"error":"Request failed during generation: x","error_type":"generation"}\n\n'
 CHUNK = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"},"finish_reason":null}]}\n\n'
-# Path and stream -> status, the length that the head promises (None: until the connection closes), the body.
+# (path, whether streamed) -> status, content-length (None: until the connection closes), body.
 BROKEN = {
     ("/generate", False): (503, None, b'{"error":"unhealthy","error_type":"healthcheck"}'),
     ("/generate_stream", True): (200, None, EVENT),
@@ -179,8 +179,8 @@ REASONS = {
 }
 
 
-class Breaker(BaseHTTPRequestHandler):
-    """Healthy, and answers nothing as it should."""
+class BrokenServer(BaseHTTPRequestHandler):
+    """A server that is healthy and answers every request wrongly."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -203,10 +203,10 @@ class Breaker(BaseHTTPRequestHandler):
 
 
 def test_every_broken_answer_is_a_failure_with_its_reason(page: httpx.Client) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Breaker) as broken:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BrokenServer) as broken:
         threading.Thread(target=broken.serve_forever, daemon=True).start()
         run = Load(f"127.0.0.1:{broken.server_port}", *web(page))
-        code = run.end_when(page, lambda shown: {error["name"] for error in shown["errors"]} >= set(REASONS))
+        code = run.terminate_when(page, lambda shown: {error["name"] for error in shown["errors"]} >= set(REASONS))
         broken.shutdown()
     assert code == 1
     for name, reason in REASONS.items():

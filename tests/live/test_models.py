@@ -1,51 +1,50 @@
-"""Real models behind a real server: transformers' answers, and the same answer under any load, to the bit."""
+"""Real models through a whole server: answers equal those of transformers, and are bitwise the same under any load."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from tests.live.server import Server
+from tests.live.server import MAX_ATTEMPTS, Server
 from tests.models import demo_model, model
 
-# All lengths up to twelve pages.
+# Lengths up to twelve pages.
 PROMPTS = [
     "The capital of France is" + " and the river runs through the city" * (n % 5) + f" number {n}" * (n * n // 20 + 1)
     for n in range(0, 20, 2)
 ]
-# For the demo model: 35 tokens each, which is two pages and a few tokens (one page of our own kernels). All have begun
-# long before the pages of the first ones leave no room for the last.
+# For the demo model: 35 tokens each, which is two pages and a few tokens (one page with our own kernels). All are
+# running long before the first ones need the pages of the last.
 EVEN = [f"This is story number {n}:" + " and the river runs through the city" * 4 for n in range(4)]
 SEEDED = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.95, "typical_p": 0.95}
 SEEDED |= {"repetition_penalty": 1.1, "frequency_penalty": 0.5}
-NEAR = 1e-5  # where the two best logits lie closer than this, either is right
+TIE = 1e-5  # if the two highest logits differ by less, either token is right
 
 
 class Case(NamedTuple):
-    """A served model, what it is asked, and the room that it has for it."""
+    """A served model, its prompts, and the size of its KV cache."""
 
     kind: str
     dtype: str
-    room: int  # tokens of all requests together
-    prompts: list[str]  # all fit into the room at once, but not what they grow to, so rows are preempted
-    few: int  # so many of them, from the first, do fit
+    kv_tokens: int  # size of the KV cache
+    prompts: list[str]  # all fit into the KV cache, but not with their answers, so that requests are preempted
+    few: int  # the first ones that fit with their answers
     tokens: int  # of each answer
 
 
-# Who computes itself and who asks transformers, in the numbers that show whether it is right; the real one in its own,
-# or in those that the processor computes.
-# What else there is of kinds and numbers differs in the worker alone: tests/worker has them all.
-LLAMA = Case("llama", "float32", room=480, prompts=PROMPTS, few=3, tokens=24)
+# One model of our own implementation and one of transformers', in float32, where wrong results show; and the demo model
+# in its own dtype. Other models and dtypes differ only in the worker: see tests/worker.
+LLAMA = Case("llama", "float32", kv_tokens=480, prompts=PROMPTS, few=3, tokens=24)
 TINY = [LLAMA._replace(kind=kind) for kind in ("llama", "gpt2")]
-DEMO = Case("demo", "auto", room=272, prompts=EVEN, few=2, tokens=40)
+DEMO = Case("demo", "auto", kv_tokens=272, prompts=EVEN, few=2, tokens=40)
 DEMO_32 = DEMO._replace(dtype="float32", tokens=20)
 
 
 def served(*cases: Case) -> pytest.MarkDecorator:
-    """Runs a test with these models. All tests of one model share its server."""
+    """Parametrizes a test with models. All tests of one model share its server."""
     return pytest.mark.parametrize("case", cases, indirect=True, ids=lambda case: f"{case.kind}-{case.dtype}")
 
 
@@ -61,36 +60,36 @@ def directory_of(case: Case) -> Path:
 @pytest.fixture(scope="module")
 def server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--model-id", str(directory_of(case)), "--dtype", case.dtype, "--validation-workers", "1")
-    room = ("--max-batch-total-tokens", str(case.room), "--max-total-tokens", str(case.room))
-    with Server(tmp_path_factory.mktemp("models") / "run", *arguments, *room) as server:
-        yield server.start().ready()
+    limits = ("--max-batch-total-tokens", str(case.kv_tokens), "--max-total-tokens", str(case.kv_tokens))
+    with Server(tmp_path_factory.mktemp("models") / "run", *arguments, *limits) as server:
+        yield server.start().wait_until_ready()
 
 
 Answer = list[tuple[int, float]]  # id and logprob of each token
 
 
 def ask(server: Server, case: Case, number: int, seeded: bool) -> Answer:
-    """A prompt by its number, greedy or with its own seed. No answer is shorter than the case says."""
+    """The answer to prompt `number`, greedy or with the number as seed. Answers have exactly `case.tokens` tokens."""
     chosen = {**SEEDED, "seed": number} if seeded else {}
     answer = server.generate(case.prompts[number], max_new_tokens=case.tokens, ignore_eos=True, **chosen)
     return [(token["id"], token["logprob"]) for token in answer["details"]["tokens"]]
 
 
-def at_scheduler(server: Server) -> float:
-    """Requests that run or wait."""
+def scheduled_requests(server: Server) -> float:
+    """How many requests run or wait."""
     return server.metric("tgi_batch_current_size") + server.metric("tgi_queue_size")
 
 
 @served(*TINY, DEMO)
 def test_same_answer_under_any_load(case: Case, server: Server) -> None:
-    """Alone, from the cache, together, and together where rows are preempted. Every second one has a seed."""
+    """Alone, with a cached prefix, concurrently, and concurrently with preemption. Every second request has a seed."""
 
     def together(count: int) -> list[Answer]:
-        """Requests that the scheduler has before the first of them is computed, on machines of any speed."""
+        """The answers of concurrent requests. The worker is suspended until the scheduler has all of them."""
         with ThreadPoolExecutor(count) as pool:
-            with server.paused("worker-0"):
+            with server.suspended("worker-0"):
                 answers = pool.map(lambda number: ask(server, case, number, number % 2 == 1), range(count))
-                server.until(lambda: at_scheduler(server) == count, f"{count} requests have arrived")
+                server.wait_until(lambda: scheduled_requests(server) == count, f"{count} requests have arrived")
             return list(answers)
 
     count = len(case.prompts)
@@ -106,13 +105,13 @@ def test_same_answer_under_any_load(case: Case, server: Server) -> None:
 
 
 @served(*TINY, DEMO_32)
-def test_greedy_answers_are_those_of_transformers(case: Case, server: Server) -> None:
+def test_greedy_answers_equal_those_of_transformers(case: Case, server: Server) -> None:
     """In float32, token by token."""
     import torch
 
     from tests.dequantized import transformers_model
 
-    judge = transformers_model(directory_of(case), torch.float32)
+    reference = transformers_model(directory_of(case), torch.float32)
     with ThreadPoolExecutor(len(case.prompts)) as pool:
         answers = pool.map(lambda number: ask(server, case, number, seeded=False), range(len(case.prompts)))
     for prompt, answer in zip(case.prompts, answers, strict=True):
@@ -120,11 +119,11 @@ def test_greedy_answers_are_those_of_transformers(case: Case, server: Server) ->
         prompt_ids = [item["id"] for item in items]
         ids = [token for token, _ in answer]
         with torch.inference_mode():
-            logits = judge(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
+            logits = reference(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
         logprobs = logits.log_softmax(-1)
-        for place, (token, logprob) in enumerate(answer):
-            assert logits[place].max() - logits[place, token] < NEAR, (prompt, place)
-            assert abs(float(logprobs[place, token]) - logprob) < 1e-4, (prompt, place)
+        for position, (token, logprob) in enumerate(answer):
+            assert logits[position].max() - logits[position, token] < TIE, (prompt, position)
+            assert abs(float(logprobs[position, token]) - logprob) < 1e-4, (prompt, position)
 
 
 STORIES = [f"Write a long story about {what}." for what in ("a river", "two friends", "a ship", "the moon")]
@@ -135,44 +134,37 @@ def chat(text: str) -> str:
 
 
 @served(LLAMA, DEMO)
-def test_kill_9_of_the_worker_changes_nothing(case: Case, server: Server) -> None:
-    """Streams, greedy and seeded; the worker dies when each has shown 12 tokens. Nothing is decoded again."""
+def test_streams_continue_after_worker_kill(case: Case, server: Server) -> None:
+    """Greedy and seeded streams; the worker is killed when each has shown 12 tokens."""
     undisturbed = streams(server)
-    before = server.metric("tgi_resumed_tokens")
-    assert streams(server, act=lambda: server.kill("worker-0")) == undisturbed
-    assert server.metric("tgi_resumed_tokens") - before >= 4 * 12
+    for _ in range(MAX_ATTEMPTS):  # on a busy machine streams may have been computed before the kill
+        before = server.metric("tgi_recomputed_tokens")
+        assert streams(server, act=lambda: server.kill("worker-0")) == undisturbed
+        recomputed = server.metric("tgi_recomputed_tokens") - before
+        if recomputed >= 4 * 12:
+            break
+    assert recomputed >= 4 * 12
 
 
-def streams(server: Server, act: Any = None) -> list[Answer]:
+def streams(server: Server, act: Callable[[], object] | None = None) -> list[Answer]:
     """Four streams at once, the second half with seeds; `act` is called when each has shown 12 tokens."""
-    shown = [0] * 4
-
-    def one(number: int) -> Answer:
-        seeded = {**SEEDED, "seed": number} if number >= 2 else {}
-        answer: Answer = []
-        for event in server.stream(chat(STORIES[number]), max_new_tokens=40, **seeded):
-            answer.append((event["token"]["id"], event["token"]["logprob"]))
-            shown[number] += 1
-        return answer
-
-    with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(one, number) for number in range(4)]
-        if act:
-            server.until(lambda: min(shown) >= 12 or all(stream.done() for stream in running), "12 tokens of each")
-            assert not any(stream.done() for stream in running), "too late to act"
-            act()
-        return [stream.result() for stream in running]
+    requests = [
+        (chat(story), {"max_new_tokens": 40, **(SEEDED | {"seed": number} if number >= 2 else {})})
+        for number, story in enumerate(STORIES)
+    ]
+    streamed = server.stream_all(requests, act, after=12)
+    return [[(event["token"]["id"], event["token"]["logprob"]) for event in events] for events in streamed]
 
 
 @served(DEMO)
-def test_it_knows_the_capital_of_france_and_stops(server: Server) -> None:
+def test_demo_model_answers_and_ends_with_eos(server: Server) -> None:
     answer = server.generate(chat("What is the capital of France?"), max_new_tokens=60)
     assert "Paris" in answer["generated_text"]
     assert answer["details"]["finish_reason"] == "eos_token"
 
 
 @served(DEMO)
-def test_utf8_is_never_split(server: Server) -> None:
+def test_no_event_splits_a_utf8_character(server: Server) -> None:
     prompt = chat("Repeat exactly: 😀 naïve 東京 🏳️‍🌈")
     with ThreadPoolExecutor(3) as pool:
         drawn = pool.map(
@@ -186,7 +178,7 @@ def test_utf8_is_never_split(server: Server) -> None:
 
 @served(DEMO)
 @pytest.mark.parametrize("stop", ["Paris", "ris", "capital of"])
-def test_stop_strings_cut_right_behind_themselves(server: Server, stop: str) -> None:
+def test_the_text_ends_with_the_stop_string(server: Server, stop: str) -> None:
     events = list(server.stream(chat("What is the capital of France?"), max_new_tokens=60, stop=[stop]))
     assert events[-1]["details"]["finish_reason"] == "stop_sequence"
     assert events[-1]["generated_text"].endswith(stop)
@@ -194,7 +186,7 @@ def test_stop_strings_cut_right_behind_themselves(server: Server, stop: str) -> 
 
 
 @served(DEMO)
-def test_it_is_small(server: Server) -> None:
+def test_api_and_tokenizer_use_less_than_150_mb(server: Server) -> None:
     sizes = {name: process.memory_info().rss / 2**20 for name, process in server.processes().items()}
     for name, size in sizes.items():
         if name.startswith(("api", "tokenizer")):

@@ -1,5 +1,5 @@
-"""Prompts through a whole tree: their logprobs are exact, in any company, cached or not, and come once however much
-dies; and what programs send that evaluate models with them, or measure servers."""
+"""Prompt logprobs through a whole server: exact, also if batched, cached, or interrupted by a kill; and the requests of
+lm-eval and `vllm bench serve`."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from tests.live.server import LOCAL, Server
+from tests.live.server import CLIENT_OPTIONS, Server
 from tests.models import model
 
-LONGEST = 300  # tokens of a request
+MAX_TOTAL_TOKENS = 300
 TEXT = "The capital of France is Paris. 👍🏽 Le garçon naïf. "
 
 
@@ -29,9 +29,9 @@ def prefill(server: Server, inputs: str, **parameters: Any) -> list[dict[str, An
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--model-id", str(model("llama")), "--dtype", "float32", "--validation-workers", "1")
-    limits = ("--max-total-tokens", str(LONGEST), "--max-batch-prefill-tokens", "48")
+    limits = ("--max-total-tokens", str(MAX_TOTAL_TOKENS), "--max-batch-prefill-tokens", "48")
     with Server(tmp_path_factory.mktemp("server") / "run", *arguments, *limits) as server:
-        yield server.start().ready()
+        yield server.start().wait_until_ready()
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +40,18 @@ def tokenizer() -> Tokenizer:
 
 
 class Reference:
-    """What transformers says of a prompt."""
+    """The logprobs of a prompt according to transformers."""
 
     def __init__(self) -> None:
         self._network = transformers.AutoModelForCausalLM.from_pretrained(model("llama"), dtype=torch.float32)
 
     def rows(self, ids: list[int]) -> torch.Tensor:
-        """The logprobs of all tokens behind each but the last."""
+        """The logprobs of the whole vocabulary after each token but the last: [tokens - 1, vocabulary]."""
         with torch.inference_mode():
             return self._network(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)  # type: ignore[no-any-return]
 
     def logprobs(self, ids: list[int]) -> list[float]:
-        """Of each token but the first."""
+        """The logprob of each token but the first."""
         return self.rows(ids).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
@@ -60,34 +60,36 @@ def reference() -> Reference:
     return Reference()
 
 
-def test_they_are_exact_whatever_happens(server: Server, tokenizer: Tokenizer, reference: Reference) -> None:
+def test_prompt_logprobs_are_exact_batched_cached_and_after_kills(
+    server: Server, tokenizer: Tokenizer, reference: Reference
+) -> None:
     inputs = TEXT * 6
-    want = prefill(server, inputs)
+    expected = prefill(server, inputs)
     ids = tokenizer.encode(inputs).ids
-    assert [token["id"] for token in want] == ids
-    assert want[0]["logprob"] is None
-    assert [token["logprob"] for token in want[1:]] == pytest.approx(reference.logprobs(ids), abs=1e-4)
+    assert [token["id"] for token in expected] == ids
+    assert expected[0]["logprob"] is None
+    assert [token["logprob"] for token in expected[1:]] == pytest.approx(reference.logprobs(ids), abs=1e-4)
 
-    server.generate(inputs, max_new_tokens=1)  # now its pages are in the cache
-    assert prefill(server, inputs) == want
-    assert prefill(server, inputs, temperature=0.5, top_k=2, seed=4, repetition_penalty=1.3) == want
-    assert prefill(server, inputs, truncate=40)[1:] != want[-39:]
+    server.generate(inputs, max_new_tokens=1)  # now its pages are cached
+    assert prefill(server, inputs) == expected
+    assert prefill(server, inputs, temperature=0.5, top_k=2, seed=4, repetition_penalty=1.3) == expected
+    assert prefill(server, inputs, truncate=40)[1:] != expected[-39:]
     with ThreadPoolExecutor(8) as pool:
         others = [pool.submit(prefill, server, TEXT * n) for n in (1, 2, 6, 3, 6)]
-        assert [other.result() for other in others][2] == others[4].result() == want
+        assert [other.result() for other in others][2] == others[4].result() == expected
 
     for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
         killing = threading.Thread(target=server.kill, args=(victim,))
         with ThreadPoolExecutor(4) as pool:
-            under_way = [pool.submit(prefill, server, inputs) for _ in range(4)]
+            pending = [pool.submit(prefill, server, inputs) for _ in range(4)]
             killing.start()
-            assert [one.result() for one in under_way] == [want] * 4, victim
+            assert [one.result() for one in pending] == [expected] * 4, victim
         killing.join()
 
     (choice,) = ask(server, inputs, logprobs=2, max_tokens=3, temperature=0)["choices"]
     columns = choice["logprobs"]
-    assert columns["token_logprobs"][: len(ids)] == [token["logprob"] for token in want]
-    assert columns["tokens"][: len(ids)] == [token["text"] for token in want]
+    assert columns["token_logprobs"][: len(ids)] == [token["logprob"] for token in expected]
+    assert columns["tokens"][: len(ids)] == [token["text"] for token in expected]
     assert {len(column) for column in columns.values()} == {len(ids) + 3}
     assert columns["top_logprobs"][0] is None
     assert columns["text_offset"][len(ids)] == len(inputs)
@@ -96,17 +98,17 @@ def test_they_are_exact_whatever_happens(server: Server, tokenizer: Tokenizer, r
 
 
 def ask(server: Server, prompt: Any, **fields: Any) -> dict[str, Any]:
-    """Completions of a prompt or of several, which come back with their logprobs."""
+    """Completions of one or several prompts, with the prompt echoed and its logprobs."""
     answer = server.client.post("/v1/completions", json={"prompt": prompt, "echo": True, "logprobs": 1, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()  # type: ignore[no-any-return]
 
 
-def test_prompts_are_scored(server: Server, tokenizer: Tokenizer, reference: Reference) -> None:
-    """Texts and token ids, up to the whole context, without a token: exact, and once whatever dies."""
+def test_prompts_are_scored_without_generating(server: Server, tokenizer: Tokenizer, reference: Reference) -> None:
+    """Texts and token ids up to the context length with max_tokens 0: exact, also after kills."""
     ids = tokenizer.encode(TEXT * 13).ids
-    assert len(ids) > LONGEST
-    prompts = [ids[:LONGEST], ids[:1], ids[5:40], ids[7:LONGEST]]
+    assert len(ids) > MAX_TOTAL_TOKENS
+    prompts = [ids[:MAX_TOTAL_TOKENS], ids[:1], ids[5:40], ids[7:MAX_TOTAL_TOKENS]]
     scored = ask(server, prompts, max_tokens=0)
     total = sum(map(len, prompts))
     assert scored["usage"] == {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}
@@ -118,7 +120,7 @@ def test_prompts_are_scored(server: Server, tokenizer: Tokenizer, reference: Ref
         assert columns["token_logprobs"][0] is None
         assert columns["token_logprobs"][1:] == pytest.approx(reference.logprobs(prompt), abs=1e-4)
 
-    # The same prompt as a text, and with a token behind it, has the same logprobs.
+    # A prompt has the same logprobs as text, as token ids, and if a token is generated.
     whole = tokenizer.encode(TEXT).ids
     by_ids, by_text = (ask(server, prompt, max_tokens=0)["choices"] for prompt in (whole, TEXT))
     assert by_ids == by_text
@@ -128,35 +130,35 @@ def test_prompts_are_scored(server: Server, tokenizer: Tokenizer, reference: Ref
     (cut,) = ask(server, whole, max_tokens=0, truncate_prompt_tokens=5)["choices"]
     assert cut["logprobs"]["tokens"] == by_ids[0]["logprobs"]["tokens"][-5:]
 
-    # What is generated behind ids is what is generated behind their text.
+    # The continuation is the same for token ids and for their text.
     texts = [ask(server, prompt, max_tokens=8, temperature=0, echo=False)["choices"][0] for prompt in (TEXT, whole)]
     assert texts[0] == texts[1]
 
-    refused = [
-        {"prompt": ids[: LONGEST + 1], "echo": True, "max_tokens": 0},
-        {"prompt": ids[:LONGEST], "echo": True, "max_tokens": 1},
-        {"prompt": ids[:LONGEST], "max_tokens": 0},
+    rejected = [
+        {"prompt": ids[: MAX_TOTAL_TOKENS + 1], "echo": True, "max_tokens": 0},
+        {"prompt": ids[:MAX_TOTAL_TOKENS], "echo": True, "max_tokens": 1},
+        {"prompt": ids[:MAX_TOTAL_TOKENS], "max_tokens": 0},
     ]
-    assert [server.client.post("/v1/completions", json=body).status_code for body in refused] == [422] * 3
+    assert [server.client.post("/v1/completions", json=body).status_code for body in rejected] == [422] * 3
 
     for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
         killing = threading.Thread(target=server.kill, args=(victim,))
         with ThreadPoolExecutor(4) as pool:
-            under_way = [pool.submit(ask, server, prompts, max_tokens=0) for _ in range(4)]
+            pending = [pool.submit(ask, server, prompts, max_tokens=0) for _ in range(4)]
             killing.start()
-            assert [one.result()["choices"] for one in under_way] == [scored["choices"]] * 4, victim
+            assert [one.result()["choices"] for one in pending] == [scored["choices"]] * 4, victim
         killing.join()
 
 
 @pytest.mark.parametrize("tokenized", [True, False])
-def test_what_lm_eval_sends(server: Server, tokenizer: Tokenizer, reference: Reference, tokenized: bool) -> None:
-    """lm-eval 0.4.13, model local-completions: the sum of the logprobs behind a context, and whether each token is the
-    likeliest. It leaves out one generated token."""
+def test_requests_of_lm_eval(server: Server, tokenizer: Tokenizer, reference: Reference, tokenized: bool) -> None:
+    """lm-eval 0.4.13, model local-completions: the sum of the logprobs after a context, and whether each token is the
+    most likely one. It ignores one generated token."""
     texts = [
         (context, context + rest) for context in ("The capital is", "Le garçon. 👍🏽") for rest in (" Paris.", " 今")
     ]
     pairs = [(tokenizer.encode(context).ids, tokenizer.encode(whole).ids) for context, whole in texts]
-    if tokenized:  # the likeliest token need not be one that the text is divided into
+    if tokenized:  # the most likely token need not be the one that the tokenizer makes of the text
         context = pairs[0][0]
         pairs[1] = context, [*context, int(reference.rows([*context, 0])[-1].argmax())]
     prompts = [whole if tokenized else tokenizer.decode(whole, skip_special_tokens=False) for _, whole in pairs]
@@ -192,9 +194,9 @@ def test_what_lm_eval_sends(server: Server, tokenizer: Tokenizer, reference: Ref
     assert [choice["index"] for choice in choices] == list(range(len(pairs)))
 
 
-def test_what_vllm_bench_serve_sends(server: Server) -> None:
-    """Many streams at once. It takes an event with choices for a token and one without for the usage, and reads what
-    comes in pieces of any size, each without the white space around it."""
+def test_requests_of_vllm_bench_serve(server: Server) -> None:
+    """Concurrent streams, parsed as vLLM does: an event with choices is a token, one without is the usage. Chunks may
+    have any size, and the white space around each is removed."""
     body = {
         "model": "tgi", "prompt": TEXT, "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 24,
         "logprobs": None, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
@@ -213,21 +215,21 @@ def test_what_vllm_bench_serve_sends(server: Server) -> None:
                     assert not done
                     data = message.removeprefix("data: ")
                     done = data == "[DONE]"
-                    said = {} if done else json.loads(data)
-                    if said.get("choices"):
+                    event = {} if done else json.loads(data)
+                    if event.get("choices"):
                         tokens += 1
-                        text += said["choices"][0]["text"]
-                    elif said:
-                        usage = said["usage"]
+                        text += event["choices"][0]["text"]
+                    elif event:
+                        usage = event["usage"]
         assert done
         assert not waiting
         return text, tokens, usage
 
-    async def all_of_them() -> list[tuple[str, int, dict[str, int]]]:
-        async with httpx.AsyncClient(base_url=server.url, **LOCAL) as client:
+    async def concurrently() -> list[tuple[str, int, dict[str, int]]]:
+        async with httpx.AsyncClient(base_url=server.url, **CLIENT_OPTIONS) as client:
             return await asyncio.gather(*(one(client) for _ in range(12)))
 
-    found = asyncio.run(all_of_them())
+    found = asyncio.run(concurrently())
     text, tokens, usage = found[0]
     assert found == [found[0]] * 12
     assert tokens == usage["completion_tokens"] == 24

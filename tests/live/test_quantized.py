@@ -1,28 +1,28 @@
-"""`tgi up --quantize`: a model made of fewer bits at load, by a real process tree."""
+"""`tgi up --quantize`: a model that is quantized at load, in a whole process tree."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.live.server import Server
 from tests.models import model
-from tgi.kernel import rundir
+from tgi.microkernel import rundir
 
 PROMPTS = [f"This is story number {n}:" + " and the river runs" * n for n in range(6)]
 
 
 def answer(server: Server, prompt: str) -> list[tuple[int, float]]:
-    told = server.generate(prompt, max_new_tokens=12)["details"]["tokens"]
-    return [(token["id"], token["logprob"]) for token in told]
+    tokens = server.generate(prompt, max_new_tokens=12)["details"]["tokens"]
+    return [(token["id"], token["logprob"]) for token in tokens]
 
 
-def test_a_quantized_model_serves_the_same_bits_alone_together_and_restarted(tmp_path: Path) -> None:
+def test_int8_answers_are_the_same_alone_concurrently_and_after_a_kill(tmp_path: Path) -> None:
     directory = str(model("llama", hidden=128, intermediate=192))
     with Server(
         tmp_path / "run", "--model-id", directory, "--dtype", "bfloat16", "--validation-workers", "1"
     ) as server:
-        server.start("up", "--quantize", "int8").ready()
-        served = next(state.facts for state in rundir.read_states(server.run) if state.role == "worker")
-        # torch's kernels make weights in few bits plain.
+        server.start("up", "--quantize", "int8").wait_until_ready()
+        served = next(state.facts for state in rundir.read_states(server.run_directory) if state.role == "worker")
+        # With torch's kernels, quantized weights are dequantized at load.
         assert (8 < served["weight_bits"] < 12) == served["kernels"].startswith("our own")
         alone = [answer(server, prompt) for prompt in PROMPTS]
         with ThreadPoolExecutor(len(PROMPTS)) as pool:

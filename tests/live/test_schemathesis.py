@@ -1,6 +1,6 @@
-"""schemathesis draws requests from the OpenAPI document that a real server serves; every answer is held against it.
+"""schemathesis generates requests from the OpenAPI document of a running server; every answer is validated against it.
 
-The same few requests are drawn each time. For many others:
+The same few requests are generated each time. For many others:
 
     TGI_FUZZ_EXAMPLES=2000 .venv/bin/pytest --timeout=0 tests/live/test_schemathesis.py
 """
@@ -21,12 +21,12 @@ from schemathesis.specs.openapi.checks import ignored_auth, negative_data_reject
 
 from tests.api.conformance import conforms
 from tests.live.server import Server
+from tgi.api.json_body import SHAPE
 from tgi.api.operations import KSERVE, OPERATIONS, Operation
-from tgi.api.serde import SHAPE
 
 EXAMPLES = int(os.environ.get("TGI_FUZZ_EXAMPLES", "0"))
-SECONDS = 30  # an answer that takes longer hangs
-# Bodies seldom say when to stop, so the context is short.
+ANSWER_TIMEOUT_SECONDS = 30
+# Few bodies limit their tokens, so the context is short.
 SHORT = (
     "--worker",
     "scripted",
@@ -41,15 +41,15 @@ KEY = "a secret"
 WRONG_KEYS = [None, "", KEY, "Bearer", f"Basic {KEY}", f"Bearer x{KEY}", f"Bearer {KEY}!", f"Bearer {KEY.upper()}"]
 ALL = {operation.id: operation for operation in OPERATIONS + KSERVE}
 POSTS = {name: operation for name, operation in ALL.items() if operation.request is not None}
-# They look at the shape of parameters and at few of the values, as TGI does.
+# These operations validate the shape of parameters and only some values, as TGI does.
 LENIENT = {"tokenize", "get_chat_tokenize", "vertex_compatibility", "kserve_infer"}
 
-Schema, Case, Response = Any, Any, Any  # schemathesis'
+Schema, Case, Response = Any, Any, Any  # types of schemathesis
 Check = Callable[[Any, Response, Case], bool | None]
 
 
-def read(server: Server, change: Callable[[Operation, dict[str, Any]], None] | None = None) -> Schema:
-    """The server's document for schemathesis, with what `change` has done to each operation."""
+def load_schema(server: Server, change: Callable[[Operation, dict[str, Any]], None] | None = None) -> Schema:
+    """The server's document as a schema of schemathesis; `change` may modify each described operation."""
     document = server.client.get("/api-doc/openapi.json").json()
     for operation in ALL.values() if change else ():
         change(operation, document["paths"][operation.path][operation.method])
@@ -61,17 +61,17 @@ def read(server: Server, change: Callable[[Operation, dict[str, Any]], None] | N
 
 @pytest.fixture(scope="module")
 def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("fuzz") / "run", "--model-id", str(tiny_llama), *SHORT) as made:
-        yield made.start().ready()
+    with Server(tmp_path_factory.mktemp("fuzz") / "run", "--model-id", str(tiny_llama), *SHORT) as server:
+        yield server.start().wait_until_ready()
 
 
 @pytest.fixture(scope="module")
 def schema(server: Server) -> Schema:
-    return read(server)
+    return load_schema(server)
 
 
 def send(schema: Schema, operation: Operation, mode: GenerationMode, count: int, *wanted: Check, **call: Any) -> None:
-    """Sends this many requests of an operation (or as many as are asked for by hand) and checks the answers."""
+    """Sends TGI_FUZZ_EXAMPLES or else `count` generated requests of an operation and checks the answers."""
 
     @settings(
         max_examples=EXAMPLES or count, derandomize=not EXAMPLES, database=None,
@@ -80,25 +80,27 @@ def send(schema: Schema, operation: Operation, mode: GenerationMode, count: int,
     @given(case=schema[operation.path][operation.method.upper()].as_strategy(generation_mode=mode))
     def sent(case: Case) -> None:
         if mode == GenerationMode.POSITIVE:
-            case.body = parsed(case.body)
-        case.call_and_validate(checks=[not_a_server_error, as_documented, *wanted], timeout=SECONDS, **call)
+            case.body = without_ambiguities(case.body)
+        case.call_and_validate(
+            checks=[not_a_server_error, as_documented, *wanted], timeout=ANSWER_TIMEOUT_SECONDS, **call
+        )
 
     sent()
 
 
-def parsed(value: Any) -> Any:
-    """The same without what no schema can say: 1.0 is an integer for JSON Schema and a float for TGI's parser, and
-    two names of one field exclude each other."""
+def without_ambiguities(value: Any) -> Any:
+    """The body without what a schema cannot express: 1.0 is an integer in JSON Schema and a float for TGI's parser, and
+    only one of two names of a field may be present."""
     if isinstance(value, dict):
         both = {"max_tokens", "max_completion_tokens"} <= value.keys()
-        return {name: parsed(member) for name, member in value.items() if not both or name != "max_tokens"}
+        return {name: without_ambiguities(member) for name, member in value.items() if not both or name != "max_tokens"}
     if isinstance(value, list):
-        return [parsed(member) for member in value]
+        return [without_ambiguities(member) for member in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
 
 
 class Answer:
-    """A response as `conforms` takes it."""
+    """A response in the form that `conforms` expects."""
 
     def __init__(self, response: Response) -> None:
         self.status = response.status_code
@@ -107,12 +109,12 @@ class Answer:
 
 
 def as_documented(ctx: Any, response: Response, case: Case) -> None:
-    """Status, media type and body are among those of the document; of a stream, the data of each event."""
+    """Status, media type and body, or the data of each event, are those of the document."""
     conforms(f"{case.method} {case.operation.path} HTTP/1.1\r\n".encode(), Answer(response), with_kserve=True)
 
 
-def shaped(ctx: Any, response: Response, case: Case) -> None:
-    """What the document allows may break a rule, or be too much for this server: it is never of the wrong shape."""
+def has_no_shape_error(ctx: Any, response: Response, case: Case) -> None:
+    """A documented request may be rejected because of a rule or a limit, but not because of its shape."""
     assert response.status_code in (200, 404, 422)
     if response.status_code == 422:
         assert response.headers["content-type"] == ["application/json"], response.content
@@ -120,16 +122,16 @@ def shaped(ctx: Any, response: Response, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_the_document_allows(schema: Schema, name: str) -> None:
-    send(schema, ALL[name], GenerationMode.POSITIVE, 5, shaped)
+def test_documented_requests(schema: Schema, name: str) -> None:
+    send(schema, ALL[name], GenerationMode.POSITIVE, 5, has_no_shape_error)
 
 
 @pytest.mark.parametrize("name", POSTS)
-def test_what_the_document_does_not_allow(schema: Schema, name: str) -> None:
+def test_undocumented_requests(schema: Schema, name: str) -> None:
     send(schema, ALL[name], GenerationMode.NEGATIVE, 6, *(() if name in LENIENT else (negative_data_rejection,)))
 
 
-def test_other_methods_are_refused_everywhere(server: Server) -> None:
+def test_other_methods_give_405_on_all_paths(server: Server) -> None:
     paths: dict[str, set[str]] = {}
     for operation in ALL.values():
         paths.setdefault(operation.path.format(model="m", version="1"), set()).add(operation.method.upper())
@@ -138,42 +140,42 @@ def test_other_methods_are_refused_everywhere(server: Server) -> None:
         for method in {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "QUERY"} - allowed:
             answer = server.client.request(method, path, json={"inputs": "Hello"})
             assert answer.status_code == 405, f"{method} {path}"
-            told(path, method, answer, "method_not_allowed")
+            assert_error_body(path, method, answer, "method_not_allowed")
             assert {*answer.headers["allow"].split(",")} == allowed, f"{method} {path}"
 
 
 @pytest.mark.parametrize(
     "kind", [None, "", "text/plain", "application/xml", "application/x-www-form-urlencoded", "json"]
 )
-def test_other_content_types_are_refused_everywhere(server: Server, kind: str | None) -> None:
+def test_other_content_types_give_415_on_all_paths(server: Server, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     for operation in POSTS.values():
         path = operation.path.format(model="m", version="1")
         answer = server.client.post(path, content=json.dumps({"inputs": "Hello"}), headers=headers)
         assert answer.status_code == 415, path
         if path.startswith("/v1/"):
-            told(path, "POST", answer, "unsupported_media_type")
+            assert_error_body(path, "POST", answer, "unsupported_media_type")
 
 
-def test_no_operation_that_wants_a_key_goes_without(tiny_llama: Path, tmp_path: Path) -> None:
-    def want(operation: Operation, described: dict[str, Any]) -> None:
-        if operation.secured:
+def test_operations_that_require_a_key_reject_requests_without_it(tiny_llama: Path, tmp_path: Path) -> None:
+    def require_key(operation: Operation, described: dict[str, Any]) -> None:
+        if operation.requires_key:
             described["security"].remove({})  # the document allows for servers without keys
 
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SHORT, "--api-key", KEY) as server:
-        schema = read(server.start().ready(), want)
+        schema = load_schema(server.start().wait_until_ready(), require_key)
         for operation in ALL.values():
-            headers = {"Authorization": f"Bearer {KEY}"} if operation.secured else {}
-            send(schema, operation, GenerationMode.POSITIVE, 3, ignored_auth, let_in, headers=headers)
+            headers = {"Authorization": f"Bearer {KEY}"} if operation.requires_key else {}
+            send(schema, operation, GenerationMode.POSITIVE, 3, ignored_auth, is_authorized, headers=headers)
         for path in (operation.path.format(model="m", version="1") for operation in POSTS.values()):
             for key in WRONG_KEYS:
                 answer = server.client.post(path, json={}, headers={"authorization": key} if key is not None else {})
                 assert answer.status_code == 401, f"{path} with {key!r}"
-                told(path, "POST", answer, "unauthorized")
+                assert_error_body(path, "POST", answer, "unauthorized")
 
 
-def told(path: str, method: str, answer: httpx.Response, kind: str) -> None:
-    """A refusal without a body on TGI's routes is OpenAI's object below /v1."""
+def assert_error_body(path: str, method: str, answer: httpx.Response, kind: str) -> None:
+    """These errors have no body on TGI's routes, and OpenAI's error object on routes below /v1."""
     if method == "HEAD" or not path.startswith("/v1/"):
         assert answer.content == b"", f"{method} {path}"
         return
@@ -182,6 +184,6 @@ def told(path: str, method: str, answer: httpx.Response, kind: str) -> None:
     assert body == {"error": error, "error_type": kind}, f"{method} {path}"
 
 
-def let_in(ctx: Any, response: Response, case: Case) -> None:
-    """Who has the key, or needs none, is not asked for one."""
+def is_authorized(ctx: Any, response: Response, case: Case) -> None:
+    """Requests with the key, and of operations without one, are not answered with 401."""
     assert response.status_code != 401

@@ -1,5 +1,5 @@
-"""Calls of tools through a whole process tree, by a random model whose template teaches Hermes' format: whatever it
-draws, calls are calls and their arguments valid."""
+"""Tool calls through a whole process tree, by a random model with a template in Hermes' format: whatever tokens it
+draws, calls have the right form and valid arguments."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 TOOLS = [tool("turn", left={"type": "boolean"}), tool("go", speed={"enum": ["slow", "fast"]}), tool("stop")]
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
-ASK = {
+REQUEST = {
     "messages": [{"role": "user", "content": "Drive."}],
     "tools": TOOLS,
     "tool_choice": "required",
@@ -40,17 +40,17 @@ Calls = list[tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("tools")
-    template = place / "hermes.jinja"
+    directory = tmp_path_factory.mktemp("tools")
+    template = directory / "hermes.jinja"
     template.write_text(TEMPLATE)
     options = ("--dtype", "float32", "--validation-workers", "1", "--tokenizer-config-path", str(template))
-    with Server(place / "run", "--model-id", str(model("llama")), *options) as server:
-        yield server.start().ready()
+    with Server(directory / "run", "--model-id", str(model("llama")), *options) as server:
+        yield server.start().wait_until_ready()
 
 
 def whole(server: Server, **fields: Any) -> tuple[dict[str, Any], Calls] | None:
-    """The message and its calls; None if it was cut off within one, which it says."""
-    answer = server.client.post("/v1/chat/completions", json=ASK | fields)
+    """The choice and its calls; None if the answer was rejected because it was cut off within a call."""
+    answer = server.client.post("/v1/chat/completions", json=REQUEST | fields)
     if answer.status_code == 422:
         assert answer.json()["error"]["message"].startswith("Tool error: Failed to parse generated text: EOF"), (
             answer.text
@@ -67,8 +67,8 @@ def whole(server: Server, **fields: Any) -> tuple[dict[str, Any], Calls] | None:
 
 
 def streamed(server: Server, **fields: Any) -> tuple[Calls, str]:
-    """The calls of a stream, joined, and its finish reason."""
-    answer = server.client.post("/v1/chat/completions", json=ASK | fields | {"stream": True})
+    """The calls of a stream, joined from its pieces, and its finish reason."""
+    answer = server.client.post("/v1/chat/completions", json=REQUEST | fields | {"stream": True})
     data = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
     assert data.pop() == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in data]
@@ -83,7 +83,7 @@ def streamed(server: Server, **fields: Any) -> tuple[Calls, str]:
 
 
 def test_several_calls_whole_and_streamed(server: Server) -> None:
-    """The same seed gives the same calls, however they are told."""
+    """The same seed gives the same calls in a whole answer and in a stream."""
 
     def one(seed: int) -> int:
         asked = {"seed": seed, "parallel_tool_calls": True}
@@ -112,21 +112,21 @@ def test_one_call(server: Server, choice: Any) -> None:
         assert choice == "required" or name in choice
 
 
-def test_the_result_goes_back(server: Server) -> None:
-    """The prompt of the second turn holds the call in the model's format, and the result."""
+def test_the_result_of_a_call_is_part_of_the_next_prompt(server: Server) -> None:
+    """The prompt of the second turn contains the call in the model's format and the result."""
     found = whole(server, seed=1, tool_choice="go", parallel_tool_calls=False)
     assert found is not None
     message = found[0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "gone"}
-    turns = [*ASK["messages"], message, result]
-    tokenized = server.client.post("/chat_tokenize", json=ASK | {"messages": turns}).json()
+    turns = [*REQUEST["messages"], message, result]
+    tokenized = server.client.post("/chat_tokenize", json=REQUEST | {"messages": turns}).json()
     assert '<tool_call>{"name": "go", "arguments": {"speed":' in tokenized["templated_text"]
     assert "tool: gone" in tokenized["templated_text"]
     assert whole(server, messages=turns, parallel_tool_calls=False) is not None
 
 
-def test_schemas_that_cannot_be_enforced_are_refused(server: Server) -> None:
+def test_schemas_that_cannot_be_enforced_are_rejected(server: Server) -> None:
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
-    answer = server.client.post("/v1/chat/completions", json=ASK | {"tools": [*TOOLS, wrong]})
+    answer = server.client.post("/v1/chat/completions", json=REQUEST | {"tools": [*TOOLS, wrong]})
     assert answer.status_code == 422
     assert "`not`" in answer.json()["error"]["message"]

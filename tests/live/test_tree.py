@@ -1,4 +1,5 @@
-"""Whole process trees with the scripted worker: started in any order, killed anywhere, drained, nothing left behind."""
+"""Whole process trees with the scripted worker: start in any order, SIGKILL of any process, drain, and stop without
+processes left behind."""
 
 import itertools
 import json
@@ -8,17 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.live.server import LOCAL, PATIENCE_SECONDS, Server, left_of
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers, still_running
 from tests.models import model
-from tgi.kernel import rundir
+from tgi.microkernel import rundir
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
@@ -27,104 +27,89 @@ PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(8)
 
 @pytest.fixture
 def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
-    """For tests that start it their own way, or end it."""
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
-        yield made
+    """Not started, for tests that start it with their own flags, or end it."""
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        yield server
 
 
-@pytest.fixture(scope="module")
-def standing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that leave a whole one behind."""
-    with Server(tmp_path_factory.mktemp("standing") / "run", "--model-id", str(tiny_llama), *SCRIPTED) as made:
-        yield made.start().ready()
+@pytest.fixture
+def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
+    """The shared server of all tests after which the whole tree still runs."""
+    return shared_server("--model-id", str(tiny_llama), *SCRIPTED)
 
 
-def ids(events: list[dict[str, Any]]) -> list[int]:
+def token_ids(events: list[dict[str, Any]]) -> list[int]:
     return [event["token"]["id"] for event in events]
 
 
-def all_streams(server: Server, tokens: int, act: Any = None, after: int = 20) -> list[Any]:
+def all_streams(
+    server: Server, tokens: int, act: Callable[[], object] | None = None, after: int = 20
+) -> list[list[dict[str, Any]]]:
     """Streams all prompts at once, every second one with a seed; calls `act` once each has shown `after` tokens."""
-    seen = [0] * len(PROMPTS)
-
-    def one(k: int) -> list[dict[str, Any]]:
-        events = []
-        sampling = {"do_sample": True, "seed": 7} if k % 2 else {}
-        for event in server.stream(PROMPTS[k], max_new_tokens=tokens, **sampling):
-            events.append(event)
-            seen[k] += 1
-        return events
-
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        streams = [pool.submit(one, k) for k in range(len(PROMPTS))]
-        if act:
-            end = time.monotonic() + PATIENCE_SECONDS
-            while min(seen) < after:
-                assert time.monotonic() < end, f"{seen}\n{server.said()}"
-                time.sleep(0.005)
-            assert max(seen) < tokens, "too late to act"
-            act()
-        return [stream.result(PATIENCE_SECONDS) for stream in streams]
+    sampling = ({}, {"do_sample": True, "seed": 7})
+    requests = [(prompt, {"max_new_tokens": tokens, **sampling[number % 2]}) for number, prompt in enumerate(PROMPTS)]
+    return server.stream_all(requests, act, after)
 
 
-def test_streams_tokens_over_http(standing: Server) -> None:
+def test_stream_and_generate_return_the_same_tokens(standing: Server) -> None:
     events = list(standing.stream("Hello", max_new_tokens=5))
     assert [event["index"] for event in events] == [1, 2, 3, 4, 5]
     assert events[-1]["details"]["finish_reason"] == "length"
     assert events[-1]["generated_text"] == "".join(event["token"]["text"] for event in events)
     whole = standing.generate("Hello", max_new_tokens=5)
-    assert [token["id"] for token in whole["details"]["tokens"]] == ids(events)
+    assert [token["id"] for token in whole["details"]["tokens"]] == token_ids(events)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(standing: Server) -> list[Any]:
-    return all_streams(standing, 60)
+def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[Any]:
+    return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), 60)
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "scheduler-0", "tokenizer-0", "tokenizer-1"])
-def test_kill_9_in_the_middle_and_every_stream_goes_on(standing: Server, undisturbed: list[Any], victim: str) -> None:
+def test_streams_continue_after_a_process_is_killed(standing: Server, undisturbed: list[Any], victim: str) -> None:
     """Half of the streams are greedy, half have a seed."""
     killed = standing.processes()[victim].pid
-    resumed_before = standing.metric("tgi_resumed_tokens")
+    recomputed_before = standing.metric("tgi_recomputed_tokens")
     disturbed = all_streams(standing, 60, act=lambda: standing.kill(victim))
-    assert [ids(events) for events in disturbed] == [ids(events) for events in undisturbed]
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     assert [events[-1]["generated_text"] for events in disturbed] == [
         events[-1]["generated_text"] for events in undisturbed
     ]
     if victim == "worker-0":
-        assert standing.metric("tgi_resumed_tokens") - resumed_before >= 8 * 20
+        assert standing.metric("tgi_recomputed_tokens") - recomputed_before >= 8 * 20
 
-    def whole() -> bool:
-        states = rundir.read_states(standing.run)
+    def all_ready() -> bool:
+        states = rundir.read_states(standing.run_directory)
         return len(states) == 5 and all(state.state == "ready" and state.pid != killed for state in states)
 
-    standing.until(whole, "it is whole again")
+    standing.wait_until(all_ready, "all processes are ready again")
 
 
-def test_killed_again_and_again(server: Server) -> None:
-    server.start().ready()
-    undisturbed = all_streams(server, 150)
+def test_six_kills_in_a_row_lose_no_token_and_no_count(standing: Server) -> None:
+    undisturbed = all_streams(standing, 150)
     victims = itertools.cycle(["worker-0", "tokenizer-0", "scheduler-0", "tokenizer-1"])
-    read: list[dict[str, float]] = []
+    restarts_before = standing.metric("tgi_process_restarts")
+    scrapes: list[dict[str, float]] = []
 
     def kill_six() -> None:
         for _ in range(6):
-            server.kill(next(victims))
-            read.append(counted(server))
+            standing.kill(next(victims))
+            scrapes.append(growing_samples(standing))
             time.sleep(0.4)
-            read.append(counted(server))
+            scrapes.append(growing_samples(standing))
 
-    assert [ids(e) for e in all_streams(server, 150, act=kill_six)] == [ids(e) for e in undisturbed]
-    read.append(counted(server))
-    assert {"tgi_request_count", 'tgi_batch_inference_duration_sum{method="decode"}'} <= set(read[-1])
-    for earlier, later in itertools.pairwise(read):
+    disturbed = all_streams(standing, 150, act=kill_six)
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
+    scrapes.append(growing_samples(standing))
+    assert {"tgi_request_count", 'tgi_batch_inference_duration_sum{method="decode"}'} <= set(scrapes[-1])
+    for earlier, later in itertools.pairwise(scrapes):
         assert {name: value for name, value in earlier.items() if later.get(name, 0) < value} == {}
-    assert server.metric("tgi_process_restarts") == 6
-    server.until(lambda: unfolded(server) == set(), "files of ended processes are gone")
+    assert standing.metric("tgi_process_restarts") - restarts_before == 6
+    standing.wait_until(lambda: metric_files_of_ended(standing) == set(), "the files of ended processes are gone")
 
 
-def counted(server: Server) -> dict[str, float]:
-    """Every sample of /metrics that may only grow."""
+def growing_samples(server: Server) -> dict[str, float]:
+    """The samples of counters and histograms of /metrics: values that never decrease."""
     lines = [line.rpartition(" ") for line in server.client.get("/metrics").text.splitlines()]
     kinds = {words[2]: words[3] for name, _, kind in lines if (words := f"{name} {kind}".split())[:2] == ["#", "TYPE"]}
     found = {}
@@ -135,10 +120,10 @@ def counted(server: Server) -> dict[str, float]:
     return found
 
 
-def unfolded(server: Server) -> set[str]:
-    """The files of metrics that belong to no process that runs."""
+def metric_files_of_ended(server: Server) -> set[str]:
+    """The files of metrics of processes that have ended, except the sums that replace them."""
     pids = {str(process.pid) for process in (*server.processes().values(), server.commands["up"])}
-    names = {path.stem for path in (server.run / "metrics").iterdir()}
+    names = {path.stem for path in (server.run_directory / "metrics").iterdir()}
     return {name for name in names if name.rpartition("_")[2] not in {*pids, "ended"}}
 
 
@@ -151,7 +136,7 @@ def test_roles_start_in_any_order(server: Server, order: tuple[str, ...]) -> Non
     for role in order:
         server.start(role)
         time.sleep(0.5)
-    server.ready()
+    server.wait_until_ready()
     assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
     assert set(server.processes()) == {"api-0", "tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"}
     server.stop()
@@ -159,104 +144,109 @@ def test_roles_start_in_any_order(server: Server, order: tuple[str, ...]) -> Non
 
 def test_honcho_runs_the_procfile(tiny_llama: Path, tmp_path: Path) -> None:
     with Server(tmp_path / "run") as server:
-        # What is tested is this clone, which need not be the one that is installed.
+        # Runs this clone's code, which need not be the installed package.
         (tgi := tmp_path / "tgi").write_text(f'#!/bin/sh\nexec {sys.executable} -m tgi "$@"\n')
         tgi.chmod(0o700)
         env = os.environ | {
             "TGI_RUN": str(tmp_path / "run"), "TGI_HOSTNAME": "127.0.0.1", "MODEL_ID": str(tiny_llama),
             "TGI_WORKER": "scripted", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        # Under honcho, PORT is honcho's own; the flag in the command line is what counts.
+        # honcho sets PORT itself; the flag in the command line takes precedence.
         procfile = tmp_path / "Procfile"
         procfile.write_text((ROOT / "Procfile").read_text().replace("tgi api", f"tgi api --port {server.port}"))
-        server.launch("honcho", [sys.executable, "-m", "honcho", "-f", str(procfile), "start"], env, tmp_path).ready()
+        server.launch(
+            "honcho", [sys.executable, "-m", "honcho", "-f", str(procfile), "start"], env, tmp_path
+        ).wait_until_ready()
         assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
-        # A signal that finds honcho printing a line ends it, and leaves all that it started.
-        server.until(lambda: "Success" in server.said(), "the last line is printed")
+        # A signal while honcho prints a line would end it without its children.
+        server.wait_until(lambda: "Success" in server.output_text(), "the last line is printed")
         server.stop()
 
 
-def new_connection(server: Server) -> int:
-    """The status of a small request over a connection of its own, which any front end may take."""
+def status_of_new_connection(server: Server) -> int:
+    """The status of a small request over a new connection, which any front end may accept."""
     body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
-    return httpx.post(f"{server.url}/generate", json=body, **LOCAL).status_code
+    return httpx.post(f"{server.url}/generate", json=body, **CLIENT_OPTIONS).status_code
 
 
-def test_two_front_ends_share_the_port(server: Server) -> None:
-    server.start("up", "--api-workers", "2").ready()
+def test_two_front_ends_share_the_port(tiny_llama: Path, shared_server: SharedServers) -> None:
+    server = shared_server("--model-id", str(tiny_llama), *SCRIPTED, "--api-workers", "2")
+    before = server.metric("tgi_request_count")
     for name in ("api-0", "api-1"):
-        server.kill(name)  # the other, or its successor, answers: the port stays open
-        assert new_connection(server) == 200
-    server.until(lambda: len(server.processes()) == 6, "all six processes run again")
+        server.kill(name)  # the port stays open: the other front end, or the new one, answers
+        assert status_of_new_connection(server) == 200
+    server.wait_until(lambda: len(server.processes()) == 6, "all six processes run again")
     for _ in range(20):
-        assert new_connection(server) == 200
-    server.client = httpx.Client(base_url=server.url, **LOCAL)  # the old one's connection died with its front end
-    assert server.metric("tgi_request_count") == 22
+        assert status_of_new_connection(server) == 200
+    server.client.close()  # its connection was lost with its front end
+    server.client = httpx.Client(base_url=server.url, **CLIENT_OPTIONS)
+    assert server.metric("tgi_request_count") - before == 22
 
 
-def test_a_stop_string_of_two_megabytes_makes_no_long_line(standing: Server) -> None:
+def test_a_stop_string_of_two_megabytes_is_cut_in_the_log(standing: Server) -> None:
     standing.generate("Hello", max_new_tokens=1, stop=["s" * 1_900_000])
-    standing.until(lambda: "characters cut]" in standing.said(), "the request is logged")
-    assert max(map(len, standing.said().splitlines())) < 10_000
+    standing.wait_until(lambda: "characters cut]" in standing.output_text(), "the request is logged")
+    assert max(map(len, standing.output_text().splitlines())) < 10_000
 
 
 def test_a_disconnect_frees_the_request(standing: Server) -> None:
+    failures_before = standing.metric("tgi_request_failure")
     stream = standing.stream("Hello", max_new_tokens=5000)
     for _ in range(5):
         next(stream)
     assert standing.metric("tgi_batch_current_size") == 1
     stream.close()  # type: ignore[attr-defined]
-    standing.until(lambda: standing.metric("tgi_batch_current_size") == 0, "the request is gone from the batch")
-    standing.until(lambda: standing.metric("tgi_pages_used") == 0, "its pages are free")
-    assert standing.metric("tgi_request_failure") >= 1
+    standing.wait_until(lambda: standing.metric("tgi_batch_current_size") == 0, "the request has left the batch")
+    standing.wait_until(lambda: standing.metric("tgi_kv_cache_pages_used") == 0, "its pages are free")
+    assert standing.metric("tgi_request_failure") - failures_before >= 1
 
 
-def test_sigterm_drains(server: Server) -> None:
-    server.start().ready()
+def test_sigterm_drains_streams_and_leaves_no_process(server: Server) -> None:
+    server.start().wait_until_ready()
     processes = server.processes()
     streams = all_streams(server, 80, act=lambda: server.commands["up"].send_signal(signal.SIGTERM), after=5)
     assert [len(events) for events in streams] == [80] * 8
-    assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
-    assert not left_of(processes.values(), timeout=5)
+    assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
+    assert not still_running(processes.values(), timeout=5)
 
 
-def test_down_ends_it(server: Server) -> None:
-    server.start().ready()
-    env = os.environ | {"TGI_RUN": str(server.run)}
-    subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, timeout=PATIENCE_SECONDS)
-    assert server.commands["up"].wait(PATIENCE_SECONDS) == 0
+def test_tgi_down_ends_the_tree(server: Server) -> None:
+    server.start().wait_until_ready()
+    env = os.environ | {"TGI_RUN": str(server.run_directory)}
+    subprocess.run([sys.executable, "-m", "tgi", "down"], env=env, check=True, timeout=TIMEOUT_SECONDS)
+    assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
 
 
-def test_no_process_outlives_a_killed_supervisor(server: Server) -> None:
-    server.start().ready()
+def test_all_processes_end_with_a_killed_supervisor(server: Server) -> None:
+    server.start().wait_until_ready()
     processes = server.processes()
     assert len(processes) == 5
     server.commands["up"].kill()
-    assert not left_of(processes.values())
+    assert not still_running(processes.values())
 
 
 def test_a_hung_worker_is_replaced(server: Server) -> None:
-    server.start("up", "--hang-timeout", "2").ready()
+    server.start("up", "--hang-timeout", "2").wait_until_ready()
     hung = server.processes()["worker-0"]
-    expected = ids(list(server.stream("Hello", max_new_tokens=40)))
+    expected = token_ids(list(server.stream("Hello", max_new_tokens=40)))
     stream = server.stream("Hello", max_new_tokens=40)
     events = [next(stream) for _ in range(5)]
     hung.suspend()
     events += list(stream)
-    assert ids(events) == expected
+    assert token_ids(events) == expected
     assert server.processes()["worker-0"].pid != hung.pid
 
 
-def test_the_system_s_ps_shows_roles(standing: Server) -> None:
+def test_process_titles_show_roles(standing: Server) -> None:
     titles = {name: " ".join(process.cmdline()).strip() for name, process in standing.processes().items()}
     assert titles["worker-0"] == "tgi worker 0"
     assert titles["tokenizer-1"] == "tgi tokenizer 1"
 
 
 def test_tgi_ps_shows_states_and_memory(standing: Server) -> None:
-    command, env = [sys.executable, "-m", "tgi", "ps"], os.environ | {"TGI_RUN": str(standing.run)}
+    command, env = [sys.executable, "-m", "tgi", "ps"], os.environ | {"TGI_RUN": str(standing.run_directory)}
     listed = json.loads(subprocess.run([*command, "--json"], env=env, capture_output=True, check=True).stdout)
-    supervisor, *rows = [row for row in listed if row["run"] == str(standing.run)]
+    supervisor, *rows = [row for row in listed if row["run"] == str(standing.run_directory)]
     assert supervisor["pid"] == standing.commands["up"].pid
     assert {row["name"]: row["pid"] for row in rows} == {
         name: process.pid for name, process in standing.processes().items()
@@ -265,8 +255,8 @@ def test_tgi_ps_shows_states_and_memory(standing: Server) -> None:
     assert min(row["memory_mb"] for row in rows) > 1
 
 
-def test_a_second_server_in_the_same_run_directory_is_refused(standing: Server) -> None:
-    env = os.environ | {"TGI_RUN": str(standing.run)}
+def test_a_second_server_in_the_same_run_directory_is_rejected(standing: Server) -> None:
+    env = os.environ | {"TGI_RUN": str(standing.run_directory)}
     again = subprocess.run(
         [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1"], env=env, capture_output=True, text=True
     )
@@ -275,7 +265,7 @@ def test_a_second_server_in_the_same_run_directory_is_refused(standing: Server) 
     assert "Traceback" not in again.stderr
 
 
-def test_a_port_in_use_is_told(standing: Server, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(standing: Server, tmp_path: Path) -> None:
     env = os.environ | {"TGI_RUN": str(tmp_path / "other")}
     command = [sys.executable, "-m", "tgi", "up", "--hostname", "127.0.0.1", "--port", str(standing.port)]
     again = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -284,7 +274,7 @@ def test_a_port_in_use_is_told(standing: Server, tmp_path: Path) -> None:
     assert "Traceback" not in again.stderr
 
 
-def test_not_ready_is_told_with_a_stage(server: Server) -> None:
+def test_health_and_requests_give_503_until_all_roles_run(server: Server) -> None:
     for role in ("api", "tokenizer"):
         server.start(role)
 
@@ -294,50 +284,50 @@ def test_not_ready_is_told_with_a_stage(server: Server) -> None:
         except httpx.TransportError:
             return False
 
-    server.until(answers, "the port is open")
+    server.wait_until(answers, "the port is open")
     health = server.client.get("/health")
     assert health.status_code == 503
     assert health.json() == {"error": "unhealthy", "error_type": "healthcheck"}
     assert server.client.post("/generate", json={"inputs": "a"}).status_code == 503
     for role in ("scheduler", "worker"):
         server.start(role)
-    server.ready()
+    server.wait_until_ready()
 
 
-def test_a_floor_with_another_model_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_role_with_another_model_is_rejected(tiny_llama: Path, tmp_path: Path) -> None:
     with Server(tmp_path / "run", *SCRIPTED) as server:
         for role, kind in (("scheduler", "llama"), ("worker", "llama"), ("tokenizer", "qwen2"), ("api", "llama")):
             server.start(role, "--model-id", str(model(kind)))
-        server.until(lambda: "it serves another model" in server.said(), "the tokenizer is refused in words")
-        assert not server.healthy()
+        server.wait_until(lambda: "it serves another model" in server.output_text(), "the tokenizer is rejected")
+        assert not server.is_healthy()
 
 
-def test_health_tells_of_a_death_before_there_is_a_successor(server: Server) -> None:
-    """Nobody sends anything, and the supervisor is held, so that only the broken connection can tell."""
-    server.start("up", "--validation-workers", "1").ready()
+def test_health_fails_at_once_when_a_process_ends(server: Server) -> None:
+    """No request is sent and the supervisor is stopped, so that only the closed connection shows the end."""
+    server.start("up", "--validation-workers", "1").wait_until_ready()
     for victim in ("worker-0", "scheduler-0", "tokenizer-0"):
         process = server.processes()[victim]
         server.commands["up"].send_signal(signal.SIGSTOP)
         try:
             process.kill()
-            server.until(lambda: not server.healthy(), f"the death of {victim} is told")
+            server.wait_until(lambda: not server.is_healthy(), f"/health reports the end of {victim}")
             assert server.client.get("/health").headers["x-startup-stage"]
         finally:
             server.commands["up"].send_signal(signal.SIGCONT)
-        server.ready()
+        server.wait_until_ready()
         assert len(list(server.stream("Hello", max_new_tokens=3))) == 3
 
 
-def test_every_503_says_what_the_server_waits_for(server: Server) -> None:
-    """While the worker hangs, while there is none, and of a front end that has started meanwhile."""
+def test_every_503_has_the_startup_stage(server: Server) -> None:
+    """While the worker hangs, while no worker runs, and from a front end that was started meanwhile."""
     for role in ("api", "tokenizer", "scheduler", "worker"):
         server.start(role, "--stall-limit", "0.5")
-    server.ready()
+    server.wait_until_ready()
 
     def stage(path: str = "/health", body: Any = None) -> str | None:
-        """That of a 503; "" for other answers, None while no front end listens."""
+        """The stage of a 503; "" for other statuses, None while no front end listens."""
         try:
-            answer = httpx.request("GET" if body is None else "POST", server.url + path, json=body, **LOCAL)
+            answer = httpx.request("GET" if body is None else "POST", server.url + path, json=body, **CLIENT_OPTIONS)
         except httpx.TransportError:
             return None
         return answer.headers["x-startup-stage"] if answer.status_code == 503 else ""
@@ -349,12 +339,12 @@ def test_every_503_says_what_the_server_waits_for(server: Server) -> None:
         stream = server.stream("Hello", max_new_tokens=5000)
         next(stream)
         worker.suspend()
-        server.until(lambda: stage() == "the worker finishes no step", "the stall is told")
+        server.wait_until(lambda: stage() == "the worker finishes no step", "the stall is reported")
         worker.kill()
-        server.until(lambda: stage() == "waiting for the worker 0%", "the death is told")
+        server.wait_until(lambda: stage() == "waiting for the worker 0%", "the end of the worker is reported")
         stream.close()  # type: ignore[attr-defined]
         server.kill("api-0")
-        server.until(lambda: stage() == "waiting for the worker 0%", "the new front end knows of it")
+        server.wait_until(lambda: stage() == "waiting for the worker 0%", "the new front end reports it")
         chat = {"messages": [{"role": "user", "content": "Hello"}]}
         for path, body in {
             "/ping": None, "/": None, "/generate": {"inputs": "Hello"}, "/generate_stream": {"inputs": "Hello"},
@@ -365,5 +355,5 @@ def test_every_503_says_what_the_server_waits_for(server: Server) -> None:
             assert stage(path, body) == "waiting for the worker 0%", path
     finally:
         supervisor.send_signal(signal.SIGCONT)
-    server.until(lambda: stage() == "", "the server is ready again")
+    server.wait_until(lambda: stage() == "", "the server is ready again")
     assert len(list(server.stream("Hello", max_new_tokens=3))) == 3

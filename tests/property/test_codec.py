@@ -1,5 +1,6 @@
-"""The message codec: every message comes back as it was, and hostile bytes give ProtocolError and nothing else."""
+"""The message codec: every message is decoded as it was encoded, and invalid bytes raise ProtocolError only."""
 
+import copy
 import types
 import typing
 from typing import Any
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tgi.kernel.errors import ProtocolError
-from tgi.kernel.messages import MESSAGES, Cancel, decode, encode
-from tgi.kernel.pack import floats, ints, pack, uints
-from tgi.kernel.presence import Hello
+from tgi.microkernel import codec
+from tgi.microkernel.codec import pack_column, unpack_float32, unpack_int32, unpack_uint32
+from tgi.microkernel.errors import ProtocolError
+from tgi.microkernel.protocol import MESSAGES, Cancel, Hello, decode, encode
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
@@ -46,7 +47,7 @@ JSON_LIKE = st.recursive(
 
 
 @pytest.mark.parametrize("cls", MESSAGES, ids=lambda cls: cls.__name__)
-def test_every_message_comes_back(cls: type) -> None:
+def test_every_message_is_decoded_as_encoded(cls: type) -> None:
     @given(messages(cls))
     def holds(message: Any) -> None:
         back = decode(encode(message))
@@ -78,12 +79,12 @@ def survives(frame: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes(frame: bytes) -> None:
+def test_random_bytes_decode_or_raise_protocol_error(frame: bytes) -> None:
     survives(frame)
 
 
 @given(ANY_MESSAGE, st.data())
-def test_damaged_messages(message: Any, data: st.DataObject) -> None:
+def test_damaged_messages_decode_or_raise_protocol_error(message: Any, data: st.DataObject) -> None:
     frame = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
@@ -92,8 +93,28 @@ def test_damaged_messages(message: Any, data: st.DataObject) -> None:
 
 
 @given(st.integers(-1, len(MESSAGES)), st.lists(JSON_LIKE, max_size=12))
-def test_wrong_fields_under_any_tag(tag: int, fields: list[Any]) -> None:
+def test_wrong_fields_of_any_tag_raise_protocol_error(tag: int, fields: list[Any]) -> None:
     survives(msgpack.packb([tag, *fields]))
+
+
+def outcome(construct: Any, fields: list[Any]) -> Any:
+    try:
+        return construct(copy.deepcopy(fields), "")
+    except ProtocolError as error:
+        return str(error)
+
+
+@given(ANY_MESSAGE.filter(len), st.data())
+def test_generated_constructors_match_the_walking_ones(message: Any, data: st.DataObject) -> None:
+    """With one field replaced, or an item of a nested list: the same message or the same error."""
+    fields = msgpack.unpackb(encode(message), strict_map_key=True)[1:]
+    index = data.draw(st.integers(0, len(fields) - 1))
+    if isinstance(fields[index], list) and data.draw(st.booleans()):
+        fields[index].append(data.draw(JSON_LIKE))
+    else:
+        fields[index] = data.draw(JSON_LIKE)
+    generated, walking = codec._constructor(type(message)), codec._walking_constructor(type(message))
+    assert repr(outcome(generated, fields)) == repr(outcome(walking, fields))
 
 
 @pytest.mark.parametrize(
@@ -117,20 +138,20 @@ def test_wrong_fields_under_any_tag(tag: int, fields: list[Any]) -> None:
     ],
     ids=range(15),
 )
-def test_refusals_say_what_is_wrong(frame: bytes, says: str) -> None:
+def test_protocol_errors_name_the_fault(frame: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         decode(frame)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)), st.lists(st.integers(0, 2**32 - 1)))
-def test_columns_come_back(signed: list[int], unsigned: list[int]) -> None:
-    assert ints(pack("i", signed)) == signed
-    assert uints(pack("I", unsigned)) == unsigned
+def test_columns_are_unpacked_as_packed(signed: list[int], unsigned: list[int]) -> None:
+    assert unpack_int32(pack_column("i", signed)) == signed
+    assert unpack_uint32(pack_column("I", unsigned)) == unsigned
 
 
 @given(st.binary(max_size=50))
 def test_columns_of_any_length(column: bytes) -> None:
-    for read in (ints, uints, floats):
+    for read in (unpack_int32, unpack_uint32, unpack_float32):
         if len(column) % 4:
             with pytest.raises(ProtocolError):
                 read(column)

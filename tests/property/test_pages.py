@@ -1,21 +1,21 @@
-"""Whatever is done to the pages: none is lost or given away twice, and a prefix is found only where it lies."""
+"""Random operations on the page pool: no page is lost or allocated twice, and found pages have the right content."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tgi.kernel.pack import INT32, pack
-from tgi.scheduler.pages import PagePool
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.scheduler.kv_cache import PagePool
 
 PAGES, SIZE = 6, 2
-# Among them one that looks like the name of a page.
+# The last one looks like the hash of a page.
 SALTS = st.sampled_from([b"", b"a", bytes(7) + b"\1"])
 IDS = st.lists(st.sampled_from([0, 1]), max_size=5 * SIZE).map(lambda ids: ids[: len(ids) // SIZE * SIZE])
 
 
 class Table:
-    """The pages of one request, the first of them known by `prefix`."""
+    """The pages of one request, of which the first `published` are cached under `prefix`."""
 
     def __init__(self, salt: bytes, ids: list[int], pages: list[int], found: int, prefix: bytes) -> None:
         self.salt = salt
@@ -27,8 +27,8 @@ class Table:
 
 
 class Pages(RuleBasedStateMachine):
-    """Tables find, take, publish and give back pages; `contents` is what a cache's memory would hold: for each page,
-    everything that its keys and values depend on."""
+    """Page tables find, allocate, publish and release pages. `contents` models the cache's memory: for each page, all
+    that its keys and values depend on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Pages(RuleBasedStateMachine):
         self.contents: dict[int, tuple[bytes, list[int]]] = {}
 
     def find(self, salt: bytes, ids: list[int]) -> tuple[list[int], bytes]:
-        found, prefix = self.pool.find(salt, pack(INT32, ids), len(ids) // SIZE)
+        found, prefix = self.pool.find_prefix(salt, pack_column(INT32, ids), len(ids) // SIZE)
         assert len(found) <= len(ids) // SIZE
         for number, page in enumerate(found):
             assert self.contents[page] == (salt, ids[: (number + 1) * SIZE])
@@ -49,10 +49,10 @@ class Pages(RuleBasedStateMachine):
         missing = len(ids) // SIZE - len(found)
         if missing > self.pool.available:
             with pytest.raises(IndexError, match="pages wanted"):
-                self.pool.take(missing)
+                self.pool.allocate(missing)
             self.pool.release(found)
             return
-        taken = self.pool.take(missing)
+        taken = self.pool.allocate(missing)
         assert len(taken) == len(set(taken)) == missing
         assert not any(page in table.pages for table in self.tables for page in taken)
         for page in taken:
@@ -66,11 +66,11 @@ class Pages(RuleBasedStateMachine):
         first, last = table.published, min(table.published + most, len(table.pages))
         for number in range(first, last):
             self.contents[table.pages[number]] = (table.salt, table.ids[: (number + 1) * SIZE])
-        column = pack(INT32, table.ids[first * SIZE : last * SIZE])
+        column = pack_column(INT32, table.ids[first * SIZE : last * SIZE])
         table.prefix = self.pool.publish(table.prefix, table.pages[first:last], column)
         table.published = last
         if first == table.found:
-            # What it follows was found, and is held: so nothing can have come in between.
+            # The pages before these were found and are held, so no other page was cached in between.
             found, prefix = self.find(table.salt, table.ids[: last * SIZE])
             assert len(found) == last
             assert last == 0 or prefix == table.prefix
@@ -86,19 +86,19 @@ class Pages(RuleBasedStateMachine):
     @rule(count=st.integers(0, PAGES))
     def keep_free(self, count: int) -> None:
         available = self.pool.available
-        self.pool.keep_free(count)
+        self.pool.evict_ahead(count)
         assert self.pool.available == available
 
     @rule()
-    def everything_can_be_taken(self) -> None:
-        taken = self.pool.take(self.pool.available)
+    def all_available_pages_can_be_allocated(self) -> None:
+        taken = self.pool.allocate(self.pool.available)
         for page in taken:
             self.contents.pop(page, None)
         assert self.pool.available == 0
         self.pool.release(taken)
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def no_page_is_lost(self) -> None:
         self.pool.check(table.pages for table in self.tables)
         assert self.pool.used + self.pool.available == PAGES
 
@@ -117,19 +117,19 @@ TestPages = Pages.TestCase
 def test_exactly_the_common_pages_are_found(
     ids: list[int], other: list[int], salts: tuple[bytes, bytes], size: int, split: int, common: int
 ) -> None:
-    """However the prefix was published, in one go or in two."""
+    """Whether the prefix was published at once or in two parts."""
     pool = PagePool(40, size)
     full = len(ids) // size
     split = min(split, full)
-    pages = pool.take(full)
-    _, prefix = pool.find(salts[0], b"", 0)
-    prefix = pool.publish(prefix, pages[:split], pack(INT32, ids[: split * size]))
-    pool.publish(prefix, pages[split:], pack(INT32, ids[split * size : full * size]))
+    pages = pool.allocate(full)
+    _, prefix = pool.find_prefix(salts[0], b"", 0)
+    prefix = pool.publish(prefix, pages[:split], pack_column(INT32, ids[: split * size]))
+    pool.publish(prefix, pages[split:], pack_column(INT32, ids[split * size : full * size]))
     wanted = ids[:common] + other
     same = 0
     while (same + 1) * size <= min(len(ids), len(wanted)) and salts[0] == salts[1]:
         if ids[: (same + 1) * size] != wanted[: (same + 1) * size]:
             break
         same += 1
-    found, _ = pool.find(salts[1], pack(INT32, wanted), len(wanted) // size)
+    found, _ = pool.find_prefix(salts[1], pack_column(INT32, wanted), len(wanted) // size)
     assert found == pages[:same]

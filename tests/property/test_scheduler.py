@@ -1,7 +1,7 @@
-"""Whatever comes in whatever order: every request ends once, with the tokens that it would have drawn alone.
+"""Random events in random order: every request ends exactly once, with the tokens that it draws alone.
 
-The house checks on the way that steps are what a strict worker accepts, that no token follows an end or a cancel, and
-that slots, pages and queue agree; here hypothesis decides what happens next.
+Hypothesis chooses the events. The simulation checks that the strict fake worker accepts all steps, that no token
+follows an end or a cancel, and that slots, pages and queue agree.
 """
 
 from typing import Any
@@ -10,49 +10,49 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.adapters import PATHS
-from tests.scheduler.house import House, everything, replay
-from tests.scheduler.tokenizers import Asked
-from tgi.kernel.messages import Cancel, Reason, Result, Stop
-from tgi.scheduler.core import Config
-from tgi.worker.scripted import Script
+from tests.scheduler.adapter_updates import PATHS
+from tests.scheduler.simulated_tokenizers import SubmittedRequest
+from tests.scheduler.simulation import Simulation, expected_answer, replay
+from tgi.microkernel.protocol import Cancel, FinishReason, StepResult, Stop
+from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
-# A prompt that begins so kills the worker, or makes its step fail. Other prompts begin with smaller ids.
+# The first id of a prompt that crashes the worker, or makes its step fail. Other prompts begin with smaller ids.
 DEADLY, BROKEN = 3, 4
 LIMIT = 24
 
 
-class Scheduler(RuleBasedStateMachine):
-    """Two tokenizers, one scheduler, one worker; any of them may die at any time."""
+class SchedulerMachine(RuleBasedStateMachine):
+    """Two tokenizers, one scheduler, one worker; any of them may crash at any time."""
 
     @initialize(
         pages=st.integers(6, 20),
         slots=st.integers(1, 4),
         budget=st.integers(4, 16),
         prefix_caching=st.booleans(),
-        pace=st.sampled_from([0.2, 0.001]),
-        settles=st.booleans(),
-        drafts=st.sampled_from([0, 0, 1, 4, 7]),
+        step_target=st.sampled_from([0.2, 0.001]),
+        commits=st.booleans(),
+        max_drafts=st.sampled_from([0, 0, 1, 4, 7]),
         draft_model=st.booleans(),
-        vocab_size=st.sampled_from([5, 128]),  # of 5 ids the same follow each other often
+        vocab_size=st.sampled_from([5, 128]),  # with 5 ids the text repeats itself often
     )
     def start(
-        self, pages: int, slots: int, budget: int, pace: float, settles: bool, vocab_size: int, **config: Any
+        self, pages: int, slots: int, budget: int, step_target: float, commits: bool, vocab_size: int, **config: Any
     ) -> None:
-        self.script = Script(pages, 4, slots, vocab_size, LIMIT, budget)
-        self.house = House(self.script, Config(step_target=pace, **config), tokenizers=2)
-        self.house.settles = settles
-        self.house.adapters.start_with("a", "one")
-        self.house.poison.add(DEADLY)
-        self.house.broken.add(BROKEN)
-        self.old: list[Result] = []
-        self.deaths = 0
+        self.worker_config = FakeWorkerConfig(pages, 4, slots, vocab_size, LIMIT, budget)
+        self.sim = Simulation(self.worker_config, SchedulerConfig(step_target=step_target, **config), tokenizers=2)
+        self.sim.commits_after_plan = commits
+        self.sim.adapters.preload("a", "one")
+        self.sim.poison.add(DEADLY)
+        self.sim.broken.add(BROKEN)
+        self.old: list[StepResult] = []
+        self.worker_losses = 0
 
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=LIMIT) | st.integers(5, 20).map(lambda n: n * [1]),
         first=st.sampled_from([1, 1, 1, 2, DEADLY, BROKEN]),
         new=st.integers(0, 12),
-        place=st.integers(0, 1),
+        tokenizer=st.integers(0, 1),
         eos=st.booleans(),
         seed=st.none() | st.integers(0, 3),
         top_n=st.sampled_from([0, 0, 1, 3]),
@@ -61,144 +61,146 @@ class Scheduler(RuleBasedStateMachine):
         name=st.sampled_from([None, "a", "a", "b"]),
     )
     def add(
-        self, prompt: list[int], first: int, new: int, place: int, eos: bool, name: str | None, **asked: Any
+        self, prompt: list[int], first: int, new: int, tokenizer: int, eos: bool, name: str | None, **options: Any
     ) -> None:
         stop_ids = [2, *range(40, 50)] if eos else []
-        known = {adapter.name: adapter for adapter in self.house.adapters.told(place)}
-        self.house.add([first, *prompt[1:]], new, place=place, stop_ids=stop_ids, adapter=known.get(name), **asked)
+        known = {adapter.name: adapter for adapter in self.sim.adapters.ever_reported(tokenizer)}
+        self.sim.add(
+            [first, *prompt[1:]], new, tokenizer=tokenizer, stop_ids=stop_ids, adapter=known.get(name), **options
+        )
 
-    @rule(name=st.sampled_from(["a", "b"]), content=st.sampled_from([None, "one", "two"]), place=st.integers(0, 1))
-    def adapt(self, name: str, content: str | None, place: int) -> None:
-        self.house.adapters.ask(name, content, place)
+    @rule(name=st.sampled_from(["a", "b"]), content=st.sampled_from([None, "one", "two"]), tokenizer=st.integers(0, 1))
+    def update_adapter(self, name: str, content: str | None, tokenizer: int) -> None:
+        self.sim.adapters.request_update(name, content, tokenizer)
 
-    @rule(length=st.integers(5, 9), place=st.integers(0, 1), steps=st.integers(0, 2))
-    def come_late(self, length: int, place: int, steps: int) -> None:
-        """An adapter is gone for a moment, in which a request comes that knows of it."""
-        known = {adapter.name: adapter for adapter in self.house.adapters.told(place)}
-        self.house.adapters.ask("a", None)
+    @rule(length=st.integers(5, 9), tokenizer=st.integers(0, 1), steps=st.integers(0, 2))
+    def request_after_unload(self, length: int, tokenizer: int, steps: int) -> None:
+        """A request names an adapter that is unloaded for a moment."""
+        known = {adapter.name: adapter for adapter in self.sim.adapters.ever_reported(tokenizer)}
+        self.sim.adapters.request_update("a", None)
         for _ in range(steps):
-            self.house.step()
+            self.sim.step()
         if "a" in known:
-            self.house.add(length * [1], place=place, adapter=known["a"])
+            self.sim.add(length * [1], tokenizer=tokenizer, adapter=known["a"])
         for _ in range(steps):
-            self.house.step()
-        self.house.adapters.ask("a", "one")
+            self.sim.step()
+        self.sim.adapters.request_update("a", "one")
 
     @rule()
-    def work(self) -> None:
-        self.house.adapters.work()
+    def apply_update(self) -> None:
+        self.sim.adapters.apply_next_update()
 
     @rule()
     def plan(self) -> None:
-        self.house.plan()
+        self.sim.plan()
 
     @rule()
-    def settle(self) -> None:
-        self.house.settle()
+    def commit(self) -> None:
+        self.sim.commit()
 
     @rule()
     def compute(self) -> None:
-        if (result := self.house.compute()) is not None:
+        if (result := self.sim.compute()) is not None:
             self.old.append(result)
 
     @rule()
     def deliver(self) -> None:
-        self.house.deliver()
+        self.sim.deliver()
 
     @rule(times=st.integers(1, 10))
     def steps(self, times: int) -> None:
         for _ in range(times):
-            self.house.step()
+            self.sim.step()
 
-    @precondition(lambda self: self.house.asked)
+    @precondition(lambda self: self.sim.requests)
     @rule(data=st.data(), kind=st.sampled_from([Cancel, Stop]))
     def cancel(self, data: st.DataObject, kind: type) -> None:
-        self.house.cancel(data.draw(st.sampled_from(self.house.asked)), kind)
+        self.sim.cancel(data.draw(st.sampled_from(self.sim.requests)), kind)
 
     @rule()
     def worker_up(self) -> None:
-        self.deaths += self.house.worker is not None
-        self.house.worker_up()
+        self.worker_losses += self.sim.worker is not None
+        self.sim.worker_up()
 
-    @precondition(lambda self: self.house.worker)
+    @precondition(lambda self: self.sim.worker)
     @rule()
     def worker_down(self) -> None:
-        self.house.worker_down()
-        self.deaths += 1
+        self.sim.worker_down()
+        self.worker_losses += 1
 
-    @rule(place=st.integers(0, 1))
-    def tokenizer_dies(self, place: int) -> None:
-        self.house.tokenizer_up(place)
+    @rule(tokenizer=st.integers(0, 1))
+    def restart_tokenizer(self, tokenizer: int) -> None:
+        self.sim.tokenizer_up(tokenizer)
 
     @rule()
-    def scheduler_dies(self) -> None:
-        self.house.new_core()
+    def restart_scheduler(self) -> None:
+        self.sim.restart_scheduler()
         self.old.clear()
 
-    @precondition(lambda self: self.house.worker)
+    @precondition(lambda self: self.sim.worker)
     @rule(data=st.data())
     def late_result(self, data: st.DataObject) -> None:
-        late = [result for result in self.old if result.epoch < self.house.core.under_way.epoch]
+        late = [result for result in self.old if result.epoch < self.sim.scheduler.pipeline.epoch]
         if late:
-            self.house.handle(data.draw(st.sampled_from(late)), self.house.worker)
+            self.sim.handle(data.draw(st.sampled_from(late)), self.sim.worker)
 
     @rule(seconds=st.floats(0.0, 5.0))
     def time_passes(self, seconds: float) -> None:
-        self.house.tick(seconds)
+        self.sim.advance_time(seconds)
 
     @invariant()
-    def nothing_contradicts(self) -> None:
-        if hasattr(self, "house"):
-            self.house.check()
+    def state_is_consistent(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.check()
 
     def teardown(self) -> None:
-        if not hasattr(self, "house"):
+        if not hasattr(self, "sim"):
             return
-        house = self.house
-        house.run(3000)
-        for asked in house.asked:
-            self.ended_well(asked)
-        assert not house.adapters.asked
-        assert not any(house.adapters.errors)
-        assert {adapter.name: adapter.path for adapter in house.adapters.loaded()} == house.adapters.wanted
-        house.settle()
-        assert house.core.queued == house.core.running == house.core.pages_used == 0
-        heard, steps = replay(house.journal, house.core.config)
-        assert heard == house.heard
-        assert steps == house.sent
+        sim = self.sim
+        sim.run(3000)
+        for request in sim.requests:
+            self.check_end(request)
+        assert not sim.adapters.pending
+        assert not any(sim.adapters.errors)
+        assert {adapter.name: adapter.path for adapter in sim.adapters.loaded()} == sim.adapters.wanted
+        sim.commit()
+        assert sim.scheduler.queued == sim.scheduler.running == sim.scheduler.pages_used == 0
+        messages, steps = replay(sim.journal, sim.scheduler.config)
+        assert messages == sim.received
+        assert steps == sim.sent
 
-    def ended_well(self, asked: Asked) -> None:
-        assert asked.end is not None, "no end"
-        if asked.end.reason == Reason.INVALID:
-            nothing = not asked.new and not asked.tells
-            assert nothing or len(asked.prompt) + asked.new > min(LIMIT, self.script.pages * 4)
-            assert not asked.ids
+    def check_end(self, request: SubmittedRequest) -> None:
+        assert request.end is not None, "no end"
+        if request.end.reason == FinishReason.INVALID:
+            nothing = not request.new and not request.expected_prompt_logprobs
+            assert nothing or len(request.prompt) + request.new > min(LIMIT, self.worker_config.pages * 4)
+            assert not request.ids
             return
-        want, tops, told, told_tops = everything(asked, self.script)
-        assert asked.tops == tops[: len(asked.ids)]
-        assert asked.told == told[: len(asked.told)]
-        assert asked.told_tops == told_tops[: len(asked.told) * (asked.prompt_top_n or 0)]
-        assert len(asked.told) == asked.tells or not asked.ids
-        match asked.end.reason:
-            case Reason.LENGTH:
-                assert asked.ids == want
-                assert len(want) == asked.new
-            case Reason.EOS:
-                assert asked.ids == want
-                assert want[-1] in asked.stop_ids
-            case Reason.STOP | Reason.CANCELLED:
-                assert asked.told_to_stop
-                assert asked.ids == want[: len(asked.ids)]
-            case Reason.FAILED:
-                # A worker that is killed three times under an innocent request makes it guilty.
-                gone = asked.salt and str(PATHS[asked.salt]) in self.house.adapters.dropped
-                assert asked.prompt[0] in (DEADLY, BROKEN) or self.deaths >= 1 or gone
-                assert asked.ids == want[: len(asked.ids)]
+        expected = expected_answer(request, self.worker_config)
+        assert request.tops == expected.tops[: len(request.ids)]
+        assert request.prompt_logprobs == expected.prompt_logprobs[: len(request.prompt_logprobs)]
+        assert request.prompt_tops == expected.prompt_tops[: len(request.prompt_logprobs) * (request.prompt_top_n or 0)]
+        assert len(request.prompt_logprobs) == request.expected_prompt_logprobs or not request.ids
+        match request.end.reason:
+            case FinishReason.LENGTH:
+                assert request.ids == expected.ids
+                assert len(expected.ids) == request.new
+            case FinishReason.EOS:
+                assert request.ids == expected.ids
+                assert expected.ids[-1] in request.stop_ids
+            case FinishReason.STOP | FinishReason.CANCELLED:
+                assert request.cancelled_by_client
+                assert request.ids == expected.ids[: len(request.ids)]
+            case FinishReason.FAILED:
+                # An innocent request fails if the worker happens to crash three times while it is computed.
+                unloaded = request.cache_salt and str(PATHS[request.cache_salt]) in self.sim.adapters.dropped
+                assert request.prompt[0] in (DEADLY, BROKEN) or self.worker_losses >= 1 or unloaded
+                assert request.ids == expected.ids[: len(request.ids)]
             case other:
                 raise AssertionError(f"ended with {other}")
-        if asked.prompt[0] in (DEADLY, BROKEN):
-            assert asked.end.reason in (Reason.FAILED, Reason.CANCELLED, Reason.STOP)
+        if request.prompt[0] in (DEADLY, BROKEN):
+            assert request.end.reason in (FinishReason.FAILED, FinishReason.CANCELLED, FinishReason.STOP)
 
 
-TestScheduler = Scheduler.TestCase
+TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=200, stateful_step_count=40)

@@ -1,1 +1,4 @@
-"""The scheduler without processes: its core, a scripted worker, and tokenizers that check what they are told."""
+"""Tests of the scheduler without processes: a simulation of tokenizers, scheduler and fake worker in one thread.
+
+Read simulation.py first.
+"""

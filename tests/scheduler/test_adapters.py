@@ -1,200 +1,204 @@
-"""Adapters through the scheduler: changes go down and answers up, caches are kept apart, and no death forgets them."""
+"""LoRA adapters: updates and their answers, separate prefix caches, and what restarts of each process keep."""
 
 import pytest
 
-from tests.scheduler.house import House, ok
-from tgi.kernel.messages import Adapted, Reason
-from tgi.worker.scripted import Script
+from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tgi.microkernel.protocol import AdapterUpdated, FinishReason
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
-SCRIPT = Script(pages=64, page_size=4, slots=8, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=256)
+WORKER_CONFIG = FakeWorkerConfig(
+    pages=64, page_size=4, slots=8, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=256
+)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @pytest.fixture
-def house() -> House:
-    house = House(SCRIPT, tokenizers=2)
-    house.adapters.start_with("first", "one")
-    house.worker_up()
-    return house
+def sim() -> Simulation:
+    sim = Simulation(WORKER_CONFIG, tokenizers=2)
+    sim.adapters.preload("first", "one")
+    sim.worker_up()
+    return sim
 
 
-def names(house: House, place: int = 0) -> list[str]:
-    return [adapter.name for adapter in house.adapters.loaded(place)]
+def names(sim: Simulation, tokenizer: int = 0) -> list[str]:
+    return [adapter.name for adapter in sim.adapters.loaded(tokenizer)]
 
 
-def test_a_change_goes_down_and_its_answer_up_behind_the_news(house: House) -> None:
-    assert names(house) == names(house, 1) == ["first"]
-    house.adapters.ask("second", "two", place=1)
-    assert (names(house), house.adapters.errors) == (["first"], [])
-    house.adapters.work()
-    assert names(house) == names(house, 1) == ["first", "second"]
-    assert house.adapters.errors == [""]
-    house.adapters.ask("first", None)
-    house.adapters.work()
-    assert names(house) == ["second"]
-    assert not house.adapters.asked
+def test_an_update_is_applied_and_reported_before_it_is_answered(sim: Simulation) -> None:
+    assert names(sim) == names(sim, 1) == ["first"]
+    sim.adapters.request_update("second", "two", tokenizer=1)
+    assert (names(sim), sim.adapters.errors) == (["first"], [])
+    sim.adapters.apply_next_update()
+    assert names(sim) == names(sim, 1) == ["first", "second"]
+    assert sim.adapters.errors == [""]
+    sim.adapters.request_update("first", None)
+    sim.adapters.apply_next_update()
+    assert names(sim) == ["second"]
+    assert not sim.adapters.pending
 
 
-def test_requests_with_several_share_steps_and_no_pages(house: House) -> None:
-    house.adapters.ask("second", "two")
-    house.adapters.work()
-    choices = [None, *house.adapters.loaded()]
-    for cached in (0, 8):  # cold, then each finds its own pages
-        asked = [house.add(PROMPT, 12, adapter=adapter) for adapter in choices]
-        house.plan()
-        assert len(house.sent[-1].rows) == 4 * 3
-        house.run()
-        for one in asked:
-            ok(one, SCRIPT)
+def test_requests_with_different_adapters_share_steps_and_no_pages(sim: Simulation) -> None:
+    sim.adapters.request_update("second", "two")
+    sim.adapters.apply_next_update()
+    choices = [None, *sim.adapters.loaded()]
+    for cached in (0, 8):  # first nothing is cached, then each finds its own pages
+        request = [sim.add(PROMPT, 12, adapter=adapter) for adapter in choices]
+        sim.plan()
+        assert len(sim.sent[-1].rows) == 4 * 3
+        sim.run()
+        for one in request:
+            assert_as_if_alone(one, WORKER_CONFIG)
             assert one.end is not None
             assert one.end.cached_tokens == cached
-        assert len({tuple(one.ids) for one in asked}) == 3
+        assert len({tuple(one.ids) for one in request}) == 3
 
 
-def test_the_next_worker_becomes_what_the_last_one_was_before_it_computes(house: House) -> None:
-    house.adapters.ask("second", "two")
-    house.adapters.ask("first", None)
-    while house.adapters.work():
+def test_a_restarted_worker_gets_the_adapters_of_its_predecessor_before_any_step(sim: Simulation) -> None:
+    sim.adapters.request_update("second", "two")
+    sim.adapters.request_update("first", None)
+    while sim.adapters.apply_next_update():
         pass
-    (second,) = house.adapters.loaded()
-    asked = house.add(PROMPT, 12, adapter=second)
+    (second,) = sim.adapters.loaded()
+    request = sim.add(PROMPT, 12, adapter=second)
     for _ in range(5):
-        house.step()
-    house.worker_up()
-    told = len(house.tokenizers[0].statuses)
-    assert names(house) == ["second"]
-    assert house.plan() == 0
-    assert not house.core.ready
-    assert [order.name for order in house.adapters.orders] == ["first", "second"]
-    house.run()
-    ok(asked, SCRIPT)
-    assert house.core.ready
-    assert all(status.adapters == [second] for status in house.tokenizers[0].statuses[told - 1 :])
-    assert house.adapters.errors == ["", ""]  # nobody hears of what nobody asked for
+        sim.step()
+    sim.worker_up()
+    reported = len(sim.tokenizers[0].statuses)
+    assert names(sim) == ["second"]
+    assert sim.plan() == 0
+    assert not sim.scheduler.ready
+    assert [order.name for order in sim.adapters.queued_updates] == ["first", "second"]
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
+    assert sim.scheduler.ready
+    assert all(status.adapters == [second] for status in sim.tokenizers[0].statuses[reported - 1 :])
+    assert sim.adapters.errors == ["", ""]  # updates that restore adapters have no answer to forward
 
 
-def test_what_is_asked_of_a_worker_that_dies_is_asked_of_the_next(house: House) -> None:
-    house.adapters.ask("second", "two")
-    house.worker_down()
-    house.adapters.ask("third", "three", place=1)
-    assert house.adapters.errors == []
-    house.run()
-    assert names(house) == ["first", "second", "third"]
-    assert house.adapters.errors == ["", ""]
+def test_unanswered_updates_are_sent_to_the_next_worker(sim: Simulation) -> None:
+    sim.adapters.request_update("second", "two")
+    sim.worker_down()
+    sim.adapters.request_update("third", "three", tokenizer=1)
+    assert sim.adapters.errors == []
+    sim.run()
+    assert names(sim) == ["first", "second", "third"]
+    assert sim.adapters.errors == ["", ""]
 
 
-def test_a_new_scheduler_learns_of_them_from_the_worker(house: House) -> None:
-    house.adapters.ask("second", "two")
-    house.adapters.work()
-    asked = [house.add(PROMPT, 12, adapter=adapter) for adapter in house.adapters.loaded()]
-    house.step()
-    house.new_core()
-    house.step()
-    assert names(house) == ["first", "second"]
-    house.worker_up()
-    house.run()
-    assert names(house) == ["first", "second"]
-    for one in asked:
-        ok(one, SCRIPT)
+def test_a_restarted_scheduler_learns_the_adapters_from_the_worker(sim: Simulation) -> None:
+    sim.adapters.request_update("second", "two")
+    sim.adapters.apply_next_update()
+    request = [sim.add(PROMPT, 12, adapter=adapter) for adapter in sim.adapters.loaded()]
+    sim.step()
+    sim.restart_scheduler()
+    sim.step()
+    assert names(sim) == ["first", "second"]
+    sim.worker_up()
+    sim.run()
+    assert names(sim) == ["first", "second"]
+    for one in request:
+        assert_as_if_alone(one, WORKER_CONFIG)
 
 
-def test_a_tokenizer_that_dies_hears_nothing(house: House) -> None:
-    house.adapters.ask("second", "two")
-    house.tokenizer_up(0)  # whoever asked it asks its successor
-    house.run()
-    assert names(house) == ["first", "second"]
-    assert house.adapters.errors == [""]
+def test_a_dead_tokenizer_gets_no_answer(sim: Simulation) -> None:
+    sim.adapters.request_update("second", "two")
+    sim.tokenizer_up(0)  # the new tokenizer requests the update again
+    sim.run()
+    assert names(sim) == ["first", "second"]
+    assert sim.adapters.errors == [""]
 
 
-def test_a_request_whose_adapter_is_gone_says_so(house: House) -> None:
-    (first,) = house.adapters.loaded()
-    house.adapters.ask("first", None)
-    house.adapters.work()
-    late, other = house.add(PROMPT, adapter=first), house.add(PROMPT)
-    house.run()
+def test_a_request_whose_adapter_was_unloaded_fails(sim: Simulation) -> None:
+    (first,) = sim.adapters.loaded()
+    sim.adapters.request_update("first", None)
+    sim.adapters.apply_next_update()
+    late, other = sim.add(PROMPT, adapter=first), sim.add(PROMPT)
+    sim.run()
     assert late.end is not None
-    assert (late.end.reason, late.end.message) == (Reason.FAILED, "the adapter first is not loaded any more")
-    ok(other, SCRIPT)
+    assert (late.end.reason, late.end.message) == (FinishReason.FAILED, "the adapter first is not loaded any more")
+    assert_as_if_alone(other, WORKER_CONFIG)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_nobody_finds_what_was_computed_for_lack_of_an_adapter(house: House, cancelled: bool) -> None:
-    """Even where the same content comes back before anybody has noticed."""
-    (first,) = house.adapters.loaded()
-    house.adapters.ask("first", None)
-    house.adapters.work()
-    late = house.add(PROMPT, adapter=first)
-    house.plan()
+def test_pages_computed_without_the_adapter_are_not_shared(sim: Simulation, cancelled: bool) -> None:
+    """Even if an adapter with the same content is loaded before the failure is known."""
+    (first,) = sim.adapters.loaded()
+    sim.adapters.request_update("first", None)
+    sim.adapters.apply_next_update()
+    late = sim.add(PROMPT, adapter=first)
+    sim.plan()
     if cancelled:
-        house.cancel(late)
-    house.adapters.ask("first", "one")
-    house.run()
+        sim.cancel(late)
+    sim.adapters.request_update("first", "one")
+    sim.run()
     assert late.end is not None
-    assert late.end.reason == (Reason.CANCELLED if cancelled else Reason.FAILED)
+    assert late.end.reason == (FinishReason.CANCELLED if cancelled else FinishReason.FAILED)
     for cached in (0, 8):
-        asked = house.add(PROMPT, adapter=first)
-        house.run()
-        ok(asked, SCRIPT)
-        assert asked.end is not None
-        assert asked.end.cached_tokens == cached
+        request = sim.add(PROMPT, adapter=first)
+        sim.run()
+        assert_as_if_alone(request, WORKER_CONFIG)
+        assert request.end is not None
+        assert request.end.cached_tokens == cached
 
 
-def test_what_was_computed_before_an_unload_is_found_after_a_load(house: House) -> None:
-    (first,) = house.adapters.loaded()
-    house.add(PROMPT, adapter=first)
-    house.run()
-    house.adapters.ask("first", None)
-    house.adapters.ask("again", "one")
-    house.run()
-    asked = house.add(PROMPT, adapter=house.adapters.loaded()[0])
-    house.run()
-    ok(asked, SCRIPT)
-    assert asked.end is not None
-    assert asked.end.cached_tokens == 8
+def test_pages_are_found_again_after_unload_and_load(sim: Simulation) -> None:
+    (first,) = sim.adapters.loaded()
+    sim.add(PROMPT, adapter=first)
+    sim.run()
+    sim.adapters.request_update("first", None)
+    sim.adapters.request_update("again", "one")
+    sim.run()
+    request = sim.add(PROMPT, adapter=sim.adapters.loaded()[0])
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
+    assert request.end is not None
+    assert request.end.cached_tokens == 8
 
 
-def test_a_change_waits_for_the_steps_under_way_and_they_for_it(house: House) -> None:
-    """A request that was planned while an adapter was there finds it at the worker."""
-    (first,) = house.adapters.loaded()
-    asked = house.add(PROMPT, 20, adapter=first)
-    house.plan()
-    house.adapters.ask("first", None)
-    assert not house.adapters.orders
-    assert house.plan() == 0
-    while house.steps:
-        house.compute()
-        house.deliver()
-    assert [order.name for order in house.adapters.orders] == ["first"]
-    assert house.plan() > 0
-    house.run()
-    ok(asked, SCRIPT)
+def test_an_update_waits_for_the_steps_in_flight_and_precedes_later_steps(sim: Simulation) -> None:
+    """A request that was planned while its adapter was loaded is computed with it."""
+    (first,) = sim.adapters.loaded()
+    request = sim.add(PROMPT, 20, adapter=first)
+    sim.plan()
+    sim.adapters.request_update("first", None)
+    assert not sim.adapters.queued_updates
+    assert sim.plan() == 0
+    while sim.steps:
+        sim.compute()
+        sim.deliver()
+    assert [order.name for order in sim.adapters.queued_updates] == ["first"]
+    assert sim.plan() > 0
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_a_request_without_its_adapter_ends_in_its_first_step_and_tells_nothing() -> None:
-    house = House(SCRIPT._replace(max_batch_prefill_tokens=4))
-    house.adapters.start_with("first", "one")
-    house.worker_up()
-    (first,) = house.adapters.loaded()
-    house.adapters.ask("first", None)
-    house.adapters.work()
-    late = house.add(PROMPT, adapter=first, prompt_top_n=1)
-    house.plan()
-    house.compute()
-    house.deliver()
+def test_a_request_without_its_adapter_fails_in_its_first_step_without_prompt_logprobs() -> None:
+    sim = Simulation(WORKER_CONFIG._replace(max_batch_prefill_tokens=4))
+    sim.adapters.preload("first", "one")
+    sim.worker_up()
+    (first,) = sim.adapters.loaded()
+    sim.adapters.request_update("first", None)
+    sim.adapters.apply_next_update()
+    late = sim.add(PROMPT, adapter=first, prompt_top_n=1)
+    sim.plan()
+    sim.compute()
+    sim.deliver()
     assert late.end is not None
-    assert late.end.reason == Reason.FAILED
-    assert not late.told
-    house.run()
+    assert late.end.reason == FinishReason.FAILED
+    assert not late.prompt_logprobs
+    sim.run()
 
 
-def test_an_adapter_that_cannot_be_had_again_is_gone_for_all(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.adapters.ask("second", "two")
-    house.adapters.work()
-    house.worker_up()
-    (order,) = house.adapters.orders
-    house.adapters.orders.clear()
-    assert house.worker is not None
-    house.handle(Adapted(order.rid, "no such directory"), house.worker)
-    assert names(house) == ["first"]
-    assert "has not got adapter second again: no such directory" in caplog.text
-    assert house.core.ready
+def test_an_adapter_that_cannot_be_restored_is_reported_as_unloaded(
+    sim: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim.adapters.request_update("second", "two")
+    sim.adapters.apply_next_update()
+    sim.worker_up()
+    (order,) = sim.adapters.queued_updates
+    sim.adapters.queued_updates.clear()
+    assert sim.worker is not None
+    sim.handle(AdapterUpdated(order.rid, "no such directory"), sim.worker)
+    assert names(sim) == ["first"]
+    assert "could not load adapter second again: no such directory" in caplog.text
+    assert sim.scheduler.ready

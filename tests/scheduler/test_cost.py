@@ -1,5 +1,5 @@
-"""What a pass costs, in function calls and bytecode instructions: for a row that decodes, and for one that comes and
-goes. Whoever asks for drafts, likeliest tokens or adapters may pay for it; these do not."""
+"""The cost of a step in function calls and bytecode instructions: per decode row, and per request that arrives or ends.
+No request here uses drafts, top-n tokens or adapters."""
 
 import gc
 from collections import deque
@@ -10,212 +10,222 @@ from pathlib import Path
 import pytest
 
 from tests.counting import cost, per_item
-from tgi.kernel import metrics
-from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, Result, Sampling, Step, encode
-from tgi.kernel.pack import FLOAT32, INT32, pack
-from tgi.kernel.presence import PROTOCOL, Hello, Limits, Status
-from tgi.kernel.samples import Store
-from tgi.scheduler.core import Config, Core
-from tgi.scheduler.meter import Meter
+from tgi.microkernel import metrics
+from tgi.microkernel.codec import FLOAT32, INT32, pack_column
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.metric_store import MetricStore
+from tgi.microkernel.protocol import PROTOCOL, Add, DeploymentLimits, Hello, Status, Step, StepResult, encode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.scheduler.metrics import SchedulerMetrics
+from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
-WORKER = Peer("worker", 0, b"worker")
-TOKENIZERS = [Peer("tokenizer", place, b"tokenizer") for place in range(2)]
+WORKER = PeerId("worker", 0, b"worker")
+TOKENIZERS = [PeerId("tokenizer", replica, b"tokenizer") for replica in range(2)]
 PAGE, PROMPT, ROOM = 16, 64, 1024
-# In so many steps each row comes to the end of a page once.
+# In this many steps each row fills one page.
 STEPS = PAGE
 
 
-class Desk:
-    """A core two steps deep, and all that it will hear, made before anything is counted."""
+class Harness:
+    """A scheduler with two steps in flight; all messages to it are made before anything is counted."""
 
     def __init__(self, rows: int, new: int, slots: int = 256) -> None:
-        self.core = Core(Config())
+        self.scheduler = Scheduler(SchedulerConfig())
         self.steps: deque[Step] = deque()
-        limits = Limits(
-            ROOM, ROOM - 1, 256 * PROMPT, 1 << 20, slots, 256 * ROOM // PAGE, PAGE, 49152, "bfloat16", "cpu"
+        limits = DeploymentLimits(
+            max_total_tokens=ROOM,
+            max_input_tokens=ROOM - 1,
+            max_batch_total_tokens=256 * ROOM,
+            max_batch_prefill_tokens=1 << 20,
+            max_batch_size=slots,
+            pages=256 * ROOM // PAGE,
+            page_size=PAGE,
+            vocab_size=49152,
+            dtype="bfloat16",
+            device="cpu",
         )
         for peer in TOKENIZERS:
-            self.core.handle(Hello(PROTOCOL, *peer), peer, 0.0)
-        self.core.handle(Hello(PROTOCOL, *WORKER), WORKER, 0.0)
-        self.core.handle(Status(True, True, "ready", 100, limits), WORKER, 0.0)
+            self.scheduler.handle(Hello(PROTOCOL, *peer), peer, 0.0)
+        self.scheduler.handle(Hello(PROTOCOL, *WORKER), WORKER, 0.0)
+        self.scheduler.handle(Status(ready=True, healthy=True, stage="ready", percent=100, limits=limits), WORKER, 0.0)
         self.adds = [
-            Add(rid, pack(INT32, [*range(rid, rid + PROMPT)]), new, encode(Sampling(rid)), pack(INT32, [49000]))
+            Add(
+                rid,
+                pack_column(INT32, [*range(rid, rid + PROMPT)]),
+                new,
+                encode(SamplingParams(rid)),
+                pack_column(INT32, [49000]),
+            )
             for rid in range(rows)
         ]
 
     def arrive(self) -> None:
-        """Half of the requests from each tokenizer."""
+        """Submits half of the requests from each tokenizer."""
         for add in self.adds:
-            self.core.handle(add, TOKENIZERS[add.rid % 2], 0.0)
+            self.scheduler.handle(add, TOKENIZERS[add.rid % 2], 0.0)
 
     def plan(self) -> None:
-        """All that the worker is to have."""
-        while (step := self.core.plan(0.0)) is not None:
+        """Plans until the pipeline is full."""
+        while (step := self.scheduler.plan(0.0)) is not None:
             self.steps.append(step)
 
-    def results(self, count: int) -> list[Result]:
-        """What the worker will say to the next steps, all of which have a row for everybody."""
+    def results(self, count: int) -> list[StepResult]:
+        """The results of the next steps, which have a row for every request."""
         step, rows = self.steps[0], len(self.adds)
-        columns = b"\1" * rows, pack(INT32, [*range(rows)]), pack(FLOAT32, [-0.5] * rows)
-        return [Result(step.number + number, step.epoch, *columns, 1000) for number in range(count)]
+        columns = b"\1" * rows, pack_column(INT32, [*range(rows)]), pack_column(FLOAT32, [-0.5] * rows)
+        return [StepResult(step.number + number, step.epoch, *columns, 1000) for number in range(count)]
 
-    def take(self, result: Result) -> None:
-        """One result."""
+    def handle_result(self, result: StepResult) -> None:
+        """Handles one result."""
         self.steps.popleft()
-        self.core.handle(result, WORKER, 0.0)
+        self.scheduler.handle(result, WORKER, 0.0)
 
-    def tell(self) -> None:
-        """What stands behind the pass."""
-        for _, message in self.core.outgoing():
+    def finish(self) -> None:
+        """The work after the step is sent."""
+        for _, message in self.scheduler.outgoing():
             encode(message)
-        self.core.settle()
+        self.scheduler.commit()
 
 
 def decoding(rows: int) -> Callable[[], None]:
-    """The passes in which all of these rows decode."""
-    desk = Desk(rows, 4 * STEPS)
-    desk.arrive()
-    desk.plan()
-    results = desk.results(3 + STEPS)
+    """STEPS steps in which all of these rows decode."""
+    harness = Harness(rows, 4 * STEPS)
+    harness.arrive()
+    harness.plan()
+    results = harness.results(3 + STEPS)
     for result in results[:3]:
-        desk.take(result)
-        desk.plan()
-        desk.tell()
+        harness.handle_result(result)
+        harness.plan()
+        harness.finish()
 
     def work() -> None:
         for result in results[3:]:
-            desk.take(result)
-            desk.plan()
-            desk.tell()
+            harness.handle_result(result)
+            harness.plan()
+            harness.finish()
 
     return work
 
 
-def turning(rows: int) -> Callable[[], None]:
-    """The whole of the loop's turns in these passes, but for links and processes."""
-    desk, meter = Desk(rows, 4 * STEPS), Meter()
-    desk.arrive()
-    desk.plan()
-    results = desk.results(3 + STEPS)
+def iterating(rows: int) -> Callable[[], None]:
+    """Whole iterations of the loop for these steps, without links and processes."""
+    harness, scheduler_metrics = Harness(rows, 4 * STEPS), SchedulerMetrics()
+    harness.arrive()
+    harness.plan()
+    results = harness.results(3 + STEPS)
 
-    def turn(result: Result, now: float) -> None:
-        desk.steps.popleft()
-        desk.core.deadline(now)
-        meter.result(desk.core, result, WORKER, now)
-        while (step := meter.plan(desk.core, now)) is not None:
+    def iterate(result: StepResult, now: float) -> None:
+        harness.steps.popleft()
+        harness.scheduler.deadline(now)
+        scheduler_metrics.handle_result(harness.scheduler, result, WORKER, now)
+        while (step := scheduler_metrics.plan(harness.scheduler, now)) is not None:
             encode(step)
-            desk.steps.append(step)
-        desk.core.tick(now)
-        desk.tell()
-        meter.publish(desk.core, now)
+            harness.steps.append(step)
+        harness.scheduler.report_status(now)
+        harness.finish()
+        scheduler_metrics.publish(harness.scheduler, now)
 
     for result in results[:3]:
-        turn(result, 0.0)
+        iterate(result, 0.0)
 
     def work() -> None:
         for number, result in enumerate(results[3:]):
-            turn(result, number / 100)
+            iterate(result, number / 100)
 
     return work
 
 
 def waiting(rows: int) -> Callable[[], object]:
-    """A turn of the loop while all slots are taken and the rest wait."""
-    desk = Desk(rows, 4, slots=16)
-    desk.arrive()
-    desk.plan()
-    desk.tell()
+    """An iteration of the loop while all slots are held and the other requests wait."""
+    harness = Harness(rows, 4, slots=16)
+    harness.arrive()
+    harness.plan()
+    harness.finish()
 
     def work() -> None:
-        desk.core.tick(1.0)
-        desk.core.deadline(1.0)
-        desk.plan()
-        desk.tell()
+        harness.scheduler.report_status(1.0)
+        harness.scheduler.deadline(1.0)
+        harness.plan()
+        harness.finish()
 
     return work
 
 
 def arriving(rows: int) -> Callable[[], object]:
-    """The requests come."""
-    return Desk(rows, 4).arrive
+    """All requests arrive."""
+    return Harness(rows, 4).arrive
 
 
 def admitting(rows: int) -> Callable[[], object]:
-    """The plan that computes the whole of their prompts, which nobody has asked for before."""
-    desk = Desk(rows, 4)
-    desk.arrive()
-    return partial(desk.core.plan, 0.0)
+    """The plan that computes all prompts, none of which is cached."""
+    harness = Harness(rows, 4)
+    harness.arrive()
+    return partial(harness.scheduler.plan, 0.0)
 
 
 def entering(rows: int) -> Callable[[], object]:
-    """What stands behind that plan: they are to decode from the next one on, and their pages can be found."""
-    desk = Desk(rows, 4)
-    desk.arrive()
-    desk.core.plan(0.0)
-    return desk.core.settle
+    """The commit after that plan: all requests enter the lanes, and their pages are published."""
+    harness = Harness(rows, 4)
+    harness.arrive()
+    harness.scheduler.plan(0.0)
+    return harness.scheduler.commit
 
 
 def ending(rows: int) -> Callable[[], object]:
-    """The result with the last token of each."""
-    desk = Desk(rows, 1)
-    desk.arrive()
-    desk.plan()
-    desk.tell()
-    return partial(desk.take, *desk.results(1))
+    """The result with the last token of each request."""
+    harness = Harness(rows, 1)
+    harness.arrive()
+    harness.plan()
+    harness.finish()
+    return partial(harness.handle_result, *harness.results(1))
 
 
 def leaving(rows: int) -> Callable[[], object]:
-    """What is told and noted of those that have ended: four pages of each can be found, and all are free."""
-    desk = Desk(rows, 1)
-    desk.arrive()
-    desk.plan()
-    desk.take(*desk.results(1))
-    return desk.tell
+    """Messages and commit after all requests have ended: four pages of each are published, and all are released."""
+    harness = Harness(rows, 1)
+    harness.arrive()
+    harness.plan()
+    harness.handle_result(*harness.results(1))
+    return harness.finish
 
 
-def test_a_row_that_decodes() -> None:
-    """From its token to the next step, messages and pages included: that is a sixteenth of what a page costs.
-    Of its own it has nothing. All else is done by column, in C: whoever looks at each request here makes every step of
-    everybody slower."""
+def test_cost_of_a_decode_row() -> None:
+    """From its token to the next step, messages included, with a sixteenth of the cost of a page. Nothing is done per
+    row: all other work is done by column, in C. Python code per request here would slow down every step."""
     each = per_item(decoding, 64, 256) / STEPS
-    assert each.calls <= 1
-    assert each.instructions <= 19
+    assert each.within(1, 19), each
 
 
-@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 257, 3_617), (256, 437, 7_265)])
-def test_a_pass(rows: int, calls: int, instructions: int) -> None:
-    """Of rows that decode alone: what each costs, and some 190 calls for the step itself and two tokenizers."""
+@pytest.mark.parametrize(("rows", "calls", "instructions"), [(64, 257, 3_604), (256, 437, 7_252)])
+def test_cost_of_a_step(rows: int, calls: int, instructions: int) -> None:
+    """Decode rows alone: their own cost, and about 190 calls for the step itself and two tokenizers."""
     each = cost(decoding(rows)) / STEPS
-    assert each.calls <= calls
-    assert each.instructions <= instructions
+    assert each.within(calls, instructions), each
 
 
-def test_a_turn_for_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics included, which are written when somebody comes or goes, and else once a second."""
-    monkeypatch.setattr(metrics._here, "store", Store(tmp_path))
-    monkeypatch.setattr(metrics._here, "made", {})
-    each = cost(turning(1)) / STEPS
-    assert each.calls <= 217
-    assert each.instructions <= 2_564
+def test_cost_of_a_loop_iteration_for_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Including metrics, which are published when requests arrive or end, and otherwise once a second."""
+    monkeypatch.setattr(metrics._process, "store", MetricStore(tmp_path))
+    monkeypatch.setattr(metrics._process, "metrics", {})
+    each = cost(iterating(1)) / STEPS
+    assert each.within(211, 2_492), each
 
 
 @pytest.mark.parametrize(
     ("work", "calls", "instructions"),
     [(arriving, 10, 268), (admitting, 25, 430), (entering, 32, 565), (ending, 5, 115), (leaving, 12, 356)],
 )
-def test_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
-    """As measured. Arrival, admission and end are in the way of a step that waits; what is in `entering`, which gives
-    everybody another page, and `leaving` is not."""
+def test_cost_of_a_request(work: Callable[[int], Callable[[], object]], calls: int, instructions: int) -> None:
+    """As measured. The worker may wait for arrival, admission and end; it does not wait for `entering`, which appends a
+    page to each request, and `leaving`."""
     each = per_item(work, 64, 256)
-    assert each.calls <= calls
-    assert each.instructions <= instructions
+    assert each.within(calls, instructions), each
 
 
-def test_a_pass_leaves_no_garbage() -> None:
-    """The collector is told to stay away (tgi/scheduler/main.py), so nothing may need it."""
+def test_a_step_leaves_no_reference_cycles() -> None:
+    """The garbage collector runs rarely (tgi/scheduler/main.py), so no step may need it."""
     works = [work(16) for work in (decoding, ending, leaving)]
-    while gc.collect():  # of other tests: what one round frees may have kept more
+    while gc.collect():  # garbage of other tests: one pass may free what keeps more
         pass
     gc.disable()
     try:
@@ -226,7 +236,7 @@ def test_a_pass_leaves_no_garbage() -> None:
         gc.enable()
 
 
-def test_what_only_waits_costs_nothing() -> None:
-    """Neither a turn of the loop nor a plan looks at requests in the queue: 10,000 of them cost what 100 do."""
+def test_waiting_requests_cost_nothing() -> None:
+    """Neither the loop nor a plan iterates over the queue: 10,000 waiting requests cost what 100 do."""
     few, many = (cost(waiting(rows)) for rows in (100, 10_000))
     assert few == many

@@ -1,29 +1,28 @@
-"""How a request begins and ends: validation, cancels, stops, usage and durations, and what its tokenizers hear."""
+"""The life of a request: validation, cancel, stop, usage and durations; the status report; the waiting queue."""
 
 import gc
 import logging
 
 import pytest
 
-from tests.scheduler.house import House, ok
-from tests.scheduler.tokenizers import GREEDY, Asked
-from tgi.kernel.messages import Add, Cancel, End, Reason, Stop, Tokens
-from tgi.kernel.pack import INT32, pack
-from tgi.kernel.presence import Status
-from tgi.kernel.states import CHUNK, END, State
-from tgi.scheduler.core import Config
-from tgi.scheduler.queue import Queue
-from tgi.scheduler.request import Client, Request
-from tgi.worker.scripted import Script
+from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
+from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.protocol import CHUNK, END, Add, Cancel, End, FinishReason, RequestState, Status, Stop, Tokens
+from tgi.scheduler.request import Request, TokenizerClient, WaitingQueue
+from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
-SCRIPT = Script(pages=64, page_size=4, slots=4, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=64)
+WORKER_CONFIG = FakeWorkerConfig(
+    pages=64, page_size=4, slots=4, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=64
+)
 
 
 @pytest.fixture
-def house() -> House:
-    house = House(SCRIPT, tokenizers=2)
-    house.worker_up()
-    return house
+def sim() -> Simulation:
+    sim = Simulation(WORKER_CONFIG, tokenizers=2)
+    sim.worker_up()
+    return sim
 
 
 @pytest.mark.parametrize(
@@ -43,98 +42,100 @@ def house() -> House:
         ),
     ],
 )
-def test_what_can_never_be_computed_is_refused_at_once(house: House, prompt: list[int], new: int, message: str) -> None:
-    asked = house.add(prompt, new)
-    assert asked.end is not None
-    assert (asked.end.reason, asked.end.message) == (Reason.INVALID, message)
-    house.check()
+def test_requests_beyond_the_limits_are_rejected_at_once(
+    sim: Simulation, prompt: list[int], new: int, message: str
+) -> None:
+    request = sim.add(prompt, new)
+    assert request.end is not None
+    assert (request.end.reason, request.end.message) == (FinishReason.INVALID, message)
+    sim.check()
 
 
-def test_what_fits_exactly_is_computed(house: House) -> None:
-    asked = house.add([1] * 60, 4)
-    house.run()
-    ok(asked, SCRIPT)
+def test_a_request_at_the_limit_is_computed(sim: Simulation) -> None:
+    request = sim.add([1] * 60, 4)
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_those_who_came_before_the_first_worker_are_checked_when_its_limits_are_known() -> None:
-    house = House(SCRIPT)
-    asked = house.add([1] * 60, 5)
-    assert asked.end is None
-    house.worker_up()
-    assert asked.end is not None
-    assert asked.end.reason == Reason.INVALID
+def test_waiting_requests_are_validated_when_the_first_worker_is_ready() -> None:
+    sim = Simulation(WORKER_CONFIG)
+    request = sim.add([1] * 60, 5)
+    assert request.end is None
+    sim.worker_up()
+    assert request.end is not None
+    assert request.end.reason == FinishReason.INVALID
 
 
-@pytest.mark.parametrize("column", ["prompt", "resume", "stop_ids"])
-def test_a_malformed_column_is_refused(house: House, column: str) -> None:
-    asked = house.tokenizers[0].requests[77] = Asked([], 1, [], GREEDY, [])
-    add = Add(77, pack(INT32, [1]), 1, asked.sampling)._replace(**{column: b"\1\2\3"})
-    house.handle(add, house.tokenizers[0].peer)
-    assert asked.end is not None
-    assert asked.end.reason == Reason.INVALID
-    house.check()
+@pytest.mark.parametrize("column", ["prompt_ids", "resume_ids", "stop_ids"])
+def test_a_malformed_column_is_rejected(sim: Simulation, column: str) -> None:
+    request = sim.tokenizers[0].requests[77] = SubmittedRequest([], 1, [], GREEDY, [])
+    add = Add(77, pack_column(INT32, [1]), 1, request.sampling)._replace(**{column: b"\1\2\3"})
+    sim.handle(add, sim.tokenizers[0].peer)
+    assert request.end is not None
+    assert request.end.reason == FinishReason.INVALID
+    sim.check()
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Cancel, Reason.CANCELLED), (Stop, Reason.STOP)])
+@pytest.mark.parametrize(("kind", "reason"), [(Cancel, FinishReason.CANCELLED), (Stop, FinishReason.STOP)])
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_cancel_or_stop_ends_it_at_once(house: House, kind: type, reason: Reason, steps: int) -> None:
-    asked = house.add([1, 2, 3], 20)
-    mate = house.add([1, 2, 4], 20)
+def test_cancel_and_stop_end_a_request_at_once(sim: Simulation, kind: type, reason: FinishReason, steps: int) -> None:
+    request = sim.add([1, 2, 3], 20)
+    other = sim.add([1, 2, 4], 20)
     for _ in range(steps):
-        house.step()
-    house.cancel(asked, kind)
-    assert asked.end is not None
-    assert asked.end.reason == reason
-    house.check()
-    house.run()
-    ok(mate, SCRIPT)
+        sim.step()
+    sim.cancel(request, kind)
+    assert request.end is not None
+    assert request.end.reason == reason
+    sim.check()
+    sim.run()
+    assert_as_if_alone(other, WORKER_CONFIG)
 
 
-def test_crossing_messages_are_ignored(house: House) -> None:
-    asked = house.add([1, 2, 3], 2)
-    house.run()
-    ends = len(house.heard)
-    house.cancel(asked)
-    house.stop(asked)
-    house.handle(Cancel(12345), house.tokenizers[0].peer)
-    assert len(house.heard) == ends
+def test_crossing_messages_are_ignored(sim: Simulation) -> None:
+    request = sim.add([1, 2, 3], 2)
+    sim.run()
+    ends = len(sim.received)
+    sim.cancel(request)
+    sim.stop(request)
+    sim.handle(Cancel(12345), sim.tokenizers[0].peer)
+    assert len(sim.received) == ends
 
 
-def test_a_number_that_is_used_twice_keeps_its_first_request(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    asked = house.add([1, 2, 3], 5)
+def test_a_duplicate_rid_is_ignored(sim: Simulation, caplog: pytest.LogCaptureFixture) -> None:
+    request = sim.add([1, 2, 3], 5)
     with caplog.at_level(logging.ERROR):
-        house.handle(Add(house.rids, pack(INT32, [9]), 1, asked.sampling), house.tokenizers[0].peer)
-    assert "used number 1 twice" in caplog.text
-    house.run()
-    ok(asked, SCRIPT)
+        sim.handle(Add(sim.rids, pack_column(INT32, [9]), 1, request.sampling), sim.tokenizers[0].peer)
+    assert "used rid 1 twice" in caplog.text
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_tokenizers_number_their_requests_independently(house: House) -> None:
-    both = [Asked([n, 2, 3], 4, [], GREEDY, []) for n in (1, 5)]
-    for place, asked in enumerate(both):
-        house.tokenizers[place].requests[7] = asked
-        house.handle(Add(7, pack(INT32, asked.prompt), 4, asked.sampling), house.tokenizers[place].peer)
-    house.run()
-    for asked in both:
-        ok(asked, SCRIPT)
+def test_rids_of_different_tokenizers_are_independent(sim: Simulation) -> None:
+    both = [SubmittedRequest([n, 2, 3], 4, [], GREEDY, []) for n in (1, 5)]
+    for tokenizer, request in enumerate(both):
+        sim.tokenizers[tokenizer].requests[7] = request
+        sim.handle(Add(7, pack_column(INT32, request.prompt), 4, request.sampling), sim.tokenizers[tokenizer].peer)
+    sim.run()
+    for request in both:
+        assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_one_message_for_each_tokenizer_and_step(house: House) -> None:
+def test_one_message_per_tokenizer_and_step(sim: Simulation) -> None:
     for n in range(4):
-        house.add([n, 2], 3, place=n % 2)
-    house.run()
-    for tokenizer in house.tokenizers.values():
-        messages = [m for peer, m in house.heard if peer == tokenizer.peer and not isinstance(m, Status)]
+        sim.add([n, 2], 3, tokenizer=n % 2)
+    sim.run()
+    for tokenizer in sim.tokenizers.values():
+        messages = [m for peer, m in sim.received if peer == tokenizer.peer and not isinstance(m, Status)]
         assert [type(m) for m in messages] == [Tokens, Tokens, Tokens, End, End]
 
 
-def test_usage_and_durations(house: House) -> None:
-    asked = house.add([1, 2, 3], 4)
-    house.now += 2.0
-    house.plan()
-    house.now += 3.0
-    house.run()
-    end = asked.end
+def test_usage_and_durations(sim: Simulation) -> None:
+    request = sim.add([1, 2, 3], 4)
+    sim.now += 2.0
+    sim.plan()
+    sim.now += 3.0
+    sim.run()
+    end = request.end
     assert end is not None
     assert (end.prompt_tokens, end.generated_tokens, end.cached_tokens) == (3, 4, 0)
     assert 2_000_000 <= end.queue_us < 2_100_000
@@ -144,94 +145,94 @@ def test_usage_and_durations(house: House) -> None:
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_hears_the_status_when_it_comes_and_when_it_changes() -> None:
-    house = House(SCRIPT)
-    (first,) = house.tokenizers[0].statuses
+def test_status_is_reported_on_connection_and_on_change() -> None:
+    sim = Simulation(WORKER_CONFIG)
+    (first,) = sim.tokenizers[0].statuses
     assert (first.ready, first.healthy, first.stage, first.limits) == (False, True, "waiting for the worker", None)
-    house.worker_up()
-    last = house.tokenizers[0].statuses[-1]
-    assert (last.ready, last.stage, last.percent, last.limits) == (True, "ready", 100, SCRIPT.limits())
-    house.worker_down()
-    assert not house.tokenizers[0].statuses[-1].ready
-    late = house.tokenizer_up(1)
+    sim.worker_up()
+    last = sim.tokenizers[0].statuses[-1]
+    assert (last.ready, last.stage, last.percent, last.limits) == (True, "ready", 100, WORKER_CONFIG.limits())
+    sim.worker_down()
+    assert not sim.tokenizers[0].statuses[-1].ready
+    late = sim.tokenizer_up(1)
     assert [status.ready for status in late.statuses] == [False]
 
 
-def test_load_is_told_now_and_then(house: House) -> None:
-    heard = house.tokenizers[0].statuses
-    house.tick(2.0)
-    before = len(heard)
+def test_load_is_reported_at_an_interval(sim: Simulation) -> None:
+    statuses = sim.tokenizers[0].statuses
+    sim.advance_time(2.0)
+    before = len(statuses)
     for _ in range(6):
-        house.add([1, 2, 3], 30)
-    house.tick()
-    assert heard[-1].queued == 6
-    house.plan()
-    house.tick()
-    assert heard[-1].queued == 6
-    assert house.core.deadline(house.now) < house.now + 1.1
-    house.tick(1.0)
+        sim.add([1, 2, 3], 30)
+    sim.advance_time()
+    assert statuses[-1].queued == 6
+    sim.plan()
+    sim.advance_time()
+    assert statuses[-1].queued == 6
+    assert sim.scheduler.deadline(sim.now) < sim.now + 1.1
+    sim.advance_time(1.0)
     for _ in range(10):
-        house.step()
-        house.tick()
-    assert (heard[-1].queued, heard[-1].running) == (2, 4)
-    assert len(heard) - before <= 2
+        sim.step()
+        sim.advance_time()
+    assert (statuses[-1].queued, statuses[-1].running) == (2, 4)
+    assert len(statuses) - before <= 2
 
 
-def test_unhealthy_while_no_step_finishes() -> None:
-    house = House(SCRIPT, Config(stall_limit=10.0))
-    house.worker_up()
-    house.add([1, 2, 3], 5)
-    house.tick(100.0)
-    house.plan()
-    assert house.core.deadline(house.now) <= house.now + 10.0
-    house.tick(9.0)
-    assert house.tokenizers[0].statuses[-1].healthy
-    house.tick(1.5)
-    assert not house.tokenizers[0].statuses[-1].healthy
-    house.compute()
-    house.deliver()
-    house.tick()
-    assert house.tokenizers[0].statuses[-1].healthy
+def test_a_stalled_worker_is_unhealthy() -> None:
+    sim = Simulation(WORKER_CONFIG, SchedulerConfig(stall_limit=10.0))
+    sim.worker_up()
+    sim.add([1, 2, 3], 5)
+    sim.advance_time(100.0)
+    sim.plan()
+    assert sim.scheduler.deadline(sim.now) <= sim.now + 10.0
+    sim.advance_time(9.0)
+    assert sim.tokenizers[0].statuses[-1].healthy
+    sim.advance_time(1.5)
+    assert not sim.tokenizers[0].statuses[-1].healthy
+    sim.compute()
+    sim.deliver()
+    sim.advance_time()
+    assert sim.tokenizers[0].statuses[-1].healthy
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
+# --- waiting queue ----------------------------------------------------------------------------------------------------
 
 
-def test_the_line_keeps_the_order_of_arrival() -> None:
-    house = House(SCRIPT)
-    client = Client(house.tokenizers[0].peer)
+def test_the_queue_keeps_the_order_of_arrival_after_suspects() -> None:
+    sim = Simulation(WORKER_CONFIG)
+    client = TokenizerClient(sim.tokenizers[0].peer)
     made = [Request(client, Add(n, b"", 1, b""), n, 0.0) for n in range(5)]
-    queue = Queue()
+    queue = WaitingQueue()
     for n in (1, 3, 4):
-        queue.join(made[n])
+        queue.append(made[n])
     made[1].state = END[made[1].state]
-    queue.leave(1)
-    queue.come_back(made[0])
+    queue.record_ended(1)
+    queue.reinsert(made[0])
     made[2].strikes = 2
-    queue.come_back(made[2])  # a suspect goes first
+    queue.reinsert(made[2])  # a suspect goes first
     assert len(queue) == 4
     order = []
     while (head := queue.head()) is not None:
-        assert queue.pop() is head
+        assert queue.pop_head() is head
         order.append(head.rid)
     assert order == [2, 0, 3, 4]
     assert len(queue) == 0
     with pytest.raises(IndexError):
-        queue.pop()
+        queue.pop_head()
     with pytest.raises(ValueError, match="illegal transition"):
         CHUNK[made[1].state]
-    assert made[1].state is State.ENDED
+    assert made[1].state is RequestState.ENDED
 
 
-def test_who_ends_while_waiting_is_not_kept_in_the_line() -> None:
-    client, queue = Client(House(SCRIPT).tokenizers[0].peer), Queue()
+def test_ended_requests_do_not_accumulate_in_the_queue() -> None:
+    client, queue = TokenizerClient(Simulation(WORKER_CONFIG).tokenizers[0].peer), WaitingQueue()
     first = Request(client, Add(0, b"", 1, b""), 0, 0.0)
-    queue.join(first)
+    queue.append(first)
     for n in range(1, 10_000):
         request = Request(client, Add(n, b"", 1, b""), n, 0.0)
-        queue.join(request)
+        queue.append(request)
         request.state = END[request.state]
-        queue.leave(1)
+        queue.record_ended(1)
     gc.collect()
     kept = [one for one in gc.get_objects() if isinstance(one, Request) and one.client is client]
     assert len(kept) < 200

@@ -1,250 +1,272 @@
-"""Drafts change how fast tokens come, and nothing else; and where they gain nothing they cost nothing."""
+"""Speculative decoding changes how fast tokens come and nothing else, and is skipped where it gains nothing."""
 
 import pytest
 
-from tests.scheduler.house import House, expected, ok
-from tgi.kernel.messages import Reason, Result
-from tgi.kernel.pack import FLOAT32, INT32, ints, pack
-from tgi.scheduler.core import Config
-from tgi.scheduler.speculation import READ
-from tgi.worker.scripted import Script
+from tests.scheduler.simulation import Simulation, assert_as_if_alone, expected_ids
+from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
+from tgi.microkernel.protocol import FinishReason, StepResult
+from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.scheduler.speculation import INDEX_BUDGET
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
-# The worker says at random one of these ids. Of one id the next is always known, of two every other time.
+# Vocabulary sizes of the fake worker, which draws at random: with 1 id every draft is right, with 2 every other one.
 SAME, EITHER, ANY = 1, 2, 128
-SCRIPT = Script(pages=256, page_size=4, slots=8, vocab_size=SAME, max_total_tokens=256, max_batch_prefill_tokens=64)
-DRAFTS = Config(drafts=4)
-BY_MODEL = Config(drafts=4, draft_model=True)
+WORKER_CONFIG = FakeWorkerConfig(
+    pages=256, page_size=4, slots=8, vocab_size=SAME, max_total_tokens=256, max_batch_prefill_tokens=64
+)
+DRAFTS = SchedulerConfig(max_drafts=4)
+BY_MODEL = SchedulerConfig(max_drafts=4, draft_model=True)
 
 
-def a_house(config: Config = DRAFTS, script: Script = SCRIPT) -> House:
-    house = House(script, config)
-    house.worker_up()
-    return house
+def started(config: SchedulerConfig = DRAFTS, worker_config: FakeWorkerConfig = WORKER_CONFIG) -> Simulation:
+    sim = Simulation(worker_config, config)
+    sim.worker_up()
+    return sim
 
 
-def drafts_of(house: House) -> list[list[int]]:
-    """The drafts of each step."""
-    return [ints(step.drafts) for step in house.sent]
+def drafts_of(sim: Simulation) -> list[list[int]]:
+    """The draft counts of each step."""
+    return [unpack_int32(step.drafts) for step in sim.sent]
 
 
-@pytest.mark.parametrize("config", [DRAFTS, BY_MODEL], ids=["lookup", "model"])
+@pytest.mark.parametrize("config", [DRAFTS, BY_MODEL], ids=["proposer", "model"])
 @pytest.mark.parametrize("vocab_size", [SAME, EITHER, 5, ANY])
-def test_the_tokens_are_those_without(config: Config, vocab_size: int) -> None:
-    script = SCRIPT._replace(vocab_size=vocab_size)
-    house = a_house(config, script)
-    everybody = [
-        house.add([0] * (4 + n), 60, seed=n, top_n=n % 3, stop_ids=[1, *range(40, 44)] * (n == 3)) for n in range(6)
+def test_drafts_do_not_change_tokens(config: SchedulerConfig, vocab_size: int) -> None:
+    worker_config = WORKER_CONFIG._replace(vocab_size=vocab_size)
+    sim = started(config, worker_config)
+    requests = [
+        sim.add([0] * (4 + n), 60, seed=n, top_n=n % 3, stop_ids=[1, *range(40, 44)] * (n == 3)) for n in range(6)
     ]
-    house.run()
-    for asked in everybody:
-        ok(asked, script)
-    counters = house.core.counters
-    assert counters.accepted_tokens <= counters.drafted_tokens
+    sim.run()
+    for request in requests:
+        assert_as_if_alone(request, worker_config)
+    counters = sim.scheduler.counters
+    assert counters.accepted_draft_tokens <= counters.draft_tokens
     if vocab_size == SAME:
-        assert house.tokenizers[0].longest == 5
-        assert len(house.sent) < 20
-        assert counters.accepted_tokens == counters.drafted_tokens
+        assert sim.tokenizers[0].longest_run == 5
+        assert len(sim.sent) < 20
+        assert counters.accepted_draft_tokens == counters.draft_tokens
     elif vocab_size == EITHER or config is BY_MODEL:
-        assert len(house.sent) < 50
-        assert 0 < counters.accepted_tokens < counters.drafted_tokens
+        assert len(sim.sent) < 50
+        assert 0 < counters.accepted_draft_tokens < counters.draft_tokens
     else:
-        assert len(house.sent) > 50
+        assert len(sim.sent) > 50
 
 
-def test_a_text_that_does_not_repeat_itself_runs_as_without() -> None:
-    script = SCRIPT._replace(vocab_size=ANY)
+def test_a_text_without_repetitions_is_not_drafted() -> None:
+    worker_config = WORKER_CONFIG._replace(vocab_size=ANY)
     depths: list[int] = []
-    house = a_house(script=script)
-    asked = house.add([1, 2, 3], 100)
-    while asked.end is None:
-        house.plan()
-        depths.append(len(house.steps))
-        house.compute()
-        house.deliver()
-    ok(asked, script)
-    assert not any(drafts_of(house))
+    sim = started(worker_config=worker_config)
+    request = sim.add([1, 2, 3], 100)
+    while request.end is None:
+        sim.plan()
+        depths.append(len(sim.steps))
+        sim.compute()
+        sim.deliver()
+    assert_as_if_alone(request, worker_config)
+    assert not any(drafts_of(sim))
     assert depths.count(2) > 90
 
 
-def test_the_text_that_repeats_the_prompt_is_drafted() -> None:
-    """The worker cannot be made to say a given text; the ids of an earlier life can."""
-    script = SCRIPT._replace(vocab_size=ANY)
-    first = a_house(DRAFTS, script).add([1, 2, 3], 40)
-    text = expected(first, script)
-    house = a_house(DRAFTS, script)
-    asked = house.add([1, 2, 3], 40, resume=text[:20])
-    house.run()
-    ok(asked, script)
-    assert asked.ids == text
+def test_a_repetition_of_resumed_ids_is_drafted() -> None:
+    """The fake worker draws random ids, so the repetition is in the resumed ids."""
+    worker_config = WORKER_CONFIG._replace(vocab_size=ANY)
+    first = started(DRAFTS, worker_config).add([1, 2, 3], 40)
+    text = expected_ids(first, worker_config)
+    sim = started(DRAFTS, worker_config)
+    request = sim.add([1, 2, 3], 40, resume=text[:20])
+    sim.run()
+    assert_as_if_alone(request, worker_config)
+    assert request.ids == text
 
 
-def test_drafts_that_cost_as_much_as_they_bring_are_left_out() -> None:
-    dear = a_house(script=SCRIPT._replace(vocab_size=EITHER))
-    dear.position_us = 10_000
-    asked = dear.add([0] * 5, 200)
-    dear.run()
-    ok(asked, dear.script)
-    assert 0 < sum(map(any, drafts_of(dear))) < 40  # tried, and now and then tried again
+def test_drafts_that_cost_more_than_they_gain_are_omitted() -> None:
+    expensive = started(worker_config=WORKER_CONFIG._replace(vocab_size=EITHER))
+    expensive.position_us = 10_000
+    request = expensive.add([0] * 5, 200)
+    expensive.run()
+    assert_as_if_alone(request, expensive.worker_config)
+    assert 0 < sum(map(any, drafts_of(expensive))) < 40  # tried, and tried again now and then
 
 
-def test_a_wait_that_costs_more_than_the_drafts_bring_is_not_made() -> None:
-    """Though every draft is right."""
-    house = a_house()
-    asked = house.add([0] * 5, 200)
+def test_no_drafts_if_the_idle_time_costs_more_than_they_gain() -> None:
+    """Although every draft is right."""
+    sim = started()
+    request = sim.add([0] * 5, 200)
     depths: list[int] = []
-    while asked.end is None:
-        house.plan()
-        depths.append(len(house.steps))
-        house.compute()
-        house.tick(0.02)  # the result is long on its way
-        house.deliver()
-    ok(asked, house.script)
-    assert sum(map(any, drafts_of(house)[-60:])) == 0
-    assert depths[-60:-2] == [2] * 58
+    while request.end is None:
+        sim.plan()
+        depths.append(len(sim.steps))
+        sim.compute()
+        sim.advance_time(0.02)  # the result takes long to arrive
+        sim.deliver()
+    assert_as_if_alone(request, sim.worker_config)
+    assert sum(map(any, drafts_of(sim)[-60:])) < 4  # tried again now and then
+    assert depths[-60:-2].count(2) > 48
 
 
-def test_a_model_that_stops_gaining_is_asked_again_later() -> None:
-    house = a_house(BY_MODEL, SCRIPT._replace(vocab_size=ANY, max_total_tokens=2048, pages=600))
-    house.position_us = 3000  # three out of four are right: hardly worth it
-    asked = house.add([1, 2, 3], 1500)
-    house.run()
-    ok(asked, house.script)
-    drafted = [bool(drafts) for drafts in drafts_of(house)]
+def test_drafts_are_tried_again_after_one_long_pause() -> None:
+    sim = started(worker_config=WORKER_CONFIG._replace(max_total_tokens=2048, pages=600))
+    request = sim.add([0] * 5, 1500)
+    while request.end is None:
+        paused = len(sim.sent) == 5
+        sim.plan()
+        sim.compute()
+        sim.advance_time(1.0 if paused else 0.0)
+        sim.deliver()
+    assert_as_if_alone(request, sim.worker_config)
+    drafted = [bool(drafts) for drafts in drafts_of(sim)]
+    assert drafted[:6].count(True) > 1
+    assert not any(drafted[8:50])
+    assert drafted[-20:-2] == [True] * 18
+
+
+def test_a_draft_model_that_stops_gaining_is_tried_again_later() -> None:
+    sim = started(BY_MODEL, WORKER_CONFIG._replace(vocab_size=ANY, max_total_tokens=2048, pages=600))
+    sim.position_us = 3000  # three out of four are right: hardly worthwhile
+    request = sim.add([1, 2, 3], 1500)
+    sim.run()
+    assert_as_if_alone(request, sim.worker_config)
+    drafted = [bool(drafts) for drafts in drafts_of(sim)]
     assert 0 < sum(drafted) < len(drafted) / 2
     assert any(drafted[len(drafted) // 2 :])
 
 
-def test_nobody_is_preempted_for_drafts_and_the_limits_are_kept() -> None:
-    """Two requests of 12 tokens each in exactly the pages that they need."""
-    script = SCRIPT._replace(pages=6, max_total_tokens=12, max_batch_prefill_tokens=12)
-    house = a_house(Config(drafts=16), script)
-    everybody = [house.add([0] * 5, 7), house.add([0] * 3, 9)]
-    house.run()
-    for asked in everybody:
-        ok(asked, script)
-    assert house.core.counters.preemptions == 0
-    assert house.core.counters.accepted_tokens > 0
+def test_drafts_preempt_no_request_and_keep_the_limits() -> None:
+    """Two requests of 12 tokens each, and exactly the pages that they need."""
+    worker_config = WORKER_CONFIG._replace(pages=6, max_total_tokens=12, max_batch_prefill_tokens=12)
+    sim = started(SchedulerConfig(max_drafts=16), worker_config)
+    requests = [sim.add([0] * 5, 7), sim.add([0] * 3, 9)]
+    sim.run()
+    for request in requests:
+        assert_as_if_alone(request, worker_config)
+    assert sim.scheduler.counters.preemptions == 0
+    assert sim.scheduler.counters.accepted_draft_tokens > 0
 
 
-def test_where_pages_are_short_less_is_drafted() -> None:
-    script = SCRIPT._replace(pages=6, max_total_tokens=24, max_batch_prefill_tokens=24)
-    house = a_house(Config(drafts=16), script)
-    everybody = [house.add([0] * 5, 15), house.add([0] * 3, 12)]
-    house.run()
-    for asked in everybody:
-        ok(asked, script)
-    assert house.core.counters.accepted_tokens > 0
+def test_fewer_drafts_if_pages_are_scarce() -> None:
+    worker_config = WORKER_CONFIG._replace(pages=6, max_total_tokens=24, max_batch_prefill_tokens=24)
+    sim = started(SchedulerConfig(max_drafts=16), worker_config)
+    requests = [sim.add([0] * 5, 15), sim.add([0] * 3, 12)]
+    sim.run()
+    for request in requests:
+        assert_as_if_alone(request, worker_config)
+    assert sim.scheduler.counters.accepted_draft_tokens > 0
 
 
-def test_a_step_computes_no_more_than_it_may() -> None:
-    script = SCRIPT._replace(max_batch_prefill_tokens=10)
-    house = a_house(Config(drafts=4), script)
-    everybody = [house.add([0] * 5, 40) for _ in range(6)]
-    house.run()
-    for asked in everybody:
-        ok(asked, script)
-    sums = [sum(ints(step.counts) + ints(step.drafts)) for step in house.sent if step.drafts]
+def test_drafts_keep_the_token_budget_of_a_step() -> None:
+    worker_config = WORKER_CONFIG._replace(max_batch_prefill_tokens=10)
+    sim = started(SchedulerConfig(max_drafts=4), worker_config)
+    requests = [sim.add([0] * 5, 40) for _ in range(6)]
+    sim.run()
+    for request in requests:
+        assert_as_if_alone(request, worker_config)
+    sums = [sum(unpack_int32(step.counts) + unpack_int32(step.drafts)) for step in sim.sent if step.drafts]
     assert max(sums) == 10
 
 
-def test_drafts_leave_room_for_prompts_that_wait() -> None:
-    script = SCRIPT._replace(max_batch_prefill_tokens=10)
-    house = a_house(Config(drafts=16), script)
-    first = [house.add([0] * 5, 200), house.add([0] * 5, 200)]
-    while not house.core.counters.accepted_tokens:
-        house.step()
-    late = house.add([0] * 40, 4)
+def test_drafts_leave_budget_for_waiting_prompts() -> None:
+    worker_config = WORKER_CONFIG._replace(max_batch_prefill_tokens=10)
+    sim = started(SchedulerConfig(max_drafts=16), worker_config)
+    first = [sim.add([0] * 5, 200), sim.add([0] * 5, 200)]
+    while not sim.scheduler.counters.accepted_draft_tokens:
+        sim.step()
+    late = sim.add([0] * 40, 4)
     for _ in range(20):
-        house.step()
+        sim.step()
     assert late.end is not None
-    house.run()
-    for asked in (*first, late):
-        ok(asked, script)
+    sim.run()
+    for request in (*first, late):
+        assert_as_if_alone(request, worker_config)
 
 
-def test_a_page_of_accepted_drafts_is_found_by_others_and_one_of_wrong_ones_is_not() -> None:
-    """The worker itself looks whether a page that is shared holds what it should."""
-    script = SCRIPT._replace(vocab_size=EITHER)
-    house = a_house(Config(drafts=16), script)
-    first = house.add([0] * 5, 60)
-    house.run()
-    second = house.add([0] * 5 + first.ids[:50], 20)
-    house.run()
-    ok(second, script)
-    assert house.core.counters.accepted_tokens > 10
+def test_pages_of_accepted_drafts_are_shared_and_those_of_rejected_ones_are_not() -> None:
+    """The fake worker checks the content of shared pages."""
+    worker_config = WORKER_CONFIG._replace(vocab_size=EITHER)
+    sim = started(SchedulerConfig(max_drafts=16), worker_config)
+    first = sim.add([0] * 5, 60)
+    sim.run()
+    second = sim.add([0] * 5 + first.ids[:50], 20)
+    sim.run()
+    assert_as_if_alone(second, worker_config)
+    assert sim.scheduler.counters.accepted_draft_tokens > 10
     assert second.end is not None
     assert second.end.cached_tokens == 52
 
 
-@pytest.mark.parametrize("loss", ["worker_up", "new_core"])
-def test_a_loss_in_the_middle_of_drafts_loses_no_token(loss: str) -> None:
-    house = a_house()
-    everybody = [house.add([0] * (3 + n), 60, seed=n) for n in range(3)]
-    while not any(drafts_of(house)[-1:]):
-        house.step()
-        house.plan()
-    getattr(house, loss)()
-    before = len(house.sent) if loss == "worker_up" else 0
-    house.run()
-    for asked in everybody:
-        ok(asked, SCRIPT)
-    # Under whom a worker died, drafts no more: what clears it is what it goes on with.
-    assert any(drafts_of(house)[before:]) == (loss == "new_core")
+@pytest.mark.parametrize("loss", ["worker_up", "restart_scheduler"])
+def test_a_crash_during_drafts_loses_no_token(loss: str) -> None:
+    sim = started()
+    requests = [sim.add([0] * (3 + n), 60, seed=n) for n in range(3)]
+    while not any(drafts_of(sim)[-1:]):
+        sim.step()
+        sim.plan()
+    getattr(sim, loss)()
+    before = len(sim.sent) if loss == "worker_up" else 0
+    sim.run()
+    for request in requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+    # A request with a strike does not draft any more: it goes on with the steps that clear it.
+    assert any(drafts_of(sim)[before:]) == (loss == "restart_scheduler")
 
 
 @pytest.mark.parametrize("kind", ["cancel", "stop"])
-def test_a_run_that_nobody_waits_for_is_dropped(kind: str) -> None:
-    house = a_house()
-    gone, stays = house.add([0] * 5, 60, top_n=1), house.add([0] * 6, 60, top_n=2)
-    while not any(drafts_of(house)[-1:]):
-        house.step()
-        house.plan()
-    getattr(house, kind)(gone)
-    house.run()
-    ok(stays, SCRIPT)
-    assert gone.end is not None
-    assert len(gone.ids) < 60
+def test_the_drafts_of_a_cancelled_request_are_dropped(kind: str) -> None:
+    sim = started()
+    cancelled, other = sim.add([0] * 5, 60, top_n=1), sim.add([0] * 6, 60, top_n=2)
+    while not any(drafts_of(sim)[-1:]):
+        sim.step()
+        sim.plan()
+    getattr(sim, kind)(cancelled)
+    sim.run()
+    assert_as_if_alone(other, WORKER_CONFIG)
+    assert cancelled.end is not None
+    assert len(cancelled.ids) < 60
 
 
-def test_a_row_that_cannot_draw_ends_and_the_others_get_their_runs() -> None:
-    house = a_house()
-    broken, other = house.add([0] * 5, 60), house.add([0] * 6, 60)
-    while not any(drafts_of(house)[-1:]):
-        house.step()
-        house.plan()
-    house.compute()
-    house.results[0] = house.results[0]._replace(faults=["no token is allowed", ""])
-    house.deliver()
+def test_a_row_error_in_a_step_with_drafts_ends_only_its_request() -> None:
+    sim = started()
+    broken, other = sim.add([0] * 5, 60), sim.add([0] * 6, 60)
+    while not any(drafts_of(sim)[-1:]):
+        sim.step()
+        sim.plan()
+    sim.compute()
+    sim.results[0] = sim.results[0]._replace(row_errors=["no token is allowed", ""])
+    sim.deliver()
     assert broken.end is not None
-    assert (broken.end.reason, broken.end.message) == (Reason.FAILED, "no token is allowed")
-    house.run()
-    ok(other, SCRIPT)
+    assert (broken.end.reason, broken.end.message) == (FinishReason.FAILED, "no token is allowed")
+    sim.run()
+    assert_as_if_alone(other, WORKER_CONFIG)
 
 
 @pytest.mark.parametrize("counts", [b"\1", b"\1\6", b"\0\1", b"\1\1\1", b""], ids=str)
 def test_more_tokens_than_were_drafted_fail_the_step(counts: bytes) -> None:
-    house = a_house()
+    sim = started()
     for n in range(2):
-        house.add([0] * (5 + n), 60)
-    while not any(drafts_of(house)[-1:]):
-        house.step()
-        house.plan()
-    assert len(drafts_of(house)[-1]) == 2
-    house.steps.clear()
-    step = house.sent[-1]
+        sim.add([0] * (5 + n), 60)
+    while not any(drafts_of(sim)[-1:]):
+        sim.step()
+        sim.plan()
+    assert len(drafts_of(sim)[-1]) == 2
+    sim.steps.clear()
+    step = sim.sent[-1]
     drawn = sum(counts)
-    wrong = Result(step.number, step.epoch, counts, pack(INT32, [0] * drawn), pack(FLOAT32, [0.0] * drawn), 1000)
-    house.results.append(wrong)
-    house.deliver()
-    assert house.core.counters.done[-1].failed
+    wrong = StepResult(
+        step.number, step.epoch, counts, pack_column(INT32, [0] * drawn), pack_column(FLOAT32, [0.0] * drawn), 1000
+    )
+    sim.results.append(wrong)
+    sim.deliver()
+    assert sim.scheduler.counters.finished_steps[-1].failed
 
 
-def test_a_long_prompt_is_read_in_pieces_and_not_drafted_before() -> None:
-    script = SCRIPT._replace(pages=8 * READ, max_total_tokens=8 * READ, max_batch_prefill_tokens=8 * READ)
-    house = a_house(script=script)
-    asked = house.add([0] * (3 * READ), 60)
-    house.run()
-    assert asked.end is not None
-    assert asked.ids == [0] * 60
-    first = next(place for place, drafts in enumerate(drafts_of(house)) if drafts)
+def test_a_long_prompt_is_indexed_in_pieces_before_it_is_drafted() -> None:
+    worker_config = WORKER_CONFIG._replace(
+        pages=8 * INDEX_BUDGET, max_total_tokens=8 * INDEX_BUDGET, max_batch_prefill_tokens=8 * INDEX_BUDGET
+    )
+    sim = started(worker_config=worker_config)
+    request = sim.add([0] * (3 * INDEX_BUDGET), 60)
+    sim.run()
+    assert request.end is not None
+    assert request.ids == [0] * 60
+    first = next(index for index, drafts in enumerate(drafts_of(sim)) if drafts)
     assert 2 <= first <= 6

@@ -1,5 +1,4 @@
-"""What tells an engineer how close a GPU is to what it can do: by all that CPUs have of it, and by a clock that stands
-for a GPU's."""
+"""The GPU benchmark: its tables on a CPU, and its step times with a simulated GPU clock."""
 
 import json
 import sys
@@ -10,34 +9,34 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import bench_gpu, driving
-from scripts.driving import Alone, flow
-from scripts.gpu.measures import decodes, longest, prefill_flop
-from scripts.shapes import CONFIG, SHAPES
-from tests.worker.test_recorded import Tapes, build, engines
-from tgi.kernel.messages import Result
-from tgi.worker.engine import Pending
+from scripts.benchmarks import engine_driver, gpu
+from scripts.benchmarks.engine_driver import Alone, flow
+from scripts.benchmarks.gpu import decodes, longest, prefill_flop
+from scripts.benchmarks.shapes import CONFIG, SHAPES
+from tests.worker.test_cuda_graphs import Tapes, build, engines
+from tgi.microkernel.protocol import StepResult
+from tgi.worker.engine.engine import PendingStep
 
 TWO_LAYER = CONFIG | SHAPES["two-layer"]
-# Of two layers of width 64, and of the head.
+# Weights of two layers of width 64, and of the output head.
 LAYERS = 2 * (4 * 64 * 64 + 3 * 64 * 256)
 HEAD = 64 * TWO_LAYER["vocab_size"]
 
 
-def test_the_tables_hold_what_was_measured(
+def test_tables_contain_the_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "trace.json"
-    given = "--device cpu --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 3 --peak-tflops 2"
+    arguments = "--device cpu --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 3 --peak-tflops 2"
     more = "--dtype bfloat16 --max-batch-prefill-tokens 128 --trace"
-    monkeypatch.setattr(sys, "argv", ["bench_gpu", *given.split(), *more.split(), str(file)])
-    bench_gpu.main()
-    told = capsys.readouterr().out
-    decode, prefill, kernels = tables(told)
-    read_rate = float(told.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split(), *more.split(), str(file)])
+    gpu.main()
+    printed = capsys.readouterr().out
+    decode, prefill, kernels = tables(printed)
+    read_rate = float(printed.partition("It reads ")[2].partition(" GB/s")[0].replace(",", ""))
     assert [row["rows"] for row in decode] == ["1", "3"]
     for row in decode:
-        # Keys and values of 2 layers with 2 heads of 32 numbers, of contexts of 40 tokens and those drawn until then.
+        # Keys and values of 2 layers with 2 heads of size 32, for 40 tokens of context and the generated ones.
         cached = int(row["rows"]) * (40 + 4 + 3) * 2 * 2 * 2 * 32
         assert float(row["GB to read"]) == pytest.approx(2 * (LAYERS + HEAD + cached) / 1e9, abs=0.0006)
         assert float(row["floor ms"]) == pytest.approx(1e3 * float(row["GB to read"]) / read_rate, rel=0.2)
@@ -56,7 +55,7 @@ def test_the_tables_hold_what_was_measured(
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """The rows of each table, by the titles of their columns."""
+    """The rows of each table, by column title."""
     found: list[list[list[str]]] = [[]]
     for line in text.splitlines():
         if line.startswith("|"):
@@ -70,27 +69,28 @@ def percent(text: str) -> float:
     return float(text.removesuffix("%")) / 100
 
 
-def test_what_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_quantization_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_gpu", "--shape", "two-layer", "--quantize", "exl2"])
     with pytest.raises(SystemExit, match="`quantize` is exl2"):
-        bench_gpu.main()
+        gpu.main()
 
 
-def test_steps_are_recorded_and_plain() -> None:
-    """There are recordings of up to two rows."""
+def test_decode_is_measured_with_and_without_cuda_graphs() -> None:
+    """Graphs exist for up to two rows."""
     tapes = Tapes()
     _, engine = engines(build("llama"), "plain", tapes, [2])
-    engine.limits = engine.limits._replace(max_batch_prefill_tokens=8)  # prompts go in parts
+    engine.limits = engine.limits._replace(max_batch_prefill_tokens=8)  # prefills are chunked
     before = tapes.played
     found = decodes(engine, [1, 3], 10, 2)
     assert [(one.rows, one.recorded) for one in found] == [(1, True), (1, False), (3, False)]
-    assert tapes.played - before == 4 + 2 + 2  # of the first alone: some to warm it up, in flow, and alone
+    assert tapes.played - before == 4 + 2 + 2  # only of the first: warm-up, pipelined, and alone
     assert longest(10, 2) < engine.limits.max_total_tokens
 
 
 class Clock:
-    """Stands for an engine on a GPU that computes for 4 ms in each step. Half of that is there as soon as the host
-    begins to launch the step, and half when it has done so, after `launch` ms. A result takes it `collect` ms."""
+    """Simulates an engine on a GPU that computes for 4 ms in each step. The first half may begin when the host
+    begins the launch, the second half when the launch has ended after `launch` ms. Collecting a result takes
+    `collect` ms."""
 
     def __init__(self, launch: float, collect: float) -> None:
         self.limits = SimpleNamespace(device="cuda")
@@ -102,25 +102,25 @@ class Clock:
         self.naps.append(cycles)
         self.free = max(self.host, self.free) + cycles
 
-    def launch(self, step: Any) -> Pending:
+    def launch(self, step: Any) -> PendingStep:
         begin = Mark(self, max(self.host, self.free))
         self.host += self._launch
         self.free = max(begin.at + 2, self.host) + 2
         drawn: Any = None
-        return Pending(
-            number=1, epoch=1, drawn=drawn, told=None, masks=None, faults=[], drafted=None, worded=None,
-            forward_us=0, begin=begin, end=Mark(self, self.free),
+        return PendingStep(
+            number=1, epoch=1, sampled=drawn, prompt_logprobs=None, grammar_bitmask=None, faults=[], drafts=None,
+            bad_word_rows=None, forward_us=0, begin_event=begin, end_event=Mark(self, self.free),
         )  # fmt: skip
 
-    def collect(self, pending: Pending) -> Result:
-        assert pending.begin is not None
-        assert pending.end is not None
-        self.host = max(self.host, pending.end.at) + self._collect
-        return Result(1, 1, b"", b"", b"", round(1000 * (pending.end.at - pending.begin.at)))
+    def collect(self, pending: PendingStep) -> StepResult:
+        assert pending.begin_event is not None
+        assert pending.end_event is not None
+        self.host = max(self.host, pending.end_event.at) + self._collect
+        return StepResult(1, 1, b"", b"", b"", round(1000 * (pending.end_event.at - pending.begin_event.at)))
 
 
 class Mark:
-    """An event."""
+    """A CUDA event of the simulated clock."""
 
     def __init__(self, clock: Clock, at: float) -> None:
         self._clock, self.at = clock, at
@@ -135,17 +135,17 @@ class Mark:
 @pytest.mark.parametrize(
     ("launch", "collect", "step", "between"),
     [
-        (1.0, 1.0, 4.0, 0.0),  # the next step is always there
+        (1.0, 1.0, 4.0, 0.0),  # the next step is always queued
         (5.0, 0.0, 5.0, 0.0),  # the GPU waits within steps
-        (11.0, 3.0, 14.0, 4 / (4 * 14 + 11)),  # and before each, 1 ms: but for the second, launched at once
+        (11.0, 3.0, 14.0, 4 / (4 * 14 + 11)),  # and 1 ms before each, except the second, which is launched at once
     ],
 )
-def test_waits_show_and_a_step_alone_has_none(
+def test_pipelined_steps_include_gpu_waits_and_single_steps_do_not(
     launch: float, collect: float, step: float, between: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock: Any = Clock(launch, collect)
     monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
-    monkeypatch.setattr(driving, "cycles_per_ms", lambda: 1.0)
+    monkeypatch.setattr(engine_driver, "cycles_per_ms", lambda: 1.0)
     requests: Any = SimpleNamespace(next=lambda: None)
     alone = Alone(clock)
     assert alone.measure(requests, 4) == [4.0] * 4
@@ -156,11 +156,11 @@ def test_waits_show_and_a_step_alone_has_none(
     assert found.between == pytest.approx(between)
 
 
-def test_a_gpu_that_cannot_be_kept_asleep_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wakes up before the launch is over, however long it is to sleep."""
+def test_measuring_alone_fails_if_the_gpu_sleeps_too_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU wakes up before the launch has ended, for each length of sleep."""
     clock: Any = Clock(600, 0)
     monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
-    monkeypatch.setattr(driving, "cycles_per_ms", lambda: 1.0)
+    monkeypatch.setattr(engine_driver, "cycles_per_ms", lambda: 1.0)
     requests: Any = SimpleNamespace(next=lambda: None)
     alone = Alone(clock)
     assert len(alone.measure(requests, 4)) == 4
@@ -171,9 +171,9 @@ def test_a_gpu_that_cannot_be_kept_asleep_is_told(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
-    given = f"--device cuda --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 5 --trace {file}"
-    monkeypatch.setattr(sys, "argv", ["bench_gpu", *given.split()])
-    bench_gpu.main()
+    arguments = f"--device cuda --shape two-layer --rows 1,3 --context 40 --prefill 300 --rounds 5 --trace {file}"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", *arguments.split()])
+    gpu.main()
     decode, prefill, kernels = tables(capsys.readouterr().out)
     assert [(row["rows"], row["CUDA graph"]) for row in decode] == [
         ("1", "yes"),
@@ -186,5 +186,5 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert not row["device ms"].endswith("*")
         assert 0 < float(row["device ms"]) <= 1.1 * float(row["step ms"])
     assert 0 < percent(prefill[0]["of the peak"]) < 1
-    assert not any("aten::" in row["kernel"] for row in kernels)  # those are the host's
+    assert not any("aten::" in row["kernel"] for row in kernels)  # these run on the host
     assert kernels

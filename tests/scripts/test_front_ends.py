@@ -1,26 +1,26 @@
-"""What the benchmark of front ends makes and counts."""
+"""The benchmark of front ends: control groups and counted requests."""
 
 import asyncio
 
 import pytest
 
-from scripts import bench_front_ends
-from scripts.beside.servers import Failed
+from scripts.benchmarks import front_ends
+from scripts.benchmarks.servers import Failed
 
 
 def groups() -> set[str]:
-    return {path.name for pattern in ("tgi-*", "*/tgi-*") for path in bench_front_ends.GROUPS.glob(pattern)}
+    return {path.name for pattern in ("tgi-*", "*/tgi-*") for path in front_ends.GROUPS.glob(pattern)}
 
 
-def test_a_control_group_that_cannot_limit_is_not_left_behind() -> None:
+def test_a_control_group_without_a_limit_is_removed() -> None:
     before = groups()
     with pytest.raises(Failed, match="no control group can be made that limits CPU time"):
-        bench_front_ends.Cage(0.01)  # the kernel gives nobody so little; or there is no right to make any
+        front_ends.Cage(0.01)  # less than the kernel allows, or no permission to create groups
     assert groups() <= before
 
 
-def test_a_refusal_before_all_front_ends_are_ready_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_front_ends, "WARM_SECONDS", 0.1)
+def test_rejections_before_all_front_ends_are_ready_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_ends, "WARM_SECONDS", 0.1)
     asked = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -34,7 +34,7 @@ def test_a_refusal_before_all_front_ends_are_ready_is_not_counted(monkeypatch: p
 
     async def measured() -> float:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            pace, _ = await bench_front_ends.load(server.sockets[0].getsockname()[1], [{}], 0.1, lambda: 0.0)
+            pace, _ = await front_ends.load(server.sockets[0].getsockname()[1], [{}], 0.1, lambda: 0.0)
             return pace
 
     assert asyncio.run(measured()) > 0

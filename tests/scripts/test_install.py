@@ -1,4 +1,4 @@
-"""scripts/install.py: pip's own work, from an index on this machine."""
+"""scripts/install.py, with pip and a local package index."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """The address of an index that has the package big-one."""
+    """The URL of an index with the package big-one."""
     folder = tmp_path / "index" / "big-one"
     folder.mkdir(parents=True)
     wheel = folder / "big_one-1.5-py3-none-any.whl"
@@ -48,14 +48,14 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def install(index: str, place: Path, package: str) -> "subprocess.CompletedProcess[str]":
-    """An index that is not there besides: pip warns of it."""
+    """A second index that does not exist: pip warns of it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "PIP_EXTRA_INDEX_URL": f"file://{place}/no"}
     command = [sys.executable, "-P", str(ROOT / "scripts" / "install.py"), "--no-cache-dir", "--target", str(place)]
     return subprocess.run([*command, package], env=environment, cwd=place.parent, capture_output=True, text=True)
 
 
-def test_what_is_fetched_is_shown_in_megabytes(index: str, tmp_path: Path) -> None:
+def test_the_download_is_shown_in_megabytes(index: str, tmp_path: Path) -> None:
     (tmp_path / "tgi").mkdir()  # neither this nor pip.py is imported
     (tmp_path / "pip.py").write_text("raise SystemExit('imported from the current directory')")
     done = install(index, tmp_path / "place", "big-one")
@@ -71,7 +71,7 @@ def test_what_is_fetched_is_shown_in_megabytes(index: str, tmp_path: Path) -> No
     assert done.stdout == ""
 
 
-def test_if_pip_fails_all_that_it_has_said_is_shown(index: str, tmp_path: Path) -> None:
+def test_a_failure_of_pip_shows_its_whole_output(index: str, tmp_path: Path) -> None:
     done = install(index, tmp_path / "place", "small-one")
     assert done.returncode == 1
     assert "Looking in indexes: " in done.stderr
@@ -86,7 +86,7 @@ def test_sigterm_ends_pip_too_and_removes_its_temporary_directory(tmp_path: Path
         environment["PIP_INDEX_URL"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
         command = [sys.executable, "-P", str(ROOT / "scripts" / "install.py"), "--target", str(tmp_path), "big-one"]
         with subprocess.Popen(command, env=environment) as installing:
-            silent.accept()[0].close()  # pip asks, and will ask again
+            silent.accept()[0].close()  # pip connects, and will retry
             (pip,) = psutil.Process(installing.pid).children()
             installing.terminate()
         assert installing.returncode == 130
@@ -94,8 +94,8 @@ def test_sigterm_ends_pip_too_and_removes_its_temporary_directory(tmp_path: Path
     assert not list(tmp_path.glob("tgi-install-*"))
 
 
-def test_nothing_but_python_is_needed() -> None:
-    """It runs in an environment that is still empty."""
+def test_only_python_is_needed() -> None:
+    """It runs in an empty environment."""
     command = [
         sys.executable,
         "-P",

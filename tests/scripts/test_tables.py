@@ -1,11 +1,9 @@
-"""Tables of a comparison from figures that are known."""
+"""Tables of a comparison, from given figures."""
 
 from pathlib import Path
 
-from scripts.beside.models import Model
-from scripts.beside.tables import tables
-from scripts.beside.turns import Measured, Record
-from scripts.beside.workloads import Workload
+from scripts.benchmarks.comparison import Measured, Record, tables
+from scripts.benchmarks.workloads import Model, Workload
 
 MODEL = Model("tiny", Path("nowhere"), {"W1": Workload(1, 128, 64), "W4": Workload(8, 32, 32, shared=1024)})
 
@@ -44,7 +42,7 @@ ours TTFT ms | quick TTFT ms | prompt TTFT ms | broken TTFT ms | ours/best |
     )
 
 
-def test_without_a_figure_the_reasons_are_all() -> None:
+def test_without_figures_only_the_reasons_are_listed() -> None:
     assert tables(MODEL, {"ours": Record(failed={"": "no model"})}) == "## tiny\n\n- ours: no model"
 
 

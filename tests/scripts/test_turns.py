@@ -1,4 +1,4 @@
-"""scripts/beside with this server as its own peer: turns, failures of peers, and what is printed."""
+"""scripts/beside with this server as its own peer: rounds, failures of peers, and the printed tables."""
 
 import argparse
 import json
@@ -11,14 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from scripts import bench
-from scripts.beside import against, gpu, install, models
-from scripts.beside.models import Model, whole
-from scripts.beside.peers import PEERS, Peer, our_body, ours
-from scripts.beside.servers import Failed
-from scripts.beside.tables import tables
-from scripts.beside.turns import Records, compare
-from scripts.beside.workloads import Words, Workload
+from scripts.benchmarks import comparison, peers, serving, workloads
+from scripts.benchmarks.comparison import Records, compare, tables
+from scripts.benchmarks.peers import PEERS, Peer, our_body, ours
+from scripts.benchmarks.servers import Failed
+from scripts.benchmarks.workloads import Model, Words, Workload, whole
 from tests.models import model
 
 SCRIPTED = ("--worker", "scripted")
@@ -34,7 +31,7 @@ def refused() -> Any:
 
 
 def short(prompt: str, tokens: int) -> dict[str, Any]:
-    """Asks for fewer tokens than it is told to, with the workload "shared" alone."""
+    """Requests fewer tokens than given, for the workload "shared" only."""
     return our_body(prompt, 5 if tokens == WORKLOADS["shared"].tokens_out else tokens)
 
 
@@ -49,7 +46,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def records(small: Model, logs: Path) -> Records:
+def earlier_children() -> set[int]:
+    """The pids of processes that other modules' tests have started (tests/live/server.py)."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture(scope="module")
+def records(small: Model, logs: Path, earlier_children: set[int]) -> Records:
     servers = [
         peer("ours"),
         peer("ended", command=lambda model, port: ["false"]),
@@ -66,18 +69,18 @@ def test_every_round_measures_every_server_on_every_workload(records: Records) -
     assert len(records["small"]["short"].workloads["one"]) == 2
     assert len(record.first_s) == len(record.memory_mb) == 2
     assert min(*record.first_s, *record.memory_mb) > 0
-    # The last two may be nothing: all tokens at once, and less CPU time than the system counts.
+    # The last two may be 0: if all tokens arrive at once, and if the CPU time is below the system's resolution.
     assert all(min(one[:2]) > 0 and min(one) >= 0 for found in record.workloads.values() for one in found)
 
 
-def test_a_peer_that_cannot_start_says_why_and_the_others_go_on(records: Records, logs: Path) -> None:
+def test_a_peer_that_cannot_start_is_reported_and_skipped(records: Records, logs: Path) -> None:
     assert records["small"]["ended"].failed[""].startswith("it ended with code 1")
     assert str(logs / "ended-small.log") in records["small"]["ended"].failed[""]
     assert records["small"]["refused"].failed == {"": "no such package"}
     assert not records["small"]["ended"].workloads
 
 
-def test_a_stream_of_another_length_is_no_figure(records: Records) -> None:
+def test_a_stream_of_another_length_is_not_measured(records: Records) -> None:
     record = records["small"]["short"]
     assert list(record.workloads) == ["one"]
     assert record.failed["shared"].startswith("36 tokens in, 5 out; asked for were (36, 6)")
@@ -92,26 +95,26 @@ def test_the_table_has_figures_and_reasons(small: Model, records: Records) -> No
     assert "- refused: no such package" in text
 
 
-def test_all_is_told_as_json(small: Model, records: Records) -> None:
+def test_the_json_document_has_figures_and_failures(small: Model, records: Records) -> None:
     arguments = argparse.Namespace(rounds=2)
-    told = json.loads(json.dumps(against.document(arguments, {"ours": "1"}, {"vllm": "not installed"}, records)))
+    told = json.loads(json.dumps(comparison.document(arguments, {"ours": "1"}, {"vllm": "not installed"}, records)))
     assert len(told["models"]["small"]["ours"]["workloads"]["shared"]) == 2
     assert told["models"]["small"]["refused"]["failed"] == {"": "no such package"}
 
 
 def run_bench(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, *arguments: str) -> int:
-    """The exit code of `scripts/bench --against`, with a small model and a peer that cannot be had."""
-    monkeypatch.setattr(against, "wanted", lambda arguments: [small._replace(workloads={"one": WORKLOADS["one"]})])
-    monkeypatch.setattr(models, "PEERS", logs)
+    """The exit code of `scripts/bench --against`, with a small model and an unavailable peer."""
+    monkeypatch.setattr(comparison, "wanted", lambda arguments: [small._replace(workloads={"one": WORKLOADS["one"]})])
+    monkeypatch.setattr(workloads, "PEERS_DIRECTORY", logs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setitem(PEERS, "openvino", peer("openvino", version=refused))
     monkeypatch.setattr("sys.argv", ["bench", "--rounds", "1", "--repetitions", "1", *arguments])
     with pytest.raises(SystemExit) as ended:
-        bench.main()
+        serving.main()
     return ended.value.code  # type: ignore[return-value]
 
 
-def test_bench_goes_on_without_peers_that_cannot_be_had(
+def test_bench_continues_without_unavailable_peers(
     monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_bench(monkeypatch, small, logs, "--against", "openvino", "--", *SCRIPTED) == 0
@@ -127,14 +130,14 @@ def test_bench_fails_if_our_server_fails(
     assert "- ours: it ended with code " in capsys.readouterr().out
 
 
-def test_an_unknown_peer_is_named(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path) -> None:
+def test_an_unknown_peer_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch, small: Model, logs: Path) -> None:
     code: Any = run_bench(monkeypatch, small, logs, "--against", "vlm")
     assert code == "'vlm' is not known; there are vllm, llama.cpp, openvino, transformers."
 
 
 @pytest.fixture
 def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that seems to have one."""
+    """Simulates a machine with a GPU."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho A GPU\n")
     program.chmod(0o755)
@@ -143,24 +146,24 @@ def a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_beside_a_gpu_all_must_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    against.need_alike([PEERS["transformers"]])
+def test_with_a_gpu_all_peers_must_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison.need_alike([PEERS["transformers"]])
     with pytest.raises(SystemExit, match="on the GPU, and vllm, openvino on CPU"):
-        against.need_alike([PEERS[name] for name in ("vllm", "transformers", "openvino")])
+        comparison.need_alike([PEERS[name] for name in ("vllm", "transformers", "openvino")])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    against.need_alike([PEERS["vllm"]])
+    comparison.need_alike([PEERS["vllm"]])
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_transformers_computes_where_this_server_does(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked with this clone's transformers, which has no Flash Attention: then its cache is sized, for its masks."""
+def test_transformers_uses_the_same_device_as_this_server(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this clone's transformers, which has no Flash Attention: then its cache is limited, because of its masks."""
     asked: list[str] = []
 
     def environment(name: str) -> Path:
         asked.append(name)
         return Path(sys.executable)
 
-    monkeypatch.setattr(install, "environment", environment)
+    monkeypatch.setattr(peers, "environment", environment)
     transformers = PEERS["transformers"]
     command = list(map(str, transformers.command(small, 80)))
     assert command[command.index("--device") + 1] == "cuda"
@@ -168,7 +171,7 @@ def test_transformers_computes_where_this_server_does(small: Model, monkeypatch:
     assert command[command.index("--cb-num-blocks") + 1] == "3"
     assert transformers.environ() == {"HF_HUB_OFFLINE": "0"}
     assert transformers.version().endswith("SDPA on the GPU")
-    monkeypatch.setattr(gpu, "flash", lambda python: True)
+    monkeypatch.setattr(peers, "flash", lambda python: True)
     assert "--cb-num-blocks" not in transformers.command(small, 80)
     assert set(asked) == {"transformers-gpu"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -184,23 +187,23 @@ def test_transformers_computes_where_this_server_does(small: Model, monkeypatch:
         (("--rounds", "0"), "argument --rounds: invalid count value: '0'"),
     ],
 )
-def test_what_a_comparison_cannot_do_is_refused(
+def test_conflicting_arguments_of_a_comparison_are_rejected(
     more: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--against", "llama.cpp", *more])
     with pytest.raises(SystemExit) as ended:
-        bench.main()
+        serving.main()
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bench", "--against", "llama.cpp", "--gguf", "nowhere.gguf"])
     with pytest.raises(SystemExit, match=r"The models could not be made: .*nowhere\.gguf does not exist"):
-        bench.main()
+        serving.main()
 
 
-def test_prompts_have_their_tokens_and_are_new(small: Model) -> None:
+def test_prompts_have_the_right_length_and_are_distinct(small: Model) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(small.tokenizer))
@@ -215,7 +218,7 @@ def test_prompts_have_their_tokens_and_are_new(small: Model) -> None:
     assert not {*prompts, before} & {*words.prompts(WORKLOADS["shared"], "b")[0]}
 
 
-def test_what_is_made_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_created_files_appear_complete_or_not_at_all(tmp_path: Path) -> None:
     def broken(path: Path) -> None:
         path.write_text("half")
         raise Failed("no")
@@ -227,7 +230,7 @@ def test_what_is_made_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert whole(tmp_path / "file", broken).read_text() == "all"
 
 
-def test_servers_are_ended(records: Records) -> None:
+def test_servers_are_ended(records: Records, earlier_children: set[int]) -> None:
     assert records["small"]["ours"].first_s
-    left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert not [line for line in left if "tgi" in line]
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid not in earlier_children]
+    assert not [line for line in (" ".join(child.cmdline()) for child in children) if "tgi" in line]

@@ -1,105 +1,105 @@
-"""Adapters in the pool: names become digests and salts, and changes are asked for until they are answered."""
+"""Adapters in the pool: names become digests and cache salts; updates are sent again until they are answered."""
 
 import pytest
 
-from tests.tokenizer.house import API, LIMITS, OTHER, READY, House, ids_of
-from tgi.kernel.link import Gone
-from tgi.kernel.messages import Adapt, Adapted, Generate, Reason, Sampling, decode
-from tgi.kernel.pack import INT32, pack
-from tgi.kernel.presence import Adapter
+from tests.tokenizer.harness import API, LIMITS, OTHER, READY, PoolHarness, ids_of
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.link import PeerDisconnected
+from tgi.microkernel.protocol import AdapterUpdated, FinishReason, Generate, LoadedAdapter, UpdateAdapter, decode
+from tgi.microkernel.sampling_params import SamplingParams
 
-POEMS, CODE = Adapter("poems", "/lora/poems", b"\1" * 16), Adapter("code", "/lora/code", b"\2" * 16)
-ASKS = Sampling(5, adapter="poems")
+POEMS, CODE = LoadedAdapter("poems", "/lora/poems", b"\1" * 16), LoadedAdapter("code", "/lora/code", b"\2" * 16)
+ASKS = SamplingParams(5, adapter="poems")
 STALE = b"\3" * 16
 
 
 @pytest.fixture
-def house() -> House:
-    house = House()
-    house.pool.handle(house.scheduler, READY._replace(adapters=[POEMS, CODE]))
-    house.take()
-    house.told.clear()
-    return house
+def harness() -> PoolHarness:
+    harness = PoolHarness()
+    harness.pool.handle(harness.scheduler, READY._replace(adapters=[POEMS, CODE]))
+    harness.collect_outgoing()
+    harness.sent.clear()
+    return harness
 
 
-def test_a_name_becomes_a_digest_and_a_salt(house: House) -> None:
-    house.pool.handle(API, Generate(1, "a", ASKS))
-    house.pool.handle(API, Generate(2, "a", ASKS._replace(adapter_digest=STALE)))  # the api's word is older
-    house.pool.handle(API, Generate(3, "a", Sampling(5)))
-    one, two, plain = house.said(house.scheduler)
+def test_adapter_name_sets_digest_and_cache_salt(harness: PoolHarness) -> None:
+    harness.pool.handle(API, Generate(1, "a", ASKS))
+    harness.pool.handle(API, Generate(2, "a", ASKS._replace(adapter_digest=STALE)))  # the api's digest is out of date
+    harness.pool.handle(API, Generate(3, "a", SamplingParams(5)))
+    one, two, plain = harness.received_by(harness.scheduler)
     for add in (one, two):
-        assert (add.salt, decode(add.sampling)) == (POEMS.digest, ASKS._replace(adapter_digest=POEMS.digest))
-    assert (plain.salt, decode(plain.sampling)) == (b"", Sampling(5))
+        assert (add.cache_salt, decode(add.sampling)) == (POEMS.digest, ASKS._replace(adapter_digest=POEMS.digest))
+    assert (plain.cache_salt, decode(plain.sampling)) == (b"", SamplingParams(5))
 
 
-def test_ids_go_on_with_the_adapter_that_drew_them_or_fail_below(house: House) -> None:
+def test_resumed_request_keeps_its_adapter_digest(harness: PoolHarness) -> None:
     began = ASKS._replace(adapter_digest=STALE)
-    house.pool.handle(API, Generate(1, "a", began, resume=pack(INT32, ids_of("b"))))
-    (add,) = house.said(house.scheduler)
-    assert (add.salt, decode(add.sampling)) == (STALE, began)
-    house.scheduler_gone()
-    house.scheduler_up()
-    assert house.said(house.scheduler) == [add]
+    harness.pool.handle(API, Generate(1, "a", began, resume_ids=pack_column(INT32, ids_of("b"))))
+    (add,) = harness.received_by(harness.scheduler)
+    assert (add.cache_salt, decode(add.sampling)) == (STALE, began)
+    harness.disconnect_scheduler()
+    harness.connect_scheduler()
+    assert harness.received_by(harness.scheduler) == [add]
 
 
-def test_an_unknown_name_is_refused_behind_the_limits(house: House) -> None:
+def test_unknown_adapter_is_rejected_after_token_limits(harness: PoolHarness) -> None:
     for rid, inputs in ((1, "a"), (2, "a " * 3000)):
-        house.pool.handle(API, Generate(rid, inputs, Sampling(5, adapter="none")))
-    unknown, long = house.said(API)
-    assert (unknown.reason, unknown.message) == (Reason.INVALID, "`adapter_id` none not found")
+        harness.pool.handle(API, Generate(rid, inputs, SamplingParams(5, adapter="none")))
+    unknown, long = harness.received_by(API)
+    assert (unknown.reason, unknown.message) == (FinishReason.INVALID, "`adapter_id` none not found")
     assert "must have less than" in long.message or "must be <=" in long.message
-    house.pool.handle(house.scheduler, READY._replace(adapters=[CODE]))
-    house.said(API)
-    house.pool.handle(API, Generate(3, "a", ASKS))
-    (end,) = house.said(API)
+    harness.pool.handle(harness.scheduler, READY._replace(adapters=[CODE]))
+    harness.received_by(API)
+    harness.pool.handle(API, Generate(3, "a", ASKS))
+    (end,) = harness.received_by(API)
     assert end.message == "`adapter_id` poems not found"
 
 
-def test_a_request_waits_until_they_are_known() -> None:
-    house = House(scheduler=False)
-    house.pool.handle(API, Generate(1, "a", ASKS))
-    house.scheduler_up()
-    house.pool.handle(house.scheduler, READY._replace(limits=None))
-    assert house.said(house.scheduler) == []
-    house.pool.handle(house.scheduler, READY._replace(adapters=[POEMS]))
-    (add,) = house.said(house.scheduler)
-    assert add.salt == POEMS.digest
+def test_request_waits_until_adapters_are_known() -> None:
+    harness = PoolHarness(scheduler=False)
+    harness.pool.handle(API, Generate(1, "a", ASKS))
+    harness.connect_scheduler()
+    harness.pool.handle(harness.scheduler, READY._replace(limits=None))
+    assert harness.received_by(harness.scheduler) == []
+    harness.pool.handle(harness.scheduler, READY._replace(adapters=[POEMS]))
+    (add,) = harness.received_by(harness.scheduler)
+    assert add.cache_salt == POEMS.digest
 
 
-def test_they_are_known_while_there_is_no_scheduler(house: House) -> None:
-    house.scheduler_gone()
-    (status,) = house.said(API)
+def test_adapters_stay_known_without_scheduler(harness: PoolHarness) -> None:
+    harness.disconnect_scheduler()
+    (status,) = harness.received_by(API)
     assert (status.limits, status.adapters) == (LIMITS, [POEMS, CODE])
-    house.scheduler_up()
-    house.pool.handle(house.scheduler, READY._replace(limits=None))  # it waits for a worker itself
-    house.pool.handle(API, Generate(1, "a", ASKS))
-    (add,) = house.said(house.scheduler)
-    assert add.salt == POEMS.digest
+    harness.connect_scheduler()
+    harness.pool.handle(harness.scheduler, READY._replace(limits=None))  # the scheduler waits for a worker
+    harness.pool.handle(API, Generate(1, "a", ASKS))
+    (add,) = harness.received_by(harness.scheduler)
+    assert add.cache_salt == POEMS.digest
 
 
 @pytest.mark.parametrize("wanted", [("new", "/lora/new"), ("poems", "")])
-def test_a_change_is_asked_for_until_it_is_answered(house: House, wanted: tuple[str, str]) -> None:
-    house.pool.handle(API, Adapt(7, *wanted))
-    house.pool.handle(OTHER, Adapt(7, "mine", "/lora/mine"))
-    house.pool.handle(OTHER, Gone())
-    first = house.said(house.scheduler)
+def test_update_is_sent_again_until_it_is_answered(harness: PoolHarness, wanted: tuple[str, str]) -> None:
+    harness.pool.handle(API, UpdateAdapter(7, *wanted))
+    harness.pool.handle(OTHER, UpdateAdapter(7, "mine", "/lora/mine"))
+    harness.pool.handle(OTHER, PeerDisconnected())
+    first = harness.received_by(harness.scheduler)
     assert [order[1:] for order in first] == [wanted, ("mine", "/lora/mine")]
-    assert not house.pool.idle
-    house.scheduler_gone()
-    house.scheduler_up()
-    (again,) = house.said(house.scheduler)
+    assert not harness.pool.idle
+    harness.disconnect_scheduler()
+    harness.connect_scheduler()
+    (again,) = harness.received_by(harness.scheduler)
     assert again[1:] == wanted
-    house.said(API)
-    house.pool.handle(house.scheduler, Adapted(again.rid, "no room"))
-    assert house.said(API) == [Adapted(7, "no room")]
-    assert house.pool.idle
-    house.pool.handle(house.scheduler, Adapted(first[1].rid))  # nobody waits for it
-    assert house.said(API) == []
+    harness.received_by(API)
+    harness.pool.handle(harness.scheduler, AdapterUpdated(again.rid, "no room"))
+    assert harness.received_by(API) == [AdapterUpdated(7, "no room")]
+    assert harness.pool.idle
+    harness.pool.handle(harness.scheduler, AdapterUpdated(first[1].rid))  # no update is pending
+    assert harness.received_by(API) == []
 
 
-def test_a_change_waits_for_a_scheduler() -> None:
-    house = House(scheduler=False)
-    house.pool.handle(API, Adapt(7, "new", "/lora/new"))
-    house.scheduler_up()
-    (order,) = house.said(house.scheduler)
+def test_update_waits_for_a_scheduler() -> None:
+    harness = PoolHarness(scheduler=False)
+    harness.pool.handle(API, UpdateAdapter(7, "new", "/lora/new"))
+    harness.connect_scheduler()
+    (order,) = harness.received_by(harness.scheduler)
     assert order[1:] == ("new", "/lora/new")

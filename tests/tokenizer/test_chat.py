@@ -1,25 +1,25 @@
-"""Chats become the text that a template's author had in mind, whatever form the client sent them in."""
+"""Chats are adapted to what each template expects, whatever form the client sent them in."""
 
 import json
 from typing import Any
 
 import pytest
 
-from tests.tokenizer.house import API, House, ends, ids_of
+from tests.tokenizer.harness import API, PoolHarness, end_messages, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.kernel.answer import Prompted
-from tgi.kernel.messages import Generate, Reason, Sampling, Tokenize
-from tgi.kernel.pack import INT32, ints, pack
-from tgi.tokenizer import template as templates
-from tgi.tokenizer.chat import TOOL_PROMPT, Chats
-from tgi.tokenizer.jobs import LONG_TEXT
-from tgi.tokenizer.template import ChatTemplates, TemplateError
+from tgi.microkernel.codec import INT32, pack_column, unpack_int32
+from tgi.microkernel.protocol import FinishReason, Generate, Prompted, Tokenize
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.tokenizer import chat_template as templates
+from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
+from tgi.tokenizer.chat_template import ChatTemplates, TemplateError
+from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>"
     "{% endif %}"
 )
-# How published templates go through content parts.
+# How published templates iterate over content parts.
 LOOPS = [
     "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}|{% endfor %}{% endfor %}",
     "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}|{% endfor %}"
@@ -40,15 +40,15 @@ HI = {"role": "user", "content": "Hi", "name": None}
 
 def text(template: str | dict[str, str], *messages: Any, **fields: Any) -> str:
     sources = {"default": template} if isinstance(template, str) else template
-    chats = Chats(ChatTemplates(sources, {"bos_token": "<|bos|>"}))
-    return chats.text(json.dumps({"messages": messages, **fields}).encode())
+    chats = ChatRenderer(ChatTemplates(sources, {"bos_token": "<|bos|>"}))
+    return chats.render_chat(json.dumps({"messages": messages, **fields}).encode()).text
 
 
 def parts(*texts: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
 
 
-def test_parts_are_joined_for_templates_of_text() -> None:
+def test_content_parts_are_joined_for_text_templates() -> None:
     assert text(PLAIN, parts("a ", "b"), HI) == "<user>a b\n<user>Hi\n<assistant>"
     lines = "{% for m in messages %}{% for l in m.content.split('\n') %}{{ l }}.{% endfor %}{% endfor %}"
     assert text(lines, parts("a\n", "b")) == "a.b."
@@ -57,17 +57,17 @@ def test_parts_are_joined_for_templates_of_text() -> None:
 
 
 @pytest.mark.parametrize("template", LOOPS)
-def test_parts_are_kept_for_templates_that_go_through_them(template: str) -> None:
+def test_content_parts_are_kept_for_templates_that_iterate_over_them(template: str) -> None:
     assert text(template, parts("a ", "b")) == "a |b|"
 
 
-def test_a_string_becomes_a_part_where_only_parts_are_understood() -> None:
+def test_string_content_becomes_a_part_for_parts_only_templates() -> None:
     assert text(LOOPS[0], HI) == "Hi|"
     both = "{% for m in messages %}{% if m.content is string %}{{ m.content }}!{% else %}" + LOOPS[0] + "{% endif %}"
     assert text(both + "{% endfor %}", HI) == "Hi!"
 
 
-def test_what_ends_the_prompt() -> None:
+def test_generation_prompt_and_continued_message() -> None:
     begun = {"role": "assistant", "content": "Well, "}
     calls = {"role": "assistant", "content": None, "tool_calls": []}
     assert text(PLAIN, HI, begun) == "<user>Hi\n<assistant>Well, "
@@ -81,29 +81,29 @@ def test_what_ends_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"b": "ö", "a": 1}, '{"b": "ö", "a": 1}'])
-def test_calls_carry_objects_and_names_pass_through(arguments: Any) -> None:
+def test_call_arguments_become_objects(arguments: Any) -> None:
     call = {"id": "7", "type": "function", "function": {"name": "f", "arguments": arguments}}
     answer = {"role": "tool", "tool_call_id": "7", "name": "f", "content": "ok"}
     rendered = text(NATIVE, {"role": "assistant", "content": "", "tool_calls": [call]}, answer)
     assert rendered == 'f{"b": "ö", "a": 1}\nok7f\n'
 
 
-def test_calls_are_written_out_where_the_template_does_not_know_them() -> None:
+def test_calls_become_text_for_templates_without_tool_calls() -> None:
     calls = [{"function": {"name": name, "arguments": '{"a": "é"}'}} for name in ("f", "g")]
-    told = '{"name": "f", "parameters": {"a": "é"}}\n{"name": "g", "parameters": {"a": "é"}}'
+    call_text = '{"name": "f", "parameters": {"a": "é"}}\n{"name": "g", "parameters": {"a": "é"}}'
     for content, before in ((None, ""), ("", ""), ("Well.", "Well.\n")):
         turn = {"role": "assistant", "content": content, "tool_calls": calls}
-        assert text(PLAIN, turn, HI) == f"<assistant>{before}{told}\n<user>Hi\n<assistant>"
-    assert text(LOOPS[0], {"role": "assistant", "tool_calls": calls}, HI) == f"{told}|Hi|"
+        assert text(PLAIN, turn, HI) == f"<assistant>{before}{call_text}\n<user>Hi\n<assistant>"
+    assert text(LOOPS[0], {"role": "assistant", "tool_calls": calls}, HI) == f"{call_text}|Hi|"
 
 
 @pytest.mark.parametrize(("arguments", "shown"), [("", "{}"), ("{", '"{"'), ("3", '"3"'), ("[" * 99999, "[[[")])
-def test_arguments_that_are_no_object_stay_as_they_are(arguments: str, shown: str) -> None:
+def test_arguments_that_are_not_objects_are_unchanged(arguments: str, shown: str) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     assert shown in text(NATIVE, {"role": "assistant", "content": "x", "tool_calls": [call]}, HI)
 
 
-def test_tools_that_the_template_knows() -> None:
+def test_tools_with_native_call_format() -> None:
     old = {"type": "function", "function": {"name": "wéather", "arguments": {"type": "object"}}}
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\n'
     template = NATIVE + "{# <tool_call> #}"
@@ -113,13 +113,13 @@ def test_tools_that_the_template_knows() -> None:
     assert text({"default": PLAIN, "tool_use": template}, HI, tools=[]) == text(PLAIN, HI)
 
 
-def test_tools_that_the_template_lists_without_a_known_form_of_calls() -> None:
+def test_tools_listed_by_template_without_known_call_format() -> None:
     shown = '{"name": "wéather", "parameters": {"type": "object"}}\nHi\n---\n'
     assert text(NATIVE, HI, tools=[TOOL]) == f"{shown}{TOOL_PROMPT}\n"
     assert text(NATIVE, HI, tools=[TOOL], tool_prompt="Use it.") == f"{shown}Use it.\n"
 
 
-def test_tools_that_the_template_does_not_know() -> None:
+def test_tools_unknown_to_template() -> None:
     compact = '[{"type":"function","function":{"name":"wéather","parameters":{"type":"object"}}}]'
     assert text(PLAIN, HI, tools=[TOOL]) == f"<user>Hi\n---\n{compact}\n{TOOL_PROMPT}\n<assistant>"
     assert f"a b\n---\n{compact}\nUse it.\n" in text(PLAIN, parts("a ", "b"), tools=[TOOL], tool_prompt="Use it.")
@@ -128,25 +128,25 @@ def test_tools_that_the_template_does_not_know() -> None:
     assert text(LOOPS[0], HI, tools=[TOOL], tool_prompt="U") == f"Hi|\n---\n{compact}\nU|"
 
 
-def test_further_variables() -> None:
+def test_chat_template_kwargs() -> None:
     template = "{{ bos_token }}{{ deep }}{{ documents }}"
     assert text(template, HI, chat_template_kwargs={"deep": 1, "documents": ["d"]}) == "<|bos|>1['d']"
 
 
 @pytest.mark.parametrize("chat", [b"", b"[]", b'{"messages":3}', b'{"messages":[1]}', b"[" * 99999, b"\xff"])
-def test_what_is_no_chat(chat: bytes) -> None:
+def test_invalid_chats_are_rejected(chat: bytes) -> None:
     with pytest.raises(TemplateError, match=r"chat is no JSON|not a list of objects"):
-        Chats(ChatTemplates({"default": PLAIN}, {})).text(chat)
+        ChatRenderer(ChatTemplates({"default": PLAIN}, {})).render_chat(chat)
 
 
-def test_a_template_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_CHARACTERS", 1 << 16)
+def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MAX_OUTPUT_CHARACTERS", 1 << 16)
     loop = "{% for i in range(9999) %}" * 3 + "xy{{ i }}" + "{% endfor %}" * 3
     with pytest.raises(TemplateError, match="characters and goes on"):
         text(loop, HI)
 
 
-def test_errors_are_short_and_can_be_sent() -> None:
+def test_template_errors_are_truncated_and_encodable() -> None:
     with pytest.raises(TemplateError) as caught:
         text("{{ raise_exception(messages[0].content) }}", {"role": "user", "content": "\ud800" * 9999})
     assert len(str(caught.value).encode()) < 3000
@@ -159,41 +159,41 @@ WRITTEN = "<|bos|><user>Hi\n<user>é!\n<assistant>"
 
 
 @pytest.mark.parametrize("resume", [[], ids_of("ab")])
-def test_a_chat_is_announced_when_it_is_admitted(resume: list[int]) -> None:
-    house = House(template="{{ bos_token }}" + PLAIN)
-    add = house.ask(4, "", chat=CHAT, resume=pack(INT32, resume))
-    assert ints(add.prompt) == ids_of(WRITTEN)
-    assert ints(add.prompt).count(ids_of("<|bos|>")[0]) == 1
-    assert house.said(API) == [Prompted(4, len(ids_of(WRITTEN)), len(WRITTEN))]
+def test_prompted_is_sent_when_a_chat_is_admitted(resume: list[int]) -> None:
+    harness = PoolHarness(template="{{ bos_token }}" + PLAIN)
+    add = harness.submit(4, "", chat=CHAT, resume_ids=pack_column(INT32, resume))
+    assert unpack_int32(add.prompt_ids) == ids_of(WRITTEN)
+    assert unpack_int32(add.prompt_ids).count(ids_of("<|bos|>")[0]) == 1
+    assert harness.received_by(API) == [Prompted(4, len(ids_of(WRITTEN)), len(WRITTEN))]
 
 
-def test_a_chat_that_is_too_long_is_refused_and_not_announced() -> None:
-    house = House(template=PLAIN)
-    house.pool.handle(API, Generate(4, "", Sampling(1), chat=json.dumps({"messages": [HI] * 999}).encode()))
-    assert [job.key.rid for job in house.pool.jobs] == [1]  # longer than LONG_TEXT, so it waits for a thread
-    job = house.pool.jobs.popleft()
-    house.pool.finished(job.key, job.result())
-    (end,) = house.said(API)
-    assert (end.reason, "must be <= 2048" in end.message) == (Reason.INVALID, True)
-    assert len(json.dumps([HI] * 999)) > LONG_TEXT
+def test_too_long_chat_is_rejected_without_prompted() -> None:
+    harness = PoolHarness(template=PLAIN)
+    harness.pool.handle(API, Generate(4, "", SamplingParams(1), chat=json.dumps({"messages": [HI] * 999}).encode()))
+    assert [job.key.rid for job in harness.pool.jobs] == [1]  # larger than MAX_INLINE_SIZE, so it is a job
+    job = harness.pool.jobs.popleft()
+    harness.pool.complete_job(job.key, job.run())
+    (end,) = harness.received_by(API)
+    assert (end.reason, "must be <= 2048" in end.message) == (FinishReason.INVALID, True)
+    assert len(json.dumps([HI] * 999)) > MAX_INLINE_SIZE
 
 
-def test_a_template_error_ends_the_request() -> None:
-    house = House()
-    house.pool.handle(API, Generate(4, "", Sampling(1), chat=CHAT))
-    house.pool.handle(API, Tokenize(5, "", chat=CHAT))
-    end, tokenized = house.said(API)
-    assert ends([end])[0].reason == Reason.TEMPLATE
+def test_template_error_ends_the_request() -> None:
+    harness = PoolHarness()
+    harness.pool.handle(API, Generate(4, "", SamplingParams(1), chat=CHAT))
+    harness.pool.handle(API, Tokenize(5, "", chat=CHAT))
+    end, tokenized = harness.received_by(API)
+    assert end_messages([end])[0].reason == FinishReason.TEMPLATE
     assert end.message == tokenized.error == "template not found"
-    assert (tokenized.reason, tokenized.text) == (Reason.TEMPLATE, "")
-    assert house.pool.idle
+    assert (tokenized.reason, tokenized.text) == (FinishReason.TEMPLATE, "")
+    assert harness.pool.idle
 
 
-def test_a_chat_is_tokenized_with_offsets_into_its_text() -> None:
-    house = House(template="{{ bos_token }}" + PLAIN)
-    house.pool.handle(API, Tokenize(5, "", chat=CHAT))
-    (tokenized,) = house.said(API)
+def test_tokenize_chat_returns_offsets_into_its_text() -> None:
+    harness = PoolHarness(template="{{ bos_token }}" + PLAIN)
+    harness.pool.handle(API, Tokenize(5, "", chat=CHAT))
+    (tokenized,) = harness.received_by(API)
     assert (tokenized.text, tokenized.error) == (WRITTEN, "")
-    assert ints(tokenized.ids) == ids_of(WRITTEN)
-    assert ints(tokenized.stops)[-1] == len(WRITTEN.encode())
-    assert ints(tokenized.ids)[0] in byte_level().special
+    assert unpack_int32(tokenized.token_ids) == ids_of(WRITTEN)
+    assert unpack_int32(tokenized.byte_stops)[-1] == len(WRITTEN.encode())
+    assert unpack_int32(tokenized.token_ids)[0] in byte_level().special_ids

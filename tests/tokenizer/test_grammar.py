@@ -1,4 +1,4 @@
-"""Which grammars are accepted, and what is said of the others."""
+"""Accepted grammars and the texts they match; rejected grammars and their errors."""
 
 import json
 import threading
@@ -11,14 +11,21 @@ import pytest
 from llguidance import LLTokenizer
 
 from tests.schemas import validate
-from tests.tokenizer.house import API, House, ends
+from tests.tokenizer.harness import API, PoolHarness, end_messages
 from tests.tokenizer.vocabularies import KINDS, byte_level
-from tgi.hub.card import read_card
-from tgi.hub.grammar import matcher, piece_table, token_table
-from tgi.hub.tokens import read_tokenizer
-from tgi.kernel.messages import Generate, Reason, Sampling, decode
-from tgi.tokenizer.grammar import KEPT, MOST_BYTES, GrammarError, GrammarReader, _next_bit
-from tgi.tokenizer.jobs import Lane
+from tgi.hub.llguidance_tables import new_matcher, piece_table, token_table
+from tgi.hub.model_config import read_model_config
+from tgi.hub.tokenizer_files import read_tokenizer
+from tgi.microkernel.protocol import FinishReason, Generate, decode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.tokenizer.encoding_jobs import ExecutorName
+from tgi.tokenizer.structured_output.grammar import (
+    MAX_CACHED_GRAMMARS,
+    MAX_GRAMMAR_BYTES,
+    GrammarError,
+    GrammarValidator,
+    _next_set_bit,
+)
 from tgi.tokenizer.vocabulary import Vocabulary
 
 NOT_VALID, NOT_ENFORCED = "grammar is not valid: ", "cannot compile regex from schema: "
@@ -28,17 +35,17 @@ ONE_OF = {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "$defs": 
 
 
 @pytest.fixture(scope="module")
-def reader() -> GrammarReader:
-    return GrammarReader(byte_level())
+def validator() -> GrammarValidator:
+    return GrammarValidator(byte_level())
 
 
-def read(reader: GrammarReader, **grammar: Any) -> str:
-    return reader.read(json.dumps(grammar).encode())
+def read(validator: GrammarValidator, **grammar: Any) -> str:
+    return validator.validate(json.dumps(grammar).encode())
 
 
-def refusal(reader: GrammarReader, **grammar: Any) -> str:
+def refusal(validator: GrammarValidator, **grammar: Any) -> str:
     with pytest.raises(GrammarError) as caught:
-        read(reader, **grammar)
+        read(validator, **grammar)
     return str(caught.value)
 
 
@@ -68,8 +75,8 @@ def nested(depth: int) -> dict[str, Any]:
         nested(60),
     ],
 )
-def test_schemas_that_are_accepted(reader: GrammarReader, schema: dict[str, Any]) -> None:
-    assert read(reader, schema=schema) == read(reader, schema_text=json.dumps(schema))
+def test_schemas_that_are_accepted(validator: GrammarValidator, schema: dict[str, Any]) -> None:
+    assert read(validator, schema=schema) == read(validator, schema_text=json.dumps(schema))
 
 
 @pytest.mark.parametrize(
@@ -98,10 +105,10 @@ def test_schemas_that_are_accepted(reader: GrammarReader, schema: dict[str, Any]
         ({"x-guidance": {"lenient": True}, "not": {}}, "`not`"),
     ],
 )
-def test_schemas_that_cannot_be_enforced(reader: GrammarReader, schema: Any, words: str) -> None:
-    told = refusal(reader, schema=schema)
-    assert told.startswith(NOT_ENFORCED)
-    assert words in told
+def test_schemas_that_cannot_be_enforced(validator: GrammarValidator, schema: Any, words: str) -> None:
+    error = refusal(validator, schema=schema)
+    assert error.startswith(NOT_ENFORCED)
+    assert words in error
 
 
 @pytest.mark.parametrize(
@@ -117,20 +124,20 @@ def test_schemas_that_cannot_be_enforced(reader: GrammarReader, schema: Any, wor
         ({"properties": {"a": 1}}, "`properties` must be an object of schemas"),
     ],
 )
-def test_schemas_that_are_none(reader: GrammarReader, schema: Any, words: str) -> None:
-    told = refusal(reader, schema=schema)
-    assert told.startswith(NOT_VALID)
-    assert words in told
+def test_invalid_schemas(validator: GrammarValidator, schema: Any, words: str) -> None:
+    error = refusal(validator, schema=schema)
+    assert error.startswith(NOT_VALID)
+    assert words in error
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "Expecting property name"), ("[]", "a schema is an object"), ('{"const":NaN}', "NaN is not JSON")],
 )
-def test_strings_that_are_no_schema(reader: GrammarReader, text: str, words: str) -> None:
-    told = refusal(reader, schema_text=text)
-    assert told.startswith(NOT_VALID)
-    assert words in told
+def test_invalid_schema_texts(validator: GrammarValidator, text: str, words: str) -> None:
+    error = refusal(validator, schema_text=text)
+    assert error.startswith(NOT_VALID)
+    assert words in error
 
 
 @pytest.mark.parametrize(
@@ -166,35 +173,35 @@ def test_strings_that_are_no_schema(reader: GrammarReader, text: str, words: str
         ("(?x) a # b\n c", "the flag `x` cannot be used together with line feeds"),
     ],
 )
-def test_regexes_that_are_refused(reader: GrammarReader, regex: str, words: str) -> None:
-    told = refusal(reader, regex=regex)
-    assert told.startswith(NOT_VALID)
-    assert words in told
-    assert "start:" not in told  # what it was made into is not shown
+def test_rejected_regexes(validator: GrammarValidator, regex: str, words: str) -> None:
+    error = refusal(validator, regex=regex)
+    assert error.startswith(NOT_VALID)
+    assert words in error
+    assert "start:" not in error  # the generated grammar is not shown
 
 
-def test_why_a_long_regex_is_refused_is_said(reader: GrammarReader) -> None:
+def test_error_of_a_long_regex_names_the_cause(validator: GrammarValidator) -> None:
     for regex, words in ((r"\b" + "a" * 5000, "lookarounds not supported"), ("a" * 5000 + "(", "unclosed group")):
-        told = refusal(reader, regex=regex)
-        assert words in told
-        assert len(told) < 1000
+        error = refusal(validator, regex=regex)
+        assert words in error
+        assert len(error) < 1000
 
 
 @pytest.mark.parametrize("regex", ["(", "a{2,1}", "\\", r"a\y", "(?=a)", r"(a)\1", "[z-a]", r"\p{Nope}", "(?x)a#\n"])
-def test_patterns_of_schemas_that_are_refused(reader: GrammarReader, regex: str) -> None:
+def test_rejected_patterns_in_schemas(validator: GrammarValidator, regex: str) -> None:
     for schema in ({"type": "string", "pattern": regex}, {"patternProperties": {regex: {}}}):
-        told = refusal(reader, schema={"properties": {"a": schema}})
-        assert told.startswith((NOT_VALID + "`pattern", NOT_ENFORCED + "`pattern"))
+        error = refusal(validator, schema={"properties": {"a": schema}})
+        assert error.startswith((NOT_VALID + "`pattern", NOT_ENFORCED + "`pattern"))
 
 
-# Which texts
+# Matching texts
 
 
 BYTES = piece_table([bytes([byte]) for byte in range(256)])
 
 
 def accepts(grammar: str, text: str) -> bool:
-    found = matcher(BYTES, grammar)
+    found = new_matcher(BYTES, grammar)
     assert not found.is_error(), found.get_error()
     tokens = [byte + 1 for byte in text.encode()]
     return found.try_consume_tokens(tokens) == len(tokens) and bool(found.is_accepting())
@@ -206,14 +213,14 @@ def tells_apart(grammar: str, texts: list[str], others: list[str]) -> None:
 
 
 def of(*names: str, **words: Any) -> dict[str, Any]:
-    """An object with whole numbers of these names."""
+    """An object with integer properties of these names."""
     return {"type": "object", "properties": {name: {"type": "integer"} for name in names}, **words}
 
 
 A = {"$defs": {"A": of("a", required=["a"])}}
 TO_A = {"$ref": "#/$defs/A"}
 NODE = {"type": "object", "properties": {"v": {}, "next": {"allOf": [{"$ref": "#/$defs/N"}], "title": "n"}}}
-# Schema, texts that match, and texts that do not.
+# (schema, matching texts, other texts)
 OBJECTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (of("a"), ['{"a":1}', "{}"], ['{"b":1}', '{"a":1,"b":1}']),
     (of(), ["{}"], ['{"a":1}']),
@@ -246,9 +253,11 @@ OBJECTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "texts", "others"), OBJECTS)
-def test_objects_are_closed(reader: GrammarReader, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:
-    tells_apart(read(reader, schema=schema), texts, others)
-    for text in texts:  # what can be written is valid
+def test_objects_are_closed(
+    validator: GrammarValidator, schema: dict[str, Any], texts: list[str], others: list[str]
+) -> None:
+    tells_apart(read(validator, schema=schema), texts, others)
+    for text in texts:  # texts of the grammar are valid
         validate(text, schema)
 
 
@@ -275,8 +284,10 @@ def test_objects_are_closed(reader: GrammarReader, schema: dict[str, Any], texts
         ({"const": 0.12345678901234}, ["0.12345678901234"], ["0.12345678"]),
     ],
 )
-def test_numbers_end(reader: GrammarReader, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:
-    tells_apart(read(reader, schema=schema), texts, others)
+def test_digits_of_numbers_are_limited(
+    validator: GrammarValidator, schema: dict[str, Any], texts: list[str], others: list[str]
+) -> None:
+    tells_apart(read(validator, schema=schema), texts, others)
 
 
 NUMBER = {"type": "number"}
@@ -327,21 +338,21 @@ NUMBER = {"type": "number"}
         ),
     ],
 )
-def test_schemas_with_numbers_are_written_as_rules(
-    reader: GrammarReader, schema: dict[str, Any], texts: list[str], others: list[str]
+def test_schemas_with_numbers_are_written_in_lark(
+    validator: GrammarValidator, schema: dict[str, Any], texts: list[str], others: list[str]
 ) -> None:
-    assert "NUMBER" in read(reader, schema=schema)
-    tells_apart(read(reader, schema=schema), texts, others)
+    assert "NUMBER" in read(validator, schema=schema)
+    tells_apart(read(validator, schema=schema), texts, others)
 
 
-def test_what_schemas_join_is_bounded(reader: GrammarReader) -> None:
+def test_merged_schemas_have_limited_numbers(validator: GrammarValidator) -> None:
     part = of(*(f"a{number}" for number in range(9)))
     assert "join too many schemas" in refusal(
-        reader, schema={"allOf": [{"$ref": "#/$defs/A"}] * 20000, "$defs": {"A": part}}
+        validator, schema={"allOf": [{"$ref": "#/$defs/A"}] * 20000, "$defs": {"A": part}}
     )
 
 
-# Grammars of clients
+# Lark and GBNF
 
 GBNF = r"""
 root   ::= object   # of llama.cpp
@@ -374,8 +385,10 @@ NAME: /[a-z_]+/  // max_tokens=1 and <|end|> are no more than words here
         ),
     ],
 )
-def test_grammars_in_gbnf_and_lark(reader: GrammarReader, grammar: str, texts: list[str], others: list[str]) -> None:
-    tells_apart(read(reader, grammar=grammar), texts, others)
+def test_grammars_in_gbnf_and_lark(
+    validator: GrammarValidator, grammar: str, texts: list[str], others: list[str]
+) -> None:
+    tells_apart(read(validator, grammar=grammar), texts, others)
 
 
 @pytest.mark.parametrize(
@@ -406,14 +419,14 @@ def test_grammars_in_gbnf_and_lark(reader: GrammarReader, grammar: str, texts: l
         ("start: R0\n" + "".join(f"R{n}: R{n + 1} R{n + 1}\n" for n in range(30)) + 'R30: "a"', "too big"),
     ],
 )
-def test_grammars_that_are_refused(reader: GrammarReader, grammar: str, words: str) -> None:
-    told = refusal(reader, grammar=grammar)
-    assert told.startswith((NOT_VALID, NOT_ENFORCED))
-    assert words in told
-    assert len(told) < 3000
+def test_rejected_grammars(validator: GrammarValidator, grammar: str, words: str) -> None:
+    error = refusal(validator, grammar=grammar)
+    assert error.startswith((NOT_VALID, NOT_ENFORCED))
+    assert words in error
+    assert len(error) < 3000
 
 
-# Each is accepted or gets its 422; that this ends at all, and soon, is what is tested.
+# Each is accepted or rejected; the test is that the check ends soon.
 HOSTILE: dict[str, dict[str, Any]] = {
     "ambiguous repetitions": {"regex": "(x+x+)+y"},
     "repetitions in repetitions": {"regex": "((a{1,100}){1,100}){1,100}"},
@@ -448,7 +461,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-# Each fits its limits when it is compiled. Those that are True exceed them within a few tokens of a large vocabulary.
+# All compile within the limits. Those with True exceed them within a few tokens of a large vocabulary.
 COUNTED = {
     r"(.{0,500}){0,500}": True,
     r"((a{1,100}){1,100}){1,100}": True,
@@ -473,29 +486,29 @@ COUNTED = {
 
 
 @pytest.fixture(scope="module")
-def large(demo_model: Path) -> tuple[GrammarReader, LLTokenizer, int]:
-    """A reader for a vocabulary of 49,152 tokens, the worker's table of them, and the bits of those that end a text."""
-    card = read_card(demo_model)
-    table = token_table(read_tokenizer(card), card.eos_token_ids, card.vocab_size)
-    return GrammarReader(Vocabulary.load(card)), table, sum(1 << number for number in card.eos_token_ids)
+def large(demo_model: Path) -> tuple[GrammarValidator, LLTokenizer, int]:
+    """A validator for a vocabulary of 49,152 tokens, the worker's token table, and the mask of its EOS tokens."""
+    config = read_model_config(demo_model)
+    table = token_table(read_tokenizer(config), config.eos_token_ids, config.vocab_size)
+    return GrammarValidator(Vocabulary.load(config)), table, sum(1 << number for number in config.eos_token_ids)
 
 
 @pytest.mark.parametrize("regex", COUNTED)
-def test_what_is_accepted_does_not_exceed_its_limits_later(
-    large: tuple[GrammarReader, LLTokenizer, int], regex: str
+def test_accepted_grammars_stay_within_worker_limits(
+    large: tuple[GrammarValidator, LLTokenizer, int], regex: str
 ) -> None:
-    """No request that passes its check fails behind it: held to the worker's table and limits."""
-    large_reader, table, ends = large
+    """A request that passes the check does not fail later with the worker's table and limits."""
+    large_validator, table, eos_bits = large
     if COUNTED[regex]:
-        assert "too many" in refusal(large_reader, regex=regex)
+        assert "too many" in refusal(large_validator, regex=regex)
         return
-    found, draw = matcher(table, read(large_reader, regex=regex)), Random(5)
+    found, draw = new_matcher(table, read(large_validator, regex=regex)), Random(5)
     for _ in range(150):
-        allowed = int.from_bytes(found.compute_bitmask(), "little") & ~ends
+        allowed = int.from_bytes(found.compute_bitmask(), "little") & ~eos_bits
         assert not found.is_error(), found.get_error()
         if found.is_stopped() or not allowed:
             return
-        found.consume_token(_next_bit(allowed, draw.randrange(allowed.bit_length())))
+        found.consume_token(_next_set_bit(allowed, draw.randrange(allowed.bit_length())))
 
 
 REFUSED = {
@@ -506,16 +519,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammars_end(reader: GrammarReader, name: str) -> None:
+def test_hostile_grammars_end(validator: GrammarValidator, name: str) -> None:
     if name in REFUSED:
-        assert refusal(reader, **HOSTILE[name]).startswith((NOT_VALID, NOT_ENFORCED))
+        assert refusal(validator, **HOSTILE[name]).startswith((NOT_VALID, NOT_ENFORCED))
     else:
-        assert read(reader, **HOSTILE[name])
+        assert read(validator, **HOSTILE[name])
 
 
-def test_other_threads_run_while_a_grammar_is_compiled(reader: GrammarReader) -> None:
+def test_other_threads_run_while_a_grammar_is_compiled(validator: GrammarValidator) -> None:
     looks = []
-    thread = threading.Thread(target=read, args=(reader,), kwargs={"schema": {"properties": HOSTILE_NAMES}})
+    thread = threading.Thread(target=read, args=(validator,), kwargs={"schema": {"properties": HOSTILE_NAMES}})
     thread.start()
     while thread.is_alive():
         looks.append(time.monotonic())
@@ -526,15 +539,15 @@ def test_other_threads_run_while_a_grammar_is_compiled(reader: GrammarReader) ->
 HOSTILE_NAMES = {f"q{n}": {"type": "string"} for n in range(900)}
 
 
-def test_too_many_bytes_are_said(reader: GrammarReader) -> None:
-    assert f"at most {MOST_BYTES} bytes" in refusal(reader, regex="a" * MOST_BYTES)
+def test_too_large_grammar_is_rejected(validator: GrammarValidator) -> None:
+    assert f"at most {MAX_GRAMMAR_BYTES} bytes" in refusal(validator, regex="a" * MAX_GRAMMAR_BYTES)
 
 
-def test_answers_are_kept_and_refusals_too() -> None:
-    kept = GrammarReader(byte_level())
+def test_results_and_errors_are_cached() -> None:
+    kept = GrammarValidator(byte_level())
     first = read(kept, regex="a")
     assert read(kept, regex="a") is first
-    for number in range(KEPT + 10):
+    for number in range(MAX_CACHED_GRAMMARS + 10):
         read(kept, regex=f"b{number}")
     assert read(kept, regex="a") is not first
     for _ in range(2):
@@ -542,53 +555,53 @@ def test_answers_are_kept_and_refusals_too() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tokenizer(kind: str) -> None:
-    kept = GrammarReader(KINDS[kind]())
+def test_all_tokenizer_types_support_grammars(kind: str) -> None:
+    kept = GrammarValidator(KINDS[kind]())
     for grammar in ({"schema": {"type": "object"}}, {"regex": "[a-z ]+"}):
         if kind in ("byte_level", "sentencepiece"):
             assert read(kept, **grammar)
-        else:  # what a token adds to the text depends on its neighbours, or is not said
+        else:  # the text of a token depends on its neighbours, or is unknown
             assert "grammar is not supported: of this model's tokenizer, " in refusal(kept, **grammar)
 
 
 # Through the pool
 
 
-def asks(house: House, rid: int, grammar: dict[str, Any], **fields: Any) -> None:
-    message = Generate(rid, "Hello", Sampling(5), grammar=json.dumps(grammar).encode(), **fields)
-    house.pool.handle(API, message)
-    (job,) = house.pool.jobs
-    house.pool.jobs.clear()
-    assert job.lane is Lane.GRAMMARS  # so that no text waits for it
-    assert house.said(house.scheduler) == []
-    house.pool.finished(job.key, job.result())
+def asks(harness: PoolHarness, rid: int, grammar: dict[str, Any], **fields: Any) -> None:
+    message = Generate(rid, "Hello", SamplingParams(5), grammar=json.dumps(grammar).encode(), **fields)
+    harness.pool.handle(API, message)
+    (job,) = harness.pool.jobs
+    harness.pool.jobs.clear()
+    assert job.executor is ExecutorName.GRAMMARS  # so that texts do not wait for it
+    assert harness.received_by(harness.scheduler) == []
+    harness.pool.complete_job(job.key, job.run())
 
 
-def test_a_grammar_goes_down_in_the_sampling_record() -> None:
-    house = House()
-    asks(house, 1, {"regex": "[ab]+"})
-    (add,) = house.said(house.scheduler)
+def test_grammar_is_sent_in_sampling_params() -> None:
+    harness = PoolHarness()
+    asks(harness, 1, {"regex": "[ab]+"})
+    (add,) = harness.received_by(harness.scheduler)
     sampling = decode(add.sampling)
-    assert sampling.grammar == read(GrammarReader(byte_level()), regex="[ab]+")
-    assert sampling._replace(grammar="") == Sampling(5)
-    house.scheduler_gone()
-    house.scheduler_up()
-    (again,) = house.said(house.scheduler)
+    assert sampling.grammar == read(GrammarValidator(byte_level()), regex="[ab]+")
+    assert sampling._replace(grammar="") == SamplingParams(5)
+    harness.disconnect_scheduler()
+    harness.connect_scheduler()
+    (again,) = harness.received_by(harness.scheduler)
     assert again.sampling == add.sampling
 
 
-def test_a_refused_grammar_ends_its_request() -> None:
-    house = House()
-    asks(house, 1, {"schema": {"not": {}}})
-    assert house.said(house.scheduler) == []
-    (end,) = ends(house.said(API))
-    assert (end.rid, end.reason) == (1, Reason.INVALID)
+def test_rejected_grammar_ends_its_request() -> None:
+    harness = PoolHarness()
+    asks(harness, 1, {"schema": {"not": {}}})
+    assert harness.received_by(harness.scheduler) == []
+    (end,) = end_messages(harness.received_by(API))
+    assert (end.rid, end.reason) == (1, FinishReason.INVALID)
     assert end.message == f"{NOT_ENFORCED}`not` cannot be enforced (at #)"
-    assert house.pool.idle
+    assert harness.pool.idle
 
 
-def test_the_rules_on_token_counts_come_first() -> None:
-    house = House()
-    asks(house, 1, {"regex": "("}, truncate=0)
-    (end,) = ends(house.said(API))
+def test_token_limits_are_checked_before_the_grammar() -> None:
+    harness = PoolHarness()
+    asks(harness, 1, {"regex": "("}, truncate=0)
+    (end,) = end_messages(harness.received_by(API))
     assert end.message == "`inputs` cannot be empty"

@@ -1,4 +1,4 @@
-"""A real tokenizer process between a front end and a scheduler that the test plays over real sockets."""
+"""A real tokenizer process. The test plays its front end and its scheduler over real sockets."""
 
 import json
 import shutil
@@ -14,48 +14,61 @@ import pytest
 import zmq
 from tokenizers import Tokenizer
 
-from tests.tokenizer.house import READY, ends, shown
-from tgi.kernel.answer import Texts
-from tgi.kernel.link import Link
-from tgi.kernel.messages import Add, Cancel, End, Generate, Reason, Sampling, Stop, Tokenize, Tokenized, Tokens
-from tgi.kernel.pack import FLOAT32, INT32, UINT32, ints, pack
-from tgi.kernel.presence import PROTOCOL, Hello, Status
-from tgi.kernel.rundir import create
-from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import Child, Spec
+from tests.tokenizer.harness import READY, end_messages, streamed_output
+from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column, unpack_int32
+from tgi.microkernel.link import Link
+from tgi.microkernel.protocol import (
+    PROTOCOL,
+    Add,
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    Hello,
+    Status,
+    Stop,
+    Texts,
+    Tokenize,
+    Tokenized,
+    Tokens,
+)
+from tgi.microkernel.rundir import create_run_dir
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.supervisor import ChildProcess, ProcessSpec
 
 TIMEOUT = 60.0
 MEGABYTE = 1 << 20
 
 
-class Neighbour:
-    """One end of a link, and what has come over it."""
+class LinkPeer:
+    """One end of a link, and the messages received over it."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
-    def until(self, wanted: Callable[[Any], bool]) -> Any:
-        """The first message that is wanted; `heard` keeps all, this one too."""
+    def wait_for(self, wanted: Callable[[Any], bool]) -> Any:
+        """Waits for the first wanted message; `received` keeps all received messages."""
         end = time.monotonic() + TIMEOUT
         seen = 0
         while time.monotonic() < end:
             self.receive()
-            for message in self.heard[seen:]:
+            for message in self.received[seen:]:
                 if wanted(message):
                     return message
-            seen = len(self.heard)
+            seen = len(self.received)
             self.link.socket.poll(50, zmq.POLLIN)
-        raise AssertionError(f"not what was expected: {self.heard}")
+        raise AssertionError(f"expected message did not arrive: {self.received}")
 
     def receive(self) -> None:
         for peer, message in self.link.receive():
             self.peer = peer
-            self.heard.append(message)
+            self.received.append(message)
 
-    def of(self, kind: type) -> Any:
-        message = self.until(lambda message: isinstance(message, kind))
-        self.heard.remove(message)
+    def wait_for_type(self, kind: type) -> Any:
+        message = self.wait_for(lambda message: isinstance(message, kind))
+        self.received.remove(message)
         return message
 
     def send(self, message: Any) -> None:
@@ -63,8 +76,8 @@ class Neighbour:
         self.link.flush()
 
 
-class World:
-    """The process, and its neighbours."""
+class ProcessHarness:
+    """The process and its peers."""
 
     def __init__(self, run: Path, model: Path) -> None:
         self.run = run
@@ -72,23 +85,28 @@ class World:
         self.start()
         self.scheduler = self.new_scheduler(b"one")
         hello = Hello(PROTOCOL, "api", 0, b"front")
-        self.api = Neighbour(Link.connect(f"ipc://{run}/tok-0.front", hello))
-        self.api.until(lambda message: isinstance(message, Status) and message.ready)
-        self.api.heard.clear()
+        self.api = LinkPeer(Link.connect(f"ipc://{run}/tok-0.front", hello))
+        self.api.wait_for(lambda message: isinstance(message, Status) and message.ready)
+        self.api.received.clear()
 
     def start(self) -> None:
-        self.child = Child(Spec("tokenizer", 0), self.settings)
+        self.child = ChildProcess(ProcessSpec("tokenizer", 0), self.settings)
 
-    def new_scheduler(self, boot: bytes) -> Neighbour:
+    def new_scheduler(self, boot: bytes) -> LinkPeer:
         link = Link.bind(f"ipc://{self.run}/sched-0.front", Hello(PROTOCOL, "scheduler", 0, boot))
-        scheduler = Neighbour(link)
-        scheduler.of(Hello)
+        scheduler = LinkPeer(link)
+        scheduler.wait_for_type(Hello)
         scheduler.send(READY)
         return scheduler
 
-    def tokens(self, rid: int, ids: list[int]) -> None:
+    def send_tokens(self, rid: int, ids: list[int]) -> None:
         logprobs = [-number / 4 for number in ids]
-        columns = (pack(UINT32, [rid]), pack(UINT32, [len(ids)]), pack(INT32, ids), pack(FLOAT32, logprobs))
+        columns = (
+            pack_column(UINT32, [rid]),
+            pack_column(UINT32, [len(ids)]),
+            pack_column(INT32, ids),
+            pack_column(FLOAT32, logprobs),
+        )
         self.scheduler.send(Tokens(*columns))
 
     def exit_code(self) -> int:
@@ -98,7 +116,7 @@ class World:
             if code is not None:
                 return code
             time.sleep(0.02)
-        raise AssertionError("the tokenizer did not end")
+        raise AssertionError("the tokenizer did not exit")
 
     def close(self) -> None:
         self.child.signal(signal.SIGKILL)
@@ -109,11 +127,11 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, tiny_llama: Path) -> Iterator[World]:
-    create(tmp_path)
-    made = World(tmp_path, tiny_llama)
-    yield made
-    made.close()
+def harness(tmp_path: Path, tiny_llama: Path) -> Iterator[ProcessHarness]:
+    create_run_dir(tmp_path)
+    harness = ProcessHarness(tmp_path, tiny_llama)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture(scope="session")
@@ -121,93 +139,95 @@ def tokenizer(tiny_llama: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
 
 
-def test_a_stream_a_new_scheduler_and_a_drain(world: World, tokenizer: Tokenizer) -> None:
+def test_stream_survives_scheduler_restart_then_process_drains(harness: ProcessHarness, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Größe 👍🏽 end").ids
-    world.api.send(Generate(1, "Hello", Sampling(7), 50, stop=["nd"]))
-    add = world.scheduler.of(Add)
-    assert ints(add.prompt) == tokenizer.encode("Hello").ids
-    world.tokens(add.rid, ids[:4])
-    world.api.until(lambda message: isinstance(message, Texts))
+    harness.api.send(Generate(1, "Hello", SamplingParams(7), 50, stop_strings=["nd"]))
+    add = harness.scheduler.wait_for_type(Add)
+    assert unpack_int32(add.prompt_ids) == tokenizer.encode("Hello").ids
+    harness.send_tokens(add.rid, ids[:4])
+    harness.api.wait_for(lambda message: isinstance(message, Texts))
 
-    world.scheduler.link.close()
-    world.scheduler = world.new_scheduler(b"two")
-    assert not world.api.of(Status).ready
-    assert world.api.of(Status) == READY
-    again = world.scheduler.of(Add)
-    assert again == add._replace(resume=pack(INT32, ids[:4]))
+    harness.scheduler.link.close()
+    harness.scheduler = harness.new_scheduler(b"two")
+    assert not harness.api.wait_for_type(Status).ready
+    assert harness.api.wait_for_type(Status) == READY
+    again = harness.scheduler.wait_for_type(Add)
+    assert again == add._replace(resume_ids=pack_column(INT32, ids[:4]))
 
-    world.api.send(Generate(2, "Hello", Sampling(7), 50))
-    other = world.scheduler.of(Add)  # what a process says just before it exits may be lost, so something is left
-    world.child.signal(signal.SIGTERM)
-    world.tokens(again.rid, ids[4:])
-    assert world.scheduler.of(Stop) == Stop(again.rid)
-    world.scheduler.send(End(again.rid, Reason.STOP, queue_us=5))
-    end = world.api.until(lambda message: isinstance(message, End))
-    assert (end.reason, end.text, end.queue_us) == (Reason.STOP, "Größe 👍🏽 end", 5)
-    assert shown(world.api.heard, 1) == (ids, "Größe 👍🏽 end")
-    world.scheduler.send(End(other.rid, Reason.LENGTH))
-    assert world.exit_code() == 0
+    harness.api.send(Generate(2, "Hello", SamplingParams(7), 50))
+    other = harness.scheduler.wait_for_type(
+        Add
+    )  # keeps the process alive: its last messages before an exit may be lost
+    harness.child.signal(signal.SIGTERM)
+    harness.send_tokens(again.rid, ids[4:])
+    assert harness.scheduler.wait_for_type(Stop) == Stop(again.rid)
+    harness.scheduler.send(End(again.rid, FinishReason.STOP, queue_us=5))
+    end = harness.api.wait_for(lambda message: isinstance(message, End))
+    assert (end.reason, end.text, end.queue_us) == (FinishReason.STOP, "Größe 👍🏽 end", 5)
+    assert streamed_output(harness.api.received, 1) == (ids, "Größe 👍🏽 end")
+    harness.scheduler.send(End(other.rid, FinishReason.LENGTH))
+    assert harness.exit_code() == 0
 
 
-def test_a_new_tokenizer_goes_on_where_a_killed_one_was(world: World, tokenizer: Tokenizer) -> None:
+def test_restarted_tokenizer_resumes_a_stream(harness: ProcessHarness, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Größe 👍🏽 end").ids
-    asked = Generate(1, "Hello", Sampling(7), 50)
-    world.api.send(asked)
-    add = world.scheduler.of(Add)
-    world.tokens(add.rid, ids[:5])
-    before = world.api.of(Texts)
-    world.child.signal(signal.SIGKILL)
-    world.exit_code()
-    world.child.close()
-    world.start()
-    old = world.api.peer
-    world.api.until(lambda message: isinstance(message, Hello) and world.api.peer != old)
-    world.api.send(asked._replace(resume=before.ids))
-    world.scheduler.of(Hello)
-    world.scheduler.send(READY)
-    again = world.scheduler.of(Add)
-    assert (again.prompt, again.resume) == (add.prompt, before.ids)
-    world.tokens(again.rid, ids[5:])
-    world.scheduler.send(End(again.rid, Reason.LENGTH))
-    end = world.api.until(lambda message: isinstance(message, End))
+    asked = Generate(1, "Hello", SamplingParams(7), 50)
+    harness.api.send(asked)
+    add = harness.scheduler.wait_for_type(Add)
+    harness.send_tokens(add.rid, ids[:5])
+    before = harness.api.wait_for_type(Texts)
+    harness.child.signal(signal.SIGKILL)
+    harness.exit_code()
+    harness.child.close()
+    harness.start()
+    old = harness.api.peer
+    harness.api.wait_for(lambda message: isinstance(message, Hello) and harness.api.peer != old)
+    harness.api.send(asked._replace(resume_ids=before.token_ids))
+    harness.scheduler.wait_for_type(Hello)
+    harness.scheduler.send(READY)
+    again = harness.scheduler.wait_for_type(Add)
+    assert (again.prompt_ids, again.resume_ids) == (add.prompt_ids, before.token_ids)
+    harness.send_tokens(again.rid, ids[5:])
+    harness.scheduler.send(End(again.rid, FinishReason.LENGTH))
+    end = harness.api.wait_for(lambda message: isinstance(message, End))
     assert end.text == "Größe 👍🏽 end"
-    assert "".join(before.texts) + shown(world.api.heard, 1)[1] == end.text
+    assert "".join(before.texts) + streamed_output(harness.api.received, 1)[1] == end.text
 
 
-def test_streams_go_on_while_a_huge_text_is_encoded(world: World, tokenizer: Tokenizer) -> None:
-    world.api.send(Generate(1, "Hello", Sampling(7)))
-    add = world.scheduler.of(Add)
-    world.api.send(Generate(2, "The capital of France is Paris. " * 30_000, Sampling(7), truncate=20))
+def test_streams_continue_while_a_huge_text_is_encoded(harness: ProcessHarness, tokenizer: Tokenizer) -> None:
+    harness.api.send(Generate(1, "Hello", SamplingParams(7)))
+    add = harness.scheduler.wait_for_type(Add)
+    harness.api.send(Generate(2, "The capital of France is Paris. " * 30_000, SamplingParams(7), truncate=20))
     (word,) = tokenizer.encode("a").ids
     for _ in range(5):
-        world.tokens(add.rid, [word])
-        assert world.api.of(Texts).texts == ["a"]
-    world.scheduler.receive()
-    assert not [message for message in world.scheduler.heard if isinstance(message, Add)]
-    assert len(ints(world.scheduler.of(Add).prompt)) == 20
-    assert ends(world.api.heard) == []
+        harness.send_tokens(add.rid, [word])
+        assert harness.api.wait_for_type(Texts).texts == ["a"]
+    harness.scheduler.receive()
+    assert not [message for message in harness.scheduler.received if isinstance(message, Add)]
+    assert len(unpack_int32(harness.scheduler.wait_for_type(Add).prompt_ids)) == 20
+    assert end_messages(harness.api.received) == []
 
 
-def test_a_front_end_that_leaves_cancels(world: World) -> None:
-    other = Neighbour(Link.connect(f"ipc://{world.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"other")))
-    other.of(Hello)
-    other.send(Generate(1, "Hello", Sampling(7)))
-    add = world.scheduler.of(Add)
+def test_disconnected_front_end_cancels_its_requests(harness: ProcessHarness) -> None:
+    other = LinkPeer(Link.connect(f"ipc://{harness.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"other")))
+    other.wait_for_type(Hello)
+    other.send(Generate(1, "Hello", SamplingParams(7)))
+    add = harness.scheduler.wait_for_type(Add)
     other.send(Tokenize(2, "é"))
-    assert ints(other.of(Tokenized).stops)[-1] == 2
+    assert unpack_int32(other.wait_for_type(Tokenized).byte_stops)[-1] == 2
     other.link.close()
-    reborn = Neighbour(Link.connect(f"ipc://{world.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"again")))
-    reborn.of(Hello)
-    assert world.scheduler.of(Cancel) == Cancel(add.rid)
-    world.scheduler.send(End(add.rid, Reason.CANCELLED))
-    reborn.send(Tokenize(1, "x"))
-    assert reborn.of(Tokenized).rid == 1
-    assert ends(reborn.heard) == []
-    reborn.link.close()
+    reconnected = LinkPeer(Link.connect(f"ipc://{harness.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"again")))
+    reconnected.wait_for_type(Hello)
+    assert harness.scheduler.wait_for_type(Cancel) == Cancel(add.rid)
+    harness.scheduler.send(End(add.rid, FinishReason.CANCELLED))
+    reconnected.send(Tokenize(1, "x"))
+    assert reconnected.wait_for_type(Tokenized).rid == 1
+    assert end_messages(reconnected.received) == []
+    reconnected.link.close()
 
 
 def wide(directory: Path, base: Path) -> Path:
-    """A copy of a model with as many tokens as the demo model has: 49,152, two byte characters each."""
+    """Copies a model, with as many tokens as the demo model has: 49,152, of two byte characters each."""
     shutil.copytree(base, directory)
     spec = json.loads((directory / "tokenizer.json").read_text())
     vocab = {token: number for token, number in spec["model"]["vocab"].items() if len(token) == 1}
@@ -220,16 +240,16 @@ def wide(directory: Path, base: Path) -> Path:
     return directory
 
 
-def test_memory_and_no_torch(tmp_path: Path, tiny_llama: Path) -> None:
-    create(tmp_path / "run")
-    world = World(tmp_path / "run", wide(tmp_path / "model", tiny_llama))
+def test_memory_limit_and_no_torch_import(tmp_path: Path, tiny_llama: Path) -> None:
+    create_run_dir(tmp_path / "run")
+    harness = ProcessHarness(tmp_path / "run", wide(tmp_path / "model", tiny_llama))
     try:
-        world.api.send(Generate(1, "The capital of France is Paris. " * 1000, Sampling(7), truncate=100))
-        world.scheduler.of(Add)
-        process = psutil.Process(world.child.pid)
+        harness.api.send(Generate(1, "The capital of France is Paris. " * 1000, SamplingParams(7), truncate=100))
+        harness.scheduler.wait_for_type(Add)
+        process = psutil.Process(harness.child.pid)
         assert process.memory_info().rss < 150 * MEGABYTE
         loaded = {Path(region.path).name for region in process.memory_maps()}
         assert any("tokenizers" in name for name in loaded)
         assert not [name for name in loaded if "torch" in name]
     finally:
-        world.close()
+        harness.close()

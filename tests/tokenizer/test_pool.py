@@ -1,48 +1,62 @@
-"""The pool without sockets: texts and chats become prompts, tokens become texts, and every Generate gets one End."""
+"""TokenizerPool: prompts to Add, Tokens to Texts, and one End for each Generate."""
 
 import pytest
 
-from tests.tokenizer.house import API, EOS, LIMITS, OTHER, READY, House, ends, hello, ids_of, shown
-from tgi.kernel.answer import Texts
-from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import Cancel, End, Generate, Reason, Sampling, Tokenize, Tokenized, decode
-from tgi.kernel.pack import ints
-from tgi.kernel.presence import Status
-from tgi.tokenizer.jobs import LONG_TEXT
+from tests.tokenizer.harness import (
+    API,
+    EOS,
+    LIMITS,
+    OTHER,
+    READY,
+    PoolHarness,
+    end_messages,
+    hello,
+    ids_of,
+    streamed_output,
+)
+from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Status, Texts, Tokenize, Tokenized, decode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE
 
 TOGETHER = "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: "
 
 
-def test_a_request_from_text_to_text() -> None:
-    house = House()
-    add = house.ask(70, "Hello", trace="t")
-    assert ints(add.prompt) == ids_of("Hello")
-    assert ints(add.stop_ids) == [EOS]
-    assert (add.max_new_tokens, add.resume, add.trace) == (2048 - len(ids_of("Hello")), b"", "t")
-    assert decode(add.sampling) == Sampling(5, temperature=0.5)
+def test_request_from_prompt_to_end() -> None:
+    harness = PoolHarness()
+    add = harness.submit(70, "Hello", traceparent="t")
+    assert unpack_int32(add.prompt_ids) == ids_of("Hello")
+    assert unpack_int32(add.stop_ids) == [EOS]
+    assert (add.max_new_tokens, add.resume_ids, add.traceparent) == (2048 - len(ids_of("Hello")), b"", "t")
+    assert decode(add.sampling) == SamplingParams(5, temperature=0.5)
     answer = ids_of("Größe 👍🏽!")
     for number in answer:
-        house.tokens((add.rid, [number]))
-    house.tokens((add.rid, [EOS]))
-    house.end(add.rid, Reason.EOS)
-    said = house.said(API)
-    assert [type(message) for message in said] == [Texts, Texts, End]  # the last token with its End
-    assert shown(said, 70) == ([*answer, EOS], "Größe 👍🏽!<|eos|>")
-    assert [*said[0].special, *said[1].special] == [0] * len(answer) + [1]
-    assert said[2] == End(70, Reason.EOS, "", "Größe 👍🏽!", 5, len(answer) + 1, 16, 1000, 30, 70)
-    assert house.pool.idle
+        harness.send_tokens((add.rid, [number]))
+    harness.send_tokens((add.rid, [EOS]))
+    harness.send_end(add.rid, FinishReason.EOS)
+    received = harness.received_by(API)
+    assert [type(message) for message in received] == [Texts, Texts, End]  # the last token with its End
+    assert streamed_output(received, 70) == ([*answer, EOS], "Größe 👍🏽!<|eos|>")
+    assert [*received[0].special, *received[1].special] == [0] * len(answer) + [1]
+    assert received[2] == End(70, FinishReason.EOS, "", "Größe 👍🏽!", 5, len(answer) + 1, 16, 1000, 30, 70)
+    assert harness.pool.idle
 
 
 def test_several_apis_and_requests_in_one_step() -> None:
-    house = House()
-    one, two = house.ask(1), house.ask(1, api=OTHER)
-    three = house.ask(2)
+    harness = PoolHarness()
+    one, two = harness.submit(1), harness.submit(1, api=OTHER)
+    three = harness.submit(2)
     assert len({one.rid, two.rid, three.rid}) == 3
-    house.tokens((one.rid, ids_of("a")), (two.rid, ids_of("b")), (three.rid, ids_of("c d")))
-    house.end(three.rid)
-    at_api, at_other = house.said(API), house.said(OTHER)
+    harness.send_tokens((one.rid, ids_of("a")), (two.rid, ids_of("b")), (three.rid, ids_of("c d")))
+    harness.send_end(three.rid)
+    at_api, at_other = harness.received_by(API), harness.received_by(OTHER)
     assert [type(message) for message in at_api] == [Texts, End]
-    assert (shown(at_api, 1)[1], shown(at_api, 2)[1], shown(at_other, 1)[1]) == ("a", "c d", "b")
+    assert (streamed_output(at_api, 1)[1], streamed_output(at_api, 2)[1], streamed_output(at_other, 1)[1]) == (
+        "a",
+        "c d",
+        "b",
+    )
     assert [type(message) for message in at_other] == [Texts]
 
 
@@ -63,104 +77,109 @@ def test_several_apis_and_requests_in_one_step() -> None:
     ],
 )  # fmt: skip
 def test_limits(n_in: int, asked: int | None, expected: int | str) -> None:
-    house = House()
+    harness = PoolHarness()
     text = "\n" * n_in
     if len(ids_of(text)) != n_in:
         text = "<|pad|>" * n_in
-    house.pool.handle(API, Generate(1, text, Sampling(1), asked))
-    adds, said = house.said(house.scheduler), house.said(API)
+    harness.pool.handle(API, Generate(1, text, SamplingParams(1), asked))
+    adds, received = harness.received_by(harness.scheduler), harness.received_by(API)
     if isinstance(expected, int):
         assert [add.max_new_tokens for add in adds] == [expected]
-        assert said == []
+        assert received == []
     else:
         assert adds == []
-        assert [(end.rid, end.reason, end.message) for end in said] == [(1, Reason.INVALID, expected)]
-        assert house.pool.idle
+        assert [(end.rid, end.reason, end.message) for end in received] == [(1, FinishReason.INVALID, expected)]
+        assert harness.pool.idle
 
 
 def test_truncate_counts_before_the_limits() -> None:
-    add = House().ask(1, "<|pad|>" * 1000 + "x", truncate=3)
-    assert ints(add.prompt) == [0, 0, *ids_of("x")]
+    add = PoolHarness().submit(1, "<|pad|>" * 1000 + "x", truncate=3)
+    assert unpack_int32(add.prompt_ids) == [0, 0, *ids_of("x")]
 
 
-def test_a_prompt_without_tokens_or_that_is_no_text_is_refused() -> None:
-    house = House()
+def test_empty_and_undecodable_prompts_are_rejected() -> None:
+    harness = PoolHarness()
     for inputs, text in (("", "cannot be empty"), ("\ud800", "tokenizer error")):
-        house.pool.handle(API, Generate(1, inputs, Sampling(1)))
-        (end,) = house.said(API)
-        assert end.reason == Reason.INVALID
+        harness.pool.handle(API, Generate(1, inputs, SamplingParams(1)))
+        (end,) = harness.received_by(API)
+        assert end.reason == FinishReason.INVALID
         assert text in end.message
 
 
 def test_requests_wait_for_the_limits_and_for_the_scheduler() -> None:
-    house = House(scheduler=False)
-    house.pool.handle(API, Generate(1, "a", Sampling(1)))
-    house.pool.handle(API, Generate(2, "b", Sampling(1)))
-    house.pool.handle(API, Cancel(2))
-    assert [(end.rid, end.reason) for end in house.said(API)] == [(2, Reason.CANCELLED)]
-    house.scheduler_up()
-    assert house.said(house.scheduler) == []
-    house.pool.handle(house.scheduler, Status(False, True, "loading weights", 40))
-    assert house.said(house.scheduler) == []
-    house.pool.handle(house.scheduler, READY)
-    (add,) = house.said(house.scheduler)
-    assert ints(add.prompt) == ids_of("a")
+    harness = PoolHarness(scheduler=False)
+    harness.pool.handle(API, Generate(1, "a", SamplingParams(1)))
+    harness.pool.handle(API, Generate(2, "b", SamplingParams(1)))
+    harness.pool.handle(API, Cancel(2))
+    assert [(end.rid, end.reason) for end in harness.received_by(API)] == [(2, FinishReason.CANCELLED)]
+    harness.connect_scheduler()
+    assert harness.received_by(harness.scheduler) == []
+    harness.pool.handle(harness.scheduler, Status(False, True, "loading weights", 40))
+    assert harness.received_by(harness.scheduler) == []
+    harness.pool.handle(harness.scheduler, READY)
+    (add,) = harness.received_by(harness.scheduler)
+    assert unpack_int32(add.prompt_ids) == ids_of("a")
 
 
-def test_status_reaches_every_api_and_says_when_the_scheduler_is_gone() -> None:
-    house = House(scheduler=False)
-    house.scheduler_up()
-    house.pool.handle(house.scheduler, READY)
-    assert house.said(API) == house.said(OTHER) == [READY]
-    house.scheduler_gone()
-    (status,) = house.said(API)
+def test_status_is_forwarded_and_reports_a_lost_scheduler() -> None:
+    harness = PoolHarness(scheduler=False)
+    harness.connect_scheduler()
+    harness.pool.handle(harness.scheduler, READY)
+    assert harness.received_by(API) == harness.received_by(OTHER) == [READY]
+    harness.disconnect_scheduler()
+    (status,) = harness.received_by(API)
     assert (status.ready, status.stage, status.limits) == (False, "waiting for the scheduler", LIMITS)
-    late = Peer("api", 2, b"c")
-    house.pool.handle(late, hello(late))
-    assert house.said(late) == [status]
+    late = PeerId("api", 2, b"c")
+    harness.pool.handle(late, hello(late))
+    assert harness.received_by(late) == [status]
 
 
 # Encoding
 
 
-def test_long_texts_are_jobs_and_others_go_on_meanwhile() -> None:
-    house = House()
-    long = "a b " * LONG_TEXT
-    house.pool.handle(API, Generate(1, long, Sampling(1), truncate=9))
-    house.pool.handle(API, Tokenize(2, long))
-    house.pool.handle(API, Generate(3, long, Sampling(1)))
-    house.pool.handle(API, Generate(4, long, Sampling(1)))
-    house.pool.handle(API, Cancel(3))
-    house.pool.handle(OTHER, Generate(1, long, Sampling(1)))
-    house.pool.handle(OTHER, Gone())
-    assert house.ask(5)
-    assert [end.rid for end in ends(house.said(API))] == [3]
-    results = [(job.key, job.result()) for job in house.pool.jobs]
-    house.pool.jobs.clear()
+def test_long_texts_become_jobs_without_blocking_others() -> None:
+    harness = PoolHarness()
+    long = "a b " * MAX_INLINE_SIZE
+    harness.pool.handle(API, Generate(1, long, SamplingParams(1), truncate=9))
+    harness.pool.handle(API, Tokenize(2, long))
+    harness.pool.handle(API, Generate(3, long, SamplingParams(1)))
+    harness.pool.handle(API, Generate(4, long, SamplingParams(1)))
+    harness.pool.handle(API, Cancel(3))
+    harness.pool.handle(OTHER, Generate(1, long, SamplingParams(1)))
+    harness.pool.handle(OTHER, PeerDisconnected())
+    assert harness.submit(5)
+    assert [end.rid for end in end_messages(harness.received_by(API))] == [3]
+    results = [(job.key, job.run()) for job in harness.pool.jobs]
+    harness.pool.jobs.clear()
     for key, result in results:
-        house.pool.finished(key, result)
-    (add,) = house.said(house.scheduler)
-    assert len(ints(add.prompt)) == 9
-    tokenized, refused = house.said(API)
+        harness.pool.complete_job(key, result)
+    (add,) = harness.received_by(harness.scheduler)
+    assert len(unpack_int32(add.prompt_ids)) == 9
+    tokenized, refused = harness.received_by(API)
     assert isinstance(tokenized, Tokenized)
-    assert ints(tokenized.stops)[-1] == len(long)
-    assert (refused.rid, refused.reason) == (4, Reason.INVALID)
+    assert unpack_int32(tokenized.byte_stops)[-1] == len(long)
+    assert (refused.rid, refused.reason) == (4, FinishReason.INVALID)
 
 
 def test_tokenize() -> None:
-    house = House()
-    house.pool.handle(API, Tokenize(8, "é<|eos|>"))
-    house.pool.handle(API, Tokenize(9, "\ud800"))
-    good, bad = house.said(API)
-    assert (good.rid, ints(good.ids)[-1], ints(good.stops)[-1], good.special[-1]) == (8, EOS, 9, 1)
+    harness = PoolHarness()
+    harness.pool.handle(API, Tokenize(8, "é<|eos|>"))
+    harness.pool.handle(API, Tokenize(9, "\ud800"))
+    good, bad = harness.received_by(API)
+    assert (good.rid, unpack_int32(good.token_ids)[-1], unpack_int32(good.byte_stops)[-1], good.special[-1]) == (
+        8,
+        EOS,
+        9,
+        1,
+    )
     assert bad.error.startswith("tokenizer error")
 
 
-def test_messages_that_do_not_belong_here_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    house = House()
-    house.pool.handle(API, READY)
-    house.pool.handle(house.scheduler, Generate(1, "x", Sampling(1)))
-    house.end(99)
-    house.tokens((99, [1]))
-    assert house.said(API) == house.said(house.scheduler) == []
+def test_unexpected_messages_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    harness = PoolHarness()
+    harness.pool.handle(API, READY)
+    harness.pool.handle(harness.scheduler, Generate(1, "x", SamplingParams(1)))
+    harness.send_end(99)
+    harness.send_tokens((99, [1]))
+    assert harness.received_by(API) == harness.received_by(harness.scheduler) == []
     assert len(caplog.records) == 3

@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, made on the spot."""
+"""Small tokenizers of each type."""
 
 import json
 import tempfile
@@ -13,7 +13,7 @@ from tgi.tokenizer.vocabulary import Vocabulary
 
 @cache
 def byte_level() -> Vocabulary:
-    """GPT-2's kind, as scripts/make_model.py makes it: ids 0 to 5 are special, 2 is EOS, emoji take several ids."""
+    """Byte-level BPE (GPT-2) of scripts/make_model.py: ids 0 to 5 are special, 2 is EOS, emoji have several ids."""
     with tempfile.TemporaryDirectory() as directory:
         make_tokenizer("llama", Path(directory), 512, 2048)
         tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
@@ -22,7 +22,7 @@ def byte_level() -> Vocabulary:
 
 @cache
 def sentencepiece() -> Vocabulary:
-    """Llama 2's kind: BPE over "▁" with a byte fallback, and <s> before each prompt."""
+    """BPE over "▁" with byte fallback, and <s> before each prompt (Llama 2)."""
     special = ["<unk>", "<s>", "</s>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -32,7 +32,7 @@ def sentencepiece() -> Vocabulary:
         limit_alphabet=90,
     )  # fmt: skip
     tokenizer.train_from_iterator([TEXT], trainer)
-    # Byte tokens are ordinary ones, only <unk>, <s> and </s> are special; the file is where both are said.
+    # Byte tokens are ordinary tokens; only <unk>, <s> and </s> are special. That can be changed only in the file.
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in special]
     tokenizer = Tokenizer.from_str(json.dumps(spec))
@@ -45,7 +45,7 @@ def sentencepiece() -> Vocabulary:
 
 @cache
 def wordpiece() -> Vocabulary:
-    """BERT's kind: words joined by spaces, "##" for what goes on."""
+    """WordPiece (BERT): words are joined by spaces, "##" marks continuations."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
@@ -56,7 +56,7 @@ def wordpiece() -> Vocabulary:
 
 @cache
 def metaspace() -> Vocabulary:
-    """Unigram over "▁" without a byte fallback (T5's and XLNet's kind)."""
+    """Unigram over "▁" without byte fallback (T5, XLNet)."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(

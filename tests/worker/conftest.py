@@ -1,4 +1,4 @@
-"""One thread unless a test asks for more: two that wait for each other are slow beside anything else that runs."""
+"""Limits torch to one thread unless a test sets more: threads that wait for each other are slow on a busy machine."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Sets torch's threads, and sets them back after whatever the test has set."""
+    """Sets one torch thread, and restores the previous number after the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

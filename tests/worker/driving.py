@@ -1,4 +1,4 @@
-"""Drives an engine without a scheduler: requests go through slots and pages, in chunks and batches as a test likes."""
+"""Drives an engine without a scheduler: assigns slots and pages, and plans chunks and batches as a test asks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,26 +7,27 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.tops import split_tops
-from tests.worker.test_scripted import slot, step
-from tgi.kernel.messages import Sampling, encode
-from tgi.kernel.pack import floats, ints
-from tgi.kernel.presence import Limits
+from tests.worker.test_fake_worker import slot, step
+from tgi.microkernel.codec import unpack_float32, unpack_int32
+from tgi.microkernel.protocol import DeploymentLimits, encode
+from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Attention, Model
-from tgi.worker.drafting import Draft
-from tgi.worker.engine import Recording, TorchEngine
-from tgi.worker.watermark import Watermark
+from tgi.worker.attention.interface import AttentionBackend
+from tgi.worker.engine.draft_runner import DraftModel
+from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.models.interface import Model
+from tgi.worker.sampling.watermark import Watermark
 
-# What is thought to come behind the so many tokens that request n has drawn; or how many a draft model is to find.
+# (request, number of its sampled tokens) -> its drafts, or the number of drafts that the draft model proposes.
 Guess = Callable[[int, int], "list[int] | int"]
 
 
 class Drawn(NamedTuple):
-    """What one request drew."""
+    """The sampled tokens of one request."""
 
     ids: list[int]
     logprobs: list[float]
-    tops: list[list[tuple[int, float]]]  # beside each id; empty lists where nobody asked
+    tops: list[list[tuple[int, float]]]  # the alternatives at each id; empty unless requested
 
 
 def make_engine(
@@ -35,32 +36,32 @@ def make_engine(
     pages: int = 256,
     draft: Model | None = None,
     mark: Watermark | None = None,
-    attention: Attention | None = None,
-    recording: Recording | None = None,
+    attention: AttentionBackend | None = None,
+    recording: GraphCaptureConfig | None = None,
 ) -> TorchEngine:
     attention = attention or build_attention(model.kv, pages, model.device)
     size, dtype = attention.page_size, str(model.kv.dtype).removeprefix("torch.")
-    total = min(model.context, pages * size)
-    limits = Limits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
-    second = draft and Draft(draft, build_attention(draft.kv, pages, draft.device))
-    return TorchEngine(model, attention, limits, draft=second, mark=mark, recording=recording)
+    total = min(model.context_length, pages * size)
+    limits = DeploymentLimits(total, total - 1, pages * size, 4096, slots, pages, size, model.vocab_size, dtype, "cpu")
+    second = draft and DraftModel(draft, build_attention(draft.kv, pages, draft.device))
+    return TorchEngine(model, attention, limits, draft_model=second, watermark=mark, graph_capture=recording)
 
 
 def drive(
     engine: TorchEngine,
     prompts: Sequence[list[int]],
     count: int,
-    samplings: Sequence[Sampling] | None = None,
+    samplings: Sequence[SamplingParams] | None = None,
     chunk: int = 4096,
     stagger: int = 0,
     guess: Guess | None = None,
 ) -> list[Drawn]:
-    """`count` tokens behind each prompt, all at once; request n comes in `stagger` * n steps later than the first.
+    """Generates `count` tokens after each prompt, in common steps; request n starts `stagger` * n steps later.
 
-    With `guess` the rows have drafts, but no more than they still need.
+    With `guess` the rows have drafts, at most as many as they still need.
     """
     size = engine.limits.page_size
-    samplings = samplings or [Sampling(0)] * len(prompts)
+    samplings = samplings or [SamplingParams(0)] * len(prompts)
     drawn = [Drawn([], [], []) for _ in prompts]
     computed = [0] * len(prompts)
     free = list(range(engine.limits.pages))[::-1]
@@ -101,7 +102,9 @@ def drive(
                 computed[at] += got - 1
             drawing = [at for at, got in zip(drawing, result.counts, strict=True) for _ in range(got)]
             tops = split_tops(result) or [[]] * len(drawing)
-            for at, token, logprob, top in zip(drawing, ints(result.ids), floats(result.logprobs), tops, strict=True):
+            for at, token, logprob, top in zip(
+                drawing, unpack_int32(result.token_ids), unpack_float32(result.logprobs), tops, strict=True
+            ):
                 drawn[at].ids.append(token)
                 drawn[at].logprobs.append(_comparable(logprob))
                 drawn[at].tops.append([(other, _comparable(value)) for other, value in top])
@@ -109,7 +112,7 @@ def drive(
 
 
 def _comparable(logprob: float) -> float:
-    """NaN, which a row without a token to go on with has, as the one object that compares equal in lists."""
+    """Replaces NaN (the logprob of a row without an allowed token) by one object, which compares equal in lists."""
     return math.nan if math.isnan(logprob) else logprob
 
 
@@ -122,7 +125,7 @@ def generate(directory: Any, prompt: list[int], count: int) -> Drawn:
 
 
 def generate_with(model: Any, prompt: list[int], count: int) -> Drawn:
-    """Greedy tokens, logprobs and the three likeliest tokens of a loaded transformers model."""
+    """Greedy tokens, logprobs and the top 3 tokens of a loaded transformers model."""
     with torch.no_grad():
         out = model.generate(
             torch.tensor([prompt]),

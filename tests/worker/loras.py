@@ -1,4 +1,4 @@
-"""Makes adapters as peft writes them, and models into which one is merged, by the formula alone."""
+"""Writes adapters as peft does, and models with an adapter merged into the weights, from the formula."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """An adapter with random matrices for these projections. `ranks` are those of single modules, by their ends."""
+    """Writes an adapter with random matrices for these projections. `ranks` overrides the rank by a module's suffix."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def make_adapter(
 
 
 def merge(directory: Path, model: Path, adapter: Path, scales: dict[str, float]) -> Path:
-    """The model with W + scale * B A for each projection; `scales` by the ends of module names, "" for all others."""
+    """Writes the model with W + scale * B A for each projection; `scales` by module suffix, "" for all others."""
     shutil.copytree(model, directory)
     weights, found = load_file(model / "model.safetensors"), load_file(adapter / WEIGHTS)
     for key in found:

@@ -1,3 +1,8 @@
+"""Attention on CPU with torch, and the arguments of attention on CUDA, with a reference in place of its kernels.
+
+Our own CPU kernels: cpu_kernels/test_attention.py. Our own GPU kernel: gpu_kernels/test_paged_attention.py.
+"""
+
 import math
 import sys
 from collections.abc import Callable
@@ -10,11 +15,10 @@ from torch import Tensor
 
 from tests.worker.batches import PAGE, Row, make_batch
 from tgi.worker.attention import build_attention, cuda, page_bytes, page_size
-from tgi.worker.attention.cache import narrowed
-from tgi.worker.attention.cpu import CpuAttention, agreeing, choose_shapes
-from tgi.worker.attention.cuda import CudaAttention
-from tgi.worker.attention.tiles import KEY_BLOCK
-from tgi.worker.batch import Attention, KVShape
+from tgi.worker.attention.cuda import CudaAttention, to_cache_dtype
+from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.tile_planner import KEY_BLOCK
+from tgi.worker.attention.torch_cpu import TorchCpuAttention, agreeing_shapes, choose_shapes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,9 +26,9 @@ HEADS = ((4, 4), (9, 3), (8, 2), (40, 1))
 
 
 class Sequence:
-    """Random queries, keys and values of one sequence, and the pages where it lives."""
+    """Random queries, keys and values of one sequence, and its pages."""
 
-    def __init__(self, length: int, kv: KVShape, first_page: int, seed: int = 0) -> None:
+    def __init__(self, length: int, kv: KVCacheSpec, first_page: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(heads: int) -> Tensor:
@@ -37,8 +41,8 @@ class Sequence:
 Chunk = tuple[Sequence, int, int]
 
 
-def run(attention: Attention, *chunks: Chunk, layer: int = 0, scale: float = 0.3) -> list[Tensor]:
-    """One step with positions start .. stop - 1 of each sequence. Returns their results, [stop - start, heads, dim]."""
+def run(attention: AttentionBackend, *chunks: Chunk, layer: int = 0, scale: float = 0.3) -> list[Tensor]:
+    """Runs one step with positions start .. stop - 1 of each sequence: their results [stop - start, heads, dim]."""
     rows = [Row([0] * (stop - start), start, sequence.pages) for sequence, start, stop in chunks]
     batch = make_batch(rows, attention.page_size)
     qkv = torch.cat(
@@ -61,8 +65,8 @@ def expected(sequence: Sequence, scale: float = 0.3, window: int | None = None, 
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-def split(attention: Attention, sequence: Sequence, sizes: list[int]) -> Tensor:
-    """The whole sequence in chunks of these sizes, the last one as often as needed."""
+def split(attention: AttentionBackend, sequence: Sequence, sizes: list[int]) -> Tensor:
+    """Results of the whole sequence in chunks of these sizes, of which the last one repeats."""
     found, start, length = [], 0, len(sequence.query)
     while start < length:
         stop = min(length, start + sizes[min(len(found), len(sizes) - 1)])
@@ -73,8 +77,8 @@ def split(attention: Attention, sequence: Sequence, sizes: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_it_is_causal_attention(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    kv = KVShape(2, heads, kv_heads, 16, dtype)
+def test_results_against_float64(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    kv = KVCacheSpec(2, heads, kv_heads, 16, dtype)
     attention = build_attention(kv, 200, CPU)
     sequence = Sequence(700, kv, 5)
     (found,) = run(attention, (sequence, 0, 700), layer=1)
@@ -86,10 +90,8 @@ def test_it_is_causal_attention(dtype: torch.dtype, heads: int, kv_heads: int) -
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(4, 4, 16), (9, 3, 64), (8, 2, 128), (40, 1, 16), (14, 2, 64)]
 )
-def test_a_token_is_the_same_in_any_chunk_and_batch(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
-) -> None:
-    kv = KVShape(1, heads, kv_heads, head_dim, dtype)
+def test_batch_invariance(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype)
     long, short, other = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
     attention = build_attention(kv, 300, CPU)
     whole = [run(attention, (sequence, 0, len(sequence.query)))[0] for sequence in (long, short, other)]
@@ -120,18 +122,18 @@ def test_a_token_is_the_same_in_any_chunk_and_batch(
         (4, 1, torch.bfloat16, 600, 0.5),
     ],
 )
-def test_windows_and_caps_are_the_same_in_any_chunk_and_batch(
+def test_batch_invariance_of_windows_and_soft_caps(
     heads: int, kv_heads: int, dtype: torch.dtype, window: int | None, cap: float | None
 ) -> None:
-    kv = KVShape(2, heads, kv_heads, 16, dtype, (None, window), cap)
+    kv = KVCacheSpec(2, heads, kv_heads, 16, dtype, (None, window), cap)
     long, short = Sequence(1300, kv, 0), Sequence(150, kv, 1, seed=1)
     attention = build_attention(kv, 300, CPU)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    for layer, sees in enumerate(kv.windows):
+    for layer, visible in enumerate(kv.sliding_windows):
         whole = [run(attention, (sequence, 0, len(sequence.query)), layer=layer)[0] for sequence in (long, short)]
         for sequence, found in zip((long, short), whole, strict=True):
-            theirs = expected(sequence, window=sees, cap=cap)
-            torch.testing.assert_close(found.double(), theirs, rtol=tolerance, atol=tolerance)
+            reference_result = expected(sequence, window=visible, cap=cap)
+            torch.testing.assert_close(found.double(), reference_result, rtol=tolerance, atol=tolerance)
         again = build_attention(kv, 300, CPU)
         for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1290), (1290, 1291), (1291, 1299)):
             (found,) = run(again, (long, start, stop), layer=layer)
@@ -147,8 +149,8 @@ def test_windows_and_caps_are_the_same_in_any_chunk_and_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cap", [None, 0.5])
-def test_threads_change_nothing(dtype: torch.dtype, cap: float | None) -> None:
-    kv = KVShape(1, 6, 1, 64, dtype, softcap=cap)
+def test_results_do_not_depend_on_the_thread_count(dtype: torch.dtype, cap: float | None) -> None:
+    kv = KVCacheSpec(1, 6, 1, 64, dtype, softcap=cap)
     sequence = Sequence(600, kv, 0)
     (one,) = run(build_attention(kv, 200, CPU), (sequence, 0, 600))
     torch.set_num_threads(2)
@@ -156,8 +158,8 @@ def test_threads_change_nothing(dtype: torch.dtype, cap: float | None) -> None:
     assert torch.equal(split(attention, sequence, [599, 1]), one)
 
 
-def test_many_rows_decode_at_once() -> None:
-    kv = KVShape(1, 9, 3, 64, torch.bfloat16)
+def test_decode_of_many_rows() -> None:
+    kv = KVCacheSpec(1, 9, 3, 64, torch.bfloat16)
     sequences = [Sequence(40 + 37 * n, kv, 200 * n, seed=n) for n in range(20)]
     attention = build_attention(kv, 4000, CPU)
     run(attention, *((sequence, 0, len(sequence.query) - 1) for sequence in sequences))
@@ -168,19 +170,19 @@ def test_many_rows_decode_at_once() -> None:
         torch.testing.assert_close(found[0].double(), expected(sequence)[-1], rtol=2e-2, atol=2e-2)
 
 
-def test_what_other_sequences_leave_behind_does_not_show() -> None:
-    kv = KVShape(1, 4, 2, 16, torch.float32)
+def test_earlier_contents_of_pages_do_not_matter() -> None:
+    kv = KVCacheSpec(1, 4, 2, 16, torch.float32)
     attention = build_attention(kv, 100, CPU)
     sequence = Sequence(50, kv, 0)
     (fresh,) = run(attention, (sequence, 0, 50))
-    for seed in (7, 8):  # page 0 too, which stands for no page in the padding of page tables
+    for seed in (7, 8):  # writes page 0 too, with which page tables are padded
         run(attention, (Sequence(400, kv, seed - 7, seed=seed), 0, 400))
     (used,) = run(attention, (sequence, 0, 50))
     assert torch.equal(used, fresh)
 
 
-def test_an_overflow_stays_with_its_request() -> None:
-    kv = KVShape(1, 4, 2, 16, torch.float16)
+def test_an_overflow_does_not_reach_the_next_owner_of_the_pages() -> None:
+    kv = KVCacheSpec(1, 4, 2, 16, torch.float16)
     attention = build_attention(kv, 100, CPU)
     broken = Sequence(64, kv, 0)
     broken.key.fill_(math.inf)
@@ -193,30 +195,30 @@ def test_an_overflow_stays_with_its_request() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8, 20, 40])
-def test_shapes_hold_a_group_and_end_with_a_whole_block(dtype: torch.dtype, group: int) -> None:
-    shapes = choose_shapes(KVShape(1, 2 * group, 2, 64, dtype))
-    assert group <= shapes.thin <= shapes.wide
+def test_tile_shapes_fit_a_group_of_heads_and_include_the_whole_block(dtype: torch.dtype, group: int) -> None:
+    shapes = choose_shapes(KVCacheSpec(1, 2 * group, 2, 64, dtype))
+    assert group <= shapes.single_rows <= shapes.multi_rows
     assert shapes.last_blocks[-1] == KEY_BLOCK
 
 
-def test_what_agrees_is_found_again() -> None:
-    found = agreeing(64)
-    agreeing.cache_clear()
-    assert agreeing(64) == found
+def test_the_measured_shapes_are_reproducible() -> None:
+    found = agreeing_shapes(64)
+    agreeing_shapes.cache_clear()
+    assert agreeing_shapes(64) == found
 
 
-def test_pages_take_what_is_said() -> None:
-    kv = KVShape(3, 4, 2, 16, torch.bfloat16)
+def test_page_size_and_bytes() -> None:
+    kv = KVCacheSpec(3, 4, 2, 16, torch.bfloat16)
     assert page_size(kv, CPU) == PAGE
     assert page_bytes(kv, CPU) == 3 * 2 * 2 * 16 * 2 * PAGE
-    assert isinstance(build_attention(kv, 2, CPU), CpuAttention)
+    assert isinstance(build_attention(kv, 2, CPU), TorchCpuAttention)
 
 
-# --- CUDA: the arguments, with a reference in place of the kernels ----------------------------------------------------
+# --- CUDA: arguments of the kernels -----------------------------------------------------------------------------------
 
 
 def reference(calls: list[dict[str, Any]], window: int | None) -> Callable[..., Tensor]:
-    """Does what varlen_attn documents, for both ways of giving the keys."""
+    """varlen_attn as documented, for contiguous keys and for pages; appends its options to `calls`."""
 
     def varlen_attn(
         query: Tensor,
@@ -239,23 +241,23 @@ def reference(calls: list[dict[str, Any]], window: int | None) -> Callable[..., 
         assert query.is_contiguous()
         found = []
         for row in range(len(cu_seq_q) - 1):
-            mine = query[cu_seq_q[row] : cu_seq_q[row + 1]]
+            own = query[cu_seq_q[row] : cu_seq_q[row + 1]]
             if block_table is None:
                 assert cu_seq_k is not None
                 assert cu_seq_k.dtype == torch.int32
-                seen = slice(int(cu_seq_k[row]), int(cu_seq_k[row + 1]))
-                keys, values = key[seen], value[seen]
+                span = slice(int(cu_seq_k[row]), int(cu_seq_k[row + 1]))
+                keys, values = key[span], value[span]
             else:
                 assert seqused_k is not None
                 assert block_table.dtype == seqused_k.dtype == torch.int32
                 used = int(seqused_k[row])
                 keys, values = (x[block_table[row].long()].flatten(0, 1)[:used] for x in (key, value))
-            assert len(mine) <= max_q
+            assert len(own) <= max_q
             assert len(keys) <= max_k
             whole = Sequence.__new__(Sequence)
-            whole.query = torch.cat([mine.new_zeros(len(keys) - len(mine), *mine.shape[1:]), mine])
+            whole.query = torch.cat([own.new_zeros(len(keys) - len(own), *own.shape[1:]), own])
             whole.key, whole.value = keys, values
-            found.append(expected(whole, scale, window)[len(keys) - len(mine) :])
+            found.append(expected(whole, scale, window)[len(keys) - len(own) :])
         return torch.cat(found).to(query.dtype)
 
     return varlen_attn
@@ -264,12 +266,12 @@ def reference(calls: list[dict[str, Any]], window: int | None) -> Callable[..., 
 @pytest.mark.parametrize("way", ["paged", "packed", "plain"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [None, 20])
-def test_cuda_gives_the_kernels_what_they_ask_for(
+def test_cuda_kernel_arguments(
     way: str, heads: int, kv_heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(cuda, "varlen_attn", reference(calls, window))
-    on_cuda(KVShape(2, heads, kv_heads, 16, torch.float32, (5, window)), way)
+    on_cuda(KVCacheSpec(2, heads, kv_heads, 16, torch.float32, (5, window)), way)
     if way == "plain":
         assert calls == []
     else:
@@ -277,8 +279,8 @@ def test_cuda_gives_the_kernels_what_they_ask_for(
         assert calls == [{"num_splits": splits, "enable_gqa": heads != kv_heads}] * 2
 
 
-def test_an_older_torch_is_given_no_more_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.11's knows neither pages nor a word for grouped heads, which it takes all the same."""
+def test_arguments_for_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """varlen_attn of torch 2.11 has no parameters for pages and grouped heads; it detects the latter."""
     calls: list[dict[str, Any]] = []
     newer = reference(calls, None)
 
@@ -286,59 +288,59 @@ def test_an_older_torch_is_given_no_more_than_it_takes(monkeypatch: pytest.Monke
         return newer(*arguments, scale=scale, window_size=window_size)
 
     monkeypatch.setattr(cuda, "varlen_attn", older)
-    monkeypatch.setattr(cuda, "TAKEN", frozenset(("scale", "window_size")))
-    on_cuda(KVShape(2, 6, 2, 16, torch.float32), "packed")
+    monkeypatch.setattr(cuda, "VARLEN_PARAMETERS", frozenset(("scale", "window_size")))
+    on_cuda(KVCacheSpec(2, 6, 2, 16, torch.float32), "packed")
     assert len(calls) == 2
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda.flash, "activate_flash_attention_impl", lambda name: None)
-    assert cuda._choose(KVShape(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
+    assert cuda._choose(KVCacheSpec(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_cuda_caps_scores_without_the_kernels(window: int | None) -> None:
-    kv = KVShape(2, 6, 2, 16, torch.float32, (5, window), softcap=0.5)
+def test_cuda_soft_caps_run_without_the_kernels(window: int | None) -> None:
+    kv = KVCacheSpec(2, 6, 2, 16, torch.float32, (5, window), softcap=0.5)
     assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "plain"
     on_cuda(kv, "plain")
 
 
-def test_a_package_without_the_kernels_is_as_if_it_were_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch finds no module, and where one has nothing of what torch looks for."""
+def test_a_flash_attention_package_without_kernels_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is missing, or lacks the functions that torch needs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (None, ModuleType("flash_attn_interface")):
         monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-        assert cuda._choose(KVShape(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
+        assert cuda._choose(KVCacheSpec(1, 4, 2, 64, torch.bfloat16), torch.device("cuda")) == "packed"
 
 
 @pytest.mark.parametrize("way", ["packed", "plain"])
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_cuda_reads_8_bits_as_the_type_of_the_queries(
-    way: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Numbers too large for 8 bits become the largest. What was divided is multiplied again."""
+def test_cuda_8_bit_cache(way: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values beyond the range of 8 bits are clamped; scales are applied at writing and reading."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(cuda, "varlen_attn", reference(calls, None))
-    kv = KVShape(2, 6, 2, 16, torch.float32, stored=stored, scales=((1.0, 1.0), (0.05, 20.0)))
-    assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(kv._replace(stored=None), torch.device("cuda"))
+    kv = KVCacheSpec(2, 6, 2, 16, torch.float32, quantized_dtype=stored, cache_scales=((1.0, 1.0), (0.05, 20.0)))
+    assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(
+        kv._replace(quantized_dtype=None), torch.device("cuda")
+    )
     assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "packed"
     on_cuda(kv, way)
     assert len(calls) == (2 if way == "packed" else 0)
 
 
-def test_what_stands_behind_a_context_does_not_reach_a_recorded_step() -> None:
-    """A page of this request was another's before, whose float16 values overflowed."""
-    kv = KVShape(1, 4, 2, 16, torch.float16)
+def test_positions_beyond_the_context_do_not_reach_a_captured_step() -> None:
+    """A page of this request belonged to another request before, whose float16 values overflowed."""
+    kv = KVCacheSpec(1, 4, 2, 16, torch.float16)
     attention = CudaAttention(kv, 4, CPU, "packed")
 
     def step(position: int, value: float) -> Tensor:
-        batch = make_batch([Row([7], position, [3])])._replace(recorded=True)
+        batch = make_batch([Row([7], position, [3])])._replace(in_cuda_graph=True)
         return attention.write_and_attend(attention.plan(batch), 0, torch.full((1, 8, 16), value).half(), 0.25)
 
     step(5, torch.inf)
     assert torch.equal(step(0, 1.0), torch.ones(1, 4, 16).half())
 
 
-def on_cuda(kv: KVShape, way: str) -> None:
-    """Chunks of two sequences in the second layer, by the code for CUDA."""
+def on_cuda(kv: KVCacheSpec, way: str) -> None:
+    """Runs chunks of two sequences in the second layer with CudaAttention, against `expected`."""
     attention = CudaAttention(kv, 100, CPU, way)
     one, two = Sequence(90, kv, 0), Sequence(37, kv, 1, seed=1)
     one.value[3, 0, 0] = 1e6
@@ -346,8 +348,10 @@ def on_cuda(kv: KVShape, way: str) -> None:
     run(attention, (one, 0, 60), (two, 0, 36), layer=1)
     chunk, decode = run(attention, (one, 60, 90), (two, 36, 37), layer=1)
     for sequence in (one, two):
-        kept = zip((sequence.key, sequence.value), kv.divisors(1), strict=True)
-        sequence.key, sequence.value = (narrowed(x, kv.kept, by).to(kv.dtype) * by for x, by in kept)
-    first, second = (expected(sequence, window=kv.window(1), cap=kv.softcap) for sequence in (one, two))
+        scaled = zip((sequence.key, sequence.value), kv.layer_scales(1), strict=True)
+        sequence.key, sequence.value = (
+            to_cache_dtype(x, kv.cache_dtype, scale).to(kv.dtype) * scale for x, scale in scaled
+        )
+    first, second = (expected(sequence, window=kv.sliding_window(1), cap=kv.softcap) for sequence in (one, two))
     torch.testing.assert_close(chunk.double(), first[60:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(decode.double(), second[36:], rtol=1e-5, atol=1e-5)

@@ -8,28 +8,29 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.models import model
-from tests.scheduler.house import House
-from tests.scheduler.tokenizers import Asked
+from tests.parameters import accepted
+from tests.scheduler.simulated_tokenizers import SubmittedRequest
+from tests.scheduler.simulation import Simulation
 from tests.tops import Tops
 from tests.worker.loras import make_adapter
 from tests.worker.test_sampling import bad_words
-from tgi.hub.card import read_card
-from tgi.hub.grammar import token_table
-from tgi.hub.tokens import read_tokenizer
-from tgi.kernel.messages import Reason, Result, Sampling, Step, Tokens
-from tgi.kernel.pack import FLOAT32, INT32, floats, pack, uints
-from tgi.kernel.presence import Adapter
-from tgi.scheduler.core import Config
+from tgi.hub.llguidance_tables import token_table
+from tgi.hub.model_config import read_model_config
+from tgi.hub.tokenizer_files import read_tokenizer
+from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_uint32
+from tgi.microkernel.protocol import FinishReason, LoadedAdapter, Step, StepResult, Tokens
+from tgi.microkernel.sampling_params import NEUTRAL, PARAMETERS, SamplingParams
+from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.attention import build_attention
-from tgi.worker.engine import TorchEngine
-from tgi.worker.load import build_model
-from tgi.worker.lora.shelf import stock
-from tgi.worker.scripted import Script
+from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
+from tgi.worker.lora.registry import load_adapters
+from tgi.worker.models.loader import build_model
 
 COUNT = 200
 EOS = 2
 # Too few pages for as many slots: rows are preempted. Prompts are computed in chunks.
-SCRIPT = Script(pages=30, slots=32, vocab_size=512, max_total_tokens=128, max_batch_prefill_tokens=64)
+SCRIPT = FakeWorkerConfig(pages=30, slots=32, vocab_size=512, max_total_tokens=128, max_batch_prefill_tokens=64)
 GRAMMARS = [
     str(LLMatcher.grammar_from_regex(regex)) for regex in ("[a-f]{2,9}", "(yes|no|maybe)+", r"[0-9]+\.[0-9]{3}")
 ]
@@ -39,7 +40,7 @@ class Request(NamedTuple):
     prompt: list[int]
     new: int
     ends: bool  # by EOS
-    sampling: Sampling
+    sampling: SamplingParams
 
 
 class Outcome(NamedTuple):
@@ -50,7 +51,7 @@ class Outcome(NamedTuple):
 
 
 class Engine:
-    """The real engine in the place of the scripted worker."""
+    """The torch engine behind the interface of the FakeWorker."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.limits = SCRIPT.limits()
@@ -58,16 +59,16 @@ class Engine:
         self._engine = engine
         self._epoch = 0
 
-    def run_step(self, step: Step) -> Result:
+    def run_step(self, step: Step) -> StepResult:
         if step.epoch > self._epoch:
             self._engine.reset()
             self._epoch = step.epoch
         result = self._engine.collect(self._engine.launch(step))
-        assert not any(result.faults), result.faults
+        assert not any(result.row_errors), result.row_errors
         return result
 
 
-def random_request(draw: Random, adapters: list[Adapter]) -> Request:
+def random_request(draw: Random, adapters: list[LoadedAdapter]) -> Request:
     def rarely(*values: object, off: object) -> object:
         return draw.choice(values) if draw.random() < 0.3 else off
 
@@ -78,8 +79,8 @@ def random_request(draw: Random, adapters: list[Adapter]) -> Request:
     least = draw.choice([0, 0, 3, 8])
     # Few tokens make up the sequences, so that some begin in the texts.
     sequences = [draw.choices(range(6, 40), k=size) for size in draw.choice([[], [], [1] * 9, [1, 2, 3, 2, 2, 2]])]
-    adapter = draw.choice([Adapter("", "", b""), *adapters])
-    fields = {
+    adapter = draw.choice([LoadedAdapter("", "", b""), *adapters])
+    fields = {name: rarely(*accepted(name), off=NEUTRAL[name]) for name in PARAMETERS} | {
         "seed": draw.getrandbits(64),
         "do_sample": draw.random() < 0.5,
         "temperature": rarely(0.3, 0.9, 2.5, off=1.0),
@@ -88,28 +89,22 @@ def random_request(draw: Random, adapters: list[Adapter]) -> Request:
         "repetition_penalty": rarely(0.8, 1.3, off=1.0),
         "top_n": rarely(1, 5, 20, off=0),
         "choice": rarely(1, 2, 77, off=0),
-        "typical_p": rarely(0.2, 0.9, off=1.0),
-        "frequency_penalty": rarely(-2.0, 1.0, off=0.0),
-        "count_penalty": rarely(-1.0, 0.7, off=0.0),
-        "presence_penalty": rarely(-1.0, 1.5, off=0.0),
-        "bias_ids": pack(INT32, biased),
-        "biases": pack(FLOAT32, [draw.choice([-100.0, -1.0, 2.5]) for _ in biased]),
+        "bias_ids": pack_column(INT32, biased),
+        "biases": pack_column(FLOAT32, [draw.choice([-100.0, -1.0, 2.5]) for _ in biased]),
         "grammar": rarely(*GRAMMARS, off=""),
-        "watermark": rarely(True, off=False),
         "min_new_tokens": least,
-        "end_ids": pack(INT32, [EOS]) if least and ends else b"",
+        "end_ids": pack_column(INT32, [EOS]) if least and ends else b"",
         "adapter": adapter.name,
         "adapter_digest": adapter.digest,
-        "min_p": rarely(0.02, 0.2, 1.0, off=0.0),
         **bad_words(*sequences),
     }
-    return Request(prompt, draw.randrange(1, 20), ends, Sampling(**fields))  # type: ignore[arg-type]
+    return Request(prompt, draw.randrange(1, 20), ends, SamplingParams(**fields))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     directory = model("llama")
-    card = read_card(directory)
+    card = read_model_config(directory)
     loaded = build_model(directory, "float32", "cpu", lambda stage, percent: None)
     limits = SCRIPT.limits()
     assert (loaded.vocab_size, card.eos_token_ids) == (limits.vocab_size, (EOS,))
@@ -119,33 +114,35 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
 
     made = TorchEngine(loaded, build_attention(loaded.kv, limits.pages, loaded.device), limits, table)  # type: ignore[arg-type]
     store = tmp_path_factory.mktemp("adapters")
-    stock(made.adapters, tuple((name, str(make_adapter(store / name, directory, seed=ord(name)))) for name in "ab"))
+    load_adapters(
+        made.adapters, tuple((name, str(make_adapter(store / name, directory, seed=ord(name)))) for name in "ab")
+    )
     return made
 
 
-def house_of(engine: TorchEngine, **config: Any) -> House:
-    house = House(SCRIPT, Config(**config))
-    house.adapters.stock = {adapter.name: Path(adapter.path) for adapter in engine.adapters.listed}
-    house.worker_up()
-    house.engine = Engine(engine)  # type: ignore[assignment]
-    return house
+def simulate(engine: TorchEngine, **config: Any) -> Simulation:
+    sim = Simulation(SCRIPT, SchedulerConfig(**config))
+    sim.adapters.preloaded = {adapter.name: Path(adapter.path) for adapter in engine.adapters.loaded_adapters}
+    sim.worker_up()
+    sim.engine = Engine(engine)  # type: ignore[assignment]
+    return sim
 
 
-def add(house: House, request: Request) -> Asked:
+def add(sim: Simulation, request: Request) -> SubmittedRequest:
     """As a tokenizer sends it."""
-    asked = Asked(request.prompt, request.new, [EOS] if request.ends else [], request.sampling, [])
-    house.rids += 1
-    house.tokenizers[0].requests[house.rids] = asked
-    house._submit(0, house.rids, asked)
+    asked = SubmittedRequest(request.prompt, request.new, [EOS] if request.ends else [], request.sampling, [])
+    sim.rids += 1
+    sim.tokenizers[0].requests[sim.rids] = asked
+    sim.submit(0, sim.rids, asked)
     return asked
 
 
-def outcomes(house: House, everybody: list[Asked]) -> list[Outcome]:
-    logprobs: dict[int, list[float]] = {rid: [] for rid in house.tokenizers[0].requests}
-    for _, message in house.heard:
+def outcomes(sim: Simulation, everybody: list[SubmittedRequest]) -> list[Outcome]:
+    logprobs: dict[int, list[float]] = {rid: [] for rid in sim.tokenizers[0].requests}
+    for _, message in sim.received:
         if isinstance(message, Tokens):
-            values = iter(floats(message.logprobs))
-            for rid, count in zip(uints(message.rids), uints(message.counts), strict=True):
+            values = iter(unpack_float32(message.logprobs))
+            for rid, count in zip(unpack_uint32(message.rids), unpack_uint32(message.counts), strict=True):
                 logprobs[rid] += [next(values) for _ in range(count)]
     told = []
     for asked, numbers in zip(everybody, logprobs.values(), strict=True):
@@ -155,43 +152,52 @@ def outcomes(house: House, everybody: list[Asked]) -> list[Outcome]:
 
 
 def test_alone_and_all_at_once(engine: TorchEngine) -> None:
-    """Arriving at any time, in chunks, with prefix hits, drafts and preemptions; and without all that."""
+    """With random arrivals, chunked prefill, prefix hits, drafts and preemptions; and alone."""
     draw = Random(20)
-    requests = [random_request(draw, engine.adapters.listed) for _ in range(COUNT)]
-    house = house_of(engine, drafts=4)
+    requests = [random_request(draw, engine.adapters.loaded_adapters) for _ in range(COUNT)]
+    sim = simulate(engine, max_drafts=4)
     everybody = []
     for request in requests:  # about so many as end come in
-        everybody.append(add(house, request))
+        everybody.append(add(sim, request))
         while draw.random() < 0.2:
-            house.step()
-    house.run()
-    counters = house.core.counters
+            sim.step()
+    sim.run()
+    counters = sim.scheduler.counters
     assert counters.preemptions > 5
-    assert 5 < counters.accepted_tokens < counters.drafted_tokens - 5
-    together = outcomes(house, everybody)
+    assert 5 < counters.accepted_draft_tokens < counters.draft_tokens - 5
+    together = outcomes(sim, everybody)
     for number, request in enumerate(requests):
-        house = house_of(engine, prefix_caching=False)
-        asked = add(house, request)
-        house.run()
-        assert outcomes(house, [asked]) == [together[number]], request
-    assert {outcome.reason for outcome in together} == {Reason.LENGTH, Reason.EOS}
-    for name, off in Sampling._field_defaults.items():
+        sim = simulate(engine, prefix_caching=False)
+        asked = add(sim, request)
+        sim.run()
+        assert outcomes(sim, [asked]) == [together[number]], request
+    assert {outcome.reason for outcome in together} == {FinishReason.LENGTH, FinishReason.EOS}
+    for name, off in SamplingParams._field_defaults.items():
         assert any(getattr(request.sampling, name) != off for request in requests), name
 
 
-def test_least_lengths_hold(engine: TorchEngine) -> None:
+def test_min_new_tokens_holds_back_eos(engine: TorchEngine) -> None:
     """With EOS as the likeliest token; but a grammar whose text is complete ends it."""
-    pushed = {"bias_ids": pack(INT32, [EOS]), "biases": pack(FLOAT32, [100.0]), "end_ids": pack(INT32, [EOS])}
-    house = house_of(engine)
+    pushed = {
+        "bias_ids": pack_column(INT32, [EOS]),
+        "biases": pack_column(FLOAT32, [100.0]),
+        "end_ids": pack_column(INT32, [EOS]),
+    }
+    sim = simulate(engine)
     short = str(LLMatcher.grammar_from_regex("ab"))
     longer = str(LLMatcher.grammar_from_regex("a[bc]*"))
     asked = [
-        add(house, Request([5, 6], 12, True, Sampling(1, min_new_tokens=least, grammar=grammar, **pushed)))  # type: ignore[arg-type]
+        add(sim, Request([5, 6], 12, True, SamplingParams(1, min_new_tokens=least, grammar=grammar, **pushed)))  # type: ignore[arg-type]
         for least, grammar in ((0, ""), (1, ""), (5, ""), (12, ""), (9, short), (6, longer))
     ]
-    house.run()
+    sim.run()
     lengths = [(len(one.ids), one.end and one.end.reason) for one in asked]
-    assert lengths[:4] == [(1, Reason.EOS), (2, Reason.EOS), (6, Reason.EOS), (12, Reason.LENGTH)]
+    assert lengths[:4] == [
+        (1, FinishReason.EOS),
+        (2, FinishReason.EOS),
+        (6, FinishReason.EOS),
+        (12, FinishReason.LENGTH),
+    ]
     assert lengths[4][0] <= 3
-    assert lengths[4][1] == Reason.EOS
-    assert lengths[5] == (7, Reason.EOS)
+    assert lengths[4][1] == FinishReason.EOS
+    assert lengths[5] == (7, FinishReason.EOS)

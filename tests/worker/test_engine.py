@@ -1,4 +1,4 @@
-"""The engine with a toy model: chunks, resumption, reused slots, shared pages and steps ahead change nothing."""
+"""The engine with a toy model: chunks, resumption, reused slots, shared pages and pipelining change no token."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from tests.tops import split_tops
+from tests.worker.test_fake_worker import slot, step
 from tests.worker.test_sampling import bias, draws
-from tests.worker.test_scripted import slot, step
-from tgi.kernel.messages import Result, Sampling, encode
-from tgi.kernel.pack import floats, ints
-from tgi.kernel.presence import Limits
-from tgi.worker.batch import Batch, Footprint, KVShape
-from tgi.worker.best import Best, find_best
-from tgi.worker.engine import TorchEngine
-from tgi.worker.loop import Poisoned
-from tgi.worker.noise import Noise
-from tgi.worker.sampling import sample
-from tgi.worker.slots import BadStep
+from tgi.microkernel.codec import unpack_float32, unpack_int32
+from tgi.microkernel.protocol import DeploymentLimits, StepResult, encode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.engine.interface import BadStep, Poisoned
+from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
+from tgi.worker.models.interface import WeightFootprint
+from tgi.worker.sampling.noise import Noise
+from tgi.worker.sampling.sampler import sample
 
 CPU = torch.device("cpu")
 VOCAB, PAGES, SIZE, TOTAL = 61, 40, 4, 48
@@ -33,7 +33,7 @@ class ToyAttention:
     def __init__(self) -> None:
         self.memory = torch.full((PAGES * SIZE,), -1, dtype=torch.int64)
 
-    def plan(self, batch: Batch) -> Any:
+    def plan(self, batch: ForwardBatch) -> Any:
         return None
 
     def write_and_attend(self, plan: Any, layer: int, qkv: Any, scale: float) -> Any:
@@ -41,48 +41,48 @@ class ToyAttention:
 
 
 class ToyModel:
-    """Logits are a function of all ids of the context, read back from the pages."""
+    """A model whose logits are a function of all ids of the context, read from the pages."""
 
     vocab_size = VOCAB
     context = TOTAL
     device = CPU
-    unrecordable: str | None = None
-    footprint = Footprint(0, 0)
-    kv = KVShape(1, 1, 1, 1, torch.float32)
+    cuda_graph_obstacle: str | None = None
+    footprint = WeightFootprint(0, 0)
+    kv = KVCacheSpec(1, 1, 1, 1, torch.float32)
     fails = False
 
-    def forward(self, batch: Batch, attention: Any, reader: Any = None) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, attention: Any, reader: Any = None) -> torch.Tensor:
         if self.fails:
             raise RuntimeError("the model fails")
-        attention.memory[batch.cache_at] = batch.tokens
-        assert batch.cu_query.tolist() == np.cumsum([0, *batch.query_lengths]).tolist()
-        assert batch.context.tolist() == batch.context_lengths
-        ends = (batch.cu_query[1:] - 1).tolist()
+        attention.memory[batch.slot_mapping] = batch.tokens
+        assert batch.cu_query_lens.tolist() == np.cumsum([0, *batch.query_lens_host]).tolist()
+        assert batch.context_lens.tolist() == batch.context_lens_host
+        ends = (batch.cu_query_lens[1:] - 1).tolist()
         logits = []
-        for at in batch.draw_at.tolist():
+        for at in batch.logits_indices.tolist():
             row = ends.index(at)
-            context = batch.context_lengths[row]
+            context = batch.context_lens_host[row]
             assert int(batch.positions[at]) == context - 1
             positions = torch.arange(context)
             ids = attention.memory[batch.page_table[row].long()[positions // SIZE] * SIZE + positions % SIZE]
             logits.append(toy_logits(ids.tolist()))
         return torch.stack(logits) if logits else torch.empty(0, VOCAB)
 
-    def best(self, batch: Batch, attention: Any, reader: Any = None) -> Best:
-        return find_best(self.forward(batch, attention, reader))
+    def forward_greedy(self, batch: ForwardBatch, attention: Any, reader: Any = None) -> GreedyTokens:
+        return find_greedy_tokens(self.forward(batch, attention, reader))
 
-    def again(self, batch: Batch, attention: Any) -> None:
+    def prepare_decode(self, batch: ForwardBatch, attention: Any) -> None:
         return None
 
 
 def toy_logits(ids: list[int]) -> torch.Tensor:
-    """What the toy model says after these ids."""
+    """The toy model's logits after these ids."""
     weights = torch.tensor([0.9 ** (len(ids) - 1 - at) for at in range(len(ids))])
     return (TABLE[torch.tensor(ids)] * weights[:, None]).sum(0)
 
 
-def expected(prompt: list[int], count: int, sampling: Sampling) -> tuple[list[int], list[float]]:
-    """The tokens of a request that nothing disturbs, without engine and pages."""
+def expected(prompt: list[int], count: int, sampling: SamplingParams) -> tuple[list[int], list[float]]:
+    """The reference: the tokens of a request, computed without engine and pages."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
         drawn = sample(toy_logits(ids)[None], draws([sampling], [ids], [len(prompt)]), Noise(VOCAB, CPU))
@@ -92,7 +92,7 @@ def expected(prompt: list[int], count: int, sampling: Sampling) -> tuple[list[in
 
 
 def make_engine(slots: int = 4) -> TorchEngine:
-    limits = Limits(TOTAL, TOTAL - 1, PAGES * SIZE, 32, slots, PAGES, SIZE, VOCAB, "float32", "cpu")
+    limits = DeploymentLimits(TOTAL, TOTAL - 1, PAGES * SIZE, 32, slots, PAGES, SIZE, VOCAB, "float32", "cpu")
     return TorchEngine(ToyModel(), ToyAttention(), limits)
 
 
@@ -100,31 +100,31 @@ def go(engine: TorchEngine, one: Any) -> list[int]:
     return good(engine.collect(engine.launch(one)))
 
 
-def good(result: Result) -> list[int]:
+def good(result: StepResult) -> list[int]:
     assert result.error == ""
-    ids = ints(result.ids)
+    ids = unpack_int32(result.token_ids)
     assert result.counts == b"\x01" * len(ids)
-    assert len(floats(result.logprobs)) == len(ids)
+    assert len(unpack_float32(result.logprobs)) == len(ids)
     return ids
 
 
 SAMPLINGS = [
-    Sampling(0),
-    Sampling(1, do_sample=True),
-    Sampling(2, temperature=1.5, top_k=9, top_p=0.9, repetition_penalty=1.3),
-    Sampling(3, repetition_penalty=1.5),
+    SamplingParams(0),
+    SamplingParams(1, do_sample=True),
+    SamplingParams(2, temperature=1.5, top_k=9, top_p=0.9, repetition_penalty=1.3),
+    SamplingParams(3, repetition_penalty=1.5),
 ]
 PENALISED = [
-    Sampling(4, count_penalty=0.8, presence_penalty=1.5),
-    Sampling(5, do_sample=True, frequency_penalty=2.0, typical_p=0.9),
-    Sampling(6, temperature=2.0, count_penalty=-0.5, **bias({7: -100.0, 3: 4.0, 60: 2.5})),
+    SamplingParams(4, count_penalty=0.8, presence_penalty=1.5),
+    SamplingParams(5, do_sample=True, frequency_penalty=2.0, typical_p=0.9),
+    SamplingParams(6, temperature=2.0, count_penalty=-0.5, **bias({7: -100.0, 3: 4.0, 60: 2.5})),
 ]
 PROMPT = [5, 9, 3, 7, 7, 1, 60, 2, 8]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS + PENALISED, ids=str)
 @pytest.mark.parametrize("chunks", [[9], [4, 5], [1, 1, 1, 6], [3, 3, 2, 1]], ids=str)
-def test_chunks_and_steps_launched_ahead(chunks: list[int], sampling: Sampling) -> None:
+def test_chunks_and_steps_launched_ahead(chunks: list[int], sampling: SamplingParams) -> None:
     engine = make_engine()
     ids, logprobs = expected(PROMPT, 20, sampling)
     pages = [(2, page) for page in (7, 3, 30, 1, 9, 20, 4, 11)]
@@ -138,11 +138,11 @@ def test_chunks_and_steps_launched_ahead(chunks: list[int], sampling: Sampling) 
         pending.append(engine.launch(step(len(pending) + 1, [(2, len(PROMPT) + number, 1, 1)])))
     results = [engine.collect(one) for one in pending]
     assert [token for result in results for token in good(result)] == ids
-    assert [value for result in results for value in floats(result.logprobs)] == logprobs
+    assert [value for result in results for value in unpack_float32(result.logprobs)] == logprobs
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS + PENALISED, ids=str)
-def test_a_resumed_request_goes_on_identically(sampling: Sampling) -> None:
+def test_a_resumed_request_continues_identically(sampling: SamplingParams) -> None:
     ids, _ = expected(PROMPT, 12, sampling)
     for cut in (1, 5, 11):
         engine = make_engine()
@@ -168,7 +168,7 @@ def test_many_requests_of_all_kinds_share_steps_slots_and_pages() -> None:
 
     own = [[(at, at * 8 + n) for n in range(4)] for at in range(4)]
     take([0], step(1, [(0, 0, 9, 1)], [new[0]], own[0]))
-    # Request 1 finds the first page of request 0's prompt in the cache; request 2 comes in beside it.
+    # Request 1 finds the first page of request 0's prompt in the cache; request 2 starts in the same step.
     pages = [(1, 0), *own[1][:3], *own[2]]
     take([0, 2], step(2, [(0, 9, 1, 1), (1, 4, 2, 0), (2, 0, 1, 1)], [new[1], new[2]], pages))
     take([1, 0, 2], step(3, [(1, 6, 1, 1), (0, 10, 1, 1), (2, 1, 1, 1)]))
@@ -184,9 +184,9 @@ def test_many_requests_of_all_kinds_share_steps_slots_and_pages() -> None:
     assert [ids[: len(mine)] for mine, ids in zip(got, want, strict=True)] == got
 
 
-def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
-    """Beside a row that does not ask and one that does not draw; after a resumption; gone with the slot's occupant."""
-    asking = Sampling(2, temperature=1.5, top_k=9, top_n=3)
+def test_top_n_tokens_belong_to_the_sampling_rows_that_ask() -> None:
+    """Next to a row that does not ask and one that does not sample; after a resumption; not in the next request."""
+    asking = SamplingParams(2, temperature=1.5, top_k=9, top_n=3)
     ids, logprobs = expected(PROMPT, 3, asking)
     news = [slot(0, PROMPT), slot(1, PROMPT, encode(asking)), slot(2, PROMPT, encode(asking))]
     pages = [(at, at * 4 + n) for at in range(3) for n in range(4)]
@@ -199,7 +199,7 @@ def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
     assert dict(first).get(ids[0], logprobs[0]) == logprobs[0]
     second, none = split_tops(engine.collect(engine.launch(step(2, [(1, 9, 1, 1), (0, 9, 1, 1)]))))
     assert none == []
-    # In another slot of another engine, behind the ids so far, at the same place with the same bits.
+    # In another slot of another engine, after the same ids: the same bits.
     engine = make_engine()
     back = slot(3, [*PROMPT, ids[0]], encode(asking))
     again = engine.collect(engine.launch(step(1, [(3, 0, 10, 1)], [back], [(3, n) for n in range(20, 24)])))
@@ -211,25 +211,25 @@ def test_likeliest_tokens_belong_to_the_drawing_rows_that_ask() -> None:
 @pytest.mark.parametrize(
     ("sampling", "enough"),
     [
-        (Sampling(7, choice=2), True),
-        (Sampling(0, top_n=2), False),
-        (Sampling(0, do_sample=True), False),
-        (Sampling(0, repetition_penalty=1.2), False),
+        (SamplingParams(7, choice=2), True),
+        (SamplingParams(0, top_n=2), False),
+        (SamplingParams(0, do_sample=True), False),
+        (SamplingParams(0, repetition_penalty=1.2), False),
     ],
 )
-def test_a_model_is_asked_for_the_best_alone_where_that_is_enough_for_all(
-    monkeypatch: pytest.MonkeyPatch, sampling: Sampling, enough: bool
+def test_only_greedy_tokens_are_computed_where_all_rows_are_greedy(
+    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, enough: bool
 ) -> None:
-    found = Best(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2))
-    monkeypatch.setattr(ToyModel, "best", lambda *_: found)
+    found = GreedyTokens(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2))
+    monkeypatch.setattr(ToyModel, "forward_greedy", lambda *_: found)
     news = [slot(0, [3, 4]), slot(1, [3, 4], encode(sampling))]
     engine = make_engine()
     result = engine.collect(engine.launch(step(1, [(0, 0, 2, 1), (1, 0, 2, 1)], news, [(0, 0), (1, 1)])))
     assert (good(result) == [5, 6]) is enough
 
 
-def test_the_answers_of_one_seed_differ() -> None:
-    samplings = [Sampling(5, temperature=2.0, choice=choice) for choice in range(3)]
+def test_the_choices_of_one_seed_differ() -> None:
+    samplings = [SamplingParams(5, temperature=2.0, choice=choice) for choice in range(3)]
     want = [expected(PROMPT, 8, sampling)[0] for sampling in samplings]
     assert len({tuple(ids) for ids in want}) == 3
     engine = make_engine()
@@ -240,10 +240,10 @@ def test_the_answers_of_one_seed_differ() -> None:
     assert [list(ids) for ids in zip(*drawn, strict=True)] == want
 
 
-def test_only_the_rows_asked_for_draw() -> None:
+def test_only_rows_with_draws_sample() -> None:
     engine = make_engine()
     result = engine.collect(engine.launch(step(1, [(0, 0, 3, 0)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])))
-    assert (result.ids, result.logprobs, result.counts) == (b"", b"", b"")
+    assert (result.token_ids, result.logprobs, result.counts) == (b"", b"", b"")
 
 
 FIRST = step(1, [(0, 0, 9, 1)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])
@@ -271,16 +271,16 @@ FIRST = step(1, [(0, 0, 9, 1)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)])
         (step(2, [(1, 0, 3, 1)], [slot(1, [1, 2, 3], b"\x91\x07")], [(1, 9)]), "Tokenize"),
     ],
 )  # fmt: skip
-def test_a_bad_step_is_refused_and_nothing_else_suffers(bad: Any, fault: str) -> None:
+def test_a_bad_step_is_rejected_and_other_steps_continue(bad: Any, fault: str) -> None:
     engine = make_engine()
     drawn = go(engine, FIRST)
     with pytest.raises(Exception, match=fault):
         engine.launch(bad)
     drawn += go(engine, step(3, [(0, 9, 1, 1)]))
-    assert drawn == expected(PROMPT, 2, Sampling(1))[0]
+    assert drawn == expected(PROMPT, 2, SamplingParams(1))[0]
 
 
-def test_a_failed_forward_leaves_its_rows_where_they_were() -> None:
+def test_a_failed_forward_does_not_advance_its_rows() -> None:
     engine = make_engine()
     drawn = go(engine, FIRST)
     engine._model.fails = True  # type: ignore[attr-defined]
@@ -290,23 +290,23 @@ def test_a_failed_forward_leaves_its_rows_where_they_were() -> None:
     with pytest.raises(BadStep, match="does not start where"):  # what was sent ahead of the failure's result
         engine.launch(step(3, [(0, 10, 1, 1)]))
     drawn += go(engine, step(4, [(0, 9, 1, 1)]))
-    assert drawn == expected(PROMPT, 2, Sampling(1))[0]
+    assert drawn == expected(PROMPT, 2, SamplingParams(1))[0]
 
 
-def test_whatever_is_raised_where_the_device_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton raises plain errors. Where the device goes on, they are what they are."""
+def test_any_error_of_a_lost_device_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises RuntimeError. If the device still works, the error passes unchanged."""
     engine = make_engine()
     engine._cuda = True
     raised = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    engine._need_device(raised)
+    engine._raise_if_device_lost(raised)
 
     def lost(device: torch.device) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     with pytest.raises(Poisoned, match="Triton Error"):
-        engine._need_device(raised)
+        engine._raise_if_device_lost(raised)
 
 
 def test_a_reset_empties_the_slots() -> None:
@@ -315,14 +315,17 @@ def test_a_reset_empties_the_slots() -> None:
     engine.reset()
     with pytest.raises(BadStep, match="slot 0 is empty"):
         engine.launch(step(2, [(0, 9, 1, 1)]))
-    assert go(engine, FIRST) == expected(PROMPT, 1, Sampling(1))[0]
+    assert go(engine, FIRST) == expected(PROMPT, 1, SamplingParams(1))[0]
 
 
 def test_a_request_may_fill_its_slot() -> None:
     engine = make_engine()
     prompt = list(range(TOTAL - 1))
     pages = [(0, page) for page in range(13)]
-    assert go(engine, step(1, [(0, 0, TOTAL - 1, 1)], [slot(0, prompt)], pages)) == expected(prompt, 1, Sampling(1))[0]
+    assert (
+        go(engine, step(1, [(0, 0, TOTAL - 1, 1)], [slot(0, prompt)], pages))
+        == expected(prompt, 1, SamplingParams(1))[0]
+    )
     go(engine, step(2, [(0, TOTAL - 1, 1, 1)]))
     with pytest.raises(BadStep, match="draws beyond the longest request"):
         engine.launch(step(3, [(0, TOTAL, 1, 1)]))

@@ -1,4 +1,4 @@
-"""The fallback: transformers' own tokens, over the paged cache, bit-equal under load for GPT-2; refusals by name."""
+"""TransformersModel: tokens against transformers, batch invariance of GPT-2, rejected models."""
 
 import json
 import shutil
@@ -12,19 +12,19 @@ import transformers
 from scripts.make_model import fill
 from tests.models import model
 from tests.worker.driving import Drawn, drive, generate_with, make_engine
-from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Sampling
-from tgi.worker.models.fallback import Fallback, build_fallback
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.models.transformers_model import TransformersModel, build_transformers_model
 
 CPU = torch.device("cpu")
 
 
 def quiet(stage: str, percent: int) -> None:
-    """Progress that nobody watches."""
+    """Ignores the progress."""
 
 
-def build(directory: Path, dtype: torch.dtype = torch.float32) -> Fallback:
-    return build_fallback(directory, dtype, CPU, quiet)
+def build(directory: Path, dtype: torch.dtype = torch.float32) -> TransformersModel:
+    return build_transformers_model(directory, dtype, CPU, quiet)
 
 
 def prompts(count: int, vocab: int = 512) -> list[list[int]]:
@@ -36,19 +36,19 @@ def prompts(count: int, vocab: int = 512) -> list[list[int]]:
 def same(got: Drawn, want: Drawn) -> None:
     assert got.ids == want.ids
     assert got.logprobs == pytest.approx(want.logprobs, abs=1e-4)
-    for mine, theirs in zip(got.tops, want.tops, strict=True):
-        assert [logprob for _, logprob in mine] in ([], pytest.approx([logprob for _, logprob in theirs], abs=1e-4))
-        assert [token for token, _ in mine[:1]] in ([], [token for token, _ in theirs[:1]])
+    for own, reference in zip(got.tops, want.tops, strict=True):
+        assert [logprob for _, logprob in own] in ([], pytest.approx([logprob for _, logprob in reference], abs=1e-4))
+        assert [token for token, _ in own[:1]] in ([], [token for token, _ in reference[:1]])
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2", "mistral"])
-def test_tokens_equal_transformers(kind: str) -> None:
+def test_tokens_against_transformers(kind: str) -> None:
     directory = model(kind)
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = make_engine(build(directory))
     asked = prompts(20)
     want = [generate_with(reference, prompt, 12) for prompt in asked]
-    samplings = [Sampling(0, top_n=3 * (at % 2)) for at in range(16)]
+    samplings = [SamplingParams(0, top_n=3 * (at % 2)) for at in range(16)]
     for prompt, one in zip(asked[:4] + asked[12:14], want[:4] + want[12:14], strict=True):
         same(drive(engine, [prompt], 12)[0], one)
     for together, expected in ((asked[:16], want[:16]), (asked[16:], want[16:])):
@@ -58,25 +58,25 @@ def test_tokens_equal_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_gpt2_has_the_same_bits_under_any_load(dtype: torch.dtype, threads: int) -> None:
+def test_batch_invariance_of_gpt2(dtype: torch.dtype, threads: int) -> None:
     engine = make_engine(build(model("gpt2"), dtype))
     asked = prompts(16) if threads == 1 else prompts(13)[8:]
     count = 10 if threads == 1 else 4
     samplings = [
-        Sampling(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0, top_n=at % 3) for at in range(16)
+        SamplingParams(at, do_sample=at % 2 == 1, top_p=0.9 if at % 4 == 3 else 1.0, top_n=at % 3) for at in range(16)
     ]
     samplings = samplings[: len(asked)]
     alone = [drive(engine, [prompt], count, [one])[0] for prompt, one in zip(asked, samplings, strict=True)]
     torch.set_num_threads(threads)
     for chunk, stagger in ((4096, 0), (5, 0), (16, 1)):
         assert drive(engine, asked, count, samplings, chunk, stagger) == alone
-    # Resumed ids come back as prefill.
+    # Requests resumed after preemption: their output so far is prefilled.
     resumed = [prompt + one.ids[:3] for prompt, one in zip(asked, alone, strict=True)]
     for got, one in zip(drive(engine, resumed, count - 3, samplings), alone, strict=True):
         assert got == Drawn(one.ids[3:], one.logprobs[3:], one.tops[3:])
 
 
-def test_steps_without_a_draw() -> None:
+def test_steps_that_sample_no_token() -> None:
     engine = make_engine(build(model("gpt2")))
     prompt = prompts(13)[12]
     assert drive(engine, [prompt], 3, chunk=7) == drive(engine, [prompt], 3)
@@ -104,7 +104,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=lambda config: config.model_type)
-def test_other_architectures_equal_transformers(config: Any, tmp_path: Path) -> None:
+def test_other_architectures_against_transformers(config: Any, tmp_path: Path) -> None:
     directory = save(config, tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
@@ -122,13 +122,13 @@ def test_other_architectures_equal_transformers(config: Any, tmp_path: Path) -> 
     ],
     ids=["bloom", "mamba"],
 )
-def test_what_cannot_run_is_refused_by_name(tmp_path: Path, config: Any, words: str) -> None:
+def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path, config: Any, words: str) -> None:
     directory = save(config, tmp_path)
     with pytest.raises(UserError, match=words):
         build(directory)
 
 
-def test_encoder_decoders_are_refused_by_name(tmp_path: Path) -> None:
+def test_encoder_decoders_are_rejected_by_name(tmp_path: Path) -> None:
     transformers.T5Config(vocab_size=64, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="t5 is an encoder-decoder model"):
         build(tmp_path)
@@ -143,12 +143,10 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 def test_an_unknown_model_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch", "architectures": ["Nonesuch"]}')
     with pytest.raises(UserError, match="Unsupported model type nonesuch"):
-        build_fallback(tmp_path, torch.float32, torch.device("cpu"), lambda stage, percent: None)
+        build_transformers_model(tmp_path, torch.float32, torch.device("cpu"), lambda stage, percent: None)
 
 
-def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_model_runs_only_if_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     directory = tmp_path / "model"
     shutil.copytree(model("llama"), directory)
@@ -163,5 +161,8 @@ def test_code_that_comes_with_a_model_runs_only_if_it_is_trusted(
         "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
     with pytest.raises(UserError, match="runs only with --trust-remote-code"):
-        build_fallback(directory, torch.float32, CPU, quiet)
-    assert build_fallback(directory, torch.float32, CPU, quiet, trust_code=True).vocab_size == config["vocab_size"]
+        build_transformers_model(directory, torch.float32, CPU, quiet)
+    assert (
+        build_transformers_model(directory, torch.float32, CPU, quiet, trust_code=True).vocab_size
+        == config["vocab_size"]
+    )

@@ -1,4 +1,4 @@
-"""Every family of the own decoder against transformers in float32, and its bits alone, in chunks and in a batch."""
+"""Every family of DecoderModel against transformers in float32, and its batch invariance."""
 
 import json
 from functools import cache
@@ -12,25 +12,26 @@ import transformers
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Attention, Model
-from tgi.worker.load import build_model
-from tgi.worker.models.decoder import Decoder
+from tgi.worker.attention.interface import AttentionBackend
+from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.families import FAMILIES
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model
 
 CPU = torch.device("cpu")
-FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py looks at these more closely
+FIRST = ("llama", "mistral", "qwen2", "qwen3")  # test_models.py tests these in more detail
 OTHERS = tuple(kind for kind in FAMILIES if kind not in FIRST)
-LENGTHS = (90, 1, 17, 44)  # the windows of the models have 40 tokens
+LENGTHS = (90, 1, 17, 44)  # the sliding windows have 40 tokens
 DRAWN = 6
 
 
 def load(directory: Path, dtype: str = "float32") -> Model:
     found = build_model(directory, dtype, "cpu", lambda stage, percent: None)
-    assert isinstance(found, Decoder)
+    assert isinstance(found, DecoderModel)
     return found
 
 
-def memory(model: Model) -> Attention:
+def memory(model: Model) -> AttentionBackend:
     return build_attention(model.kv, 100, CPU)
 
 
@@ -45,43 +46,45 @@ def prompts() -> list[list[int]]:
 
 @cache
 def expected(directory: Path) -> list[tuple[list[int], torch.Tensor]]:
-    """Of each prompt: it and what transformers draws greedily behind it, and the logprobs at every position."""
+    """For each prompt: its ids with the greedy continuation of transformers, and the logprobs of every position."""
     transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     found = []
     with torch.inference_mode():
         for ids in prompts():
-            drawn = theirs.generate(
+            drawn = reference.generate(
                 torch.tensor([ids]), max_new_tokens=DRAWN, do_sample=False, eos_token_id=None, pad_token_id=0
             )[0].tolist()
-            found.append((drawn, theirs(torch.tensor([drawn])).logits[0].log_softmax(-1)))
+            found.append((drawn, reference(torch.tensor([drawn])).logits[0].log_softmax(-1)))
     return found
 
 
-def agrees(directory: Path) -> None:
-    """Chunks of any size, and many rows at once, have transformers' logprobs and greedy tokens."""
-    ours = load(directory)
+def check_against_transformers(directory: Path) -> None:
+    """Asserts that logprobs and greedy tokens equal those of transformers, in chunks and in a batch."""
+    loaded = load(directory)
     known = expected(directory)
     ids, logprobs = known[0]
     sizes = [50, 1, 20, *[1] * (len(ids) - 71)]
     ends = torch.tensor(sizes).cumsum(0) - 1
-    found = in_chunks(ours, memory(ours), ids, pages(0), sizes).log_softmax(-1)
+    found = in_chunks(loaded, memory(loaded), ids, pages(0), sizes).log_softmax(-1)
     torch.testing.assert_close(found, logprobs[ends], rtol=0, atol=1e-4)
-    attention = memory(ours)
-    begun = make_batch([Row(ids[:-DRAWN], 0, pages(row)) for row, (ids, _) in enumerate(known)])
-    found = ours.forward(begun, attention).log_softmax(-1)
+    attention = memory(loaded)
+    prompt_batch = make_batch([Row(ids[:-DRAWN], 0, pages(row)) for row, (ids, _) in enumerate(known)])
+    found = loaded.forward(prompt_batch, attention).log_softmax(-1)
     for at in range(-DRAWN, 0):
         torch.testing.assert_close(found, torch.stack([rows[at - 1] for _, rows in known]), rtol=0, atol=1e-4)
         assert found.argmax(-1).tolist() == [ids[at] for ids, _ in known]
-        going = [Row(ids[at : len(ids) + at + 1], len(ids) + at, pages(row)) for row, (ids, _) in enumerate(known)]
-        found = ours.forward(make_batch(going), attention).log_softmax(-1)
+        decode_rows = [
+            Row(ids[at : len(ids) + at + 1], len(ids) + at, pages(row)) for row, (ids, _) in enumerate(known)
+        ]
+        found = loaded.forward(make_batch(decode_rows), attention).log_softmax(-1)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_it_computes_what_transformers_does(kind: str) -> None:
-    agrees(make(kind))
+def test_against_transformers(kind: str) -> None:
+    check_against_transformers(make(kind))
 
 
 LONGROPE = {
@@ -99,25 +102,25 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": None}),
     ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}}),
-    # As it is on the Hub: every key that transformers 5 adds is missing.
+    # As on the Hub: without the keys that transformers 5 adds.
     ("gemma3_text", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("smollm3", {"sliding_window": 40, "use_sliding_window": True, "layer_types": None, "no_rope_layers": None}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=lambda value: value if isinstance(value, str) else "")
-def test_so_it_does_with_other_settings(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_against_transformers_with_other_settings(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     source = make(kind)
     config = json.loads((source / "config.json").read_text()) | changes
     missing = {key for key, value in changes.items() if value is None and "cap" not in key}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
     (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
-    agrees(tmp_path)
+    check_against_transformers(tmp_path)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> None:
+def test_batch_invariance(kind: str, dtype: str) -> None:
     model = load(make(kind), dtype)
     chosen = prompts()
     alone = [prefill(model, memory(model), ids, pages(3)) for ids in chosen]
@@ -126,14 +129,14 @@ def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> 
     assert torch.equal(together, torch.stack(alone))
     for sizes in ([70, *[1] * 20], [33, 1, 5, 50, 1]):
         assert torch.equal(in_chunks(model, memory(model), chosen[0], pages(1), sizes)[-1], alone[0]), sizes
-    # The last token of each prompt as a decode row, beside the longest prompt as a whole.
+    # The last token of each prompt as a decode row, next to the whole longest prompt.
     last = [Row(ids[-1:], len(ids) - 1, pages(row)) for row, ids in enumerate(chosen)]
     mixed = model.forward(make_batch([*last, Row(chosen[0], 0, pages(4))]), attention)
     assert torch.equal(mixed, torch.stack([*alone, alone[0]]))
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "starcoder2", "mixtral"])
-def test_bits_do_not_depend_on_threads(kind: str) -> None:
+def test_results_do_not_depend_on_the_thread_count(kind: str) -> None:
     directory, ids = make(kind), prompts()[0]
     one = prefill(load(directory), memory(load(directory)), ids, pages(3))
     torch.set_num_threads(2)

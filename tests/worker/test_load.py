@@ -12,18 +12,19 @@ from safetensors.torch import load_file, save_file
 
 from tests.models import model as make
 from tests.worker.batches import prefill
-from tgi.kernel.errors import UserError
-from tgi.worker import load, processor
+from tgi.microkernel.errors import UserError
+from tgi.worker import host_cpu
 from tgi.worker.attention import build_attention
-from tgi.worker.checkpoint import INDEX, SINGLE
-from tgi.worker.load import DTYPES, build_model, resolve_dtype
+from tgi.worker.checkpoint import INDEX_FILE, SINGLE_FILE
+from tgi.worker.models import loader
+from tgi.worker.models.loader import DTYPES, build_model, resolve_dtype
 
 IDS = list(range(3, 60))
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model that may be spoiled."""
+    """A copy of a model, for tests that damage it."""
     return Path(shutil.copytree(make("llama", layers=2), tmp_path / "model"))
 
 
@@ -32,7 +33,7 @@ def logits(directory: Path, dtype: str = "auto") -> torch.Tensor:
     return prefill(model, build_attention(model.kv, 8, torch.device("cpu")), IDS, range(8))
 
 
-def refusal(directory: Path, dtype: str = "auto") -> str:
+def error_message(directory: Path, dtype: str = "auto") -> str:
     with pytest.raises(UserError) as caught:
         build_model(directory, dtype, "cpu", lambda stage, percent: None)
     return str(caught.value)
@@ -44,30 +45,30 @@ def change_config(directory: Path, **changes: Any) -> None:
 
 
 def change_tensors(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
-    tensors = load_file(directory / SINGLE)
+    tensors = load_file(directory / SINGLE_FILE)
     del tensors[name]
-    save_file(tensors | ({} if tensor is None else {name: tensor}), directory / SINGLE)
+    save_file(tensors | ({} if tensor is None else {name: tensor}), directory / SINGLE_FILE)
 
 
 def shard(directory: Path) -> dict[str, str]:
-    """Puts the weights into two files with an index, and returns the index."""
-    tensors = load_file(directory / SINGLE)
+    """Moves the weights to two files with an index; returns its weight map."""
+    tensors = load_file(directory / SINGLE_FILE)
     names = sorted(tensors)
     places = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(names)}
     for file in set(places.values()):
         save_file({name: tensors[name] for name in names if places[name] == file}, directory / file)
-    (directory / SINGLE).unlink()
-    (directory / INDEX).write_text(json.dumps({"weight_map": places}))
+    (directory / SINGLE_FILE).unlink()
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
     return places
 
 
-def test_shards_are_the_same_model(directory: Path) -> None:
+def test_a_sharded_checkpoint(directory: Path) -> None:
     whole = logits(directory)
     shard(directory)
     assert torch.equal(logits(directory), whole)
 
 
-def test_progress_goes_up_to_the_end(directory: Path) -> None:
+def test_progress_increases_to_the_end(directory: Path) -> None:
     seen: list[tuple[str, int]] = []
     build_model(directory, "auto", "cpu", lambda stage, percent: seen.append((stage, percent)))
     percents = [percent for _, percent in seen]
@@ -96,13 +97,13 @@ def test_dtypes(directory: Path, dtype: str) -> None:
         ("ppc64le", "cpu : POWER9", []),
     ],
 )
-def test_auto_takes_the_dtype_of_the_config_where_the_cpu_computes_in_it(
+def test_dtype_auto_depends_on_the_arithmetic_of_the_cpu(
     machine: str, line: str, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"{line}\n")
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.delenv(processor.CPU, raising=False)
+    monkeypatch.delenv(host_cpu.CPU_VARIABLE, raising=False)
     for name, dtype in DTYPES.items():
         assert resolve_dtype({"dtype": name}, "auto", "cuda") is dtype
         assert resolve_dtype({"torch_dtype": name}, "auto", "cpu") is (dtype if name in taken else torch.float32)
@@ -112,10 +113,8 @@ def test_auto_takes_the_dtype_of_the_config_where_the_cpu_computes_in_it(
         resolve_dtype({"dtype": "float64"}, "auto", "cpu")
 
 
-def test_a_type_that_the_cpu_emulates_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(load, "multiplies", lambda name: name == "float32")
+def test_an_emulated_dtype_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(loader, "has_arithmetic", lambda name: name == "float32")
     caplog.set_level(logging.DEBUG)
     saved = make("llama", dtype="bfloat16")
     for dtype, computed, told in (
@@ -127,103 +126,103 @@ def test_a_type_that_the_cpu_emulates_is_told(
         assert next(record for record in caplog.messages if "arithmetic" in record).startswith(told)
 
 
-def test_the_model_does_not_need_its_file_any_more(directory: Path) -> None:
+def test_a_loaded_model_does_not_need_its_file(directory: Path) -> None:
     model = build_model(directory, "auto", "cpu", lambda stage, percent: None)
     expected = logits(directory)
-    (directory / SINGLE).unlink()
+    (directory / SINGLE_FILE).unlink()
     found = prefill(model, build_attention(model.kv, 8, torch.device("cpu")), IDS, range(8))
     assert torch.equal(found, expected)
 
 
 def test_a_missing_tensor_is_named(directory: Path) -> None:
     change_tensors(directory, "model.layers.1.mlp.up_proj.weight", None)
-    assert "model.layers.1.mlp.up_proj.weight" in refusal(directory)
+    assert "model.layers.1.mlp.up_proj.weight" in error_message(directory)
 
 
 def test_a_wrong_shape_is_named(directory: Path) -> None:
     change_tensors(directory, "model.layers.0.self_attn.k_proj.weight", torch.zeros(5, 64))
-    message = refusal(directory)
+    message = error_message(directory)
     assert "model.layers.0.self_attn.k_proj.weight" in message
     assert "[5, 64]" in message
     assert "[32, 64]" in message
-    assert str(directory / SINGLE) in message
+    assert str(directory / SINGLE_FILE) in message
 
 
-def test_a_foreign_dtype_is_named(directory: Path) -> None:
+def test_an_unsupported_dtype_is_named(directory: Path) -> None:
     change_tensors(directory, "model.norm.weight", torch.zeros(64, dtype=torch.int8))
-    assert "int8" in refusal(directory)
+    assert "int8" in error_message(directory)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5000, -1])
 def test_a_truncated_file_is_named(directory: Path, keep: int) -> None:
-    path = directory / SINGLE
+    path = directory / SINGLE_FILE
     path.write_bytes(path.read_bytes()[:keep])
-    assert str(path) in refusal(directory)
+    assert str(path) in error_message(directory)
 
 
 @pytest.mark.parametrize("head", [b"\xff" * 8, b"\x10" + b"\0" * 7 + b"not json at all!"])
 def test_a_corrupt_file_is_named(directory: Path, head: bytes) -> None:
-    path = directory / SINGLE
+    path = directory / SINGLE_FILE
     path.write_bytes(head + path.read_bytes()[len(head) :])
-    assert str(path) in refusal(directory)
+    assert str(path) in error_message(directory)
 
 
 def test_a_missing_shard_is_named(directory: Path) -> None:
     file = min(shard(directory).values())
     (directory / file).unlink()
-    assert file in refusal(directory)
+    assert file in error_message(directory)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../../etc/passwd"}}', "{}"])
 def test_a_bad_index_is_named(directory: Path, content: str) -> None:
-    (directory / INDEX).write_text(content)
-    assert INDEX in refusal(directory)
+    (directory / INDEX_FILE).write_text(content)
+    assert INDEX_FILE in error_message(directory)
 
 
 def test_no_weights(directory: Path) -> None:
-    (directory / SINGLE).unlink()
-    assert SINGLE in refusal(directory)
+    (directory / SINGLE_FILE).unlink()
+    assert SINGLE_FILE in error_message(directory)
     (directory / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin" in refusal(directory)
+    assert "pytorch_model.bin" in error_message(directory)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model_type": 3}'])
 def test_a_bad_config_is_named(directory: Path, content: str) -> None:
     (directory / "config.json").write_text(content)
-    assert "config.json" in refusal(directory)
+    assert "config.json" in error_message(directory)
 
 
 def test_no_config(directory: Path) -> None:
     (directory / "config.json").unlink()
-    assert "config.json" in refusal(directory)
+    assert "config.json" in error_message(directory)
 
 
-def test_a_value_that_the_config_lacks_is_named(directory: Path) -> None:
+def test_a_missing_config_value_is_named(directory: Path) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
     del config["hidden_size"]
     path.write_text(json.dumps(config))
-    assert "hidden_size" in refusal(directory)
+    assert "hidden_size" in error_message(directory)
 
 
-def test_an_unknown_architecture_is_refused(directory: Path) -> None:
+def test_an_unknown_architecture_is_rejected(directory: Path) -> None:
     change_config(directory, model_type="no-such-model", architectures=["NoSuchModel"])
-    assert "no-such-model" in refusal(directory)
+    assert "no-such-model" in error_message(directory)
 
 
-def test_what_the_decoder_does_not_do_goes_to_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tgi.worker.models import fallback
+def test_unsupported_configs_run_through_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tgi.worker.models import transformers_model
 
     change_config(directory, hidden_act="relu")
     seen: list[Path] = []
-    monkeypatch.setattr(fallback, "build_fallback", lambda path, *rest: seen.append(path))
+    monkeypatch.setattr(transformers_model, "build_transformers_model", lambda path, *rest: seen.append(path))
     build_model(directory, "auto", "cpu", lambda stage, percent: None)
     assert seen == [directory]
 
 
-def test_loading_imports_nothing_heavy() -> None:
+def test_loading_does_not_import_transformers() -> None:
     import subprocess
 
     heavy = ("transformers", "safetensors.torch", "torch._dynamo", "triton")
-    code = f"import sys, tgi.worker.start; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, tgi.worker.engine.startup; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

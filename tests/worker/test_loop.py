@@ -1,4 +1,4 @@
-"""The worker's loop over real sockets: a real child process with the scripted engine, and engines that fail."""
+"""The worker loop over real sockets: a child process with the fake engine, and engines that are slow or fail."""
 
 import signal
 import threading
@@ -11,15 +11,15 @@ import pytest
 import zmq
 
 from tests.models import model
-from tests.worker.test_scripted import SCRIPT, good, slot, step
-from tgi.kernel import rundir
-from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Result, Step
-from tgi.kernel.presence import PROTOCOL, Hello, Status
-from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import Child, Spec
-from tgi.worker.loop import DEPTH, Loop, Poisoned
-from tgi.worker.scripted import ScriptedEngine, ScriptedWorker
+from tests.worker.test_fake_worker import SCRIPT, good, slot, step
+from tgi.microkernel import rundir
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.protocol import PIPELINE_DEPTH, PROTOCOL, Hello, Status, Step, StepResult
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.supervisor import ChildProcess, ProcessSpec
+from tgi.worker.engine.interface import Poisoned
+from tgi.worker.engine.loop import WorkerLoop
+from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorker
 
 TIMEOUT = 30.0
 PROMPT = step(1, [(0, 0, 6, 1)], [slot(0, [1, 2, 3, 4, 5, 6])], [(0, 0), (0, 1)])
@@ -27,14 +27,14 @@ NEXT = step(2, [(0, 6, 1, 1)])
 
 
 class Scheduler:
-    """The upper end of the worker's link, as a test drives it."""
+    """A scheduler's end of the link, driven by the test."""
 
     def __init__(self, run: Path, boot: bytes = b"12345678") -> None:
         self.link = Link.bind(f"ipc://{run}/sched-0.back", Hello(PROTOCOL, "scheduler", 0, boot))
-        self.inbox: list[tuple[Peer, Any]] = []
+        self.inbox: list[tuple[PeerId, Any]] = []
 
     def until(self, wanted: Callable[[Any], bool]) -> Any:
-        """The next message that is wanted; what came before it is skipped."""
+        """The next message that `wanted` accepts; earlier ones are skipped."""
         end = time.monotonic() + TIMEOUT
         while time.monotonic() < end:
             while self.inbox:
@@ -53,43 +53,43 @@ class Scheduler:
             self.link.send(self.peer, one)
         self.link.flush()
 
-    def result(self) -> Result:
-        return self.until(lambda message: isinstance(message, Result))
+    def result(self) -> StepResult:
+        return self.until(lambda message: isinstance(message, StepResult))
 
 
 class FakeProcess:
-    """What the loop needs of its process, in a thread of the test."""
+    """The parts of Process that the loop uses, for a thread of the test."""
 
     def __init__(self) -> None:
         self.settings = Settings()
         self.stopping = False
         self.states: list[str] = []
 
-    def watch(self, link: Link) -> None:
+    def watch_link(self, link: Link) -> None:
         self.link = link
 
     def wait(self, timeout: float) -> None:
-        self.link.socket.poll(0 if self.link.pending else min(timeout, 0.05) * 1000, zmq.POLLIN)
+        self.link.socket.poll(0 if self.link.has_pending_work else min(timeout, 0.05) * 1000, zmq.POLLIN)
 
-    def wake(self) -> None:
+    def wake_loop(self) -> None:
         pass
 
-    def state(self, state: str, stage: str = "", percent: int = 0) -> None:
+    def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         self.states.append(state)
 
-    def promise(self, seconds: float) -> None:
+    def extend_deadline(self, seconds: float) -> None:
         pass
 
 
 class Running:
-    """A loop with this engine in a thread, connected to a scheduler."""
+    """A worker loop with this engine in a thread, connected to a scheduler."""
 
     def __init__(self, run: Path, engine: Any) -> None:
         self.scheduler = Scheduler(run)
         self.process = FakeProcess()
         self.error: BaseException | None = None
         hello = Hello(PROTOCOL, "worker", 0, b"worker-1")
-        self.loop = Loop(self.process, Link.connect(f"ipc://{run}/sched-0.back", hello))  # type: ignore[arg-type]
+        self.loop = WorkerLoop(self.process, Link.connect(f"ipc://{run}/sched-0.back", hello))  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._run, args=(engine,))
         self._thread.start()
 
@@ -119,28 +119,28 @@ def start(tmp_path: Path) -> Iterator[Callable[[Any], Running]]:
         one.scheduler.link.close()
 
 
-class Saving(ScriptedEngine):
-    """An engine that has something to do while nobody waits, in three parts, after every step."""
+class Saving(FakeEngine):
+    """An engine that has memory to prefault, in three parts, after each step."""
 
     def __init__(self) -> None:
         super().__init__(SCRIPT)
         self.left = 3
         self.finished = threading.Event()
 
-    def launch(self, step: Step) -> Result:
+    def launch(self, step: Step) -> StepResult:
         self.left = 3
         self.finished.clear()
         return super().launch(step)
 
-    def spare(self) -> bool:
+    def prefault_memory(self) -> bool:
         self.left = max(self.left - 1, 0)
         if not self.left:
             self.finished.set()
         return self.left > 0
 
 
-class Queueing(ScriptedEngine):
-    """An engine whose device takes its time: steps are done when the test says so."""
+class Queueing(FakeEngine):
+    """An engine with an asynchronous device: the test decides when a step is done."""
 
     def __init__(self) -> None:
         super().__init__(SCRIPT)
@@ -152,42 +152,42 @@ class Queueing(ScriptedEngine):
         self.resets += 1
         super().reset()
 
-    def launch(self, step: Step) -> Result:
+    def launch(self, step: Step) -> StepResult:
         self.launched += 1
         return super().launch(step)
 
-    def done(self, pending: Result) -> bool:
+    def is_done(self, pending: StepResult) -> bool:
         return self.finish.is_set()
 
-    def collect(self, pending: Result) -> Result:
+    def collect(self, pending: StepResult) -> StepResult:
         assert self.finish.wait(TIMEOUT)
         return pending
 
 
-class Failing(ScriptedEngine):
+class Failing(FakeEngine):
     """An engine whose second step raises."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(SCRIPT)
         self.error = error
 
-    def launch(self, step: Step) -> Result:
+    def launch(self, step: Step) -> StepResult:
         if step.number == 2:
             raise self.error
         return super().launch(step)
 
 
 def expected(*steps: Step) -> list[list[int]]:
-    worker = ScriptedWorker(SCRIPT)
+    worker = FakeWorker(SCRIPT)
     return [good(worker.run_step(one)) for one in steps]
 
 
 def test_a_worker_process_serves_one_scheduler_after_another(tmp_path: Path) -> None:
-    """Results come in order, a scheduler's new life finds a clean worker, and SIGTERM ends it with code 0."""
-    rundir.create(tmp_path)
+    """Results arrive in order, a restarted scheduler finds an empty worker, and SIGTERM ends it with code 0."""
+    rundir.create_run_dir(tmp_path)
     limits = {"max_batch_size": 3, "max_total_tokens": 24}
     settings = Settings(worker="scripted", model_dir=model("llama"), run_dir=tmp_path, **limits)
-    child = Child(Spec("worker", 0), settings)
+    child = ChildProcess(ProcessSpec("worker", 0), settings)
     try:
         for boot in (b"first---", b"second--"):
             scheduler = Scheduler(tmp_path, boot)
@@ -210,22 +210,22 @@ def test_a_worker_process_serves_one_scheduler_after_another(tmp_path: Path) -> 
         child.close()
 
 
-def test_two_steps_are_under_way_and_no_third(start: Callable[[Any], Running]) -> None:
+def test_at_most_two_steps_are_in_flight(start: Callable[[Any], Running]) -> None:
     engine = Queueing()
     running = start(engine)
     running.scheduler.ready()
     steps = [PROMPT, NEXT, step(3, [(0, 7, 1, 1)], pages=[(0, 2)])]
     running.scheduler.send(*steps)
     end = time.monotonic() + TIMEOUT
-    while engine.launched < DEPTH and time.monotonic() < end:
+    while engine.launched < PIPELINE_DEPTH and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert engine.launched == DEPTH
+    assert engine.launched == PIPELINE_DEPTH
     engine.finish.set()
     assert [good(running.scheduler.result()) for _ in steps] == expected(*steps)
 
 
-def test_what_saves_time_later_is_done_while_nobody_waits(start: Callable[[Any], Running]) -> None:
+def test_memory_is_prefaulted_while_idle(start: Callable[[Any], Running]) -> None:
     engine = Saving()
     running = start(engine)
     running.scheduler.ready()
@@ -236,26 +236,26 @@ def test_what_saves_time_later_is_done_while_nobody_waits(start: Callable[[Any],
         assert engine.finished.wait(TIMEOUT)
 
 
-def test_a_step_that_raises_is_answered_and_the_worker_goes_on(start: Callable[[Any], Running]) -> None:
+def test_a_step_that_raises_is_answered_and_the_worker_continues(start: Callable[[Any], Running]) -> None:
     running = start(Failing(ValueError("no such thing")))
     running.scheduler.ready()
     again = PROMPT._replace(epoch=2)
     running.scheduler.send(PROMPT, NEXT, again)
     assert running.scheduler.result().number == 1
     failed = running.scheduler.result()
-    assert (failed.number, failed.epoch, failed.error, failed.ids) == (2, 1, "ValueError: no such thing", b"")
+    assert (failed.number, failed.epoch, failed.error, failed.token_ids) == (2, 1, "ValueError: no such thing", b"")
     assert [good(running.scheduler.result())] == expected(again)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), Poisoned("CUDA error: an illegal memory access")])
-def test_a_worker_that_cannot_go_on_ends_without_an_answer(start: Callable[[Any], Running], error: Exception) -> None:
+def test_a_poisoned_worker_exits_without_an_answer(start: Callable[[Any], Running], error: Exception) -> None:
     running = start(Failing(error))
     running.scheduler.ready()
     running.scheduler.send(PROMPT, NEXT)
     assert running.scheduler.result().number == 1
     running._thread.join(TIMEOUT)
     assert isinstance(running.error, Poisoned)
-    assert not [message for _, message in running.scheduler.link.receive() if not isinstance(message, Gone)]
+    assert not [message for _, message in running.scheduler.link.receive() if not isinstance(message, PeerDisconnected)]
 
 
 def test_steps_of_an_old_epoch_are_dropped(start: Callable[[Any], Running]) -> None:
@@ -271,11 +271,11 @@ def test_steps_of_an_old_epoch_are_dropped(start: Callable[[Any], Running]) -> N
     assert engine.launched == 2
 
 
-def test_progress_reaches_a_scheduler_that_comes_up_while_loading(tmp_path: Path) -> None:
+def test_progress_reaches_a_scheduler_that_connects_while_loading(tmp_path: Path) -> None:
     process = FakeProcess()
     hello = Hello(PROTOCOL, "worker", 0, b"worker-1")
     link = Link.connect(f"ipc://{tmp_path}/sched-0.back", hello)
-    loop = Loop(process, link)  # type: ignore[arg-type]
+    loop = WorkerLoop(process, link)  # type: ignore[arg-type]
     scheduler = Scheduler(tmp_path)
     seen: list[Status] = []
     end = time.monotonic() + TIMEOUT

@@ -1,4 +1,4 @@
-"""Adapters beside the model: the same as weights into which they are merged, and the same bits whatever runs beside."""
+"""LoRA deltas: equal to merged weights, and the same bits in any batch."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +12,9 @@ from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.loras import make_adapter, merge
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Model
-from tgi.worker.load import build_model
-from tgi.worker.lora.deltas import Span
+from tgi.worker.lora.deltas import AdapterSpan
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model
 
 CPU = torch.device("cpu")
 LENGTHS = (37, 1, 12, 70, 5, 9)
@@ -31,7 +31,7 @@ def prompts() -> list[list[int]]:
 
 
 def run(model: Model, rows: list[tuple[Any, list[int]]], sizes: list[int] | None = None) -> Tensor:
-    """Logits [rows, vocab] behind prompts with their adapters, all at once; or in chunks of a lone one."""
+    """Logits [rows, vocab] after prompts with their adapters, all at once; or a single one in chunks."""
     attention = build_attention(model.kv, 60, CPU)
     longest = max(len(ids) for _, ids in rows)
     cuts = [0, *torch.tensor(sizes).cumsum(0).tolist()] if sizes else [0, longest]
@@ -41,20 +41,24 @@ def run(model: Model, rows: list[tuple[Any, list[int]]], sizes: list[int] | None
             (adapter, Row(ids[start:stop], start, range(8 * at, 8 * at + 8))) for at, (adapter, ids) in enumerate(rows)
         ]
         batch = make_batch([row for _, row in chosen], attention.page_size)
-        bounds = pairwise(batch.cu_query.tolist())
-        spans = [Span(adapter, *ends) for (adapter, _), ends in zip(chosen, bounds, strict=True) if adapter is not None]
-        found = model.forward(batch._replace(adapted=spans), attention)
+        bounds = pairwise(batch.cu_query_lens.tolist())
+        spans = [
+            AdapterSpan(adapter, *ends)
+            for (adapter, _), ends in zip(chosen, bounds, strict=True)
+            if adapter is not None
+        ]
+        found = model.forward(batch._replace(lora_spans=spans), attention)
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
+def test_deltas_equal_merged_weights(kind: str, tmp_path: Path) -> None:
     directory = make(kind)
     adapter = make_adapter(tmp_path / "adapter", directory, lora_alpha=6)
     ours = load(directory)
     merged = load(merge(tmp_path / "merged", directory, adapter, {"": 6 / 4}))
-    loaded = ours.adapter(adapter)
-    assert loaded.places == {"attention", "output", "inner", "down"}
+    loaded = ours.load_adapter(adapter)
+    assert loaded.groups == {"attention", "output", "inner", "down"}
     found = run(ours, [(loaded, ids) for ids in prompts()])
     expected = run(merged, [(None, ids) for ids in prompts()])
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=2e-4)
@@ -82,7 +86,7 @@ def test_scales_ranks_and_modules_are_those_of_the_config(
     adapter = make_adapter(tmp_path / "adapter", directory, **options)
     ours = load(directory)
     merged = load(merge(tmp_path / "merged", directory, adapter, scales))
-    loaded = ours.adapter(adapter)
+    loaded = ours.load_adapter(adapter)
     found = run(ours, [(loaded, ids) for ids in prompts()])
     expected = run(merged, [(None, ids) for ids in prompts()])
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=2e-4)
@@ -92,16 +96,16 @@ BITS = [("llama", "float32", 1), ("llama", "bfloat16", 2), ("phi3", "float16", 1
 
 
 @pytest.mark.parametrize(("kind", "dtype", "threads"), BITS)
-def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str, threads: int, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_chunks_and_other_rows(kind: str, dtype: str, threads: int, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     directory = make(kind)
     model = load(directory, dtype)
     attention = ("q_proj", "v_proj", "qkv_proj")
     adapters = [
-        model.adapter(make_adapter(tmp_path / "a", directory, 16, seed=1)),
-        model.adapter(make_adapter(tmp_path / "b", directory, 5, seed=2)),
-        model.adapter(make_adapter(tmp_path / "c", directory, 64, attention, seed=3)),
-        model.adapter(make_adapter(tmp_path / "d", directory, 8, ("down_proj", "c_proj"), seed=4, layers=[1])),
+        model.load_adapter(make_adapter(tmp_path / "a", directory, 16, seed=1)),
+        model.load_adapter(make_adapter(tmp_path / "b", directory, 5, seed=2)),
+        model.load_adapter(make_adapter(tmp_path / "c", directory, 64, attention, seed=3)),
+        model.load_adapter(make_adapter(tmp_path / "d", directory, 8, ("down_proj", "c_proj"), seed=4, layers=[1])),
         None,
         None,
     ]

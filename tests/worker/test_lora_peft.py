@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft")
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_it_computes_what_peft_merges(kind: str, tmp_path: Path) -> None:
+def test_deltas_equal_weights_merged_by_peft(kind: str, tmp_path: Path) -> None:
     directory = make(kind)
     base = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ranks = {"rank_pattern": {r"layers\.1\..*(o_proj|down_proj)": 3}, "alpha_pattern": {"down_proj": 5}}
@@ -27,7 +27,7 @@ def test_it_computes_what_peft_merges(kind: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     merged = theirs.merge_and_unload()
     ours = load(directory)
-    loaded = ours.adapter(tmp_path)
+    loaded = ours.load_adapter(tmp_path)
     found = run(ours, [(loaded, ids) for ids in prompts()])
     with torch.inference_mode():
         expected = torch.stack([merged(torch.tensor([ids])).logits[0, -1] for ids in prompts()])

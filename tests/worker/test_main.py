@@ -1,4 +1,4 @@
-"""The worker as a supervised process with a real, tiny model: loads, serves, and says what it cannot load."""
+"""The worker process with a tiny model: loads, serves, and reports user errors."""
 
 import re
 import signal
@@ -11,27 +11,28 @@ import torch
 from tests.models import model
 from tests.tops import split_tops
 from tests.worker.driving import drive, make_engine
+from tests.worker.test_fake_worker import good, slot, step
 from tests.worker.test_loop import TIMEOUT, Scheduler
 from tests.worker.test_sampling import bias
-from tests.worker.test_scripted import good, slot, step
-from tgi.kernel import rundir
-from tgi.kernel.errors import FATAL, UserError
-from tgi.kernel.messages import Sampling, encode
-from tgi.kernel.pack import floats
-from tgi.kernel.presence import Status
-from tgi.kernel.settings import Settings
-from tgi.kernel.spawn import Child, Spec, last_words
-from tgi.kernel.summary import Served
-from tgi.worker import memory
-from tgi.worker.load import build_model
-from tgi.worker.start import PAGES_FILE, start_engine
-from tgi.worker.watermark import Watermark
+from tgi.microkernel import rundir
+from tgi.microkernel.codec import unpack_float32
+from tgi.microkernel.errors import FATAL, UserError
+from tgi.microkernel.process import fatal_error_path
+from tgi.microkernel.progress import WorkerFacts
+from tgi.microkernel.protocol import Status, encode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.supervisor import ChildProcess, ProcessSpec
+from tgi.worker.engine import memory
+from tgi.worker.engine.startup import PAGES_FILE, start_engine
+from tgi.worker.models.loader import build_model
+from tgi.worker.sampling.watermark import Watermark
 
 PROMPT = [9, 8, 7, 6, 5, 4, 3]
 
 
-def end(child: Child) -> int | None:
-    """The exit code, or None if it does not end."""
+def end(child: ChildProcess) -> int | None:
+    """The exit code, or None if the process does not end."""
     deadline = time.monotonic() + TIMEOUT
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -40,7 +41,7 @@ def end(child: Child) -> int | None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path: Path) -> None:
-    rundir.create(tmp_path)
+    rundir.create_run_dir(tmp_path)
     directory = model(kind)
     settings = Settings(
         dtype="bfloat16",
@@ -51,7 +52,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         model_dir=directory,
         run_dir=tmp_path,
     )
-    sampling = Sampling(7, temperature=0.8, top_p=0.95, top_n=3, choice=1, typical_p=0.95, frequency_penalty=0.5)
+    sampling = SamplingParams(7, temperature=0.8, top_p=0.95, top_n=3, choice=1, typical_p=0.95, frequency_penalty=0.5)
     sampling = sampling._replace(
         count_penalty=0.5, presence_penalty=-0.5, watermark=True, **bias({3: -100.0, 511: 4.0})
     )
@@ -59,7 +60,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
     local = make_engine(served, mark=Watermark(served.vocab_size, torch.device("cpu"), 0.3, 5.0))
     (want,) = drive(local, [PROMPT], 6, [sampling])
     scheduler = Scheduler(tmp_path)
-    child = Child(Spec("worker", 0), settings)
+    child = ChildProcess(ProcessSpec("worker", 0), settings)
     try:
         scheduler.until(lambda message: isinstance(message, Status) and message.stage == "loading weights")
         limits = scheduler.ready().limits
@@ -67,7 +68,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         assert (limits.pages, limits.max_batch_total_tokens, limits.max_total_tokens) == (16, 256, 64)
         assert (limits.vocab_size, limits.dtype, limits.device) == (512, "bfloat16", "cpu")
         (state,) = [state for state in rundir.read_states(tmp_path) if state.state == "ready"]
-        facts = Served(**state.facts)
+        facts = WorkerFacts(**state.facts)
         assert facts.weight_bytes == served.footprint.bytes > 0
         assert (facts.weight_bits, facts.dtype, facts.device) == (16.0, "bfloat16", "cpu")
         assert (facts.kv_cache_tokens, facts.max_total_tokens, facts.max_batch_size) == (256, 64, 4)
@@ -78,7 +79,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         scheduler.send(*steps)
         results = [scheduler.result() for _ in steps]
         assert [token for result in results for token in good(result)] == want.ids
-        assert [value for result in results for value in floats(result.logprobs)] == want.logprobs
+        assert [value for result in results for value in unpack_float32(result.logprobs)] == want.logprobs
         assert [top for result in results for top in split_tops(result)] == want.tops
         child.signal(signal.SIGTERM)
         assert end(child) == 0
@@ -96,29 +97,29 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         (Settings(model_dir=Path("/nowhere")), "/nowhere is not a directory"),
     ],
 )
-def test_what_the_user_must_mend_ends_it_for_good(
+def test_a_user_error_ends_the_worker_without_a_restart(
     settings: Settings, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rundir.create(tmp_path)
+    rundir.create_run_dir(tmp_path)
     values = {"run_dir": tmp_path} | ({} if settings.model_dir != Path(".") else {"model_dir": model("llama")})
-    child = Child(Spec("worker", 0), Settings(**{**vars(settings), **values}))
+    child = ChildProcess(ProcessSpec("worker", 0), Settings(**{**vars(settings), **values}))
     try:
         assert end(child) == FATAL
     finally:
         child.signal(signal.SIGKILL)
         child.close()
-    assert words in last_words(tmp_path, "worker-0").read_text()
+    assert words in fatal_error_path(tmp_path, "worker-0").read_text()
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_cache_of_8_bits_is_refused_on_cpu(tmp_path: Path) -> None:
+def test_an_8_bit_kv_cache_is_rejected_on_cpu(tmp_path: Path) -> None:
     settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", kv_cache_dtype="fp8_e4m3fn")
     with pytest.raises(UserError, match=r"`kv_cache_dtype` is fp8_e4m3fn.* for GPUs.* Leave out --kv-cache-dtype\."):
         start_engine(settings, lambda stage, percent: None)
 
 
 @pytest.mark.parametrize("least", [{"max_batch_prefill_tokens": 1}, {"max_total_tokens": 2}, {"max_batch_size": 1}])
-def test_the_least_that_can_be_asked_for_is_enough_to_start(least: dict[str, int], tmp_path: Path) -> None:
+def test_the_smallest_limits_are_enough_to_start(least: dict[str, int], tmp_path: Path) -> None:
     values = {"max_batch_size": 4, "max_total_tokens": 64, "speculate": 4} | least
     settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", **values)
     limits = start_engine(settings, lambda stage, percent: None).limits

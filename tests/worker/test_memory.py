@@ -1,24 +1,31 @@
-"""Limits follow from memory and settings; what cannot be had is refused in words."""
+"""The deployment's limits: derived from memory and settings, with errors for settings that do not fit."""
 
 from pathlib import Path
 
 import pytest
 
-from tgi.kernel.errors import UserError
-from tgi.kernel.settings import Settings
-from tgi.worker import memory
-from tgi.worker.memory import CPU_MOST_BYTES, Need, Room, choose_limits, room_on_cuda, room_on_host
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.settings import Settings
+from tgi.worker.engine import memory
+from tgi.worker.engine.memory import (
+    MAX_CPU_CACHE_BYTES,
+    CacheMemory,
+    CacheRequirements,
+    cache_memory_on_cuda,
+    cache_memory_on_host,
+    choose_limits,
+)
 
 GB = 1 << 30
-CPU = Need(context=2048, page_size=16, page_bytes=1 << 20, vocab_size=100, dtype="bfloat16", device="cpu")
+CPU = CacheRequirements(context=2048, page_size=16, page_bytes=1 << 20, vocab_size=100, dtype="bfloat16", device="cpu")
 CUDA = CPU._replace(device="cuda", context=131072)
 
 
-def room(default: int) -> Room:
-    return Room(default, 2 * default)
+def room(default: int) -> CacheMemory:
+    return CacheMemory(default, 2 * default)
 
 
-def test_limits_follow_from_the_room() -> None:
+def test_limits_follow_from_memory() -> None:
     limits = choose_limits(Settings(), CPU, room(GB // 2))
     assert (limits.pages, limits.max_batch_total_tokens) == (512, 8192)
     assert (limits.max_total_tokens, limits.max_input_tokens) == (2048, 2047)
@@ -32,23 +39,23 @@ def test_limits_follow_from_the_room() -> None:
     assert choose_limits(Settings(), CUDA, room(GB)).max_total_tokens == 1024 * 16
 
 
-def test_a_restarted_worker_takes_what_its_deployment_had() -> None:
-    assert choose_limits(Settings(), CPU, Room(90 << 20, GB), held=100).pages == 100
-    assert choose_limits(Settings(), CPU, Room(110 << 20, GB), held=100).pages == 100
-    assert choose_limits(Settings(), CPU, Room(90 << 20, 99 << 20), held=100).pages == 90
+def test_a_restarted_worker_keeps_the_pages_of_its_deployment() -> None:
+    assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, GB), previous_pages=100).pages == 100
+    assert choose_limits(Settings(), CPU, CacheMemory(110 << 20, GB), previous_pages=100).pages == 100
+    assert choose_limits(Settings(), CPU, CacheMemory(90 << 20, 99 << 20), previous_pages=100).pages == 90
 
 
-def test_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = Settings(cuda_memory_fraction=0.5)
-    assert room_on_cuda(70 * GB, 80 * GB, half, GB) == (26 * GB, 29 * GB)
-    assert room_on_cuda(10 * GB, 80 * GB, half, GB) == (0, 0)
+    assert cache_memory_on_cuda(70 * GB, 80 * GB, half, GB) == (26 * GB, 29 * GB)
+    assert cache_memory_on_cuda(10 * GB, 80 * GB, half, GB) == (0, 0)
     monkeypatch.setattr(memory, "available_on_host", lambda: 8 * GB)
-    assert room_on_host() == (2 * GB, 8 * GB)
+    assert cache_memory_on_host() == (2 * GB, 8 * GB)
     monkeypatch.setattr(memory, "available_on_host", lambda: 1000 * GB)
-    assert room_on_host() == (CPU_MOST_BYTES, 1000 * GB)
+    assert cache_memory_on_host() == (MAX_CPU_CACHE_BYTES, 1000 * GB)
 
 
-def test_the_user_decides() -> None:
+def test_settings_take_precedence() -> None:
     settings = Settings(
         max_batch_total_tokens=1000, max_total_tokens=500, max_input_tokens=100, max_batch_prefill_tokens=64,
         max_batch_size=7,
@@ -74,18 +81,18 @@ def test_the_user_decides() -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(settings: Settings, available: int, words: str) -> None:
+def test_settings_that_do_not_fit_are_rejected(settings: Settings, available: int, words: str) -> None:
     with pytest.raises(UserError) as error:
         choose_limits(settings, CPU, room(available))
     assert words in str(error.value)
 
 
-def test_a_step_has_room_for_every_running_row_unless_the_user_says_otherwise() -> None:
+def test_a_step_can_prefill_a_token_of_each_row_by_default() -> None:
     assert choose_limits(Settings(max_batch_size=600), CPU, room(GB)).max_batch_prefill_tokens == 600
     assert choose_limits(Settings(max_batch_prefill_tokens=16), CPU, room(GB)).max_batch_prefill_tokens == 16
 
 
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_memory_limit_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     without = memory.available_on_host()
     assert without > 0

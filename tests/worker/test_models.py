@@ -10,16 +10,17 @@ from torch import Tensor
 from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Attention, Model
-from tgi.worker.layers.rotary import Rope, Rotary
-from tgi.worker.load import build_model
-from tgi.worker.models.config import Unsupported
-from tgi.worker.models.reading import decoder_config
+from tgi.worker.attention.interface import AttentionBackend
+from tgi.worker.decoder_config import UnsupportedConfig
+from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+from tgi.worker.models.config_reader import read_decoder_config
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")  # the others: test_families.py
+KINDS = ("llama", "mistral", "qwen2", "qwen3")  # other families: test_families.py
 DTYPES = ("float32", "bfloat16", "float16")
 CPU = torch.device("cpu")
-# Two logits this close may come in either order.
+# The order of two logits closer than this may differ between implementations.
 TIE = 1e-5
 
 
@@ -27,7 +28,7 @@ def load(directory: Path, dtype: str = "auto") -> Model:
     return build_model(directory, dtype, "cpu", lambda stage, percent: None)
 
 
-def memory(model: Model) -> Attention:
+def memory(model: Model) -> AttentionBackend:
     return build_attention(model.kv, 400, CPU)
 
 
@@ -42,7 +43,7 @@ def prompts(count: int = 8) -> list[list[int]]:
 
 
 def references(directory: Path, prompts: list[list[int]]) -> list[Tensor]:
-    """transformers' logits in float32 of each prompt, [length, vocab]."""
+    """transformers' logits of each prompt, float32 [length, vocab]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0] for ids in prompts]
@@ -57,23 +58,23 @@ def quiet() -> None:
 @pytest.mark.parametrize("tie", [False, True])
 def test_logprobs_equal_those_of_transformers(kind: str, tie: bool) -> None:
     directory = make(kind, tie=tie)
-    ours = load(directory)
+    loaded = load(directory)
     for ids, logits in zip(prompts(), references(directory, prompts()), strict=True):
         expected = logits.log_softmax(-1)
-        found = prefill(ours, memory(ours), ids, pages(3)).log_softmax(-1)
+        found = prefill(loaded, memory(loaded), ids, pages(3)).log_softmax(-1)
         torch.testing.assert_close(found, expected[-1], rtol=0, atol=1e-4)
-        step = in_chunks(ours, memory(ours), ids, pages(7), [1] * len(ids)).log_softmax(-1)
+        step = in_chunks(loaded, memory(loaded), ids, pages(7), [1] * len(ids)).log_softmax(-1)
         torch.testing.assert_close(step, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_ids_equal_those_of_transformers(kind: str) -> None:
     directory, count = make(kind), 24
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    ours = load(directory)
-    attention = memory(ours)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    loaded = load(directory)
+    attention = memory(loaded)
     rows = [(ids, pages(20 * n)) for n, ids in enumerate(prompts())]
-    logits = ours.forward(make_batch([Row(ids, 0, where) for ids, where in rows]), attention)
+    logits = loaded.forward(make_batch([Row(ids, 0, where) for ids, where in rows]), attention)
     drawn: list[list[int]] = [[] for _ in rows]
     close = [False] * len(rows)
     for _ in range(count):
@@ -81,7 +82,7 @@ def test_greedy_ids_equal_those_of_transformers(kind: str) -> None:
         for n, (values, indices) in enumerate(zip(*best, strict=True)):
             close[n] = close[n] or bool(values[0] - values[1] < TIE)
             drawn[n].append(int(indices[0]))
-        logits = ours.forward(
+        logits = loaded.forward(
             make_batch(
                 [Row(drawn[n][-1:], len(ids) + len(drawn[n]) - 1, where) for n, (ids, where) in enumerate(rows)]
             ),
@@ -89,7 +90,7 @@ def test_greedy_ids_equal_those_of_transformers(kind: str) -> None:
         )
     assert not all(close)
     for n, (ids, _) in enumerate(rows):
-        expected = theirs.generate(
+        expected = reference.generate(
             torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
         )[0, len(ids) :].tolist()
         assert close[n] or drawn[n] == expected
@@ -97,7 +98,7 @@ def test_greedy_ids_equal_those_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> None:
+def test_batch_invariance(kind: str, dtype: str) -> None:
     model = load(make(kind), dtype)
     chosen = prompts()
     alone = [prefill(model, memory(model), ids, pages(3)) for ids in chosen]
@@ -110,7 +111,7 @@ def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> 
     for sizes in ([*[1] * 35, 100, *[1] * 55], [100, 90], [16] * 11 + [14], [33, 1, 5, 150, 1]):
         assert torch.equal(in_chunks(model, memory(model), longest, pages(9), sizes)[-1], alone[-1]), sizes
 
-    # A decode row beside a prefill chunk: the last token of each prompt, the rest of which is there already.
+    # Decode rows next to a prefill chunk: the last token of each prompt, whose other tokens are in the cache.
     attention = memory(model)
     model.forward(make_batch([Row(ids[:-1], 0, pages(20 * n)) for n, ids in enumerate(chosen) if ids[:-1]]), attention)
     last = [Row(ids[-1:], len(ids) - 1, pages(20 * n)) for n, ids in enumerate(chosen)]
@@ -119,7 +120,7 @@ def test_bits_do_not_depend_on_chunks_and_batch_mates(kind: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_threads(dtype: str) -> None:
+def test_results_do_not_depend_on_the_thread_count(dtype: str) -> None:
     directory, ids = make("qwen3"), prompts()[-1]
     one = prefill(load(directory, dtype), memory(load(directory, dtype)), ids, pages(3))
     torch.set_num_threads(2)
@@ -127,11 +128,11 @@ def test_bits_do_not_depend_on_threads(dtype: str) -> None:
     assert torch.equal(prefill(model, memory(model), ids, pages(3)), one)
 
 
-def test_rows_that_do_not_draw_cost_no_logits() -> None:
+def test_no_logits_for_rows_that_do_not_sample() -> None:
     model = load(make("llama"))
     ids = prompts()[-1]
     attention = memory(model)
-    silent = make_batch([Row(ids[:100], 0, pages(0))])._replace(draw_at=torch.empty(0, dtype=torch.int64))
+    silent = make_batch([Row(ids[:100], 0, pages(0))])._replace(logits_indices=torch.empty(0, dtype=torch.int64))
     assert model.forward(silent, attention).shape == (0, 512)
     found = model.forward(make_batch([Row(ids[100:], 100, pages(0))]), attention)
     assert torch.equal(found[0], prefill(model, memory(model), ids, pages(3)))
@@ -162,7 +163,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 )
 @pytest.mark.parametrize("old", [False, True])
 def test_rotary_scalings_equal_those_of_transformers(tmp_path: Path, parameters: dict[str, Any], old: bool) -> None:
-    directory = changed(make("llama"), tmp_path, **spelled(parameters, old))
+    directory = changed(make("llama"), tmp_path, **as_written(parameters, old))
     ids = prompts()[-1]
     model = load(directory)
     found = prefill(model, memory(model), ids, pages(3)).log_softmax(-1)
@@ -170,8 +171,8 @@ def test_rotary_scalings_equal_those_of_transformers(tmp_path: Path, parameters:
     torch.testing.assert_close(found, expected[-1].log_softmax(-1), rtol=0, atol=1e-4)
 
 
-def spelled(parameters: dict[str, Any], old: bool) -> dict[str, Any]:
-    """The rotary parameters as transformers 5 writes them, or as version 4 did."""
+def as_written(parameters: dict[str, Any], old: bool) -> dict[str, Any]:
+    """The rotary parameters in the format of transformers 5, or of version 4."""
     if not old:
         return {"rope_parameters": {"rope_type": "default", **parameters}}
     rest = {name: value for name, value in parameters.items() if name != "rope_theta"}
@@ -179,15 +180,15 @@ def spelled(parameters: dict[str, Any], old: bool) -> dict[str, Any]:
 
 
 def changed(source: Path, target: Path, **changes: Any) -> Path:
-    """The same weights with another config."""
+    """A copy of the model with changes in its config."""
     config = json.loads((source / "config.json").read_text()) | changes
     (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     (target / "model.safetensors").symlink_to(source / "model.safetensors")
     return target
 
 
-def test_the_rotary_table_grows_and_keeps_its_rows() -> None:
-    rotary = Rotary(Rope(16, {"rope_theta": 10000.0}), CPU)
+def test_growth_of_the_rotary_table_keeps_its_rows() -> None:
+    rotary = RotaryEmbedding(RopeConfig(16, {"rope_theta": 10000.0}), CPU)
     positions = torch.tensor([0, 5, 2000])
     before = rotary.angles(positions, 2001, 3)
     rotary.angles(torch.tensor([9000]), 9001, 3)
@@ -195,8 +196,8 @@ def test_the_rotary_table_grows_and_keeps_its_rows() -> None:
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
-    rotary = Rotary(Rope(16, {"rope_theta": 10000.0}), CPU)
+def test_rotation_keeps_norms_and_depends_on_the_distance_only() -> None:
+    rotary = RotaryEmbedding(RopeConfig(16, {"rope_theta": 10000.0}), CPU)
     query, key = torch.randn(2, 1, 1, 16)
 
     def score(at: int, seen: int) -> float:
@@ -224,19 +225,19 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def windows(kind: str, **changes: Any) -> list[int | None]:
-    return [layer.window for layer in decoder_config(config_of(kind, **changes)).layers]
+    return [layer.window for layer in read_decoder_config(config_of(kind, **changes)).layers]
 
 
-def test_all_layers_of_mistral_have_its_window() -> None:
+def test_sliding_window_of_mistral() -> None:
     assert windows("mistral", sliding_window=100) == [100, 100]
     assert windows("mistral") == [4096, 4096]
     assert windows("mistral", sliding_window=None) == [None, None]
-    assert windows("mistral", sliding_window=32768) == [None, None]  # as long as any sequence
+    assert windows("mistral", sliding_window=32768) == [None, None]  # as long as the longest sequence
     assert windows("llama", sliding_window=100) == [None, None]
-    assert decoder_config(config_of("mistral")).context == 32768
+    assert read_decoder_config(config_of("mistral")).context_length == 32768
 
 
-def test_layers_of_qwen_have_windows_where_they_are_on() -> None:
+def test_sliding_window_of_qwen_if_enabled() -> None:
     assert windows("qwen2", sliding_window=100, max_window_layers=1) == [None, None]
     on = {"sliding_window": 100, "use_sliding_window": True}
     assert windows("qwen2", **on) == [None, None]  # from the 28th layer on
@@ -244,19 +245,19 @@ def test_layers_of_qwen_have_windows_where_they_are_on() -> None:
     assert windows("qwen3", **on, layer_types=["sliding_attention", "full_attention"]) == [100, None]
 
 
-def test_layers_of_gemma_take_turns() -> None:
+def test_sliding_windows_of_gemma_alternate() -> None:
     three = {"num_hidden_layers": 3, "sliding_window": 100}
     assert windows("gemma2", **three) == [100, None, 100]
     assert windows("gemma3_text", **three, sliding_window_pattern=3) == [100, 100, None]
-    config = decoder_config(config_of("gemma3_text", **three, sliding_window_pattern=3, rope_local_base_freq=77.0))
+    config = read_decoder_config(config_of("gemma3_text", **three, sliding_window_pattern=3, rope_local_base_freq=77.0))
     assert [layer.rope for layer in config.layers] == [1, 1, 0]
     assert [rope.parameters["rope_theta"] for rope in config.ropes] == [1000000.0, 77.0]
 
 
-def test_longrope_ends_where_its_angles_would_change() -> None:
+def test_longrope_is_limited_to_the_original_length() -> None:
     scaling = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     config = config_of("phi3", rope_scaling=scaling, original_max_position_embeddings=4096)
-    assert decoder_config(config).context == 4096
+    assert read_decoder_config(config).context_length == 4096
 
 
 @pytest.mark.parametrize(
@@ -269,14 +270,14 @@ def test_longrope_ends_where_its_angles_would_change() -> None:
         ({"model_type": "falcon"}, "falcon"),
     ],
 )
-def test_what_the_decoder_does_not_do_is_named(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(Unsupported, match=named):
-        decoder_config(config_of("llama", **changes))
+def test_unsupported_config_values_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=named):
+        read_decoder_config(config_of("llama", **changes))
 
 
-def test_biases_follow_the_kind_and_the_config() -> None:
-    assert decoder_config(config_of("qwen2")).qkv_bias
-    assert not decoder_config(config_of("qwen2")).output_bias
-    biased = decoder_config(config_of("llama", attention_bias=True, mlp_bias=True))
+def test_biases_of_family_and_config() -> None:
+    assert read_decoder_config(config_of("qwen2")).qkv_bias
+    assert not read_decoder_config(config_of("qwen2")).output_bias
+    biased = read_decoder_config(config_of("llama", attention_bias=True, mlp_bias=True))
     assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
-    assert decoder_config(config_of("qwen3", head_dim=32)).head_dim == 32
+    assert read_decoder_config(config_of("qwen3", head_dim=32)).head_dim == 32

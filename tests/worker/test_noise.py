@@ -5,15 +5,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tgi.worker.noise import Noise, keys
+from tgi.worker.sampling.noise import Noise, noise_keys
 
 CPU = torch.device("cpu")
 
 
 def uniform(seeds: list[int], positions: list[int], vocab: int, choice: int = 0) -> NDArray[np.float64]:
-    """The uniform numbers behind the exponentials, [n, vocab]."""
+    """The uniform numbers from which the exponentials are computed, [n, vocab]."""
     choices = np.full(len(seeds), choice, np.uint64)
-    row_keys = torch.from_numpy(keys(np.array(seeds, np.uint64), np.array(positions, np.int64), choices))
+    row_keys = torch.from_numpy(noise_keys(np.array(seeds, np.uint64), np.array(positions, np.int64), choices))
     noise = Noise(vocab, CPU)
     parts = [noise.exponentials(row_keys[at : at + noise.rows]).clone() for at in range(0, len(seeds), noise.rows)]
     exponentials = torch.cat(parts).double().numpy()
@@ -23,7 +23,7 @@ def uniform(seeds: list[int], positions: list[int], vocab: int, choice: int = 0)
 
 
 def chi_square(values: NDArray[np.float64], bins: int = 64) -> float:
-    """How many standard deviations the histogram's chi-square lies from its mean."""
+    """The distance of the histogram's chi-square from its mean, in standard deviations."""
     counts, _ = np.histogram(values, bins, (0, 1))
     expected = values.size / bins
     return float((((counts - expected) ** 2 / expected).sum() - (bins - 1)) / np.sqrt(2 * (bins - 1)))
@@ -70,9 +70,9 @@ def test_a_number_depends_on_its_key_and_id_alone() -> None:
 def test_known_values() -> None:
     """The hash is part of what makes seeds repeatable over releases: these numbers must never change."""
     seeds, positions = np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 1000], np.int64)
-    row_keys = keys(seeds, positions, np.zeros(3, np.uint64))
+    row_keys = noise_keys(seeds, positions, np.zeros(3, np.uint64))
     assert row_keys.tolist() == KEYS
-    assert keys(seeds, positions, np.array([1, 0, 7], np.uint64)).tolist() == [OTHERS[0], KEYS[1], OTHERS[1]]
+    assert noise_keys(seeds, positions, np.array([1, 0, 7], np.uint64)).tolist() == [OTHERS[0], KEYS[1], OTHERS[1]]
     drawn = Noise(5, CPU).exponentials(torch.from_numpy(row_keys[1:2]))[0]
     assert drawn.tolist() == pytest.approx(DRAWN, rel=1e-6)
 

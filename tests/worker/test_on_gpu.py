@@ -1,4 +1,4 @@
-"""What only a GPU can show: the real kernels, graphs and copies. Left out where there is none."""
+"""Tests that need a GPU: our kernels, CUDA graphs, copies. Skipped without one."""
 
 import os
 from pathlib import Path
@@ -13,28 +13,32 @@ from tests.worker.batches import Row, make_batch, moved
 from tests.worker.driving import Drawn, drive
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
-from tgi.kernel.messages import Sampling
-from tgi.kernel.settings import Settings
-from tgi.worker import float8
-from tgi.worker.attention import build_attention, gathered
-from tgi.worker.attention.cache import Cache
-from tgi.worker.batch import KVShape
-from tgi.worker.gpu.choose import tried
-from tgi.worker.gpu.kernels import Gpu
-from tgi.worker.gpu.trial import numbers
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.settings import Settings
+from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.attention import build_attention, cuda
+from tgi.worker.attention.cuda import LayerKVCache
+from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.gpu_kernels.selection import self_tested_kernels
+from tgi.worker.gpu_kernels.self_test import random_tensor
+from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, find_product
 from tgi.worker.layers.norm import Norm
-from tgi.worker.layers.rotary import Rope, Rotary
-from tgi.worker.linear import ACTIVATIONS
-from tgi.worker.load import build_model
-from tgi.worker.lora.deltas import Span
-from tgi.worker.products import FEW_FLOATS, find_product
+from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+from tgi.worker.lora.deltas import AdapterSpan
+from tgi.worker.models.loader import build_model
+from tgi.worker.quantization import float8
 from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.start import start_engine
-from tgi.worker.warm import WARM_SAMPLING
 
 GPU = "cuda"
 PROMPTS = [[5, 9, 3], [7] * 20, list(range(40)), [1], [8, 8, 30, 2] * 200]
-SAMPLINGS = [Sampling(0), Sampling(1, do_sample=True), WARM_SAMPLING._replace(watermark=False), Sampling(2, top_n=3)]
+SAMPLINGS = [
+    SamplingParams(0),
+    SamplingParams(1, do_sample=True),
+    WARMUP_SAMPLING_PARAMS._replace(watermark=False),
+    SamplingParams(2, top_n=3),
+]
 
 # Where the tests of kernels run in the same process, Triton's interpreter stands for the GPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,7 +58,7 @@ def drawn(
     drafts: int = 0,
     **more: Any,
 ) -> list[Drawn]:
-    """What the engine draws that a worker would start, with so many drafts of a model that thinks the same."""
+    """The tokens of an engine as a worker starts it, with drafts of a draft model that equals the served one."""
     run.mkdir()
     settings = Settings(
         model_dir=model(kind),
@@ -70,26 +74,26 @@ def drawn(
         **more,
     )
     engine = start_engine(settings, lambda stage, percent: None)
-    assert (engine._recorded is not None) == (device == GPU and graphs != (0,))
+    assert (engine._decode_graphs is not None) == (device == GPU and graphs != (0,))
     guess = (lambda row, drawn: drafts) if drafts else None
-    return drive(engine, PROMPTS, 12, [*SAMPLINGS, Sampling(0)], stagger=2, guess=guess)
+    return drive(engine, PROMPTS, 12, [*SAMPLINGS, SamplingParams(0)], stagger=2, guess=guess)
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    found, reason = tried(torch.device(GPU), torch.cuda.get_device_capability())
+def gpu() -> GpuKernels:
+    found, reason = self_tested_kernels(torch.device(GPU), torch.cuda.get_device_capability())
     assert found is not None, reason
     return found
 
 
-def test_kernels_pass_their_trials(gpu: Gpu) -> None:
-    """Otherwise a worker computes without them, and so do the engines below."""
+def test_kernels_pass_their_trials(gpu: GpuKernels) -> None:
+    """Otherwise a worker does not use the kernels, and neither do the engines below."""
     assert gpu.capability == torch.cuda.get_device_capability()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_a_gpu_draws_what_a_cpu_does(kind: str, tmp_path: Path) -> None:
-    """In float32; recorded and not, with drafts, and with torch's kernels alone."""
+def test_a_gpu_samples_the_same_tokens_as_a_cpu(kind: str, tmp_path: Path) -> None:
+    """In float32; with and without CUDA graphs, with drafts, and with torch's kernels only."""
     expected = drawn(kind, "float32", tmp_path / "cpu", "cpu", ())
     ways: dict[str, dict[str, Any]] = {
         "plain": {"graphs": (0,)},
@@ -106,8 +110,8 @@ def test_a_gpu_draws_what_a_cpu_does(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "cache"), [("llama", None), ("gemma2", None), ("llama", "fp8_e4m3fn"), ("gemma2", "fp8_e5m2")]
 )
-def test_recorded_steps_draw_what_computed_ones_do(kind: str, cache: str | None, tmp_path: Path) -> None:
-    """In bfloat16, by whatever kernels there are. Where tokens are level they may part, and go on otherwise."""
+def test_replayed_steps_sample_the_same_tokens(kind: str, cache: str | None, tmp_path: Path) -> None:
+    """In bfloat16, with our kernels and torch's. Where two tokens have nearly equal logits, the texts may diverge."""
     plain = drawn(kind, "bfloat16", tmp_path / "plain", GPU, (0,), kv_cache_dtype=cache)
     recorded = drawn(kind, "bfloat16", tmp_path / "recorded", GPU, (), kv_cache_dtype=cache)
     for one, other in zip(plain, recorded, strict=True):
@@ -117,8 +121,8 @@ def test_recorded_steps_draw_what_computed_ones_do(kind: str, cache: str | None,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_of_a_real_model_are_what_torch_computes(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Of few tokens and of many."""
+def test_rows_of_a_real_model_are_what_torch_computes(gpu: GpuKernels, dtype: torch.dtype) -> None:
+    """For few tokens and for many."""
     there = torch.device(GPU)
     tolerance = {torch.bfloat16: 1 / 128, torch.float16: 1 / 1024, torch.float32: 2e-5}[dtype]
 
@@ -126,30 +130,33 @@ def test_rows_of_a_real_model_are_what_torch_computes(gpu: Gpu, dtype: torch.dty
         torch.testing.assert_close(found, expected, rtol=roundings * tolerance, atol=roundings * tolerance / 4)
 
     for tokens in (1, 3000):
-        x, qkv = numbers(there, tokens, 4096, dtype=dtype), numbers(there, tokens, 48, 128, dtype=dtype, seed=1)
-        norm = Norm(numbers(there, 4096, seed=2), numbers(there, 4096, seed=3), 1e-5, True)
+        x, qkv = (
+            random_tensor(there, tokens, 4096, dtype=dtype),
+            random_tensor(there, tokens, 48, 128, dtype=dtype, seed=1),
+        )
+        norm = Norm(random_tensor(there, 4096, seed=2), random_tensor(there, 4096, seed=3), 1e-5, True)
         near(norm._replace(kernels=gpu)(x), norm(x))
-        norm = Norm(numbers(there, 40, 128, seed=4), None, 1e-6, False)
+        norm = Norm(random_tensor(there, 40, 128, seed=4), None, 1e-6, False)
         found, expected = qkv.clone(), qkv.clone()
-        norm._replace(kernels=gpu).in_place(found[:, :40])
-        norm.in_place(expected[:, :40])
+        norm._replace(kernels=gpu).normalize_in_place(found[:, :40])
+        norm.normalize_in_place(expected[:, :40])
         near(found, expected)
         for neighbours in (False, True):
             turned = [qkv.clone(), qkv.clone()]
             for one, kernels in zip(turned, (gpu, None), strict=True):
-                rotary = Rotary(Rope(128, {"rope_theta": 500000.0}, neighbours), there, kernels)
+                rotary = RotaryEmbedding(RopeConfig(128, {"rope_theta": 500000.0}, neighbours), there, kernels)
                 rotary.rotate(one, 40, rotary.angles(torch.arange(tokens, device=there), tokens, 40))
             near(*turned)
-        left, right = numbers(there, tokens, 2 * 8192, dtype=dtype).chunk(2, 1)
+        left, right = random_tensor(there, tokens, 2 * 8192, dtype=dtype).chunk(2, 1)
         for then, activation in ACTIVATIONS.items():
-            near(gpu.gate(torch.cat((left, right), 1), then), activation(left) * right, roundings=2)
+            near(gpu.gated_activation(torch.cat((left, right), 1), then), activation(left) * right, roundings=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (16, 16, 256), (32, 1, 80)])
 def test_decode_attention_is_what_torch_computes(
-    gpu: Gpu, heads: int, kv_heads: int, head_dim: int, kept: torch.dtype | None, dtype: torch.dtype
+    gpu: GpuKernels, heads: int, kv_heads: int, head_dim: int, kept: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     """Of short contexts and long ones, with windows and caps, and the same for a row that stands alone."""
     there, contexts = torch.device(GPU), [1, 16, 17, 1000, 5000]
@@ -158,25 +165,29 @@ def test_decode_attention_is_what_torch_computes(
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).split(pages)
     rows = [Row([0], length - 1, own.tolist()) for length, own in zip(contexts, order, strict=True)]
     batch = moved(make_batch(rows, 16), GPU)
-    qkv = numbers(there, len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    qkv = random_tensor(there, len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
     places = torch.arange(16 * sum(pages), device=there)
-    written = numbers(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+    written = random_tensor(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
     for window, cap in ((None, None), (4096, None), (None, 5.0)):
-        kv = KVShape(1, heads, kv_heads, head_dim, dtype, (window,), cap, gpu=gpu, stored=kept)
-        cache = Cache(kv, 0, sum(pages), 16, there)
+        kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, (window,), cap, gpu_kernels=gpu, quantized_dtype=kept)
+        cache = LayerKVCache(kv, 0, sum(pages), 16, there)
         cache.write(written, places)
         together, alone = (
-            gpu.attend(qkv[at:], cache.keys, cache.values, batch.page_table[at:], batch.context[at:], 0.1, window, cap)
+            gpu.paged_attention(
+                qkv[at:], cache.keys, cache.values, batch.page_table[at:], batch.context_lens[at:], 0.1, window, cap
+            )
             for at in (0, len(contexts) - 1)
         )
-        expected = gathered.attend(gathered.plan(batch, kv, 16), qkv[:, :heads].contiguous(), cache, 0.1, window, cap)
+        expected = cuda.attend_padded(
+            cuda.plan_padded_decode(batch, kv, 16), qkv[:, :heads].contiguous(), cache, 0.1, window, cap
+        )
         largest = float(expected.abs().max())
         torch.testing.assert_close(together, expected, rtol=tolerance, atol=tolerance * largest)
         assert torch.equal(alone[0], together[-1])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2", "qwen3_moe"])
-def test_models_with_our_kernels_are_what_torch_computes(gpu: Gpu, kind: str) -> None:
+def test_models_with_our_kernels_are_what_torch_computes(gpu: GpuKernels, kind: str) -> None:
     batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])
     there = moved(batch, GPU)
     found = []
@@ -186,40 +197,40 @@ def test_models_with_our_kernels_are_what_torch_computes(gpu: Gpu, kind: str) ->
     torch.testing.assert_close(*found, rtol=0, atol=1e-3)
 
 
-def test_adapters_change_what_they_do_on_a_cpu(gpu: Gpu, tmp_path: Path) -> None:
-    """Of one row of two, before the activation and behind it."""
+def test_adapters_give_the_same_logits_as_on_a_cpu(gpu: GpuKernels, tmp_path: Path) -> None:
+    """In one row of two, before the activation and after it."""
     directory = model("llama")
     path = make_adapter(tmp_path / "adapter", directory, targets=("q_proj", "up_proj", "down_proj"))
     batch = make_batch([Row(list(range(5, 75)), 0, range(8)), Row([8, 30], 0, range(8, 16))])
     found = []
     for device, ours in (("cpu", None), (GPU, gpu), (GPU, None)):
         made = build_model(directory, "float32", device, lambda stage, percent: None, gpu=ours)
-        adapted = moved(batch, device)._replace(adapted=[Span(made.adapter(path), 0, 70)])
+        adapted = moved(batch, device)._replace(lora_spans=[AdapterSpan(made.load_adapter(path), 0, 70)])
         found.append(made.forward(adapted, build_attention(made.kv, 20, made.device)).log_softmax(-1).cpu())
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
     torch.testing.assert_close(found[2], found[0], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_in_few_bits_are_those_of_what_the_weights_stand_for(gpu: Gpu, dtype: torch.dtype) -> None:
+def test_products_in_few_bits_are_those_of_what_the_weights_stand_for(gpu: GpuKernels, dtype: torch.dtype) -> None:
     """Of few rows from their columns, a row's bits whatever its company; of many as products.py says."""
     there = torch.device(GPU)
     forms = [random_whole(4112, 4096, 8), random_whole(1040, 4096, 4), random_weight(4112, 4096, 4, 128, True)]
     forms += [random_weight(1040, 4096, 4, 32, False), random_weight(1040, 4096, 8, 16, True)]
-    floats = float8.held_on(there)
+    floats = float8.stays_float8_on(there)
     if floats:
-        assert float8.multiplies(there)
+        assert float8.has_float8_matmul(there)
         forms += [random_floats(4112, 4096), random_floats(1040, 14336)]
     for weight in (form.to(there) for form in forms):
         outputs, inputs = weight.shape
-        multiply = find_product(weight, numbers(there, outputs, dtype=dtype), dtype, gpu)
-        x = numbers(there, 300, inputs, dtype=dtype, seed=1)
-        expected = multiply_exactly(x, weight) + numbers(there, outputs)
+        multiply = find_product(weight, random_tensor(there, outputs, dtype=dtype), dtype, gpu)
+        x = random_tensor(there, 300, inputs, dtype=dtype, seed=1)
+        expected = multiply_exactly(x, weight) + random_tensor(there, outputs)
         for rows in (1, 5, 16, 17, 64, 300):
             found = multiply(x[:rows]).float()
-            rounded = weight.floating and rows > FEW_FLOATS
+            rounded = weight.floating and rows > KERNEL_MAX_ROWS_FP8
             assert (found - expected[:rows]).norm() <= (0.04 if rounded else 0.004) * expected[:rows].norm()
-            if rows <= FEW_FLOATS:
+            if rows <= KERNEL_MAX_ROWS_FP8:
                 assert torch.equal(found[:1], multiply(x[:1]).float())
 
 
@@ -228,8 +239,8 @@ def multiply_exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
-def test_recorded_steps_in_few_bits_draw_what_computed_ones_do(quantize: str, tmp_path: Path) -> None:
-    if quantize == "fp8" and not float8.held_on(torch.device(GPU)):
+def test_replayed_quantized_steps_sample_the_same_tokens(quantize: str, tmp_path: Path) -> None:
+    if quantize == "fp8" and not float8.stays_float8_on(torch.device(GPU)):
         pytest.skip("needs a GPU that multiplies 8-bit floats")
     plain = drawn("llama", "bfloat16", tmp_path / "plain", GPU, (0,), quantize=quantize)
     recorded = drawn("llama", "bfloat16", tmp_path / "recorded", GPU, (), quantize=quantize)

@@ -1,4 +1,4 @@
-"""Whole models in fewer bits: what they compute with, and that load changes no bit of it."""
+"""Whole quantized models: they match the dequantized weights, and results do not depend on the batch."""
 
 import json
 import shutil
@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.bench_quality import Plain
+from scripts.benchmarks.quality import Plain
 from tests.models import model as make
 from tests.worker.batches import prefill
+from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.cpu_kernels.test_models import prompts
 from tests.worker.driving import drive, make_engine
 from tests.worker.loras import make_adapter
-from tests.worker.ours import our_kernels
-from tests.worker.test_native_models import prompts
-from tgi.kernel.errors import UserError
-from tgi.kernel.messages import Sampling
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Model
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.load import build_model, read_recipe
-from tgi.worker.lora.shelf import stock
-from tgi.worker.models.decoder import Decoder
-from tgi.worker.models.weights import WeightReader
+from tgi.worker.lora.registry import load_adapters
+from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.models.weight_loader import DecoderWeightLoader
 
 CPU = torch.device("cpu")
-KINDS = ("llama", "phi3", "mixtral")  # parts that are joined, parts that are one tensor, and experts
+KINDS = ("llama", "phi3", "mixtral")  # separate projections, fused projections, and experts
 
 
 @cache
@@ -37,21 +37,21 @@ def directory(kind: str) -> Path:
 
 def load(kind: str, quantize: str, native: bool, dtype: str = "bfloat16") -> Model:
     path = directory(kind)
-    kernels = our_kernels(read_recipe(path, dtype, quantize)) if native else None
+    kernels = our_kernels(read_model_spec(path, dtype, quantize)) if native else None
     return build_model(path, dtype, "cpu", lambda stage, percent: None, kernels=kernels, quantize=quantize)
 
 
 def dequantized(kind: str, quantize: str, native: bool) -> Model:
-    """The plain model with the weights that the quantized ones stand for. Its embedding is that of the file."""
-    recipe = read_recipe(directory(kind), "bfloat16", quantize)
+    """The plain model with the dequantized weights. Its embedding is that of the file."""
+    recipe = read_model_spec(directory(kind), "bfloat16", quantize)
     kernels = our_kernels(recipe) if native else None
     assert recipe.decoder is not None
     with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
         sources = [Plain(recipe.scheme.source(checkpoint)), recipe.scheme.stored_source(checkpoint)]
-        readers = [WeightReader(source, recipe.decoder, torch.bfloat16, CPU, kernels) for source in sources]
-        weights, stored = (reader.weights(lambda percent: None) for reader in readers)
+        readers = [DecoderWeightLoader(source, recipe.decoder, torch.bfloat16, CPU, kernels) for source in sources]
+        weights, stored = (reader.load(lambda percent: None) for reader in readers)
     weights = weights._replace(embedding=stored.embedding)
-    return Decoder(recipe.decoder, weights, torch.bfloat16, CPU, kernels)
+    return DecoderModel(recipe.decoder, weights, torch.bfloat16, CPU, kernels)
 
 
 def logits(model: Model) -> Tensor:
@@ -61,14 +61,14 @@ def logits(model: Model) -> Tensor:
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantized_model_computes_with_what_its_codes_stand_for(kind: str, quantize: str) -> None:
+def test_a_quantized_model_matches_its_dequantized_weights(kind: str, quantize: str) -> None:
     assert torch.equal(logits(load(kind, quantize, False)), logits(dequantized(kind, quantize, False)))
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_numbers_are_no_further_from_it_than_bfloat16(kind: str, quantize: str) -> None:
-    """On our own kernels, with whole numbers: as far off as torch's kernels are from ours with bfloat16."""
+def test_integer_products_are_as_exact_as_bfloat16(kind: str, quantize: str) -> None:
+    """On the CPU kernels with integers: the error is at most that between torch's and our bfloat16 kernels."""
     found, ours, torchs = (
         logits(model)
         for model in (
@@ -81,11 +81,11 @@ def test_whole_numbers_are_no_further_from_it_than_bfloat16(kind: str, quantize:
 
 
 @pytest.mark.parametrize(("native", "quantize"), [(False, "int4"), (True, "int8"), (True, "int4")])
-def test_load_changes_no_bit_of_it_with_adapters_too(native: bool, quantize: str, tmp_path: Path) -> None:
+def test_results_with_adapters_do_not_depend_on_the_batch(native: bool, quantize: str, tmp_path: Path) -> None:
     engine = make_engine(load("llama", quantize, native), pages=64)
-    stock(engine.adapters, (("a", str(make_adapter(tmp_path / "a", directory("llama")))),))
-    asked = Sampling(0, adapter="a", adapter_digest=engine.adapters.listed[0].digest)
-    samplings = [asked, Sampling(7, temperature=0.8), asked._replace(seed=3, temperature=1.0), Sampling(0)]
+    load_adapters(engine.adapters, (("a", str(make_adapter(tmp_path / "a", directory("llama")))),))
+    asked = SamplingParams(0, adapter="a", adapter_digest=engine.adapters.loaded_adapters[0].digest)
+    samplings = [asked, SamplingParams(7, temperature=0.8), asked._replace(seed=3, temperature=1.0), SamplingParams(0)]
     together = drive(engine, prompts(), 8, samplings, chunk=23, stagger=1)
     alone = [drive(engine, [ids], 8, [how])[0] for ids, how in zip(prompts(), samplings, strict=True)]
     assert together == alone
@@ -105,12 +105,12 @@ def test_fewer_bits_are_further_from_the_model() -> None:
         ("gpt2", "int8", "through transformers, which cannot be done with quantized weights"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused_in_words(kind: str, quantize: str, reason: str) -> None:
+def test_models_that_cannot_be_quantized_are_rejected(kind: str, quantize: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        read_recipe(make(kind), "auto", quantize)
+        read_model_spec(make(kind), "auto", quantize)
 
 
-def test_torch_on_cpu_says_that_it_saves_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_on_cpu_logs_that_quantization_saves_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     made = load("llama", "int4", False)
     assert made.footprint.bytes == made.footprint.numbers * made.kv.dtype.itemsize
     assert "--quantize saves no memory here" in caplog.text

@@ -1,4 +1,4 @@
-"""Sampling against a plain reference in float64, statistically, and bit for bit under any batch."""
+"""Sampling against a reference in float64, statistically, and bit for bit in any batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,26 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tgi.kernel.messages import Sampling
-from tgi.kernel.pack import FLOAT32, INT32, floats, ints, pack
-from tgi.worker.best import argmax
-from tgi.worker.filters import NUCLEUS
-from tgi.worker.noise import Noise, keys
-from tgi.worker.params import Draws, Params
-from tgi.worker.sampling import sample
-from tgi.worker.watermark import PRIME, Watermark
+from tests.parameters import all_sampling_params
+from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.greedy import argmax
+from tgi.worker.sampling.logits_processors import TOP_P_WIDTHS
+from tgi.worker.sampling.noise import Noise, noise_keys
+from tgi.worker.sampling.sampler import sample
+from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns
+from tgi.worker.sampling.watermark import SEED_FACTOR, Watermark
 
 CPU = torch.device("cpu")
-GREEDY = Sampling(0)
+GREEDY = SamplingParams(0)
 GAMMA, DELTA = 0.4, 1.7
 
 
-def draws(samplings: Sequence[Sampling], histories: Sequence[list[int]], prompts: Sequence[int] | None = None) -> Draws:
-    """Of rows with these ids, the first `prompts` of which are prompt; all of them unless given."""
-    params = Params.empty(len(samplings))
+def draws(
+    samplings: Sequence[SamplingParams], histories: Sequence[list[int]], prompts: Sequence[int] | None = None
+) -> SamplingBatch:
+    """A SamplingBatch of rows with these ids, the first `prompts` of which are prompt (default: all)."""
+    params = SamplingColumns.allocate(len(samplings))
     position = np.array([len(ids) for ids in histories])
     for row, (sampling, prompt) in enumerate(zip(samplings, position if prompts is None else prompts, strict=True)):
-        params.put(row, sampling, int(prompt))
+        params.assign(row, sampling, int(prompt))
 
     def history(rows: NDArray[np.int64], begins: NDArray[np.int64]) -> torch.Tensor:
         parts = [histories[row][begin:] for row, begin in zip(rows, begins, strict=True)]
@@ -37,42 +40,42 @@ def draws(samplings: Sequence[Sampling], histories: Sequence[list[int]], prompts
         filled = [ids + histories[row][:1] * (longest - len(ids)) for row, ids in zip(rows, parts, strict=True)]
         return torch.tensor(filled, dtype=torch.int64)
 
-    return Draws(params, position, history)
+    return SamplingBatch(params, position, history)
 
 
 def run(
     logits: torch.Tensor,
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     histories: Sequence[list[int]],
     prompts: Sequence[int] | None = None,
 ) -> tuple[Any, Any]:
     vocab = logits.shape[1]
-    batch = draws(samplings, histories, prompts)._replace(mark=Watermark(vocab, CPU, GAMMA, DELTA))
+    batch = draws(samplings, histories, prompts)._replace(watermark=Watermark(vocab, CPU, GAMMA, DELTA))
     drawn = sample(logits.clone(), batch, Noise(vocab, CPU))
     return drawn.ids, drawn.logprobs
 
 
 def bias(values: dict[int, float]) -> dict[str, bytes]:
-    """Fields of a Sampling."""
-    return {"bias_ids": pack(INT32, values.keys()), "biases": pack(FLOAT32, values.values())}
+    """Fields of SamplingParams."""
+    return {"bias_ids": pack_column(INT32, values.keys()), "biases": pack_column(FLOAT32, values.values())}
 
 
 def bad_words(*sequences: Sequence[int]) -> dict[str, bytes]:
-    """Fields of a Sampling."""
+    """Fields of SamplingParams."""
     ids = [token for sequence in sequences for token in sequence]
-    return {"bad_word_ids": pack(INT32, ids), "bad_word_lengths": pack(INT32, map(len, sequences))}
+    return {"bad_word_ids": pack_column(INT32, ids), "bad_word_lengths": pack_column(INT32, map(len, sequences))}
 
 
-def sequences_of(sampling: Sampling) -> list[list[int]]:
-    """The bad words of a Sampling."""
-    ids = iter(ints(sampling.bad_word_ids))
-    return [[next(ids) for _ in range(length)] for length in ints(sampling.bad_word_lengths)]
+def sequences_of(sampling: SamplingParams) -> list[list[int]]:
+    """The bad words as fields of SamplingParams."""
+    ids = iter(unpack_int32(sampling.bad_word_ids))
+    return [[next(ids) for _ in range(length)] for length in unpack_int32(sampling.bad_word_lengths)]
 
 
 def processed(
-    logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int | None = None
+    logits: torch.Tensor, sampling: SamplingParams, history: list[int], prompt: int | None = None
 ) -> NDArray[np.float64]:
-    """The reference: one row, in float64, formula by formula."""
+    """The reference: the logits processors of one row in float64."""
     s = logits.double().numpy().copy()
     p = float(np.float32(sampling.repetition_penalty))
     generated = history[len(history) if prompt is None else prompt :]
@@ -84,13 +87,13 @@ def processed(
         s[token] -= sampling.frequency_penalty * history.count(token) / len(history)
     for token in set(generated):
         s[token] -= sampling.count_penalty * generated.count(token) + sampling.presence_penalty
-    for token, value in zip(ints(sampling.bias_ids), floats(sampling.biases), strict=True):
+    for token, value in zip(unpack_int32(sampling.bias_ids), unpack_float32(sampling.biases), strict=True):
         s[token] += value
     for *before, last in sequences_of(sampling):
         if before == generated[max(0, len(generated) - len(before)) :] or not before:
             s[last] = -np.inf
     if len(generated) < sampling.min_new_tokens:
-        ends = ints(sampling.end_ids)
+        ends = unpack_int32(sampling.end_ids)
         held = s.copy()
         held[ends] = -np.inf
         s = held if (held > -np.inf).any() else s
@@ -112,13 +115,13 @@ def processed(
 
 
 def green(last: int, vocab: int) -> list[int]:
-    """The green tokens behind `last`, as sampling.md has them."""
-    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(PRIME * last))
+    """The green tokens after `last`, as docs/watermark.md describes them."""
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(SEED_FACTOR * last))
     return order[: int(vocab * GAMMA)].tolist()
 
 
 def typical(s: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
-    """Which tokens typical_p keeps."""
+    """The tokens that typical_p keeps."""
     p = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
     surprise = np.array([np.inf if one == 0 else -np.log(one) for one in p])
     entropy = sum(one * much for one, much in zip(p, surprise, strict=True) if one)
@@ -132,14 +135,14 @@ def typical(s: NDArray[np.float64], mass: float) -> NDArray[np.bool_]:
 
 
 def reference(
-    logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int | None = None
+    logits: torch.Tensor, sampling: SamplingParams, history: list[int], prompt: int | None = None
 ) -> tuple[int, float]:
     s = processed(logits, sampling, history, prompt)
     logprobs = s - s.max() - np.log(np.exp(s - s.max()).sum())
     chosen = int(s.argmax())
     if sampling.samples:
         key = np.array([sampling.seed], np.uint64), np.array([len(history)]), np.array([sampling.choice], np.uint64)
-        row_keys = torch.from_numpy(keys(*key))
+        row_keys = torch.from_numpy(noise_keys(*key))
         q = Noise(len(s), CPU).exponentials(row_keys)[0].double().numpy()
         chosen = int((np.exp(logprobs) / q).argmax())
     return chosen, float(logprobs[chosen])
@@ -149,9 +152,7 @@ def penalties(values: Sequence[float]) -> st.SearchStrategy[float]:
     return st.sampled_from([0.0, 0.0, 0.0, *values])
 
 
-SAMPLING = st.builds(
-    Sampling,
-    seed=st.integers(0, 2**64 - 1),
+SAMPLING = all_sampling_params(
     do_sample=st.booleans(),
     temperature=st.sampled_from([1.0, 1.0, 0.1, 0.7, 1.5, 20.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 40, 5000, 10**6]),
@@ -163,32 +164,25 @@ SAMPLING = st.builds(
     frequency_penalty=penalties([2.0, -2.0, 0.5]),
     count_penalty=penalties([0.1, -2.0, 1.5]),
     presence_penalty=penalties([0.7, 2.0, -1.0]),
-    bias_ids=st.sampled_from([b"", b"", pack(INT32, [2, 0])]),
-    biases=st.just(b""),
-    grammar=st.just(""),
-    watermark=st.booleans(),
+    bias_ids=st.sampled_from([b"", b"", pack_column(INT32, [2, 0])]),
     min_new_tokens=st.sampled_from([0, 0, 1, 3]),
-    end_ids=st.sampled_from([b"", pack(INT32, [1]), pack(INT32, [2, 0])]),
-    adapter=st.just(""),
-    adapter_digest=st.just(b""),
+    end_ids=st.sampled_from([b"", pack_column(INT32, [1]), pack_column(INT32, [2, 0])]),
     min_p=st.sampled_from([0.0, 0.0, 1e-4, 0.1, 1.0]),
-    bad_word_ids=st.just(b""),
-    bad_word_lengths=st.just(b""),
-).map(lambda sampling: sampling._replace(biases=pack(FLOAT32, [-100.0, 1.5]) if sampling.bias_ids else b""))
+).map(lambda sampling: sampling._replace(biases=pack_column(FLOAT32, [-100.0, 1.5]) if sampling.bias_ids else b""))
 
 
 @settings(max_examples=60)
 @given(
     samplings=st.lists(SAMPLING, min_size=1, max_size=6),
-    vocab=st.sampled_from([3, 97, NUCLEUS[0], NUCLEUS[0] + 1, 2003, 9001]),
+    vocab=st.sampled_from([3, 97, TOP_P_WIDTHS[0], TOP_P_WIDTHS[0] + 1, 2003, 9001]),
     scale=st.sampled_from([0.1, 3.0, 30.0]),
     words=st.lists(st.integers(0, 4), max_size=3),
     random=st.integers(0, 2**32 - 1),
 )
 def test_every_row_equals_the_reference(
-    samplings: list[Sampling], vocab: int, scale: float, words: list[int], random: int
+    samplings: list[SamplingParams], vocab: int, scale: float, words: list[int], random: int
 ) -> None:
-    """The bad words of a row are its latest tokens, prompt or generated, and the likeliest token behind them."""
+    """The bad words of a row are its last tokens, prompt or generated, with the likeliest next token."""
     generator = torch.Generator().manual_seed(random)
     logits = torch.randn(len(samplings), vocab, generator=generator) * scale
     histories = [torch.randint(vocab, (1 + row * 3,), generator=generator).tolist() for row in range(len(samplings))]
@@ -205,7 +199,7 @@ def test_every_row_equals_the_reference(
             assert near(logits[row], sampling, history, prompt, int(ids[row])), (row, int(ids[row]), expected)
 
 
-def near(logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: int, got: int) -> bool:
+def near(logits: torch.Tensor, sampling: SamplingParams, history: list[int], prompt: int, got: int) -> bool:
     """Whether a change of p by 1e-5 or of the scores by 1e-5 makes the reference choose `got`."""
     for top_p in {sampling.top_p, max(1e-9, sampling.top_p - 1e-5), min(1.0, sampling.top_p + 1e-5)}:
         other = sampling._replace(top_p=top_p, do_sample=sampling.samples)
@@ -220,26 +214,33 @@ def near(logits: torch.Tensor, sampling: Sampling, history: list[int], prompt: i
 
 MIX = [
     GREEDY,
-    Sampling(1, do_sample=True),
-    Sampling(2, temperature=0.7),
-    Sampling(3, top_k=5),
-    Sampling(4, top_p=0.9),
-    Sampling(5, temperature=3.0, top_p=0.99),  # a wide nucleus
-    Sampling(6, repetition_penalty=1.3),
-    Sampling(7, temperature=0.9, top_k=50, top_p=0.8, repetition_penalty=1.1),
-    Sampling(8, typical_p=0.6),
-    Sampling(9, temperature=3.0, typical_p=0.99),  # wide again
-    Sampling(10, frequency_penalty=-1.5),
-    Sampling(11, count_penalty=1.1, presence_penalty=-0.3),
-    Sampling(12, **bias({3: 5.5, 77: -100.0, 130: 1e-3})),
-    Sampling(13, temperature=0.8, top_k=10, top_p=0.95, typical_p=0.95, frequency_penalty=1.3, presence_penalty=2.0),
-    Sampling(14, watermark=True),
-    Sampling(
-        15, temperature=1.4, watermark=True, repetition_penalty=0.9, min_new_tokens=9, end_ids=pack(INT32, [5, 1])
+    SamplingParams(1, do_sample=True),
+    SamplingParams(2, temperature=0.7),
+    SamplingParams(3, top_k=5),
+    SamplingParams(4, top_p=0.9),
+    SamplingParams(5, temperature=3.0, top_p=0.99),  # a wide nucleus
+    SamplingParams(6, repetition_penalty=1.3),
+    SamplingParams(7, temperature=0.9, top_k=50, top_p=0.8, repetition_penalty=1.1),
+    SamplingParams(8, typical_p=0.6),
+    SamplingParams(9, temperature=3.0, typical_p=0.99),  # wide again
+    SamplingParams(10, frequency_penalty=-1.5),
+    SamplingParams(11, count_penalty=1.1, presence_penalty=-0.3),
+    SamplingParams(12, **bias({3: 5.5, 77: -100.0, 130: 1e-3})),
+    SamplingParams(
+        13, temperature=0.8, top_k=10, top_p=0.95, typical_p=0.95, frequency_penalty=1.3, presence_penalty=2.0
     ),
-    Sampling(16, min_p=0.05, temperature=1.5),
-    Sampling(17, min_p=0.2, top_k=30, top_p=0.9, typical_p=0.9),
-    Sampling(18, do_sample=True, **bad_words([4], [9, 3], [1, 2, 3], [4, 5])),
+    SamplingParams(14, watermark=True),
+    SamplingParams(
+        15,
+        temperature=1.4,
+        watermark=True,
+        repetition_penalty=0.9,
+        min_new_tokens=9,
+        end_ids=pack_column(INT32, [5, 1]),
+    ),
+    SamplingParams(16, min_p=0.05, temperature=1.5),
+    SamplingParams(17, min_p=0.2, top_k=30, top_p=0.9, typical_p=0.9),
+    SamplingParams(18, do_sample=True, **bad_words([4], [9, 3], [1, 2, 3], [4, 5])),
 ]
 
 
@@ -267,18 +268,18 @@ def test_a_row_has_the_same_bits_in_any_batch(threads: int, vocab: int) -> None:
 
 DISTRIBUTIONS = [
     *(MIX[k] for k in (1, 2, 3, 4, 5, 7, 8, 13, 15, 16)),
-    Sampling(20, do_sample=True, repetition_penalty=1.5),
-    Sampling(21, do_sample=True, frequency_penalty=-2.0),
-    Sampling(22, do_sample=True, count_penalty=0.7, presence_penalty=-1.0),
-    Sampling(23, do_sample=True, **bias({3: 2.0, 7: -100.0})),
-    Sampling(24, do_sample=True, watermark=True),
-    Sampling(25, do_sample=True, min_p=0.3, **bad_words([3], [4, 2, 5], [9, 2, 6])),
+    SamplingParams(20, do_sample=True, repetition_penalty=1.5),
+    SamplingParams(21, do_sample=True, frequency_penalty=-2.0),
+    SamplingParams(22, do_sample=True, count_penalty=0.7, presence_penalty=-1.0),
+    SamplingParams(23, do_sample=True, **bias({3: 2.0, 7: -100.0})),
+    SamplingParams(24, do_sample=True, watermark=True),
+    SamplingParams(25, do_sample=True, min_p=0.3, **bad_words([3], [4, 2, 5], [9, 2, 6])),
 ]
 
 
 @pytest.mark.parametrize("sampling", DISTRIBUTIONS, ids=lambda sampling: str(sampling.seed))
-def test_the_drawn_distribution_is_the_processed_one(sampling: Sampling) -> None:
-    """20,000 draws with as many seeds, against the reference's probabilities: chi-square."""
+def test_the_sampled_distribution_is_the_processed_one(sampling: SamplingParams) -> None:
+    """20,000 samples with as many seeds, against the reference's probabilities: chi-square."""
     count, vocab, history, prompt = 20_000, 24, [9, 4, 4, 11, 4, 2], 2
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     s = processed(logits, sampling, history, prompt)
@@ -300,17 +301,17 @@ def test_the_drawn_distribution_is_the_processed_one(sampling: Sampling) -> None
 
 def test_seeds_differ_and_repeat() -> None:
     logits = torch.randn(1, 1000)
-    picks = [int(run(logits, [Sampling(seed, do_sample=True)], [[1]])[0]) for seed in range(50)]
-    again = [int(run(logits, [Sampling(seed, do_sample=True)], [[1]])[0]) for seed in range(50)]
+    picks = [int(run(logits, [SamplingParams(seed, do_sample=True)], [[1]])[0]) for seed in range(50)]
+    again = [int(run(logits, [SamplingParams(seed, do_sample=True)], [[1]])[0]) for seed in range(50)]
     assert picks == again
     assert len(set(picks)) > 25
 
 
 def test_choices_differ_and_the_first_is_that_of_a_request_for_one() -> None:
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(7))
-    samplings = [Sampling(3, do_sample=True, choice=choice) for choice in range(50)]
+    samplings = [SamplingParams(3, do_sample=True, choice=choice) for choice in range(50)]
     picks = run(logits.repeat(50, 1), samplings, [[1]] * 50)[0].tolist()
-    assert picks[0] == int(run(logits[None], [Sampling(3, do_sample=True)], [[1]])[0])
+    assert picks[0] == int(run(logits[None], [SamplingParams(3, do_sample=True)], [[1]])[0])
     assert len(set(picks)) > 25
     assert picks[20:23] == run(logits.repeat(3, 1), samplings[20:23], [[1]] * 3)[0].tolist()
     greedy = [sampling._replace(do_sample=False) for sampling in samplings]
@@ -322,23 +323,23 @@ def test_ties() -> None:
     flat = torch.zeros(1, 8)
     ids, logprobs = run(flat, [GREEDY], [[1]])
     assert (ids.tolist(), logprobs.tolist()) == ([0], pytest.approx([-np.log(8)]))
-    assert run(flat, [Sampling(1, top_k=2)], [[1]])[1].tolist() == pytest.approx([-np.log(8)])
-    assert run(flat, [Sampling(1, top_p=0.5)], [[1]])[1].tolist() == pytest.approx([-np.log(4)])
+    assert run(flat, [SamplingParams(1, top_k=2)], [[1]])[1].tolist() == pytest.approx([-np.log(8)])
+    assert run(flat, [SamplingParams(1, top_p=0.5)], [[1]])[1].tolist() == pytest.approx([-np.log(4)])
     assert argmax(torch.tensor([[0.0, 2.0, 2.0], [3.0, 3.0, 1.0]])).tolist() == [1, 0]
 
 
 def test_top_k_of_one_is_certain() -> None:
-    _, logprobs = run(torch.randn(1, 100), [Sampling(1, top_k=1)], [[1]])
+    _, logprobs = run(torch.randn(1, 100), [SamplingParams(1, top_k=1)], [[1]])
     assert logprobs.tolist() == [0.0]
 
 
-def test_absurd_settings_give_numbers() -> None:
+def test_extreme_settings_give_finite_logprobs() -> None:
     logits = torch.randn(4, 100) * 10
     absurd = [
-        Sampling(1, temperature=1e-45),
-        Sampling(1, repetition_penalty=1e-45, temperature=1e-45),
-        Sampling(1, repetition_penalty=1e38, top_p=1e-12),
-        Sampling(1, temperature=1e38, top_p=1e-300),
+        SamplingParams(1, temperature=1e-45),
+        SamplingParams(1, repetition_penalty=1e-45, temperature=1e-45),
+        SamplingParams(1, repetition_penalty=1e38, top_p=1e-12),
+        SamplingParams(1, temperature=1e38, top_p=1e-300),
     ]
     ids, logprobs = run(logits, absurd, [[1, 2, 3]] * 4)
     assert torch.isfinite(logprobs).all()

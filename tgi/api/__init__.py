@@ -1,1 +1,21 @@
-"""The front end: HTTP in, server-sent events out. asyncio, falcon and uvicorn live here alone."""
+"""The api process: HTTP in front, tokenizer processes behind.
+
+Read operations.py first: the table of all routes. A request then passes through these modules, in this order:
+
+  http_server    uvicorn's connections and server
+  app            the falcon application: middleware and error handlers
+  routes/        one module per group of routes; they decode (json_body), answer, and format (native, chat, completions)
+  service        settings and router, and the steps that all routes share
+  generation     from a decoded request to its generations, and from those to the response
+  requests       live requests to the tokenizers
+  router         which tokenizer has which request; hands received tokens to the requests
+  token_columns  tokens in columns, and their JSON
+  sse            server-sent events of a streamed response
+
+What a request may contain: shapes/ (types of bodies), request_parameters, validation (rules and TGI's messages),
+rejected_fields (names that no shape has), chat_prompt, grammar. What responses consist of: openai_output, float32,
+errors.
+
+Around it: main (the process), readiness (the probe before clients are admitted), request_metrics, tracing, middleware,
+openapi (the document), docs (its page), asgi (types).
+"""

@@ -1,8 +1,44 @@
-"""What an ASGI application is made of (asgi.readthedocs.io)."""
+"""The ASGI interface (asgi.readthedocs.io): its types, the keys that we add to a request's scope, and the watcher that
+notices a disconnect. Neither falcon nor uvicorn cancels a responder whose client has disconnected."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from falcon.asgi import Request
+
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-Asgi = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+AsgiApp = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
+
+# Keys of the ASGI scope.
+RECEIVE_KEY = "tgi.receive"  # ASGI's receive callable, for DisconnectWatcher
+PROBE_KEY = "tgi.probe"  # present in requests of the readiness probe only (readiness.py)
+
+
+def is_probe(req: Request) -> bool:
+    """Whether the readiness probe sent this request. It holds no permit, and is not counted, logged or traced."""
+    return PROBE_KEY in req.scope
+
+
+class DisconnectWatcher:
+    """Watches the client of one request whose body has been read.
+
+    Calls `release`, which must be idempotent, in the loop turn that sees the disconnect and again at `close`.
+    """
+
+    def __init__(self, receive: Receive, release: Callable[[], None]) -> None:
+        self.disconnected = False
+        self._release = release
+        self._task = asyncio.get_running_loop().create_task(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.disconnected = True
+        self._release()
+
+    def close(self) -> None:
+        """Ends the watch: the response is complete or has failed."""
+        self._task.cancel()
+        self._release()

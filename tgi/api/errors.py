@@ -1,12 +1,12 @@
-"""Errors of requests: status, text and type of each, and the body that carries them. Below /v1 a body has OpenAI's
-form, on all other routes TGI's (`Service.has_openai_errors` decides)."""
+"""Errors of requests: status, type and message of each, and their bodies. Below /v1 a body has OpenAI's format, on all
+other routes TGI's (Service.has_openai_errors)."""
 
 from typing import Annotated
 
 import msgspec
 
 from tgi.api.shapes.types import doc
-from tgi.kernel.messages import End, Reason
+from tgi.microkernel.protocol import End, FinishReason
 
 
 class ErrorResponse(msgspec.Struct):
@@ -48,10 +48,10 @@ class OpenAiStreamErrorResponse(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """A request that is refused or has failed. `param` is the path of the field that it is about, in the request's own
-    names. `counted` is its label in tgi_request_failure."""
+    """A request that is rejected or has failed. `param` is the path of the field that the error is about, in the
+    request's own names. `counted` is its label in tgi_request_failure, or "" if it is not counted."""
 
-    native_type = "application/json"  # content type of `native`
+    native_type = "application/json"  # content type of `native_body`
 
     def __init__(
         self,
@@ -71,17 +71,17 @@ class ApiError(Exception):
         self.counted = counted
         self.headers = headers or {}
 
-    def native(self) -> bytes:
-        """The body in TGI's form."""
+    def native_body(self) -> bytes:
+        """The body in TGI's format."""
         return msgspec.json.encode(ErrorResponse(self.message, self.error_type))
 
-    def openai(self) -> bytes:
-        """The body in OpenAI's form."""
+    def openai_body(self) -> bytes:
+        """The body in OpenAI's format."""
         error = OpenAiError(self.message, self.error_type, self.param, self.status)
         return msgspec.json.encode(OpenAiErrorResponse(error, self.error_type))
 
-    def openai_event(self) -> bytes:
-        """The data of an event in OpenAI's form."""
+    def openai_event_data(self) -> bytes:
+        """The data of an event in OpenAI's format."""
         error = OpenAiStreamError(self.message, self.error_type, self.param, self.status, self.status)
         return msgspec.json.encode(OpenAiStreamErrorResponse(error, self.error_type))
 
@@ -99,8 +99,8 @@ REJECTION_TYPES = {
 
 
 class Rejection(ApiError):
-    """A request that is refused before its route handles it: no key, no such route, a body that cannot be read. In
-    TGI's form the body is plain text: the message, or `plain` where TGI sends something else or nothing."""
+    """A request that is rejected before its route handles it: no key, no such route, a body that cannot be decoded. In
+    TGI's format the body is plain text: the message, or `plain` where TGI sends another text or none."""
 
     native_type = "text/plain; charset=utf-8"
 
@@ -116,81 +116,82 @@ class Rejection(ApiError):
         super().__init__(status, REJECTION_TYPES[status], text, param=param, headers=headers)
         self._plain = text if plain is None else plain
 
-    def native(self) -> bytes:
+    def native_body(self) -> bytes:
+        """The body in TGI's form."""
         return self._plain.encode()
 
 
-class ClientGone(Exception):
-    """The client has left: nobody reads an answer."""
+class ClientDisconnected(Exception):
+    """The client has disconnected, so there is no response."""
 
 
-def validation(detail: str, *, param: str | None = None, counted: bool = True) -> ApiError:
+def validation_error(detail: str, *, param: str | None = None, counted: bool = True) -> ApiError:
     """422: a parameter or the prompt breaks a rule."""
     text, label = f"Input validation error: {detail}", "validation" if counted else ""
     return ApiError(422, "validation", text, param=param, counted=label)
 
 
 def unauthorized() -> Rejection:
-    """401: the server has keys and the request has none of them."""
+    """401: the server has keys, and the request has no valid one."""
     text = "The API key is missing or wrong. Send the header `Authorization: Bearer KEY`"
     return Rejection(401, text, plain="")
 
 
 def overloaded(retry_after: int = 1) -> ApiError:
-    """429: as many requests as are allowed are in flight. The client is asked to wait so many seconds."""
+    """429: too few permits are free. `retry_after` is in seconds."""
     headers = {"retry-after": str(retry_after)}
     return ApiError(429, "overloaded", "Model is overloaded", counted="overloaded", headers=headers)
 
 
 def unhealthy(stage: str) -> ApiError:
-    """503: nothing can be computed now. A header says what the server waits for, at start and after a loss."""
+    """503: no request can be computed now. The header tells what the server waits for, at start and after a loss."""
     return ApiError(503, "healthcheck", "unhealthy", headers={"x-startup-stage": stage})
 
 
-def failed(cause: str) -> ApiError:
-    """424: something broke while tokens were generated."""
+def generation_failed(cause: str) -> ApiError:
+    """424: the generation has failed."""
     return ApiError(424, "generation", f"Request failed during generation: {cause}", counted="generation")
 
 
-def incomplete(streaming: bool) -> ApiError:
-    """The request ended without its last token."""
+def incomplete_generation(streaming: bool) -> ApiError:
+    """500: the request has ended without its last token."""
     if streaming:
         return ApiError(500, "incomplete_generation_stream", "Incomplete generation stream", counted="incomplete")
     return ApiError(500, "incomplete_generation", "Incomplete generation", counted="incomplete")
 
 
-def template(message: str) -> ApiError:
+def template_error(message: str) -> ApiError:
     """422: the chat template cannot render these messages."""
     return ApiError(422, "template_error", f"Template error: {message}", counted="template")
 
 
-def tool(message: str, param: str | None = None) -> ApiError:
-    """422: the tools of a request do not fit together."""
+def tool_error(message: str, param: str | None = None) -> ApiError:
+    """422: invalid tools, or a tool call that was cut off."""
     return ApiError(422, "tool_error", f"Tool error: {message}", param=param, counted="validation")
 
 
-def adapter(reason: str, *, lost: bool) -> ApiError:
-    """422: an adapter that cannot be loaded; 500 if the request was lost on the way."""
+def adapter_error(reason: str, *, lost: bool) -> ApiError:
+    """422: the adapter cannot be loaded; 500 if the request was lost."""
     return ApiError(500 if lost else 422, "adapter_error", f"Adapter error: {reason}")
 
 
 def forbidden(text: str) -> ApiError:
-    """403: the server was started without leave to do this."""
+    """403: a flag of the server does not allow this."""
     return ApiError(403, "forbidden", text)
 
 
-def no_model(param: str) -> ApiError:
-    """404: neither the served model nor an adapter of it has the name that `param` gives."""
+def model_not_found(param: str) -> ApiError:
+    """404: neither the served model nor an adapter has the name in the field `param`."""
     return ApiError(404, "not_found", "Model not found", param=param)
 
 
-def suffix() -> ApiError:
+def suffix_not_supported() -> ApiError:
     """422: a completion with a suffix."""
     text = "Suffix is not supported and can be achieved by preprocessing the prompt."
     return ApiError(422, "suffix not supported", text, param="suffix", counted="validation")
 
 
-def batch_size(limit: int) -> ApiError:
+def batch_size_exceeded(limit: int) -> ApiError:
     """422: too many prompts in one call."""
     text = f"Number of prompts exceeds the maximum allowed batch size of {limit}"
     return ApiError(422, "batch size exceeded", text, param="prompt", counted="validation")
@@ -201,35 +202,35 @@ def no_instances() -> ApiError:
     return ApiError(422, "Input validation error", "Input validation error", counted="validation")
 
 
-def utf8(reason: str) -> ApiError:
-    """422: a KServe input that is no text."""
+def invalid_utf8(reason: str) -> ApiError:
+    """422: a KServe input that is not UTF-8."""
     return ApiError(422, "utf8", reason, counted="validation")
 
 
-def lengths() -> ApiError:
-    """422: a KServe request with more or fewer names for outputs than inputs."""
+def length_mismatch() -> ApiError:
+    """422: a KServe request with different numbers of inputs and outputs."""
     return ApiError(422, "length mismatch", "Inputs and outputs length mismatch", counted="validation")
 
 
-def collapsed(error: ApiError) -> ApiError:
-    """What Vertex and KServe are told: of a failure while tokens were generated, no more than that."""
+def without_cause(error: ApiError) -> ApiError:
+    """The error as Vertex and KServe routes send it: without the cause of a failed generation."""
     if error.status not in (424, 500):
         return error
     return ApiError(500, "Incomplete generation", "Incomplete generation", counted=error.counted)
 
 
-def of_end(end: End, streaming: bool) -> ApiError | None:
-    """What an End means to the client: None for the three successes."""
+def from_end(end: End, streaming: bool) -> ApiError | None:
+    """The error that an End means to the client; None for the three successes."""
     match end.reason:
-        case Reason.LENGTH | Reason.EOS | Reason.STOP:
+        case FinishReason.LENGTH | FinishReason.EOS | FinishReason.STOP:
             return None
-        case Reason.INVALID:
-            return validation(end.message)
-        case Reason.OVERLOADED:
+        case FinishReason.INVALID:
+            return validation_error(end.message)
+        case FinishReason.OVERLOADED:
             return overloaded()
-        case Reason.FAILED:
-            return failed(end.message)
-        case Reason.TEMPLATE:
-            return template(end.message)
+        case FinishReason.FAILED:
+            return generation_failed(end.message)
+        case FinishReason.TEMPLATE:
+            return template_error(end.message)
         case _:
-            return incomplete(streaming)
+            return incomplete_generation(streaming)

@@ -1,4 +1,4 @@
-"""float32 numbers as JSON: the shortest decimal that reads back as the same float32, as Rust's serde_json prints it."""
+"""float32 numbers as JSON: the shortest decimal that parses to the same float32, as Rust's serde_json prints it."""
 
 import math
 from fractions import Fraction
@@ -8,22 +8,22 @@ _SINGLE = Struct("f")
 _pack, _unpack = _SINGLE.pack, _SINGLE.unpack
 
 
-def rounded(value: float) -> float:
+def round_to_float32(value: float) -> float:
     """The float32 nearest to `value`. Raises OverflowError beyond the range of float32."""
     single: float = _unpack(_pack(value))[0]
     return single
 
 
-def render(value: float) -> str:
-    """`value`, which is a float32 held in a Python float, as JSON: -0.34, 0.0, 1e-10; NaN and infinities are null.
+def float32_to_json(value: float) -> str:
+    """The JSON of a float32 that is held in a Python float: -0.34, 0.0, 1e-10; null for NaN and infinities.
 
-    Nine significant digits always tell float32 numbers apart, six sometimes do. Almost all log probabilities need
-    eight or seven, so those are tried first.
+    Nine significant digits always identify a float32. Almost all logprobs need eight or seven, so those are tried
+    first.
     """
     if not 1e-4 <= value < 1e5 and not -1e5 < value <= -1e-4:
-        return _unusual(value)
+        return _to_json_any(value)
     if math.frexp(value)[0] in (0.5, -0.5):  # a power of two: see _shortest
-        return _unusual(value)
+        return _to_json_any(value)
     text = f"{value:.8g}"
     if _unpack(_pack(float(text)))[0] != value:
         return f"{value:.9g}"
@@ -36,8 +36,8 @@ def render(value: float) -> str:
     return text if "." in text else text + ".0"
 
 
-def _unusual(value: float) -> str:
-    """The same for every float32. Source of the layout: the `pretty` format of the ryu crate."""
+def _to_json_any(value: float) -> str:
+    """As float32_to_json, for every float32. Source of the layout: the `pretty` format of the ryu crate."""
     if not math.isfinite(value):
         return "null"
     sign = "-" if math.copysign(1.0, value) < 0 else ""
@@ -56,10 +56,10 @@ def _unusual(value: float) -> str:
 
 
 def _shortest(value: float) -> tuple[str, int]:
-    """Digits d and position p of the point, with value ~ 0.d * 10**p, for a finite value > 0.
+    """The fewest digits d and the position p of the point, with value ~ 0.d * 10**p, for a finite value > 0.
 
-    At a power of two the float32 numbers below lie closer than those above. The nearest decimal of some length may
-    then miss on the lower side while the next one above still reads back as the value, so both are tried.
+    At a power of two the spacing of float32 numbers below is half of that above. The nearest decimal of some length
+    may then parse to another number while the next decimal above parses to the value, so both are tried.
     """
     for length in range(1, 10):
         text = f"{value:.{length - 1}e}"
@@ -67,14 +67,14 @@ def _shortest(value: float) -> tuple[str, int]:
         whole = int(mantissa.replace(".", ""))
         scale = int(exponent) - length + 1
         for candidate in (whole, whole + 1):
-            if _reads_back(candidate, scale, value):
+            if _parses_to(candidate, scale, value):
                 digits = str(candidate)
                 return digits.rstrip("0"), scale + len(digits)
     raise AssertionError(f"{value!r} is not a float32")
 
 
-def _reads_back(whole: int, scale: int, value: float) -> bool:
-    """Whether whole * 10**scale lies in the interval that rounds to the float32 `value` > 0, exactly."""
+def _parses_to(whole: int, scale: int, value: float) -> bool:
+    """Whether whole * 10**scale rounds to the float32 `value` > 0, computed exactly."""
     mantissa, exponent = math.frexp(value)
     step = Fraction(2) ** (max(exponent, -125) - 24)
     exact = Fraction(value)

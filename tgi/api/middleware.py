@@ -1,4 +1,4 @@
-"""What surrounds every route: CORS headers and the API key."""
+"""falcon middleware of all routes: CORS headers, and the API key. tracing.py has the one that names spans."""
 
 import hmac
 
@@ -9,14 +9,14 @@ from tgi.api import errors
 VARY = "origin, access-control-request-method, access-control-request-headers"
 
 
-class Cors:
-    """Lets browsers call from the given origins, or from anywhere if there are none."""
+class CorsMiddleware:
+    """Allows browsers to call from the given origins, or from any if none or "*" is given."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins) - {"*"} if "*" not in origins else frozenset()
 
     async def process_request(self, req: Request, resp: Response) -> None:
-        """Answers OPTIONS for every path; decorates everything else, errors included."""
+        """Sets the headers of every response, errors included, and answers OPTIONS on every path."""
         resp.set_header("vary", VARY)
         origin = req.get_header("origin")
         if not self._origins:
@@ -29,15 +29,15 @@ class Cors:
             resp.complete = True
 
 
-class Auth:
-    """Wants `Authorization: Bearer KEY` on every POST, if there are keys, except to `open_path`."""
+class ApiKeyMiddleware:
+    """Requires `Authorization: Bearer KEY` on every POST if there are keys, except to `open_path`."""
 
     def __init__(self, keys: tuple[str, ...], open_path: str | None = None) -> None:
         self._keys = [key.encode() for key in keys]
         self._open_path = open_path
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
-        """Compares with every key, each in constant time. Raises Rejection: 401."""
+        """Compares the given key with every key, each in constant time. Raises Rejection: 401."""
         if req.method != "POST" or not self._keys or req.path == self._open_path:
             return
         scheme, _, given = (req.get_header("authorization") or "").partition(" ")

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document: the table of operations, and schemas made from the types that read the requests."""
+"""The OpenAPI 3.1 document, made from the table of operations and from the types of requests and responses."""
 
 import inspect
 import re
@@ -10,18 +10,17 @@ import msgspec
 
 import tgi
 from tgi.api.errors import ErrorResponse
-from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, Reply
-from tgi.api.shapes import adapters, chat, cloud, completions, info, kserve, native, native_answers, openai_answers
-from tgi.api.shapes.refined import REFINED
+from tgi.api.operations import JSON, KSERVE, OPERATIONS, Operation, OperationResponse
+from tgi.api.shapes import adapters, chat, cloud, completions, info, kserve, native, native_responses, openai_responses
 from tgi.api.shapes.types import ref
 
-SHAPES = (native, native_answers, chat, completions, openai_answers, info, adapters, cloud)
+SHAPES = (native, native_responses, chat, completions, openai_responses, info, adapters, cloud)
 TAG = "Text Generation Inference"
 KEY = "key"
 
 
 def document(with_kserve: bool = False) -> dict[str, Any]:
-    """The document, as an object that can be printed as JSON."""
+    """The document as an object that `json` can encode; `with_kserve` adds the routes of --kserve."""
     operations = OPERATIONS + (KSERVE if with_kserve else ())
     schemas = _Schemas(operations, SHAPES + ((kserve,) if with_kserve else ()))
     paths: dict[str, Any] = {}
@@ -47,81 +46,158 @@ def document(with_kserve: bool = False) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, schemas: "_Schemas") -> dict[str, Any]:
-    made: dict[str, Any] = {"tags": [TAG], "summary": operation.summary, "operationId": operation.id}
+    """The operation object."""
+    described: dict[str, Any] = {"tags": [TAG], "summary": operation.summary, "operationId": operation.id}
     if names := re.findall(r"\{(\w+)\}", operation.path):
-        made["parameters"] = [
+        described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.request is not None:
-        made["requestBody"] = {"content": {JSON: {"schema": schemas.of(operation.request)}}, "required": True}
-    if operation.secured:
-        made["security"] = [{}, {KEY: []}]
-    made["responses"] = _responses(operation.all_replies, schemas)
-    return made
+        described["requestBody"] = {"content": {JSON: {"schema": schemas.of(operation.request)}}, "required": True}
+    if operation.requires_key:
+        described["security"] = [{}, {KEY: []}]
+    described["responses"] = _responses(operation.documented_responses, schemas)
+    return described
 
 
-def _responses(replies: Iterable[Reply], schemas: "_Schemas") -> dict[str, Any]:
-    """By status; replies of one status are merged, and so are their bodies of one media type."""
-    made: dict[str, Any] = {}
-    forms: dict[tuple[int, str], list[Any]] = {}
-    for reply in replies:
-        before = made.setdefault(str(reply.status), {})
-        told = before.get("description")
-        before["description"] = f"{told}, or: {reply.description}" if told else reply.description
-        for body in reply.bodies:
-            choices = forms.setdefault((reply.status, body.media), [])
+def _responses(responses: Iterable[OperationResponse], schemas: "_Schemas") -> dict[str, Any]:
+    """The responses object. Responses of one status are merged, and so are their bodies of one media type."""
+    by_status: dict[str, Any] = {}
+    alternatives: dict[tuple[int, str], list[Any]] = {}  # (status, media type) -> schemas
+    for response in responses:
+        merged = by_status.setdefault(str(response.status), {})
+        earlier = merged.get("description")
+        merged["description"] = f"{earlier}, or: {response.description}" if earlier else response.description
+        for body in response.bodies:
+            choices = alternatives.setdefault((response.status, body.media), [])
             choices += [schema for shape in body.shapes if (schema := schemas.of(shape)) not in choices]
             content: dict[str, Any] = {"schema": choices[0] if len(choices) == 1 else {"anyOf": choices}}
             if body.example is not None:
                 content["example"] = body.example
-            before.setdefault("content", {})[body.media] = content
-    return made
+            merged.setdefault("content", {})[body.media] = content
+    return by_status
 
 
 class _Schemas:
-    """The JSON schemas of all types of the operations, and of all Structs of the modules of shapes.
+    """The JSON schemas of the types of all operations, and of all Structs of the modules of api/shapes.
 
-    Structs are components; so is every other type that has a title.
+    `components` has a schema for each Struct and for each other type with a title.
     """
 
     def __init__(self, operations: Iterable[Operation], modules: Iterable[ModuleType]) -> None:
         types = [ErrorResponse, *(struct for module in modules for struct in _structs(module))]
         for operation in operations:
             types += [operation.request] if operation.request is not None else []
-            types += [shape for reply in operation.all_replies for body in reply.bodies for shape in body.shapes]
-        made, components = msgspec.json.schema_components(types, ref_template=ref("{name}")["$ref"])
-        found: dict[str, Any] = {}
+            for response in operation.documented_responses:
+                types += [shape for body in response.bodies for shape in body.shapes]
+        schemas, components = msgspec.json.schema_components(types, ref_template=ref("{name}")["$ref"])
+        named: dict[str, Any] = {}
         for name, schema in components.items():
             del schema["title"]
             schema["description"] = inspect.cleandoc(schema["description"])
-            found[name] = _named(schema, found)
-        self._of = {id(kind): _named(schema, found) for kind, schema in zip(types, made, strict=True)}
-        for name, refined in REFINED.items():
-            found[name] = found.get(name, {}) | refined
-        self.components = dict(sorted(found.items()))
+            named[name] = _extract_titled(schema, named)
+        self._by_type_id = {
+            id(kind): _extract_titled(schema, named) for kind, schema in zip(types, schemas, strict=True)
+        }
+        for name, refinement in SCHEMA_REFINEMENTS.items():
+            named[name] = named.get(name, {}) | refinement
+        self.components = dict(sorted(named.items()))
 
     def of(self, kind: Any) -> dict[str, Any]:
-        """The schema of a type of the table."""
-        schema: dict[str, Any] = self._of[id(kind)]
+        """The schema of a type that an operation has."""
+        schema: dict[str, Any] = self._by_type_id[id(kind)]
         return schema
 
 
 def _structs(module: ModuleType) -> list[Any]:
-    """The shapes that a module defines."""
+    """The Struct classes that a module defines."""
     own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
     return [value for value in own if isinstance(value, type) and issubclass(value, msgspec.Struct)]
 
 
-def _named(schema: Any, components: dict[str, Any]) -> Any:
-    """The schema with all that has a title moved to the components."""
+def _extract_titled(schema: Any, components: dict[str, Any]) -> Any:
+    """The schema with references in place of the parts that have a title, which are moved to the components."""
     if isinstance(schema, list):
-        return [_named(part, components) for part in schema]
+        return [_extract_titled(part, components) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: _named(part, components) for key, part in schema.items()}
-    title = made.get("title")
+    extracted = {key: _extract_titled(part, components) for key, part in schema.items()}
+    title = extracted.get("title")
     if not isinstance(title, str):
-        return made
-    del made["title"]
-    components[title] = made
+        return extracted
+    del extracted["title"]
+    components[title] = extracted
     return ref(title)
+
+
+# --- what the types do not express ------------------------------------------------------------------------------------
+
+
+def _object_schema(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object with these properties."""
+    return {"type": "object", "required": required, "properties": properties}
+
+
+def _type_tag(name: str) -> dict[str, Any]:
+    """The schema of a member `type` with this value."""
+    return {"type": "string", "enum": [name]}
+
+
+def _nonempty_list(items: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an array with at least one item."""
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TOKEN_ID = {"type": "integer", "format": "int32", "minimum": 0}
+_JSON_SCHEMA = {
+    "description": "A string that represents a [JSON Schema](https://json-schema.org/), or the schema itself.\n\n"
+    "JSON Schema is a declarative language that allows to annotate JSON documents\nwith types and descriptions."
+}
+
+_CHOICE = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+
+# Keywords that replace those of the schemas of types, and components that TGI's document has and that are not a type
+# here, by the name of the component.
+SCHEMA_REFINEMENTS: dict[str, dict[str, Any]] = {
+    "Message": {"allOf": [ref("MessageBody")]},
+    "MessageBody": {
+        "description": "There is a text or a call.",
+        "anyOf": [
+            _object_schema(["content"], content=ref("MessageContent")),
+            _object_schema(["tool_calls"], tool_calls={"type": "array", "items": ref("ToolCall")}),
+        ],
+    },
+    "ToolCall": {
+        "allOf": [{"properties": {"function": {"anyOf": [{"required": ["arguments"]}, {"required": ["parameters"]}]}}}],
+    },
+    "ToolChoiceObject": {
+        "anyOf": [
+            _object_schema(["function"], type=_type_tag("function"), function=ref("FunctionName")),
+            _object_schema(
+                ["type", "allowed_tools"], type=_type_tag("allowed_tools"), allowed_tools=ref("AllowedTools")
+            ),
+        ],
+    },
+    "Prompt": {
+        "description": "A text or a list of texts, or the token ids of one prompt or of several. To token ids no "
+        "special tokens are added.",
+        "anyOf": [
+            {"type": "string"},
+            _nonempty_list({"type": "string"}),
+            _nonempty_list(_TOKEN_ID),
+            _nonempty_list(_nonempty_list(_TOKEN_ID)),
+        ],
+    },
+    "GrammarType": {
+        "anyOf": [
+            _object_schema(["type", "value"], type=_type_tag("json"), value=_JSON_SCHEMA),
+            _object_schema(["type"], type=_type_tag("json_object"), value=_JSON_SCHEMA),
+            _object_schema(["type", "value"], type=_type_tag("regex"), value={"type": "string"}),
+            _object_schema(["type", "value"], type=_type_tag("json_schema"), value=ref("JsonSchemaConfig")),
+            _object_schema(["type", "json_schema"], type=_type_tag("json_schema"), json_schema=ref("JsonSchemaConfig")),
+            _object_schema(["type"], type=_type_tag("text")),
+            _object_schema(["type", "value"], type=_type_tag("choice"), value=_CHOICE),
+            _object_schema(["type", "value"], type=_type_tag("grammar"), value={"type": "string"}),
+        ],
+    },
+}

@@ -1,9 +1,9 @@
-"""Readiness: a front end admits clients once it has answered requests of its own.
+"""The readiness probe: a front end admits clients once it has answered requests of its own.
 
-What the other processes say of themselves does not show that a request is answered: a module may be missing or shadowed
-in any role, this one included. So as soon as a request could be computed, one token is generated through this front
-end's own routes, a tokenizer, the scheduler and the worker. Such a request holds no permit and is not counted, logged
-as a success or traced (`calls.probing`).
+The status of the other processes does not show that a request would be answered: in any process, this one included, a
+module may be missing or shadowed. So as soon as a request could be computed, one token is generated through the routes
+of this front end, a tokenizer, the scheduler and the worker. PROBE_KEY in the ASGI scope marks such a request: it holds
+no permit, and is not counted, logged or traced.
 """
 
 import asyncio
@@ -11,58 +11,58 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tgi.api.asgi import Asgi
-from tgi.api.calls import probing
+from tgi.api.asgi import PROBE_KEY, AsgiApp
 from tgi.api.service import Service
 
 log = logging.getLogger(__name__)
 
-# Valid with every model and under all limits: the prompt has characters that any vocabulary covers, and one token of it
-# stays; the limit of request bodies does not apply.
-GENERATE = b'{"inputs":"Is 1 + 1 = 2?","parameters":{"max_new_tokens":1,"truncate":1,"details":true}}'
-PROBES = (("POST", "/generate", GENERATE), ("GET", "/info", b""))
-# Seconds between two attempts: doubled after each that fails.
-FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 30.0
+# Valid for every model and limit: the prompt has characters of any vocabulary, and is truncated to one token. The limit
+# of request bodies does not apply.
+GENERATE_BODY = b'{"inputs":"Is 1 + 1 = 2?","parameters":{"max_new_tokens":1,"truncate":1,"details":true}}'
+PROBES = (("POST", "/generate", GENERATE_BODY), ("GET", "/info", b""))
+# Between two attempts: doubled after each failure.
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 30.0
 MAX_REASON_CHARACTERS = 300
 
 
-async def prove(app: Asgi, service: Service, report: Callable[[str], None]) -> None:
-    """Returns when `app` has answered the probes, and the router may admit clients. Until then the router's
-    `first_failure` says which one has failed, and the log why. `report` gets the stage of start-up, and "" at its end.
+async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[str], None]) -> None:
+    """Sends the probes to `app` until all are answered with 200; then the router admits clients.
+
+    Until then the router's `probe_failure` names the one that has failed, and the log the reason. `report` is called
+    with the stage of the start, and with "" at its end.
     """
     router = service.router
-    probing.set(True)  # in the context of this task
-    wait, told = FIRST_WAIT_SECONDS, ("", "")
+    retry_seconds, logged = FIRST_RETRY_SECONDS, ("", "")
     while True:
-        await router.computable()
+        await router.wait_until_computing()
         report(router.stage)
         request = reason = ""
         for method, path, body in PROBES:
             request = f"{method} {path}"
-            if reason := await _failure(app, service, method, path, body):
+            if reason := await _probe_failure(app, service, method, path, body):
                 break
         if not reason:
             break
-        if (request, reason) != told:
+        if (request, reason) != logged:
             log.error("Not ready: the first request, which this server sends to itself, failed: %s %s", request, reason)
-        told = request, reason
-        router.first_failure = f"the first request failed: {request}"
-        report(router.first_failure)
-        await asyncio.sleep(wait)
-        wait = min(2 * wait, MAX_WAIT_SECONDS)
-    router.proven = True
+        logged = request, reason
+        router.probe_failure = f"the first request failed: {request}"
+        report(router.probe_failure)
+        await asyncio.sleep(retry_seconds)
+        retry_seconds = min(2 * retry_seconds, MAX_RETRY_SECONDS)
+    router.probe_passed = True
     report("")
 
 
-async def _failure(app: Asgi, service: Service, method: str, path: str, body: bytes) -> str:
-    """What went wrong with a request, or "" if its answer is a 200."""
+async def _probe_failure(app: AsgiApp, service: Service, method: str, path: str, body: bytes) -> str:
+    """Sends one probe. Returns why it has failed, or "" for a 200."""
     settings = service.settings
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     if settings.api_key:
         headers["authorization"] = f"Bearer {settings.api_key[0]}"
     try:
         async with asyncio.timeout(settings.stall_limit):
-            status, answer = await _ask(app, method, path, body, headers)
+            status, answer = await _send_request(app, method, path, body, headers)
     except TimeoutError:
         return f"has had no answer for {settings.stall_limit:g} s"
     except Exception as error:
@@ -72,20 +72,22 @@ async def _failure(app: Asgi, service: Service, method: str, path: str, body: by
     return f"was answered with {status} {answer.decode(errors='replace')[:MAX_REASON_CHARACTERS]}"
 
 
-async def _ask(app: Asgi, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Sends one request to an ASGI application. Returns status and body of the answer."""
+async def _send_request(
+    app: AsgiApp, method: str, path: str, body: bytes, headers: dict[str, str]
+) -> tuple[int, bytes]:
+    """Sends a request to an ASGI application. Returns status and body of the response."""
     scope: dict[str, Any] = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": None, "server": None,
+        "client": None, "server": None, PROBE_KEY: True,
     }  # fmt: skip
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
     outgoing: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
         if not incoming:
-            await asyncio.Event().wait()  # this client does not leave
+            await asyncio.Event().wait()  # never disconnects
         return incoming.pop()
 
     async def send(event: dict[str, Any]) -> None:

@@ -1,78 +1,88 @@
-"""Which tokenizer has which request: submits, resumes after a loss, cancels, and hands what comes back to its owner."""
+"""The router: assigns each request to a tokenizer, resubmits it after a loss, cancels it, and hands what the tokenizers
+send to the request."""
 
 import asyncio
 import itertools
 import logging
 import math
 import time
+from collections.abc import Mapping
 
-from tgi.api import accounting, errors
-from tgi.api.calls import Adaptation, Bell, Call, Encoding, Generation, probing
-from tgi.api.delivery import Delivery
-from tgi.kernel import metrics
-from tgi.kernel.answer import Prompted, PromptTokens, Texts
-from tgi.kernel.link import Gone, Link, Peer
-from tgi.kernel.messages import Adapted, Cancel, End, Tokenized
-from tgi.kernel.permits import Permits
-from tgi.kernel.presence import Adapter, Hello, Limits, Status
-from tgi.kernel.sampling import SamplingDefaults
+from tgi.api import errors, request_metrics
+from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest, WakeEvent
+from tgi.api.token_columns import TextsColumns
+from tgi.microkernel import metrics
+from tgi.microkernel.codec import unpack_uint32
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.permits import Permits
+from tgi.microkernel.protocol import (
+    AdapterUpdated,
+    Cancel,
+    DeploymentLimits,
+    End,
+    Hello,
+    LoadedAdapter,
+    Prompted,
+    PromptTokens,
+    Status,
+    Texts,
+    Tokenized,
+)
+from tgi.microkernel.sampling_params import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
-# A request that has lost this many tokenizers without a token in between is what kills them.
-MOST_LOSSES = 3
-# The longest time that a refused client is told to wait, in seconds.
-LONGEST_RETRY = 60
+# A request that has lost this many tokenizers without a token in between is taken for their cause, and fails.
+MAX_TOKENIZER_LOSSES = 3
+# Upper bound of the Retry-After header.
+MAX_RETRY_AFTER_SECONDS = 60
 
 
-class Tokenizer:
-    """One place of the tokenizer pool, and the requests that the process there has."""
+class TokenizerConnection:
+    """One tokenizer of the pool, and the requests that are assigned to it."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.peer: Peer | None = None
+        self.peer: PeerId | None = None  # None while no process is connected
         self.status: Status | None = None
-        self.calls: dict[int, Call] = {}
+        self.requests: dict[int, LiveRequest] = {}  # by rid
 
 
 class Router:
-    """Spreads the requests of this process over the tokenizers that are up.
+    """Spreads the requests of this process over the connected tokenizers.
 
-    Each generation of a client has one of the server's permits as long as the client waits. `attach` watches the links
-    from the running loop; libzmq's descriptor only tells of changes, so each link is read until it is empty, and again
-    after each send.
+    Each generation of a client holds one of the server's permits while it is active. `attach` reads the links from the
+    running loop. libzmq's descriptor signals changes only, so a link is read until it is empty, and again after each
+    send.
     """
 
     def __init__(self, links: list[Link], permits: Permits) -> None:
         self._permits = permits
-        self._admitted = 0  # permits of generations that will be submitted before this turn of the loop ends
-        self.limits: Limits | None = None  # known once a worker has been ready
-        self.defaults = SamplingDefaults()  # known once a tokenizer is up, which is before `limits`
-        self.adapters: dict[str, Adapter] = {}  # those that a request may ask for, by name in their order of loading
-        self.tokenizers = [Tokenizer(link) for link in links]
+        self._unused_permits = 0  # acquired for generations that are submitted before this loop turn ends
+        self.limits: DeploymentLimits | None = None  # known once a worker has been ready
+        self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
+        self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
+        self.tokenizers = [TokenizerConnection(link) for link in links]
         self._rids = itertools.count(1)
-        self._delivery = Delivery()
-        self._at: dict[Call, tuple[Tokenizer, int]] = {}
-        self._homeless: dict[Call, None] = {}  # wait for a tokenizer to come up
-        self.proven = False  # the readiness probe was answered: set by readiness.py, and never taken back
-        self.first_failure = ""  # that of the readiness probe until it is answered, for `stage`
-        self._news = Bell()  # a tokenizer has told its status
+        self._delivery = TokenDelivery()
+        self._assignments: dict[LiveRequest, tuple[TokenizerConnection, int]] = {}  # with the rid
+        self._unassigned: dict[LiveRequest, None] = {}  # an ordered set: until a tokenizer connects
+        # The readiness probe (readiness.py) sets both. Once passed, it stays so: requests then wait out a restart of
+        # other processes instead of failing.
+        self.probe_passed = False
+        self.probe_failure = ""  # until it has passed, for `stage`
+        self._status_received = WakeEvent()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # What the front end asks
+    # --- for the routes ---
 
     @property
     def in_flight(self) -> int:
-        """Requests whose client waits."""
-        return sum(call.wanted for call in (*self._at, *self._homeless))
+        """Active requests."""
+        return sum(request.active for request in (*self._assignments, *self._unassigned))
 
     @property
-    def was_ready(self) -> bool:
-        """Whether a request has ever been answered: from then on requests wait out a restart instead of failing."""
-        return self.proven
-
-    @property
-    def computes(self) -> bool:
+    def can_compute(self) -> bool:
         """Whether a request sent now would be computed, by the status of the other processes."""
         return self.limits is not None and any(
             t.status is not None and t.status.ready and t.status.healthy for t in self.tokenizers
@@ -81,219 +91,268 @@ class Router:
     @property
     def healthy(self) -> bool:
         """Whether a request sent now would be answered."""
-        return self.proven and self.computes
+        return self.probe_passed and self.can_compute
 
     @property
     def stage(self) -> str:
-        """What the server waits for before it can compute, in words, from the tokenizer that is furthest: at start, and
-        while a process that was lost is replaced."""
-        stages = [t.status for t in self.tokenizers if t.status is not None]
-        if not stages:
+        """What the server waits for before it can compute, in words: at start, and while a lost process is replaced.
+        Taken from the tokenizer that is furthest."""
+        statuses = [t.status for t in self.tokenizers if t.status is not None]
+        if not statuses:
             return "starting tokenizers"
-        if self.computes and not self.proven:
-            return self.first_failure or "answering the first request"
-        best = max(stages, key=lambda status: (status.ready, status.percent))
+        if self.can_compute and not self.probe_passed:
+            return self.probe_failure or "answering the first request"
+        best = max(statuses, key=lambda status: (status.ready, status.percent))
         stage = best.stage or "starting"
         return stage if best.ready else f"{stage} {best.percent}%"
 
     @property
     def retry_after(self) -> int:
-        """Seconds until there should be permits: until the next request ends and those that wait now have begun."""
-        waits = [t.status.end_ms + t.status.wait_ms for t in self.tokenizers if t.status is not None]
-        return min(max(1, math.ceil(max(waits, default=0) / 1000)), LONGEST_RETRY)
+        """Seconds until there should be permits: until the next request ends and the waiting ones have begun."""
+        waits = [
+            t.status.mean_end_interval_ms + t.status.predicted_wait_ms for t in self.tokenizers if t.status is not None
+        ]
+        return min(max(1, math.ceil(max(waits, default=0) / 1000)), MAX_RETRY_AFTER_SECONDS)
 
-    def admit(self, count: int = 1) -> None:
-        """Takes permits for so many generations, to be submitted before anything is awaited: what is left of them when
-        the loop turns goes back. Raises ApiError if they cannot be taken: not ready yet, or too many in flight."""
-        if probing.get():
-            return
-        if not self.proven:
-            raise errors.unhealthy(self.stage)
-        missing = count - self._admitted
-        if missing > 0:
-            if not self._permits.take(missing):
-                raise errors.overloaded(self.retry_after)
-            self._admitted = count
-        if self._loop is not None:
-            self._loop.call_soon(self._give_rest)
+    def acquire_permits(self, count: int = 1) -> None:
+        """Acquires permits for this many generations of a client, to be submitted before anything is awaited: those
+        that are unused when the loop turns are returned.
 
-    def _give_rest(self) -> None:
-        self._permits.give(self._admitted)
-        self._admitted = 0
-
-    def submit(self, call: Call) -> None:
-        """Gives a request to the tokenizer that has the fewest, or keeps it until one is up.
-
-        Raises ApiError if there is no permit for a generation.
+        Raises ApiError: 503 before the readiness probe has passed, 429 if too few permits are free.
         """
-        if isinstance(call, Generation) and not call.probe:
-            if self._admitted:
-                self._admitted -= 1
-            elif not self._permits.take():
+        if not self.probe_passed:
+            raise errors.unhealthy(self.stage)
+        missing = count - self._unused_permits
+        if missing > 0:
+            if not self._permits.acquire(missing):
                 raise errors.overloaded(self.retry_after)
-        self._place(call)
-        self._pump_soon()
+            self._unused_permits = count
+        if self._loop is not None:
+            self._loop.call_soon(self._return_unused_permits)
 
-    def cancel(self, call: Call) -> None:
-        """Nobody wants this request any more. Sent at once; the record stays until its End. No effect once ended."""
-        if not call.wanted:
+    def _return_unused_permits(self) -> None:
+        self._permits.release(self._unused_permits)
+        self._unused_permits = 0
+
+    def submit(self, request: LiveRequest) -> None:
+        """Sends a request to the tokenizer that has the fewest, or keeps it until one connects.
+
+        Raises ApiError: 429 if there is no permit for a generation.
+        """
+        if isinstance(request, Generation) and not request.probe:
+            if self._unused_permits:
+                self._unused_permits -= 1
+            elif not self._permits.acquire():
+                raise errors.overloaded(self.retry_after)
+        self._assign(request)
+        self._exchange_with_all_soon()
+
+    def cancel(self, request: LiveRequest) -> None:
+        """Cancels an active request; a Cancel is sent at once. The record stays until the End."""
+        if not request.active:
             return
-        self._unwanted(call)
-        call.bell.ring()
-        if call in self._homeless:
-            del self._homeless[call]
-        elif place := self._at.get(call):
-            tokenizer, rid = place
+        self._deactivate(request)
+        request.wake_event.wake()
+        if request in self._unassigned:
+            del self._unassigned[request]
+        elif assignment := self._assignments.get(request):
+            tokenizer, rid = assignment
             if tokenizer.peer is not None:
                 tokenizer.link.send(tokenizer.peer, Cancel(rid))
-                self._pump(tokenizer)
+                self._exchange_messages(tokenizer)
 
-    # What the links say
+    # --- links ---
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts listening."""
+        """Registers the links with the running loop."""
         self._loop = loop
         for tokenizer in self.tokenizers:
-            loop.add_reader(tokenizer.link.socket.fileno(), self._pump, tokenizer)
-            loop.add_reader(tokenizer.link.monitor.fileno(), self._look, tokenizer)
-        self._pump_soon()
+            loop.add_reader(tokenizer.link.socket.fileno(), self._exchange_messages, tokenizer)
+            loop.add_reader(tokenizer.link.monitor.fileno(), self._on_monitor_event, tokenizer)
+        self._exchange_with_all_soon()
 
-    async def introduced(self, seconds: float) -> None:
-        """Waits for the first Status of a tokenizer, at most this long."""
-        end = time.monotonic() + seconds
+    async def wait_for_status(self, timeout_seconds: float) -> None:
+        """Waits for the first Status of any tokenizer."""
+        end = time.monotonic() + timeout_seconds
         while not any(tokenizer.status for tokenizer in self.tokenizers) and time.monotonic() < end:
             await asyncio.sleep(0.005)
 
-    async def computable(self) -> None:
-        """Waits until a request would be computed. For one task."""
-        while not self.computes:
-            await self._news.rung()
+    async def wait_until_computing(self) -> None:
+        """Waits until a request would be computed. For one task at a time."""
+        while not self.can_compute:
+            await self._status_received.wait()
 
     def close(self) -> None:
-        """Stops listening and closes the links."""
+        """Removes the links from the loop and closes them."""
         for tokenizer in self.tokenizers:
             if self._loop is not None:
                 self._loop.remove_reader(tokenizer.link.socket.fileno())
                 self._loop.remove_reader(tokenizer.link.monitor.fileno())
             tokenizer.link.close()
 
-    def _pump_soon(self) -> None:
+    def _exchange_with_all_soon(self) -> None:
         if self._loop is not None:
             for tokenizer in self.tokenizers:
-                self._loop.call_soon(self._pump, tokenizer)
+                self._loop.call_soon(self._exchange_messages, tokenizer)
 
-    def _look(self, tokenizer: Tokenizer) -> None:
-        tokenizer.link.look()
-        self._pump(tokenizer)
+    def _on_monitor_event(self, tokenizer: TokenizerConnection) -> None:
+        tokenizer.link.detect_disconnects()
+        self._exchange_messages(tokenizer)
 
-    def _pump(self, tokenizer: Tokenizer) -> None:
-        """Sends what is queued and handles what has come; comes back in the next turn of the loop if there is more."""
+    def _exchange_messages(self, tokenizer: TokenizerConnection) -> None:
+        """Sends what is queued and handles what has been received; continues in the next loop turn if there is more."""
         link = tokenizer.link
         if link.socket.closed:
             return
         link.flush()
         for peer, message in link.receive():
-            self._handle(tokenizer, peer, message)
-        if link.pending and self._loop is not None:
-            self._loop.call_soon(self._pump, tokenizer)
+            self._handle_message(tokenizer, peer, message)
+        if link.has_pending_work and self._loop is not None:
+            self._loop.call_soon(self._exchange_messages, tokenizer)
 
-    def _handle(self, tokenizer: Tokenizer, peer: Peer, message: object) -> None:
+    def _handle_message(self, tokenizer: TokenizerConnection, peer: PeerId, message: object) -> None:
         match message:
             case Texts():
-                self._delivery.texts(tokenizer.calls, message)
+                self._delivery.deliver(tokenizer.requests, message)
             case End():
-                self._delivery.measured()
-                call = self._release(tokenizer, message.rid)
-                if isinstance(call, Generation) and self.limits is not None:
-                    accounting.admitted(call, message, self.limits)
-                if call is not None and call.wanted:
-                    self._unwanted(call)
-                    if isinstance(call, Generation):
-                        call.finish(message)
+                self._delivery.flush_metrics()
+                request = self._remove_assignment(tokenizer, message.rid)
+                if isinstance(request, Generation) and self.limits is not None:
+                    request_metrics.observe_requested_lengths(request, message, self.limits)
+                if request is not None and request.active:
+                    self._deactivate(request)
+                    if isinstance(request, Generation):
+                        request.complete(message)
                     else:
-                        call.fail(message.message)
+                        request.fail(message.message)
             case Tokenized():
-                call = self._release(tokenizer, message.rid)
-                if isinstance(call, Encoding) and call.wanted:
-                    self._unwanted(call)
-                    call.finish(message)
-            case Adapted():
-                call = self._release(tokenizer, message.rid)
-                if isinstance(call, Adaptation) and call.wanted:
-                    self._unwanted(call)
-                    call.finish(message)
+                request = self._remove_assignment(tokenizer, message.rid)
+                if isinstance(request, TokenizationRequest) and request.active:
+                    self._deactivate(request)
+                    request.complete(message)
+            case AdapterUpdated():
+                request = self._remove_assignment(tokenizer, message.rid)
+                if isinstance(request, AdapterUpdateRequest) and request.active:
+                    self._deactivate(request)
+                    request.complete(message)
             case Prompted():
-                call = tokenizer.calls.get(message.rid)
-                if isinstance(call, Generation):
-                    call.characters, call.divided = message.characters, message.divided
-                    call.text = message.text
+                request = tokenizer.requests.get(message.rid)
+                if isinstance(request, Generation):
+                    request.prompt_text, request.prompt_characters = message.text, message.characters
+                    request.has_parts = message.in_parts
             case PromptTokens():
-                call = tokenizer.calls.get(message.rid)
-                if isinstance(call, Generation) and call.wanted:
-                    call.prompt.extend(message)
+                request = tokenizer.requests.get(message.rid)
+                if isinstance(request, Generation) and request.active:
+                    request.prompt_columns.extend(message)
             case Status():
                 tokenizer.status = message
-                self._told(message)
+                self._apply_status(message)
             case Hello():
-                log.debug("%s is up", peer)
+                log.debug("%s is connected", peer)
                 tokenizer.peer = peer
-                self.defaults = message.defaults
-                homeless, self._homeless = self._homeless, {}
-                for call in homeless:
-                    self._place(call)
-            case Gone():
-                self._lost(tokenizer, peer)
+                self.defaults = message.sampling_defaults
+                unassigned, self._unassigned = self._unassigned, {}
+                for request in unassigned:
+                    self._assign(request)
+            case PeerDisconnected():
+                self._on_tokenizer_lost(tokenizer, peer)
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
-    def _told(self, status: Status) -> None:
+    def _apply_status(self, status: Status) -> None:
         if status.limits is not None and self.limits is None:
             self.limits = status.limits
-            metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
+            metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         if status.limits is not None and status.adapters != [*self.adapters.values()]:
             self.adapters = {adapter.name: adapter for adapter in status.adapters}
-        self._news.ring()
+        self._status_received.wake()
 
-    def _place(self, call: Call) -> None:
-        up = [t for t in self.tokenizers if t.peer is not None]
-        if not up:
-            self._homeless[call] = None
+    # --- assignments ---
+
+    def _assign(self, request: LiveRequest) -> None:
+        """Sends a request to the connected tokenizer with the fewest requests, ready ones first."""
+        connected = [t for t in self.tokenizers if t.peer is not None]
+        if not connected:
+            self._unassigned[request] = None
             return
-        best = min(up, key=lambda t: (not (t.status is not None and t.status.ready), len(t.calls)))
+        best = min(connected, key=lambda t: (not (t.status is not None and t.status.ready), len(t.requests)))
         rid = next(self._rids)
-        best.calls[rid] = call
-        self._at[call] = (best, rid)
+        best.requests[rid] = request
+        self._assignments[request] = (best, rid)
         assert best.peer is not None
-        best.link.send(best.peer, call.order(rid))
+        best.link.send(best.peer, request.to_message(rid))
 
-    def _release(self, tokenizer: Tokenizer, rid: int) -> Call | None:
-        call = tokenizer.calls.pop(rid, None)
-        if call is None:
-            log.warning("an end for request %d, which is not there", rid)
+    def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
+        request = tokenizer.requests.pop(rid, None)
+        if request is None:
+            log.warning("a tokenizer has ended request %d, which is unknown", rid)
         else:
-            del self._at[call]
-        return call
+            del self._assignments[request]
+        return request
 
-    def _unwanted(self, call: Call) -> None:
-        call.wanted = False
-        if isinstance(call, Generation) and not call.probe:
-            self._permits.give()
+    def _deactivate(self, request: LiveRequest) -> None:
+        request.active = False
+        if isinstance(request, Generation) and not request.probe:
+            self._permits.release()
 
-    def _lost(self, tokenizer: Tokenizer, peer: Peer) -> None:
-        """What the dead process had is submitted again, to another one or to its successor."""
+    def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId) -> None:
+        """Submits the requests of a dead tokenizer again, to another one or to its replacement."""
         if tokenizer.peer != peer:
             return
         tokenizer.peer = tokenizer.status = None
-        calls, tokenizer.calls = tokenizer.calls, {}
-        again = [call for call in calls.values() if call.wanted]
-        log.warning("%s is gone; %d requests go to another tokenizer", peer, len(again))
-        for call in calls.values():
-            del self._at[call]
-        for call in again:
-            call.losses += 1
-            if call.losses >= MOST_LOSSES:
-                self._unwanted(call)
-                call.fail(f"the tokenizer died {call.losses} times while it had this request")
+        requests, tokenizer.requests = tokenizer.requests, {}
+        active = [request for request in requests.values() if request.active]
+        log.warning("%s has disconnected; %d requests are sent to another tokenizer", peer, len(active))
+        for request in requests.values():
+            del self._assignments[request]
+        for request in active:
+            request.tokenizer_losses += 1
+            if request.tokenizer_losses >= MAX_TOKENIZER_LOSSES:
+                self._deactivate(request)
+                request.fail(f"the tokenizer died {request.tokenizer_losses} times while it had this request")
             else:
-                self._place(call)
-        self._pump_soon()
+                self._assign(request)
+        self._exchange_with_all_soon()
+
+
+class TokenDelivery:
+    """Hands the tokens of a step to their requests, and measures the time between tokens.
+
+    Call `flush_metrics` when a request has ended, so that a client that has seen its last token finds it in /metrics.
+    """
+
+    def __init__(self) -> None:
+        self._metrics = metrics.ObservationBuffer()
+        self._inter_token_seconds = self._metrics.values("tgi_inter_token_duration")
+        self._skipped_tokens = self._metrics.values("tgi_request_skipped_tokens")  # beyond the first, per step
+
+    def deliver(self, requests: Mapping[int, LiveRequest], message: Texts) -> None:
+        """Hands out the tokens of a message. `requests` are those of the tokenizer that sent it, by rid."""
+        now = time.perf_counter()
+        columns = TextsColumns.from_message(message)
+        inter_token_seconds, skipped_tokens = self._inter_token_seconds, self._skipped_tokens
+        stop = 0
+        for rid, count in zip(unpack_uint32(message.rids), unpack_uint32(message.counts), strict=True):
+            start, stop = stop, stop + count
+            request = requests.get(rid)
+            if not isinstance(request, Generation) or not request.active:
+                continue
+            if request.first_token_time is None:
+                request.first_token_time = now
+                if request.probe:  # its only token
+                    request.add_tokens(columns, start, stop)
+                    continue
+                metrics.tgi_time_to_first_token_duration.observe(now - request.arrival_time)
+            else:
+                inter_token_seconds.append(now - request.latest_token_time)
+            request.latest_token_time = now
+            if count > 1:
+                inter_token_seconds += [0.0] * (count - 1)  # draft tokens arrive with the one before
+            skipped_tokens.append(count - 1)
+            request.add_tokens(columns, start, stop)
+        if now > self._metrics.due_at:
+            self._metrics.flush(now)
+
+    def flush_metrics(self) -> None:
+        """Observes the buffered measurements."""
+        self._metrics.flush()

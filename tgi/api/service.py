@@ -1,4 +1,4 @@
-"""What all resources share: settings, the router, and the steps that each request goes through."""
+"""What all routes share: settings, the router, and the steps that each request goes through."""
 
 import asyncio
 import contextlib
@@ -6,28 +6,26 @@ import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from falcon.asgi import Request
 
-from tgi.api import accounting
-from tgi.api.calls import Call, Generation, probing
-from tgi.api.client import Client
-from tgi.api.errors import ClientGone, Rejection
+from tgi.api import request_metrics
+from tgi.api.asgi import RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.errors import ClientDisconnected, Rejection
+from tgi.api.json_body import BodyDecoder
+from tgi.api.requests import Generation, LiveRequest
 from tgi.api.router import Router
-from tgi.api.serde import Reader
 from tgi.api.tracing import span_of
-from tgi.kernel.settings import Settings
+from tgi.microkernel.settings import Settings
 
 if TYPE_CHECKING:
-    from tgi.kernel.trace import Tracer
+    from tgi.microkernel.otlp import Tracer
 
 T = TypeVar("T")
 
-# The key under which the outermost layer leaves ASGI's receive for Client.
-RECEIVE = "tgi.receive"
-# What is left of a body that is too long is read for this long.
-DROP_SECONDS = 2.0
+# For this long the rest of a body that is too long is read and dropped.
+DRAIN_SECONDS = 2.0
 
 
 @dataclass
@@ -38,14 +36,17 @@ class Service:
     router: Router
     model_id: str
     compute_type: str
-    draws: random.Random = field(default_factory=random.SystemRandom)
+    seed_source: random.Random = field(default_factory=random.SystemRandom)
     tracer: "Tracer | None" = None
 
-    async def read(self, req: Request, body: Reader[T]) -> T:
-        """The request in the body. Raises Rejection: 415, 413 as soon as the limit is passed, then 400 and 422."""
+    async def read_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
+        """Reads and decodes the body. The size limit does not apply to the readiness probe.
+
+        Raises Rejection: 415, 413 as soon as the limit is exceeded, then 400 and 422.
+        """
         if not _is_json(req.content_type or ""):
             raise Rejection(415, "Expected request with `Content-Type: application/json`")
-        limit = math.inf if probing.get() else self.settings.payload_limit
+        limit = math.inf if is_probe(req) else self.settings.payload_limit
         chunks = []
         size = 0
         stream = aiter(req.stream)
@@ -53,68 +54,76 @@ class Service:
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
-                await _drop(stream)
+                await _drain(stream)
                 raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
-        return body.decode(b"".join(chunks))
+        return decoder.decode(b"".join(chunks))
 
     def has_openai_errors(self, req: Request) -> bool:
-        """Whether errors of this request have OpenAI's form: on every path below /v1, unless it is one of Vertex AI's,
-        which often are there. As in routing, several slashes at the beginning count as one."""
+        """Whether errors of this request have OpenAI's format: on every path below /v1, except Vertex AI's own routes,
+        which often are below /v1. As in routing, several leading slashes count as one."""
         path = f"/{req.path.lstrip('/')}"
         vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
         return f"{path}/".startswith("/v1/") and path not in vertex
 
-    def seed(self, given: int | None) -> int:
-        """The request's seed, or a new one (uint64): drawn here, so that whoever dies below, it stays the same."""
-        return self.draws.getrandbits(64) if given is None else given
+    def seed_or_random(self, given: int | None) -> int:
+        """The request's seed, or a random uint64. Drawn here, so that it survives the loss of any other process."""
+        return self.seed_source.getrandbits(64) if given is None else given
 
-    def submit(self, calls: Sequence[Call], req: Request) -> Client:
-        """Sends the calls of a request down, and cancels those that go on as soon as its client leaves."""
-
+    def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:
+        """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect."""
         span = span_of(req)
 
         def release() -> None:
-            if any(call.wanted for call in calls if isinstance(call, Generation)):
-                accounting.dropped(span)
-            self.cancel(calls)
+            if any(request.active for request in requests if isinstance(request, Generation)) and not is_probe(req):
+                request_metrics.record_disconnect(span)
+            self.cancel(requests)
 
-        for call in calls:
-            call.span = span
-            self.router.submit(call)
-        return Client(req.scope[RECEIVE], release)
+        for request in requests:
+            request.span = span
+            self.router.submit(request)
+        return DisconnectWatcher(req.scope[RECEIVE_KEY], release)
 
-    def cancel(self, calls: Sequence[Call]) -> None:
-        """Nobody wants these any more."""
-        for call in calls:
-            self.router.cancel(call)
+    def cancel(self, requests: Sequence[LiveRequest]) -> None:
+        """Cancels those that are active."""
+        for request in requests:
+            self.router.cancel(request)
 
-    async def finish(self, calls: Sequence[Call], req: Request) -> None:
-        """Sends calls down and waits until all have ended; once one has failed, nobody wants the others.
+    async def run_requests(self, requests: Sequence[LiveRequest], req: Request) -> None:
+        """Submits requests that share a wake event and waits until all have ended. One that fails cancels the others.
 
-        Raises ClientGone if the client does not wait that long.
+        Raises ClientDisconnected.
         """
-        client = self.submit(calls, req)
+        watcher = self.submit(requests, req)
         try:
-            while not all(call.ended for call in calls):
-                if client.gone:
-                    raise ClientGone
-                if any(call.failed for call in calls):
-                    self.cancel(calls)
+            while not all(request.ended for request in requests):
+                if watcher.disconnected:
+                    raise ClientDisconnected
+                if any(request.failed for request in requests):
+                    self.cancel(requests)
                     break
-                await calls[0].bell.rung()
+                await requests[0].wake_event.wait()
         finally:
-            client.close()
+            watcher.close()
 
 
-async def _drop(stream: AsyncIterator[bytes]) -> None:
-    """Reads on for a while: a client that is cut off while it sends sees a broken connection, not the answer."""
+class Resource:
+    """The handlers of one path. The table of operations (operations.py) names the class of each path."""
+
+    body: ClassVar[BodyDecoder[Any] | None] = None  # of POST requests
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+
+async def _drain(stream: AsyncIterator[bytes]) -> None:
+    """Reads on for DRAIN_SECONDS: a client that is cut off while it sends sees a broken connection, not the 413."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DROP_SECONDS):
+        async with asyncio.timeout(DRAIN_SECONDS):
             async for _ in stream:
                 pass
 
 
 def _is_json(content_type: str) -> bool:
-    """application/json or application/*+json, whatever the parameters."""
+    """application/json or application/*+json, with any parameters."""
     kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
     return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

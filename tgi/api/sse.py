@@ -1,148 +1,151 @@
-"""Server-sent events of one request: an iterator for falcon that waits for tokens or for the client to leave."""
+"""Server-sent events of one request: an iterator for falcon that waits for tokens or for the client's disconnect."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from typing import Protocol
 
-from tgi.api import accounting, errors
-from tgi.api.calls import Generation
-from tgi.api.client import Client
-from tgi.api.columns import Columns
-from tgi.api.errors import ApiError, ClientGone
-from tgi.kernel.messages import End
+from tgi.api import errors, request_metrics
+from tgi.api.asgi import DisconnectWatcher
+from tgi.api.errors import ApiError, ClientDisconnected
+from tgi.api.requests import Generation
+from tgi.api.token_columns import TokenColumns
+from tgi.microkernel.protocol import End
 
 KEEP_ALIVE_SECONDS = 15.0
-KEEP_ALIVE = b":\n\n"
-# A client that reads slowly, or stops and goes on, may have thousands of tokens to come. So many events are written in
-# one go, then others have their turn.
-MOST_EVENTS = 256
+KEEP_ALIVE_EVENT = b":\n\n"
+# A client that reads slowly, or pauses, may have thousands of tokens to come. Bounds the time until other tasks run.
+MAX_EVENTS_PER_WRITE = 256
 
 
 Cancel = Callable[[Sequence[Generation]], None]
 
 
-class Events(Protocol):
-    """How one route writes its events. Each event is `data: `, one line of JSON, and an empty line."""
+class EventFormatter(Protocol):
+    """How a route writes its events. An event is `data: `, one line of JSON, and an empty line."""
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        """The events of these tokens of generation `place`; `end` comes with its last ones. There is at least one, or
-        none at all if none was to be generated."""
+    def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
+        """The events of these tokens of generation `index`; `end` comes with its last ones. There is at least one
+        token, or none at all if none was to be generated."""
 
-    def failure(self, error: ApiError) -> str:
-        """The events that end a stream that cannot go on."""
+    def failure_events(self, error: ApiError) -> str:
+        """The events that end a stream after an error."""
 
-    def close(self) -> str:
+    def closing_events(self) -> str:
         """The events that end a stream whose generations are all complete."""
 
 
 class EventStream:
-    """What falcon iterates over. All events that are ready go out in one write; a slow client delays only itself,
-    since falcon asks for the next chunk when the transport has room again."""
+    """What falcon iterates over. All events that are ready are one chunk. falcon asks for the next chunk once the
+    transport has room, so a slow client delays only itself."""
 
-    def __init__(self, calls: Sequence[Generation], events: Events, client: Client, cancel: Cancel) -> None:
-        self._calls = calls
-        self._bell = calls[0].bell
-        self._live = [*enumerate(calls)]  # those whose last token has not been written
-        self._most = MOST_EVENTS // len(calls) or 1  # events of one generation in one go
-        self._events = events
-        self._client = client
+    def __init__(
+        self, generations: Sequence[Generation], formatter: EventFormatter, watcher: DisconnectWatcher, cancel: Cancel
+    ) -> None:
+        self._generations = generations
+        self._wake_event = generations[0].wake_event
+        self._unfinished = [*enumerate(generations)]  # those whose last token is not written
+        self._max_events = MAX_EVENTS_PER_WRITE // len(generations) or 1  # of one generation in one chunk
+        self._formatter = formatter
+        self._watcher = watcher
         self._cancel = cancel
-        self._behind = True  # there may be more than the latest chunk
-        self._silent = False  # no event for KEEP_ALIVE_SECONDS
+        self._has_more = True  # more events may be ready than the latest chunk held
+        self._keep_alive_due = False
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
-        # One timer for the stream, which looks when the last event was: not one for each token.
-        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._tick)
+        self._last_event_time = self._loop.time()
+        # One timer for the stream that compares times, instead of one that is set again for each token.
+        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._on_timer)
 
-    async def open(self) -> None:
-        """Waits for the first token, so that an error before it has its own status: raises ApiError then.
+    async def wait_for_first_token(self) -> None:
+        """Waits for the first token, so that an error before it is an HTTP error. After KEEP_ALIVE_SECONDS the stream
+        opens without one, and errors become events.
 
-        After KEEP_ALIVE_SECONDS the stream opens without one; errors are events from there on.
-        Raises ClientGone if the client does not wait.
+        Raises ApiError, and ClientDisconnected.
         """
-        while not self._silent and not any(call.fresh.texts for call in self._calls):
-            if self._client.gone:
-                raise ClientGone
-            for call in self._calls:
-                if call.end is not None and (error := errors.of_end(call.end, streaming=True)):
-                    self._cancel(self._calls)
+        while not self._keep_alive_due and not any(generation.unread_tokens.texts for generation in self._generations):
+            if self._watcher.disconnected:
+                raise ClientDisconnected
+            for generation in self._generations:
+                if generation.end is not None and (error := errors.from_end(generation.end, streaming=True)):
+                    self._cancel(self._generations)
                     raise error
-            if any(call.end is not None for call in self._calls):
-                return  # without a token
-            await self._bell.rung()
+            if any(generation.end is not None for generation in self._generations):
+                return  # no token was to be generated
+            await self._wake_event.wait()
 
     def __aiter__(self) -> "EventStream":
         return self
 
     async def __anext__(self) -> bytes:
-        while self._live and not self._client.gone:
-            if not self._behind:
-                await self._bell.rung()
-            if chunk := self._chunk():
-                self._silent = False
-                self._last = self._loop.time()
-                if self._behind:
+        while self._unfinished and not self._watcher.disconnected:
+            if not self._has_more:
+                await self._wake_event.wait()
+            if chunk := self._next_chunk():
+                self._keep_alive_due = False
+                self._last_event_time = self._loop.time()
+                if self._has_more:
                     await asyncio.sleep(0)
                 return chunk.encode()
-            if self._silent:
-                self._silent = False
-                self._last = self._loop.time()
-                return KEEP_ALIVE
+            if self._keep_alive_due:
+                self._keep_alive_due = False
+                self._last_event_time = self._loop.time()
+                return KEEP_ALIVE_EVENT
         raise StopAsyncIteration
 
     async def close(self) -> None:
-        """Called by falcon however the iteration ends."""
+        """Called by falcon at the end of the iteration, also after an exception."""
         self._timer.cancel()
-        self._client.close()
+        self._watcher.close()
 
-    def _chunk(self) -> str:
-        """The events that are ready. Generations take turns, an event each."""
-        turns: list[list[str]] = []
+    def _next_chunk(self) -> str:
+        """The events that are ready. Those of several generations alternate."""
+        event_lists: list[list[str]] = []
         ending = ""
-        self._behind = False
-        for place, call in self._live:
-            if not call.fresh.texts and call.end is None:
+        self._has_more = False
+        for index, generation in self._unfinished:
+            if not generation.unread_tokens.texts and generation.end is None:
                 continue
-            columns = call.take(self._most)
-            if call.end is None or call.fresh.texts:
-                self._behind = self._behind or bool(call.fresh.texts)
-                turns.append(self._events.tokens(place, columns, None))
+            columns = generation.take_tokens(self._max_events)
+            if generation.end is None or generation.unread_tokens.texts:
+                self._has_more = self._has_more or bool(generation.unread_tokens.texts)
+                event_lists.append(self._formatter.token_events(index, columns, None))
                 continue
-            error = errors.of_end(call.end, streaming=True)
-            none_wanted = call.request.max_new_tokens == 0
-            if error is None and not columns.texts and not none_wanted:
-                error = errors.incomplete(streaming=True)
-            if columns.texts or (none_wanted and error is None):
-                turns.append(self._events.tokens(place, columns, None if error else call.end))
+            error = errors.from_end(generation.end, streaming=True)
+            prompt_only = generation.message.max_new_tokens == 0
+            if error is None and not columns.texts and not prompt_only:
+                error = errors.incomplete_generation(streaming=True)
+            if columns.texts or (prompt_only and error is None):
+                event_lists.append(self._formatter.token_events(index, columns, None if error else generation.end))
             if error is not None:
                 ending = self._fail(error)
                 break
-            accounting.generated(call)
-            ending = self._complete(place)
-        events = turns[0] if len(turns) == 1 else chain.from_iterable(zip_longest(*turns, fillvalue=""))
+            request_metrics.record_generation(generation)
+            ending = self._finish(index)
+        events = (
+            event_lists[0] if len(event_lists) == 1 else chain.from_iterable(zip_longest(*event_lists, fillvalue=""))
+        )
         return "".join(events) + ending
 
-    def _complete(self, place: int) -> str:
-        """A generation's last token is written; what ends the stream, if it was the last generation."""
-        self._live = [entry for entry in self._live if entry[0] != place]
-        if self._live:
-            self._most = MOST_EVENTS // len(self._live) or 1
+    def _finish(self, index: int) -> str:
+        """Removes a finished generation. Returns the events that close the stream if it was the last one."""
+        self._unfinished = [entry for entry in self._unfinished if entry[0] != index]
+        if self._unfinished:
+            self._max_events = MAX_EVENTS_PER_WRITE // len(self._unfinished) or 1
             return ""
-        accounting.succeeded(self._calls)
-        return self._events.close()
+        request_metrics.record_success(self._generations)
+        return self._formatter.closing_events()
 
     def _fail(self, error: ApiError) -> str:
-        """One generation has failed: so has the request, and nobody wants the others."""
-        accounting.failed(error, self._calls[0].span)
-        self._cancel(self._calls)
-        self._live = []
-        return self._events.failure(error)
+        """Fails the whole request with the error of one generation."""
+        request_metrics.record_failure(error, self._generations[0].span, self._generations[0].probe)
+        self._cancel(self._generations)
+        self._unfinished = []
+        return self._formatter.failure_events(error)
 
-    def _tick(self) -> None:
-        left = self._last + KEEP_ALIVE_SECONDS - self._loop.time()
+    def _on_timer(self) -> None:
+        left = self._last_event_time + KEEP_ALIVE_SECONDS - self._loop.time()
         if left <= 0.001:
-            self._silent = True
-            self._bell.ring()
+            self._keep_alive_due = True
+            self._wake_event.wake()
             left = KEEP_ALIVE_SECONDS
-        self._timer = self._loop.call_later(left, self._tick)
+        self._timer = self._loop.call_later(left, self._on_timer)

@@ -1,78 +1,67 @@
-"""One span per request, from its head to the last byte of the answer, or until its client has left."""
+"""One span per HTTP request, from its head to the last byte of the response or the client's disconnect."""
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from falcon.asgi import Request, Response
 
-from tgi.api.asgi import Asgi, Receive, Send
-from tgi.api.calls import probing
-from tgi.api.operations import KSERVE, OPERATIONS
-from tgi.kernel.settings import Settings
+from tgi.api.asgi import PROBE_KEY, AsgiApp, Receive, Send
 
 if TYPE_CHECKING:
-    from tgi.kernel.trace import Span, Tracer
+    from tgi.microkernel.otlp import Span, Tracer
 
-# The key of a request's span in its ASGI scope; not there without tracing.
-SPAN = "tgi.span"
-# All health checks are one operation in traces, as in TGI.
-SAME = {"root_health": "health", "ping": "health"}
+SPAN_KEY = "tgi.span"  # of the ASGI scope; absent without tracing
 
 
 def span_of(req: Request) -> "Span | None":
-    """The span of a request, if there is tracing."""
-    return req.scope.get(SPAN)
+    """The span of a request, if tracing is on."""
+    return req.scope.get(SPAN_KEY)
 
 
-def traced(app: Asgi, tracer: "Tracer") -> Asgi:
-    """The same application, each request in its span, but for the readiness probe."""
+def with_spans(app: AsgiApp, tracer: "Tracer") -> AsgiApp:
+    """Wraps an application: each request gets a span, except those of the readiness probe."""
 
-    async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if probing.get():
+    async def traced(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if PROBE_KEY in scope:
             await app(scope, receive, send)
             return
         method = scope["method"]
         parents = [value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"]
         parent = parents[0] if len(parents) == 1 else ""
-        span = tracer.serve(method, parent, {"http.request.method": method, "url.path": scope["path"]})
-        scope[SPAN] = span
+        span = tracer.start_server_span(method, parent, {"http.request.method": method, "url.path": scope["path"]})
+        scope[SPAN_KEY] = span
 
-        async def noting(event: dict[str, Any]) -> None:
+        async def send_and_record_status(event: dict[str, Any]) -> None:
             if event["type"] == "http.response.start":
                 status = event["status"]
-                span.set({"http.response.status_code": status})
+                span.set_attributes({"http.response.status_code": status})
                 if status >= 400:
-                    span.fail(str(status))
+                    span.set_error(str(status))
             await send(event)
 
         try:
-            await app(scope, receive, noting)
+            await app(scope, receive, send_and_record_status)
         except BaseException as error:
-            span.fail(type(error).__name__)
+            span.set_error(type(error).__name__)
             raise
         finally:
             span.end()
 
-    return outermost
+    return traced
 
 
-class Named:
-    """Falcon's middleware that names a span as soon as the route is known: by the operation, as TGI does."""
+class SpanNameMiddleware:
+    """Falcon middleware that names a span by its operation as soon as the route is known, as TGI does. It runs before
+    the API key is checked, so that a rejected request has its name too."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._names = {
-            (operation.method.upper(), operation.path): SAME.get(operation.id, operation.id)
-            for operation in OPERATIONS + KSERVE
-        }
-        if settings.aip_predict_route:
-            self._names["POST", settings.aip_predict_route] = "vertex_compatibility"
-        if settings.aip_health_route:
-            self._names["GET", settings.aip_health_route] = "health"
+    def __init__(self, names: Mapping[tuple[str, str], str]) -> None:
+        self._names = names  # by method and path
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
-        """Before the key is asked for, so that a refused request has its name too."""
+        """Names the span after routing."""
         if (span := span_of(req)) is not None and req.uri_template is not None:
             route = re.sub(r":\w+}", "}", req.uri_template)
             method = "GET" if req.method == "HEAD" else req.method
-            span.rename(self._names.get((method, route), f"{req.method} {route}"))
-            span.set({"http.route": route})
+            span.update_name(self._names.get((method, route), f"{req.method} {route}"))
+            span.set_attributes({"http.route": route})

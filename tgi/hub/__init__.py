@@ -1,1 +1,9 @@
-"""Where models come from: a directory, the Hub, a GGUF file, the default model. All end in a model directory."""
+"""Locates models and adapters: a directory, the Hub, a GGUF file, the default model. All become a model directory.
+
+Read resolver.py first: from what the user names to a directory.
+
+- hub_download, default_model, gguf_import (gguf/): the sources; gguf_import has the cache of imported models
+- model_config, tokenizer_files, weight_files, adapter_files: reading and checking a directory, without torch
+- overrides: a directory of links with some files replaced
+- llguidance_tables: limits and token tables of grammars, shared by tokenizer and worker
+"""

@@ -1,1 +1,21 @@
-"""The scheduler: continuous batching over pages. Ids only, no strings, no torch."""
+"""The scheduler process: continuous batching over a paged KV cache. It knows token ids only, no strings, no torch.
+
+Read scheduler.py first (messages in, steps and messages out), then step_planner.py (what the next step computes) and
+kv_cache.py. Modules, from the entry point to the leaves:
+
+- main: the process loop between the tokenizers' link and the worker's
+- metrics: publishes counters as metrics and records the spans of requests
+- scheduler: `Scheduler`, the state machine without sockets and clocks
+- step_planner: `StepPlanner` (admission, decode rows, chunked prefill, preemption) and `StepBuilder`
+- in_flight: steps that were sent: pipeline, validation of results, distribution of tokens, prompt logprobs
+- speculation: draft counts per row; n-gram proposer and acceptance of a draft model
+- decode_batch: requests that hold slots, and the columns of those that decode
+- kv_cache: `KVCacheManager` (pages of requests) and `PagePool` (reference counts, prefix cache, eviction)
+- crash_isolation: finds the request that crashes the worker
+- peers: tokenizers, the worker, the outbox and the status report
+- adapters: the worker's LoRA adapters and pending changes to them
+- request: `Request`, `TokenizerClient`, `WaitingQueue`
+- columns: packed columns of tokens and the operations on whole columns
+- estimators: prefill budget, linear fit, wait estimator
+- counters: sums that the metrics are made of
+"""

@@ -1,110 +1,117 @@
-"""Which adapters the worker has, and the requests to change that: each is kept until a worker has answered it."""
+"""Which LoRA adapters the worker has loaded, and the pending requests to change that."""
 
 import logging
 from itertools import count
 
-from tgi.kernel.link import Peer
-from tgi.kernel.messages import Adapt, Adapted
-from tgi.kernel.presence import Adapter
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
 
 log = logging.getLogger(__name__)
 
 
-class Adapters:
-    """A worker that takes another's place loads what the settings name, and is made to load and unload what differs
-    from what its predecessor had; until that is done it `lacks` something. Then it is asked what is not answered yet.
+class WorkerAdapters:
+    """Keeps each requested update until a worker has answered it.
 
-    Changes are sent when no step is under way, and no step is sent before them: so the worker has what it was known to
-    have when a step was planned, as long as that takes.
+    A restarted worker loads the adapters that the settings name. It is then sent the updates that restore the adapters
+    of its predecessor (`restoring` is true until all are answered), and the updates that were not answered yet.
+
+    Updates are sent while no step is in flight, and no step is sent before them. So the worker has the adapters that it
+    was known to have when a step was planned until that step is computed.
     """
 
     def __init__(self) -> None:
-        self.loaded: list[Adapter] = []  # what tokenizers are told: as the latest worker has it, or is to have it
-        self._there: list[Adapter] = []  # what the worker has told
-        self._asked: dict[int, tuple[Peer, Adapt]] = {}  # by our numbers: who asked for what
-        self._lacking: dict[int, Adapt] = {}
-        self._numbers = count(1)
-        self._ordered: dict[int, str] = {}  # what the worker has been sent and not answered: the names
-        self._orders: list[Adapt] = []  # to be sent once no step is under way
-        self._known = False  # whether `loaded` was ever told
-        self._open = False  # whether this worker has told what it has
+        self.loaded: list[LoadedAdapter] = []  # what tokenizers are told: as the worker has it, or is to have it again
+        self._reported: list[LoadedAdapter] = []  # as the worker reported them
+        self._requested: dict[int, tuple[PeerId, UpdateAdapter]] = {}  # by our rid: who requested what
+        self._restoring: dict[int, UpdateAdapter] = {}  # by our rid
+        self._rids = count(1)
+        self._changing: dict[int, str] = {}  # adapter names in updates that this worker has not answered, by our rid
+        self._unsent: list[UpdateAdapter] = []  # to be sent once no step is in flight
+        self._known = False  # whether any worker has ever reported its adapters
+        self._worker_ready = False  # whether this worker has reported its adapters
 
     @property
-    def lacks(self) -> bool:
-        """Whether the worker is still to become what the one before it was."""
-        return bool(self._lacking)
+    def restoring(self) -> bool:
+        """Whether the worker does not have all adapters of its predecessor yet."""
+        return bool(self._restoring)
 
     @property
-    def waits(self) -> bool:
-        """Whether there is something to `take` before another step is sent."""
-        return bool(self._orders)
+    def has_unsent_updates(self) -> bool:
+        """Whether updates must be sent before another step."""
+        return bool(self._unsent)
 
-    def take(self) -> list[Adapt]:
-        """What the worker is to be sent now that no step is under way."""
-        orders, self._orders = self._orders, []
-        return orders
+    def take_unsent_updates(self) -> list[UpdateAdapter]:
+        """Returns the updates to send now that no step is in flight, and clears them."""
+        updates, self._unsent = self._unsent, []
+        return updates
 
-    def ask(self, tokenizer: Peer, adapt: Adapt) -> None:
-        """A tokenizer wants a change."""
-        number = next(self._numbers)
-        self._asked[number] = (tokenizer, adapt)
-        if self._open:
-            self._order({number: adapt})
+    def request_update(self, tokenizer: PeerId, update: UpdateAdapter) -> None:
+        """Stores an update that a tokenizer requests, and queues it for the worker."""
+        rid = next(self._rids)
+        self._requested[rid] = (tokenizer, update)
+        if self._worker_ready:
+            self._add_unsent({rid: update})
 
-    def told(self, loaded: list[Adapter]) -> None:
-        """A worker that is ready says what it has."""
-        orders: dict[int, Adapt] = {}
-        if not self._open:
-            self._open = True
+    def worker_reported(self, loaded: list[LoadedAdapter]) -> None:
+        """Compares the adapters of a worker that is ready with those wanted, and queues the difference."""
+        updates: dict[int, UpdateAdapter] = {}
+        if not self._worker_ready:
+            self._worker_ready = True
             if self._known:
-                self._lacking = {next(self._numbers): change for change in _changes(loaded, self.loaded)}
-            orders = self._lacking | {number: adapt for number, (_, adapt) in self._asked.items()}
-        self._there, self._known = loaded, True
-        self._show()
-        self._order(orders)
+                self._restoring = {next(self._rids): update for update in _updates_between(loaded, self.loaded)}
+            updates = self._restoring | {rid: update for rid, (_, update) in self._requested.items()}
+        self._reported, self._known = loaded, True
+        self._refresh_loaded()
+        self._add_unsent(updates)
 
-    def _order(self, orders: dict[int, Adapt]) -> None:
-        self._ordered |= {number: adapt.name for number, adapt in orders.items()}
-        self._orders += [adapt._replace(rid=number) for number, adapt in orders.items()]
+    def _add_unsent(self, updates: dict[int, UpdateAdapter]) -> None:
+        self._changing |= {rid: update.name for rid, update in updates.items()}
+        self._unsent += [update._replace(rid=rid) for rid, update in updates.items()]
 
-    def has(self, digest: bytes) -> bool:
-        """Whether the worker is sure to have the adapter of this content: it says so, and is not to change it."""
-        changing = self._ordered.values()
-        return any(adapter.digest == digest and adapter.name not in changing for adapter in self._there)
+    def is_loaded(self, digest: bytes) -> bool:
+        """Whether the worker certainly has the adapter with this digest: it reported it, and no update of that name is
+        pending."""
+        changing = self._changing.values()
+        return any(adapter.digest == digest and adapter.name not in changing for adapter in self._reported)
 
-    def answered(self, answer: Adapted) -> tuple[Peer, Adapted] | None:
-        """The worker's answer: who is to hear of it, and as what."""
-        self._ordered.pop(answer.rid, None)
-        if (change := self._lacking.pop(answer.rid, None)) is not None:
+    def take_answer(self, answer: AdapterUpdated) -> tuple[PeerId, AdapterUpdated] | None:
+        """Handles the worker's answer. Returns the tokenizer that requested the update and the answer for it, or None
+        if no tokenizer waits for it."""
+        self._changing.pop(answer.rid, None)
+        if (update := self._restoring.pop(answer.rid, None)) is not None:
             if answer.error:
-                log.error("The restarted worker has not got adapter %s again: %s", change.name, answer.error)
-            self._show()
+                log.error("The restarted worker could not load adapter %s again: %s", update.name, answer.error)
+            self._refresh_loaded()
             return None
-        if (asked := self._asked.pop(answer.rid, None)) is None:
-            log.debug("nobody waits for this answer: the tokenizer that asked is gone")
+        if (requested := self._requested.pop(answer.rid, None)) is None:
+            log.debug("dropped the answer to an adapter update: the tokenizer that requested it is gone")
             return None
-        tokenizer, adapt = asked
-        return tokenizer, answer._replace(rid=adapt.rid)
+        tokenizer, update = requested
+        return tokenizer, answer._replace(rid=update.rid)
 
-    def _show(self) -> None:
-        if not self._lacking:
-            self.loaded = self._there
+    def _refresh_loaded(self) -> None:
+        if not self._restoring:
+            self.loaded = self._reported
 
-    def worker_gone(self) -> None:
-        """What it has not answered is asked again of the next one."""
-        self._open = False
-        self._lacking = {}
-        self._ordered = {}
-        self._orders = []
+    def worker_lost(self) -> None:
+        """Updates that the worker has not answered are sent to the next one."""
+        self._worker_ready = False
+        self._restoring = {}
+        self._changing = {}
+        self._unsent = []
 
-    def tokenizer_gone(self, tokenizer: Peer) -> None:
-        """Its requests are answered to nobody."""
-        self._asked = {number: asked for number, asked in self._asked.items() if asked[0] != tokenizer}
+    def tokenizer_lost(self, tokenizer: PeerId) -> None:
+        """Drops the tokenizer's requests; updates that were sent already are still carried out."""
+        self._requested = {rid: requested for rid, requested in self._requested.items() if requested[0] != tokenizer}
 
 
-def _changes(there: list[Adapter], wanted: list[Adapter]) -> list[Adapt]:
-    """What makes of the adapters that are there those that are wanted, but for the rids."""
-    has = {adapter.name: adapter.path for adapter in there}
-    wants = {adapter.name: adapter.path for adapter in wanted}
-    unloads = [Adapt(0, name, "") for name in has if name not in wants]
-    return unloads + [Adapt(0, name, path) for name, path in wants.items() if has.get(name) != path]
+def _updates_between(loaded: list[LoadedAdapter], wanted: list[LoadedAdapter]) -> list[UpdateAdapter]:
+    """The updates, without rids, that turn the loaded adapters into the wanted ones."""
+    loaded_paths = {adapter.name: adapter.path for adapter in loaded}
+    wanted_paths = {adapter.name: adapter.path for adapter in wanted}
+    unloads = [UpdateAdapter(rid=0, name=name, path="") for name in loaded_paths if name not in wanted_paths]
+    return unloads + [
+        UpdateAdapter(rid=0, name=name, path=path)
+        for name, path in wanted_paths.items()
+        if loaded_paths.get(name) != path
+    ]

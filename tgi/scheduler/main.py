@@ -4,50 +4,48 @@ import gc
 import logging
 import time
 
-from tgi.kernel import tracing
-from tgi.kernel.link import Gone, Link
-from tgi.kernel.messages import Result
-from tgi.kernel.presence import Hello
-from tgi.kernel.process import Process
-from tgi.scheduler.core import Config, Core
-from tgi.scheduler.meter import Meter
-from tgi.scheduler.spans import Spans
+from tgi.microkernel import tracing
+from tgi.microkernel.link import Link, PeerDisconnected
+from tgi.microkernel.process import Process
+from tgi.microkernel.protocol import Hello, StepResult
+from tgi.scheduler.metrics import RequestSpans, SchedulerMetrics
+from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
 
-# So many objects more than there were let the garbage collector look through them, all at once and in a pass. What the
-# core makes is freed without it, so only a growing number of requests calls it.
-GARBAGE = 50_000
+# Net allocations of container objects that start a pass of the garbage collector. The scheduler makes no reference
+# cycles, so a pass finds nothing, and it may take longer than a step. Only a growing number of requests starts one.
+GC_THRESHOLD = 50_000
 
 
 def main(process: Process) -> None:
-    """Runs until SIGTERM, then until the requests that run have ended or the supervisor's patience has."""
+    """Runs until SIGTERM, then until the running requests have ended or the supervisor's grace period is over."""
     settings = process.settings
-    front = Link.bind(process.address("sched-0.front"), process.hello())
-    back = Link.bind(process.address("sched-0.back"), process.hello())
-    process.watch(front)
-    process.watch(back)
-    core = Core(
-        Config(
-            settings.prefix_caching,
-            settings.step_target,
-            settings.stall_limit,
-            settings.speculate or 0,
-            settings.draft_model_id is not None,
+    front = Link.bind(process.link_address("sched-0.front"), process.hello())
+    back = Link.bind(process.link_address("sched-0.back"), process.hello())
+    process.watch_link(front)
+    process.watch_link(back)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            prefix_caching=settings.prefix_caching,
+            step_target=settings.step_target,
+            stall_limit=settings.stall_limit,
+            max_drafts=settings.speculate or 0,
+            draft_model=settings.draft_model_id is not None,
         )
     )
-    meter = Meter()
-    tracer = tracing.tracer(settings, process.name)
-    spans = Spans(tracer) if tracer is not None else None
+    metrics = SchedulerMetrics()
+    tracer = tracing.create_tracer(settings, process.name)
+    spans = RequestSpans(tracer) if tracer is not None else None
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GARBAGE)
+    gc.set_threshold(GC_THRESHOLD)
     try:
-        while not process.stopping or core.running:
+        while not process.stopping or scheduler.running:
             now = time.monotonic()
-            process.state(*_state(process, core))
-            process.wait(core.deadline(now) - now)
-            _turn(core, front, back, meter, spans)
+            process.publish_state(*_process_state(process, scheduler))
+            process.wait(scheduler.deadline(now) - now)
+            _run_once(scheduler, front, back, metrics, spans)
     finally:
         front.close()
         back.close()
@@ -55,44 +53,48 @@ def main(process: Process) -> None:
             tracer.close()
 
 
-def _turn(core: Core, front: Link, back: Link, meter: Meter, spans: Spans | None) -> None:
-    """Takes what has come, keeps the worker busy first, then tells the neighbours, then keeps the books."""
+def _run_once(
+    scheduler: Scheduler, front: Link, back: Link, metrics: SchedulerMetrics, spans: RequestSpans | None
+) -> None:
+    """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits."""
     now = time.monotonic()
     for link in (back, front):
         for peer, message in link.receive():
             if isinstance(message, Hello):
-                log.debug("%s is up", peer)
-                _agree(message.model, front, back)
-            elif isinstance(message, Gone):
+                log.debug("%s is connected", peer)
+                _agree_on_model(message.model, front, back)
+            elif isinstance(message, PeerDisconnected):
                 log.debug("%s is gone", peer)
             if spans is not None:
-                spans.came(peer, message)
-            if isinstance(message, Result):
-                meter.result(core, message, peer, now)
+                spans.message_received(peer, message)
+            if isinstance(message, StepResult):
+                metrics.handle_result(scheduler, message, peer, now)
             else:
-                core.handle(message, peer, now)
-    while core.below.worker is not None and (step := meter.plan(core, now)) is not None:
-        back.send(core.below.worker, step)
+                scheduler.handle(message, peer, now)
+    while scheduler.worker.peer is not None and (step := metrics.plan(scheduler, now)) is not None:
+        back.send(scheduler.worker.peer, step)
     back.flush()
-    core.tick(now)
-    for peer, message in core.outgoing():
+    scheduler.report_status(now)
+    for peer, message in scheduler.outgoing():
         if spans is not None:
-            spans.went(peer, message)
+            spans.message_sent(peer, message)
         (back if peer.role == "worker" else front).send(peer, message)
     back.flush()
     front.flush()
-    core.settle()
-    meter.publish(core, now)
+    scheduler.commit()
+    metrics.publish(scheduler, now)
 
 
-def _agree(model: str, *links: Link) -> None:
-    """The first neighbour that names its model sets it for this scheduler's life: links refuse any other."""
+def _agree_on_model(model: str, *links: Link) -> None:
+    """Adopts the model of the first neighbour that names one for the life of this scheduler: the links then reject
+    peers with another model."""
     for link in links:
-        if model and not link.me.model:
-            link.me = link.me._replace(model=model)
+        if model and not link.own_hello.model:
+            link.own_hello = link.own_hello._replace(model=model)
 
 
-def _state(process: Process, core: Core) -> tuple[str, str, int]:
+def _process_state(process: Process, scheduler: Scheduler) -> tuple[str, str, int]:
+    """State, stage and percent for `Process.publish_state`."""
     if process.stopping:
         return "draining", "", 0
-    return ("ready", "", 100) if core.ready else ("starting", "waiting for the worker", 0)
+    return ("ready", "", 100) if scheduler.ready else ("starting", "waiting for the worker", 0)

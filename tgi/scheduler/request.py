@@ -1,173 +1,274 @@
-"""One request as the scheduler knows it: its ids, where it is, and which slot and pages it holds; and who asked."""
+"""Requests as the scheduler knows them, the tokenizer process each belongs to, and the waiting queue."""
 
 from array import array
+from bisect import bisect
+from collections import deque
 from functools import lru_cache
+from typing import Protocol
 
-from tgi.kernel.link import Peer
-from tgi.kernel.messages import MOST_PROMPT_TOPS, Add, End, Reason
-from tgi.kernel.pack import INT32, ints
-from tgi.kernel.states import QUEUED
-from tgi.scheduler.lane import Lane
-from tgi.scheduler.lookup import Lookup
-from tgi.scheduler.model import Model
-from tgi.scheduler.tokens import NOTHING, Columns, Row, Top
+from tgi.microkernel.codec import INT32, unpack_int32
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import MAX_PROMPT_TOP_TOKENS, QUEUED, Add, DeploymentLimits, End, FinishReason
+from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
-NEVER = 1 << 62
-# So many times a worker may die under a request that does not get on, before the request is tried alone.
-SUSPECT = 2
+NO_STEP = 1 << 62
+# A request is computed alone after this many worker crashes in which it made no progress.
+SUSPECT_STRIKES = 2
+
+
+class Drafter(Protocol):
+    """Where a request's drafts come from: `speculation.NgramProposer` or `speculation.DraftAcceptance`."""
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that the next draft is accepted; 0 if there is none."""
+        ...
+
+    def record_verification(self, drafted: int, accepted: int) -> None:
+        """Records that the first `accepted` of `drafted` tokens were drawn."""
+
+
+class Lane(Protocol):
+    """The operations of `decode_batch.DecodeLane` on one of its requests."""
+
+    starts: "array[int]"
+
+    def page_added(self, request: "Request") -> None:
+        """To be called when the request has got another page."""
+
+    def set_start(self, request: "Request", start: int) -> None:
+        """Sets the position that the request's next row computes."""
 
 
 class Request:
-    """Ids are positions 0, 1, …: the prompt, then what was generated. The token at position p is computed (its keys
-    and values are written) by a row that covers p; the row that computes the last known position draws the next."""
+    """`token_ids[p]` is the token at position p: the prompt, then what was generated. A row that covers position p
+    computes it (writes its keys and values); the row that computes the last known position draws the next token."""
 
     __slots__ = (
+        "arrival",
+        "cache_salt",
         "cached_tokens",
+        "capacity",
         "client",
-        "first_planned",
-        "guesser",
-        "ids",
+        "drafter",
+        "due_step",
+        "first_planned_at",
         "lane",
+        "lane_index",
         "last_start",
-        "limit",
-        "order",
+        "max_total_tokens",
+        "missing_pages",
         "pages",
-        "place",
         "planned",
         "prefix",
-        "prompt_from",
+        "prompt_logprobs_from",
         "prompt_tokens",
         "prompt_top_n",
-        "published",
-        "received",
+        "published_pages",
+        "received_at",
         "rid",
-        "room",
-        "salt",
         "sampling",
-        "shares",
-        "since",
+        "shares_pages",
         "slot",
         "state",
         "stop_ids",
         "strikes",
-        "turn",
-        "wanted",
+        "token_ids",
+        "valid_from_step",
     )
 
-    prompt_from: int  # from this position on the logprobs of the prompt's tokens are still to be told
-    # What it is given with its slot; without one these mean nothing.
+    prompt_logprobs_from: int  # logprobs of prompt tokens from this position on are still to be sent
+    # These mean something only while it holds a slot.
     pages: list[int]
-    room: int  # tokens that its pages hold
-    planned: int  # positions below this are computed by the steps sent so far; in a lane, that knows better
-    shares: bool  # whether others may find its pages, and it theirs
-    published: int  # so many of its pages were found, or can be
-    prefix: bytes  # what the ids in these are called
-    place: int  # in its lane
-    turn: int  # after so many steps of the lane it needs a page, or draws the last token
+    capacity: int  # tokens that its pages hold
+    planned: int  # positions below this are computed by the steps sent so far; in a lane, `DecodeLane.starts` is exact
+    shares_pages: bool  # whether it uses the prefix cache: finds pages of other requests, and they find its pages
+    published_pages: int  # its first pages, which are in the prefix cache
+    prefix: bytes  # the name of the prefix in these pages
+    lane_index: int  # its index in the columns of its lane
+    due_step: int  # the lane's step count at which it needs a page or draws its last token
 
-    def __init__(self, client: "Client", add: Add, order: int, received: float) -> None:
-        """Raises ValueError or ProtocolError if a column of `add` is none, or a field has no meaning."""
+    def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
+        """`arrival`: its number in the order of arrival. Raises ValueError or ProtocolError if a column of `add` is
+        malformed or a field is out of range."""
         self.client = client
         self.rid = add.rid
-        self.order = order  # of arrival; a smaller number goes first
-        self.received = received
-        self.first_planned: float | None = None
-        self.ids = ids = array(INT32, add.prompt)
-        self.prompt_tokens = self.prompt_from = tokens = len(ids)
+        self.arrival = arrival
+        self.received_at = received_at
+        self.first_planned_at: float | None = None
+        self.token_ids = token_ids = array(INT32, add.prompt_ids)
+        self.prompt_tokens = self.prompt_logprobs_from = tokens = len(token_ids)
         self.prompt_top_n = 0
-        if add.prompt_from or add.prompt_top_n:
-            self._tell(add)
-        if add.resume:
-            ids.frombytes(add.resume)
-        self.limit = limit = tokens + add.max_new_tokens  # so many ids end it
-        self.last_start = limit - 2  # the position that the last decode row computes
+        if add.prompt_logprobs_from or add.prompt_top_n:
+            self._set_prompt_logprobs(add)
+        if add.resume_ids:
+            token_ids.frombytes(add.resume_ids)
+        self.max_total_tokens = max_total_tokens = tokens + add.max_new_tokens
+        self.last_start = max_total_tokens - 2  # the position that the last decode row computes
         self.sampling = add.sampling
-        self.stop_ids = _id_set(add.stop_ids)
-        self.salt = add.salt
+        self.stop_ids = _stop_id_set(add.stop_ids)
+        self.cache_salt = add.cache_salt
         self.state = QUEUED
-        self.strikes = 0  # deaths of workers that were computing it, since it last got on
-        self.cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
-        self.guesser: Lookup | Model | None = None  # whom its drafts come from; None: it has none
-        self.wanted = 0  # pages that were missing when it was last refused admission
+        self.strikes = 0  # worker crashes in steps that computed it, since it last made progress
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
+        self.drafter: Drafter | None = None  # None: no drafts
+        self.missing_pages = 0  # pages that were needed when its admission last failed; 0: not tried
         self.lane: Lane | None = None  # while it decodes
         self.slot = NO_SLOT
-        self.since = NEVER  # the first step of its stay in the slot: only results from this on concern it
+        self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 
-    def _tell(self, add: Add) -> None:
-        """Logprobs of its prompt are wanted."""
-        if add.prompt_from < 0 or not 0 <= add.prompt_top_n <= MOST_PROMPT_TOPS:
-            raise ValueError(f"prompt_from is {add.prompt_from} and prompt_top_n {add.prompt_top_n}")
-        self.prompt_from = min(add.prompt_from or self.prompt_tokens, self.prompt_tokens)
+    def _set_prompt_logprobs(self, add: Add) -> None:
+        if add.prompt_logprobs_from < 0 or not 0 <= add.prompt_top_n <= MAX_PROMPT_TOP_TOKENS:
+            raise ValueError(f"prompt_logprobs_from is {add.prompt_logprobs_from} and prompt_top_n {add.prompt_top_n}")
+        self.prompt_logprobs_from = min(add.prompt_logprobs_from or self.prompt_tokens, self.prompt_tokens)
         self.prompt_top_n = add.prompt_top_n
 
-    def grow(self, page: int, size: int) -> None:
-        """It has got another page, for so many tokens."""
+    def add_page(self, page: int, page_size: int) -> None:
+        """Appends a page of `page_size` tokens to its page table."""
         self.pages.append(page)
-        self.room += size
+        self.capacity += page_size
         if self.lane is not None:
-            self.lane.has_room(self)
+            self.lane.page_added(self)
 
     @property
-    def generated(self) -> int:
-        """Ids behind the prompt, resumed ones included."""
-        return len(self.ids) - self.prompt_tokens
+    def generated_tokens(self) -> int:
+        """Tokens after the prompt, resumed ones included."""
+        return len(self.token_ids) - self.prompt_tokens
 
     @property
-    def suspected(self) -> bool:
-        """Whether it is to be tried alone."""
-        return self.strikes >= SUSPECT
+    def is_suspect(self) -> bool:
+        """Whether it must be computed alone."""
+        return self.strikes >= SUSPECT_STRIKES
 
     @property
-    def tells(self) -> bool:
-        """Whether logprobs of its prompt are still to be told."""
-        return self.prompt_from < self.prompt_tokens
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether logprobs of its prompt are still to be sent."""
+        return self.prompt_logprobs_from < self.prompt_tokens
 
     @property
-    def scored(self) -> bool:
-        """Whether no token is drawn: it ends when all logprobs of its prompt are told."""
-        return self.limit == self.prompt_tokens
+    def prompt_only(self) -> bool:
+        """Whether no token is drawn: it ends when all logprobs of its prompt are sent."""
+        return self.max_total_tokens == self.prompt_tokens
 
-    def finished(self) -> Reason | None:
-        """Why it is complete, if it is. Length counts before an end token, as in TGI."""
-        if len(self.ids) >= self.limit:
-            return Reason.LENGTH
-        return Reason.EOS if self.generated and self.ids[-1] in self.stop_ids else None
+    def finish_reason(self) -> FinishReason | None:
+        """LENGTH or EOS if it is complete. LENGTH takes precedence, as in TGI."""
+        if len(self.token_ids) >= self.max_total_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.EOS if self.generated_tokens and self.token_ids[-1] in self.stop_ids else None
 
-    def end(self, reason: Reason, message: str, now: float) -> End:
-        """What its client is told when it has ended at `now`."""
-        begun = now if self.first_planned is None else self.first_planned
+    def end_message(self, reason: FinishReason, message: str, now: float) -> End:
+        """The `End` of a request that ends now."""
+        begun = now if self.first_planned_at is None else self.first_planned_at
         return End(
             self.rid,
             reason,
             message,
             prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated,
+            generated_tokens=self.generated_tokens,
             cached_tokens=self.cached_tokens,
-            queue_us=int((begun - self.received) * 1e6),
+            queue_us=int((begun - self.received_at) * 1e6),
             inference_us=int((now - begun) * 1e6),
         )
 
 
-class Client:
-    """One life of a tokenizer: its requests by its own numbers, and its rows of the result being handled."""
+@lru_cache(maxsize=64)
+def _stop_id_set(column: bytes) -> frozenset[int]:
+    """The ids of an int32 column. Cached, because nearly all requests have the same stop ids."""
+    return frozenset(unpack_int32(column))
 
-    def __init__(self, peer: Peer) -> None:
+
+def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
+    """Why no worker with these limits can compute the request, in TGI's words; "" if one can. `limits` is None before
+    the first worker is ready.
+
+    `max_input_tokens` leaves room for one generated token, so a prompt-only request may have one token more.
+    """
+    tokens, total = request.prompt_tokens, request.max_total_tokens
+    if not tokens:
+        return "`inputs` cannot be empty"
+    if total <= tokens and not (request.prompt_only and request.lacks_prompt_logprobs):
+        return "`max_new_tokens` must be strictly positive"
+    if limits is None:
+        return ""
+    if total > limits.max_total_tokens or total > limits.pages * limits.page_size:
+        most = min(limits.max_total_tokens, limits.pages * limits.page_size)
+        return (
+            f"`inputs` tokens + `max_new_tokens` must be <= {most}. "
+            f"Given: {tokens} `inputs` tokens and {total - tokens} `max_new_tokens`"
+        )
+    if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
+        return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
+    return ""
+
+
+class TokenizerClient:
+    """One life of a tokenizer process: its requests by rid, and the tokens that the current result brings them."""
+
+    def __init__(self, peer: PeerId) -> None:
         self.peer = peer
         self.requests: dict[int, Request] = {}
-        self.columns: Columns = NOTHING
-        self.rows: list[Row] = []  # behind those in the columns
-        self.tops: list[Top] = []  # one for each row, or none at all; where there are some, no columns
+        self.token_columns: DrawnTokens = NO_TOKENS
+        self.token_rows: list[DrawnToken] = []  # follow those in the columns
+        self.top_tokens: list[TopTokens] = []  # empty, or one per row; then the columns are empty
 
-    def take_rows(self) -> tuple[Columns, list[Row], list[Top]]:
-        """The rows and what goes with them; then there are none."""
-        rows = self.columns, self.rows, self.tops
-        self.columns, self.rows, self.tops = NOTHING, [], []
-        return rows
+    def take_tokens(self) -> tuple[DrawnTokens, list[DrawnToken], list[TopTokens]]:
+        """Returns the tokens and clears them."""
+        tokens = self.token_columns, self.token_rows, self.top_tokens
+        self.token_columns, self.token_rows, self.top_tokens = NO_TOKENS, [], []
+        return tokens
 
 
-@lru_cache(maxsize=64)
-def _id_set(column: bytes) -> frozenset[int]:
-    """The ids of a column. Nearly all requests have the same few."""
-    return frozenset(ints(column))
+# Ended requests that the queue may hold in addition to as many as wait: this bounds the cost of a sweep per request.
+SWEEP_THRESHOLD = 64
+
+
+class WaitingQueue:
+    """First come, first served; a request that is preempted returns to its place of arrival. Suspects of a worker crash
+    come first, one after the other, since all others wait until they are cleared."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+        self._ended = 0  # requests in the deque that have ended
+
+    def __len__(self) -> int:
+        return len(self._requests) - self._ended
+
+    def append(self, request: Request) -> None:
+        """Adds a new request, the last to arrive."""
+        self._requests.append(request)
+
+    def reinsert(self, request: Request) -> None:
+        """Adds a request that was in the queue before, at its place of arrival."""
+        self._requests.insert(bisect(self._requests, _queue_order(request), key=_queue_order), request)
+
+    def head(self) -> Request | None:
+        """The next request, which stays in the queue."""
+        requests = self._requests
+        while requests:
+            head = requests[0]
+            if head.state is QUEUED:
+                return head
+            requests.popleft()  # ended while it waited
+            self._ended -= 1
+        return None
+
+    def pop_head(self) -> Request:
+        """Removes what `head` has just returned. Raises IndexError if the queue is empty."""
+        return self._requests.popleft()
+
+    def record_ended(self, count: int) -> None:
+        """This many requests in the queue have ended. They are removed when they reach the head, or in a sweep."""
+        self._ended += count
+        if 2 * self._ended > len(self._requests) + SWEEP_THRESHOLD:
+            self._requests = deque(self.waiting())
+            self._ended = 0
+
+    def waiting(self) -> list[Request]:
+        """All requests in the queue, in order."""
+        return [request for request in self._requests if request.state is QUEUED]
+
+
+def _queue_order(request: Request) -> tuple[bool, int]:
+    return request.strikes < SUSPECT_STRIKES, request.arrival

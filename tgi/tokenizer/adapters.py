@@ -1,59 +1,59 @@
-"""The adapters that requests may choose among, and the requests to change that, each until it is answered."""
+"""The loaded LoRA adapters that requests may name, and the pending requests to load or unload adapters."""
 
-from tgi.kernel.link import Peer
-from tgi.kernel.messages import Adapt, Adapted
-from tgi.kernel.presence import Adapter
-from tgi.tokenizer.request import Request
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
+from tgi.tokenizer.request import TokenizerRequestState
 
 
-class Adapters:
-    """What the floors below have told, and what is asked of them."""
+class AdapterDirectory:
+    """Loaded adapters as the scheduler's Status lists them, and UpdateAdapter messages until they are answered."""
 
     def __init__(self) -> None:
-        self.loaded: list[Adapter] = []
+        self.loaded: list[LoadedAdapter] = []
         self._digests: dict[str, bytes] = {}
-        self._asked: dict[int, tuple[Peer, Adapt]] = {}  # by our rids: who asked for what
+        self._pending: dict[int, tuple[PeerId, UpdateAdapter]] = {}  # by the tokenizer's rid: the api and its message
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for an answer."""
-        return not self._asked
+        """Whether no UpdateAdapter is pending."""
+        return not self._pending
 
-    def told(self, loaded: list[Adapter]) -> None:
-        """Takes what a Status says."""
+    def set_loaded(self, loaded: list[LoadedAdapter]) -> None:
+        """Replaces the list of loaded adapters."""
         if loaded != self.loaded:
             self.loaded = loaded
             self._digests = {adapter.name: adapter.digest for adapter in loaded}
 
-    def give(self, request: Request) -> str:
-        """Gives a request the adapter that it names. Why that cannot be, for the client; "" if it can.
+    def resolve_adapter(self, request: TokenizerRequestState) -> str:
+        """Sets the digest of the adapter that a request names. Returns an error for the client, or "".
 
-        One that has ids goes on with the adapter that drew them, or fails where that is gone.
+        A resumed request keeps the digest of the adapter that generated its ids, and fails later if that adapter is
+        not loaded any more.
         """
-        sampling = request.asked.sampling
-        if not sampling.adapter or (request.asked.resume and sampling.adapter_digest):
+        sampling = request.generate.sampling
+        if not sampling.adapter or (request.generate.resume_ids and sampling.adapter_digest):
             return ""
         if (digest := self._digests.get(sampling.adapter)) is None:
             return f"`adapter_id` {sampling.adapter} not found"
-        request.asked = request.asked._replace(sampling=sampling._replace(adapter_digest=digest))
+        request.generate = request.generate._replace(sampling=sampling._replace(adapter_digest=digest))
         return ""
 
-    def ask(self, rid: int, api: Peer, adapt: Adapt) -> Adapt:
-        """An api wants a change. Returns what the scheduler is to be sent under this rid."""
-        self._asked[rid] = (api, adapt)
-        return adapt._replace(rid=rid)
+    def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> UpdateAdapter:
+        """Records an api's update. Returns it with the tokenizer's rid, for the scheduler."""
+        self._pending[rid] = (api, update)
+        return update._replace(rid=rid)
 
-    def again(self) -> list[Adapt]:
-        """What a scheduler that takes another's place is to be sent."""
-        return [adapt._replace(rid=rid) for rid, (_, adapt) in self._asked.items()]
+    def pending_updates(self) -> list[UpdateAdapter]:
+        """All pending updates, for a restarted scheduler."""
+        return [update._replace(rid=rid) for rid, (_, update) in self._pending.items()]
 
-    def answered(self, answer: Adapted) -> tuple[Peer, Adapted] | None:
-        """The scheduler's answer: who is to hear of it, and as what."""
-        if (asked := self._asked.pop(answer.rid, None)) is None:
+    def complete_update(self, answer: AdapterUpdated) -> tuple[PeerId, AdapterUpdated] | None:
+        """Removes the update that the scheduler has answered. Returns the api and the answer with the api's rid."""
+        if (pending := self._pending.pop(answer.rid, None)) is None:
             return None
-        api, adapt = asked
-        return api, answer._replace(rid=adapt.rid)
+        api, update = pending
+        return api, answer._replace(rid=update.rid)
 
-    def api_gone(self, api: Peer) -> None:
-        """Its requests are answered to nobody."""
-        self._asked = {rid: asked for rid, asked in self._asked.items() if asked[0] != api}
+    def remove_api(self, api: PeerId) -> None:
+        """Drops the pending updates of an api that has disconnected."""
+        self._pending = {rid: pending for rid, pending in self._pending.items() if pending[0] != api}

@@ -1,92 +1,112 @@
-"""A chat as clients send it, to the text of a prompt: messages and tools are fitted to what the template expects.
+"""Chats as clients send them, to prompt text. The message adapter rewrites messages and tools for the chat template.
 
-A chat is a JSON object with `messages` (a list of objects as the client sent them) and, all optional, `tools` (a list
-of objects, those that may be called), `tool_prompt` (a string), `tool_choice` ("auto" or "required": whether the answer
-may or must call them), `parallel_tool_calls` (true or false: whether it may call several), `add_generation_prompt`,
-`continue_final_message` (true or false) and `chat_template_kwargs` (an object). null means absent everywhere.
+A chat is a JSON object with `messages` (a list of objects, as the client sent them) and these optional keys. null means
+absent everywhere.
+
+- `tools`: a list of objects, the tools that may be called
+- `tool_prompt`: a string, instructions on tools
+- `tool_choice`: "auto" or "required"; with "required" the answer must call a tool
+- `parallel_tool_calls`: whether the answer may call several tools
+- `add_generation_prompt`, `continue_final_message`: true or false
+- `chat_template_kwargs`: an object, variables of the template
 """
 
+import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tgi.hub.card import Card
-from tgi.hub.tokens import special_tokens
-from tgi.tokenizer.answer.formats import FALLBACK, WHITE, Answer, Format, Tags, native, reasoning
-from tgi.tokenizer.fit import Object, fitted, fitted_tool, has_text
-from tgi.tokenizer.template import ChatTemplates, TemplateError
+from tgi.hub.model_config import ModelConfig
+from tgi.hub.tokenizer_files import special_tokens
+from tgi.tokenizer.answer_formats import (
+    FALLBACK_FORMATS,
+    WHITESPACE,
+    AnswerFormat,
+    ReasoningTags,
+    ToolCallFormat,
+    detect_reasoning_tags,
+    detect_tool_call_format,
+)
+from tgi.tokenizer.chat_template import ChatTemplates, TemplateError, TemplateFeatures
 
-# What a model is told about tools that its template does not know, if the client does not say it.
+# Instructions on tools for a model whose template has no tool calls, unless the client gives a `tool_prompt`.
 TOOL_PROMPT = (
     "\nGiven the functions available, please respond with a JSON for a function call with its proper arguments that "
     "best answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument "
     "name and its value}.Do not use variables.\n"
 )
-# A template may raise an error with whatever a client wrote.
-LONGEST_ERROR = 2000
+# A template may put text of the client into an error.
+MAX_ERROR_CHARACTERS = 2000
+# A template that contains this (Mistral's) rejects call ids of other than nine characters.
+SHORT_IDS = "length != 9"
+
+JsonObject = dict[str, Any]
 
 
-class Chat(NamedTuple):
-    """A chat that has been read: the text of its prompt, and what its answer may hold."""
+class RenderedChat(NamedTuple):
+    """The prompt text of a chat, and what its answer may contain."""
 
     text: str
-    answer: Answer | None = None  # None: text alone
-    tools: list[tuple[str, Any]] = []  # those that may be called: the name and the JSON schema of the arguments
-    required: bool = False  # the answer must be a call
-    several: bool | None = None  # whether it may be several; None: as is usual with the model
+    answer_format: AnswerFormat | None = None  # None: text only
+    tools: list[tuple[str, Any]] = []  # name, and JSON schema of the arguments
+    call_required: bool = False  # the answer must be a call
+    parallel_calls: bool | None = None  # whether several calls are allowed; None: the format's default
 
 
-class Chats:
-    """Makes the prompts of one model's chats."""
+class ChatRenderer:
+    """Renders the chats of one model."""
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
 
     @classmethod
-    def load(cls, card: Card) -> "Chats":
-        """With the templates and special tokens of a model directory."""
-        return cls(ChatTemplates(card.chat_templates, special_tokens(card.directory)))
+    def load(cls, config: ModelConfig) -> "ChatRenderer":
+        """Loads the templates and special tokens of a model directory."""
+        return cls(ChatTemplates(config.chat_templates, special_tokens(config.directory)))
 
-    def text(self, chat: bytes) -> str:
-        """The prompt of a chat; to be encoded without further special tokens. Raises TemplateError."""
-        return self.read(chat).text
-
-    def read(self, chat: bytes) -> Chat:
-        """A chat's prompt, and what its answer may hold. Raises TemplateError."""
+    def render_chat(self, chat: bytes) -> RenderedChat:
+        """Renders a chat (JSON). Its text must be encoded without further special tokens. Raises TemplateError."""
         try:
-            return self._chat(_read(chat))
+            return self._render(_parse_chat(chat))
         except TemplateError as error:
-            message = str(error)[:LONGEST_ERROR].encode(errors="replace").decode()
+            message = str(error)[:MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
             raise TemplateError(message) from error
         except RecursionError as error:
             raise TemplateError("the chat is nested too deeply") from error
 
-    def _chat(self, chat: Object) -> Chat:
-        tools = [fitted_tool(tool) for tool in _objects(chat, "tools")] or None
-        traits = self._templates.traits(tools is not None)
-        source = self._templates.source(tools is not None)
-        given = _objects(chat, "messages")
-        proceed, continued = _ending(chat, given)
-        messages = fitted(given, traits, source)
-        format = native(source) if traits.tools else None
+    def _render(self, chat: JsonObject) -> RenderedChat:
+        tools = [adapt_tool(tool) for tool in _object_list(chat, "tools")] or None
+        features = self._templates.features(tools is not None)
+        template = self._templates.source(tools is not None)
+        original_messages = _object_list(chat, "messages")
+        add_generation_prompt, continue_final = _ending(chat, original_messages)
+        messages = adapt_messages(original_messages, features, template)
+        call_format = detect_tool_call_format(template) if features.lists_tools else None
         if tools is not None:
-            said = _tool_text(tools, chat.get("tool_prompt"), traits.tools, format is not None)
-            _append(messages[:-1] if continued else messages, said)
+            instructions = _tool_instructions(
+                tools, chat.get("tool_prompt"), features.lists_tools, call_format is not None
+            )
+            _append_to_last(messages[:-1] if continue_final else messages, instructions)
         variables = dict(chat.get("chat_template_kwargs") or {})
         text = self._templates.render(
             messages,
             tools,
-            add_generation_prompt=proceed,
-            continue_final_message=continued,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final,
             documents=variables.pop("documents", None),
             kwargs=variables,
         )
-        formats = () if tools is None else FALLBACK if format is None else (format,)
-        answer = _answer(formats, reasoning(source), text, messages[-1] if continued else None)
-        callable = [_named_schema(tool) for tool in tools or []]
-        return Chat(text, answer, callable, chat.get("tool_choice") == "required", chat.get("parallel_tool_calls"))
+        call_formats = () if tools is None else FALLBACK_FORMATS if call_format is None else (call_format,)
+        return RenderedChat(
+            text=text,
+            answer_format=_answer_format(call_formats, detect_reasoning_tags(template), text, continue_final),
+            tools=[_name_and_schema(tool) for tool in tools or []],
+            call_required=chat.get("tool_choice") == "required",
+            parallel_calls=chat.get("parallel_tool_calls"),
+        )
 
 
-def _read(chat: bytes) -> Object:
+def _parse_chat(chat: bytes) -> JsonObject:
     try:
         value = json.loads(chat)
     except (ValueError, RecursionError) as error:
@@ -96,65 +116,68 @@ def _read(chat: bytes) -> Object:
     return value
 
 
-def _objects(chat: Object, key: str) -> list[Object]:
+def _object_list(chat: JsonObject, key: str) -> list[JsonObject]:
     value = chat.get(key)
-    listed = [] if value is None else value
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+    entries = [] if value is None else value
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise TemplateError(f"`{key}` is not a list of objects")
-    return listed
+    return entries
 
 
-def _ending(chat: Object, messages: list[Object]) -> tuple[bool, bool]:
-    """Whether the prompt of the next message is added, and whether the last message is continued.
+def _ending(chat: JsonObject, messages: list[JsonObject]) -> tuple[bool, bool]:
+    """Returns (add_generation_prompt, continue_final_message).
 
-    If the client says neither, a last message of the assistant is continued: it is the beginning of the answer. One
-    with calls is not, since calls are the end of an answer.
+    If the chat sets neither, a last message of the assistant is continued: it is the beginning of the answer. One with
+    calls is not continued, since calls end an answer.
     """
-    proceed, continued = chat.get("add_generation_prompt"), chat.get("continue_final_message")
-    if proceed is None and continued is None:
+    add_generation_prompt, continue_final = chat.get("add_generation_prompt"), chat.get("continue_final_message")
+    if add_generation_prompt is None and continue_final is None:
         final = messages[-1] if messages else {}
-        continued = final.get("role") == "assistant" and has_text(final) and not final.get("tool_calls")
-    if proceed is None:
-        proceed = not continued
-    return bool(proceed), bool(continued)
+        continue_final = final.get("role") == "assistant" and has_text(final) and not final.get("tool_calls")
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final
+    return bool(add_generation_prompt), bool(continue_final)
 
 
-def _answer(formats: tuple[Format, ...], tags: Tags | None, prompt: str, final: Object | None) -> Answer | None:
-    """What the answer behind a prompt may hold. `final` is the message that it continues, if it does."""
-    inside = False
+def _answer_format(
+    call_formats: tuple[ToolCallFormat, ...], tags: ReasoningTags | None, prompt: str, continue_final: bool
+) -> AnswerFormat | None:
+    """What the answer to a prompt may contain. With `continue_final` the prompt ends within the answer."""
+    in_reasoning = False
     if tags is not None:
-        end = prompt.rstrip(WHITE)
-        inside = end.endswith(tags.open)
-        if final is not None:
-            inside = prompt.rfind(tags.open) > prompt.rfind(tags.close)
-        if not inside and (final is not None or end.endswith(tags.close)):
-            tags = None  # the answer is behind the reasoning already
-    return Answer(formats, tags, inside) if formats or tags is not None else None
+        end = prompt.rstrip(WHITESPACE)
+        in_reasoning = end.endswith(tags.open)
+        if continue_final:
+            in_reasoning = prompt.rfind(tags.open) > prompt.rfind(tags.close)
+        if not in_reasoning and (continue_final or end.endswith(tags.close)):
+            tags = None  # the reasoning is complete
+    return AnswerFormat(call_formats, tags, in_reasoning) if call_formats or tags is not None else None
 
 
 # Tools
 
 
-def _tool_text(tools: list[Object], prompt: str | None, listed: bool, format: bool) -> str:
-    """What is said about tools in the text itself, behind what the template says: whether it lists them, and has a
-    format of its own for calls."""
-    if format:
-        return f"\n---\n{prompt}" if prompt else ""
-    if listed:
-        return f"\n---\n{prompt or TOOL_PROMPT}"
-    described = json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
-    return f"\n---\n{described}\n{prompt or TOOL_PROMPT}"
+def _tool_instructions(
+    tools: list[JsonObject], tool_prompt: str | None, template_lists_tools: bool, has_call_format: bool
+) -> str:
+    """What the last message says about tools, besides what the template says."""
+    if has_call_format:
+        return f"\n---\n{tool_prompt}" if tool_prompt else ""
+    if template_lists_tools:
+        return f"\n---\n{tool_prompt or TOOL_PROMPT}"
+    tool_list = json.dumps(tools, ensure_ascii=False, separators=(",", ":"))
+    return f"\n---\n{tool_list}\n{tool_prompt or TOOL_PROMPT}"
 
 
-def _named_schema(tool: Object) -> tuple[str, Any]:
+def _name_and_schema(tool: JsonObject) -> tuple[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("a tool has no `function` with a `name`")
     return function["name"], function.get("parameters")
 
 
-def _append(messages: list[Object], text: str) -> None:
-    """Puts a text behind the text of the last message, if it has any."""
+def _append_to_last(messages: list[JsonObject], text: str) -> None:
+    """Appends to the text of the last message, if its content is text or a list of parts."""
     if not messages or not text:
         return
     last = messages[-1]
@@ -162,3 +185,145 @@ def _append(messages: list[Object], text: str) -> None:
         last["content"] += text
     elif isinstance(last["content"], list):
         last["content"] = [*last["content"], {"type": "text", "text": text}]
+
+
+# Message adapter: messages and tools in the form that the template expects
+
+
+class CallArguments(JsonObject):
+    """The arguments of a call. A template that expects a string, as OpenAI's clients send it, gets JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def adapt_messages(messages: list[JsonObject], features: TemplateFeatures, template: str) -> list[JsonObject]:
+    """Adapts messages to a template with these features. Raises TemplateError."""
+    adapted = [_adapt_message(message) for message in messages]
+    _add_tool_names(adapted)
+    for message in adapted:
+        content = message.get("content") if features.renders_calls else _content_with_calls(message)
+        message["content"] = _adapt_content(content, features.iterates_parts, features.tests_for_string)
+    if SHORT_IDS in template:
+        _shorten_call_ids(adapted)
+    return adapted
+
+
+def adapt_tool(tool: JsonObject) -> JsonObject:
+    """Moves a tool's schema to the key that templates expect (`parameters`)."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    return {**tool, "function": _rename_key(function, "parameters", "arguments")}
+
+
+def has_text(message: JsonObject) -> bool:
+    """Whether a message has text content."""
+    content = message.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and any(_is_text_part(part) for part in content))
+
+
+def _adapt_message(message: JsonObject) -> JsonObject:
+    """Copies a message, with the arguments of its calls as objects: OpenAI's clients send them as JSON text."""
+    calls = message.get("tool_calls")
+    if not calls:  # many templates test only whether the key exists
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_adapt_call(call) if isinstance(call, dict) else call for call in calls]}
+
+
+def _adapt_call(call: JsonObject) -> JsonObject:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    function = _rename_key(function, "arguments", "parameters")
+    if "arguments" in function:
+        function["arguments"] = _parse_arguments(function["arguments"])
+    return {**call, "function": function}
+
+
+def _parse_arguments(given: Any) -> Any:
+    """Parses arguments that are JSON text of an object. Anything else is returned as it is."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            return given
+    return CallArguments(value) if isinstance(value, dict) else given
+
+
+def _rename_key(function: JsonObject, name: str, other: str) -> JsonObject:
+    """Copies a function object; if it has the key `other` instead of `name`, renames it."""
+    copy = dict(function)
+    if copy.get(name) is None and copy.get(other) is not None:
+        copy[name] = copy.pop(other)
+    return copy
+
+
+def _content_with_calls(message: JsonObject) -> Any:
+    """A message's content, followed by its calls in the form that TOOL_PROMPT asks for."""
+    calls, content = message.get("tool_calls"), message.get("content")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    call_text = "\n".join(
+        json.dumps({"name": function.get("name"), "parameters": function.get("arguments")}, ensure_ascii=False)
+        for function in functions
+        if isinstance(function, dict)
+    )
+    if not call_text:
+        return content
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": call_text}]
+    return f"{content}\n{call_text}" if content else call_text
+
+
+def _add_tool_names(messages: list[JsonObject]) -> None:
+    """Adds to tool results the name of the called tool: OpenAI's clients send only the id, some templates need both."""
+    names_by_call_id: dict[str, Any] = {}
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, dict) and isinstance(call.get("id"), str) and isinstance(call.get("function"), dict):
+                names_by_call_id[call["id"]] = call["function"].get("name")
+        call_id = message.get("tool_call_id")
+        if isinstance(call_id, str) and names_by_call_id.get(call_id) is not None and message.get("name") is None:
+            message["name"] = names_by_call_id[call_id]
+
+
+def _shorten_call_ids(messages: list[JsonObject]) -> None:
+    """Replaces each call id by one of nine characters, consistently in calls and results."""
+    for message in messages:
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, dict) and isinstance(call.get("id"), str):
+                call["id"] = _short_id(call["id"])
+
+
+def _short_id(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]
+
+
+def _adapt_content(content: Any, iterates_parts: bool, tests_for_string: bool) -> Any:
+    """A message's content as the template expects it: a string, or a list of parts if it iterates over parts."""
+    if isinstance(content, str) and iterates_parts and not tests_for_string:
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list) and not iterates_parts:
+        if not all(_is_text_part(part) for part in content):
+            raise TemplateError("the template takes text only, but a message has a part without `text`")
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)

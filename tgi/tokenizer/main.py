@@ -1,17 +1,17 @@
-"""The tokenizer process: a thin loop between two links and the pool."""
+"""The tokenizer process: a loop that moves messages between the links, the pool and the encoding threads."""
 
 import gc
 import logging
 import os
 
-from tgi.hub.card import read_card
-from tgi.kernel import tracing
-from tgi.kernel.link import Link
-from tgi.kernel.process import Process
-from tgi.kernel.summary import CHAT_TEMPLATE
-from tgi.tokenizer.chat import Chats
-from tgi.tokenizer.jobs import Threads
-from tgi.tokenizer.pool import Pool
+from tgi.hub.model_config import read_model_config
+from tgi.microkernel import tracing
+from tgi.microkernel.link import Link
+from tgi.microkernel.process import Process
+from tgi.microkernel.progress import CHAT_TEMPLATE
+from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.encoding_jobs import JobExecutors
+from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -20,45 +20,50 @@ IDLE_SECONDS = 60.0
 
 
 def main(process: Process) -> None:
-    """Serves apis on "tok-<place>.front" through the scheduler at "sched-0.front", until told to stop and drained."""
+    """Serves apis on "tok-<replica>.front" and connects to the scheduler at "sched-0.front".
+
+    Returns when the process is told to stop and all requests have ended.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
-    process.state("starting", "loading the tokenizer")
-    card = read_card(process.settings.model_dir)
-    tracer = tracing.tracer(process.settings, process.name)
-    pool = Pool(Vocabulary.load(card), Chats.load(card), tracer=tracer)
-    hello = process.hello(card.fingerprint)
+    process.publish_state("starting", "loading the tokenizer")
+    config = read_model_config(process.settings.model_dir)
+    tracer = tracing.create_tracer(process.settings, process.name)
+    pool = TokenizerPool(Vocabulary.load(config), ChatRenderer.load(config), tracer=tracer)
+    hello = process.hello(config.fingerprint)
     defaults = process.settings.sampling_defaults
-    front = Link.bind(process.address(f"tok-{process.place}.front"), hello._replace(defaults=defaults))
-    down = Link.connect(process.address("sched-0.front"), hello)
-    process.watch(front)
-    process.watch(down)
+    api_link = Link.bind(
+        process.link_address(f"tok-{process.replica}.front"), hello._replace(sampling_defaults=defaults)
+    )
+    scheduler_link = Link.connect(process.link_address("sched-0.front"), hello)
+    process.watch_link(api_link)
+    process.watch_link(scheduler_link)
     gc.collect()
     gc.freeze()
-    process.facts = {CHAT_TEMPLATE: bool(card.chat_templates)}
-    process.state("ready")
-    threads = Threads(process.wake)
-    while not (process.stopping and pool.idle and threads.idle):
+    process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
+    process.publish_state("ready")
+    executors = JobExecutors(process.wake_loop)
+    while not (process.stopping and pool.idle and executors.idle):
         if process.stopping:
-            process.state("draining")
+            process.publish_state("draining")
         process.wait(IDLE_SECONDS)
-        turn(pool, front, down, threads)
-    threads.close()
-    down.close()
-    front.close()
+        run_once(pool, api_link, scheduler_link, executors)
+    executors.shutdown()
+    scheduler_link.close()
+    api_link.close()
     if tracer is not None:
         tracer.close()
 
 
-def turn(pool: Pool, front: Link, down: Link, threads: Threads) -> None:
-    """One round: all that has come in, then all that it leads to."""
-    for link in (down, front):
+def run_once(pool: TokenizerPool, api_link: Link, scheduler_link: Link, executors: JobExecutors) -> None:
+    """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced."""
+    for link in (scheduler_link, api_link):
         for peer, message in link.receive():
             pool.handle(peer, message)
-    for job, result in threads.results():
-        pool.finished(job.key, result)
+    for job, result in executors.completed_jobs():
+        pool.complete_job(job.key, result)
     while pool.jobs:
-        threads.start(pool.jobs.popleft())
-    for peer, message in pool.outgoing():
-        (down if peer.role == "scheduler" else front).send(peer, message)
-    front.flush()
-    down.flush()
+        executors.submit(pool.jobs.popleft())
+    for peer, message in pool.drain_outgoing():
+        (scheduler_link if peer.role == "scheduler" else api_link).send(peer, message)
+    api_link.flush()
+    scheduler_link.flush()

@@ -1,4 +1,4 @@
-"""The heart of a tokenizer process, without sockets: messages and encoded texts go in, messages and jobs come out."""
+"""TokenizerPool: all requests of a tokenizer process, without sockets or threads (sans-IO)."""
 
 import logging
 import time
@@ -7,283 +7,293 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tgi.kernel import metrics
-from tgi.kernel.link import Gone, Peer
-from tgi.kernel.messages import (
-    Adapt,
-    Adapted,
+from tgi.microkernel import metrics
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import (
+    AdapterUpdated,
     Cancel,
+    DeploymentLimits,
     End,
+    FinishReason,
     Generate,
+    Hello,
     PromptLogprobs,
-    Reason,
+    Status,
     Stop,
     Tokenize,
     Tokenized,
     Tokens,
+    UpdateAdapter,
 )
-from tgi.kernel.presence import Hello, Limits, Status
-from tgi.tokenizer import limits
-from tgi.tokenizer.adapters import Adapters
-from tgi.tokenizer.chat import Chats
-from tgi.tokenizer.encode import Encoder, Refusal
-from tgi.tokenizer.jobs import Job, lane_of
-from tgi.tokenizer.request import Request, Stage
-from tgi.tokenizer.steps import Steps
+from tgi.tokenizer.adapters import AdapterDirectory
+from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.encoder import PromptEncoder, PromptRejection, max_generated_tokens, token_limit_error
+from tgi.tokenizer.encoding_jobs import EncodingJob, executor_for
+from tgi.tokenizer.output_processor import OutputProcessor
+from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from tgi.kernel.trace import Tracer
+    from tgi.microkernel.otlp import Tracer
 
 log = logging.getLogger(__name__)
 
 NO_SCHEDULER = "waiting for the scheduler"
 
 
-class Pool:
-    """All requests of this process. `clock` gives seconds.
+class TokenizerPool:
+    """All requests of this process. `clock` returns seconds.
 
-    Call `handle` with what the links receive, run `jobs` somewhere and give their results to `finished`, and send
-    what `outgoing` returns. Each Generate gets one End, and each Add one End from the scheduler: a record lives until
-    both have come.
+    Call `handle` with what the links receive, run `jobs` in threads and pass their results to `complete_job`, and send
+    what `drain_outgoing` returns. Each Generate gets exactly one End. Each Add gets exactly one End from the scheduler;
+    a request is kept until both are done.
     """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        chats: Chats,
+        chats: ChatRenderer,
         clock: Callable[[], float] = time.monotonic,
         tracer: "Tracer | None" = None,
     ) -> None:
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[EncodingJob] = deque()
         self._vocabulary = vocabulary
-        self._encoder = Encoder(vocabulary, chats, tracer)
+        self._encoder = PromptEncoder(vocabulary, chats, tracer)
         self._tracer = tracer
         self._clock = clock
-        self._apis: dict[Peer, dict[int, Request]] = {}  # of each api, by its own rid, until the End is sent
-        self._requests: dict[int, Request] = {}  # by our rid
-        self._rid = 0
-        self._scheduler: Peer | None = None
-        self._limits: Limits | None = None
-        self._adapters = Adapters()
+        self._apis: dict[
+            PeerId, dict[int, TokenizerRequestState]
+        ] = {}  # per api, by the api's rid, until its End is sent
+        self._requests: dict[int, TokenizerRequestState] = {}  # by the tokenizer's rid
+        self._last_rid = 0
+        self._scheduler: PeerId | None = None
+        self._limits: DeploymentLimits | None = None
+        self._adapters = AdapterDirectory()
         self._status = Status(False, True, NO_SCHEDULER, 0)
-        self._steps = Steps(vocabulary)
-        self._prompts: list[tuple[Peer, Any]] = []
-        self._messages: list[tuple[Peer, Any]] = []
-        self._from_api: dict[type, Callable[[Peer, Any], None]] = {
-            Hello: self._api_up,
-            Gone: self._api_gone,
-            Generate: self._generate,
-            Tokenize: self._tokenize,
-            Adapt: self._adapt,
-            Cancel: self._cancel,
+        self._output_processor = OutputProcessor(vocabulary)
+        self._prompt_messages: list[tuple[PeerId, Any]] = []
+        self._messages: list[tuple[PeerId, Any]] = []
+        self._api_handlers: dict[type, Callable[[PeerId, Any], None]] = {
+            Hello: self._on_api_hello,
+            PeerDisconnected: self._on_api_gone,
+            Generate: self._on_generate,
+            Tokenize: self._on_tokenize,
+            UpdateAdapter: self._on_update_adapter,
+            Cancel: self._on_cancel,
         }
-        self._from_scheduler: dict[type, Callable[[Peer, Any], None]] = {
-            Hello: self._scheduler_up,
-            Gone: self._scheduler_gone,
-            Status: self._status_changed,
-            Adapted: self._adapted,
-            PromptLogprobs: self._prompt_logprobs,
-            Tokens: self._tokens,
-            End: self._ended,
+        self._scheduler_handlers: dict[type, Callable[[PeerId, Any], None]] = {
+            Hello: self._on_scheduler_hello,
+            PeerDisconnected: self._on_scheduler_gone,
+            Status: self._on_status,
+            AdapterUpdated: self._on_adapter_updated,
+            PromptLogprobs: self._on_prompt_logprobs,
+            Tokens: self._on_tokens,
+            End: self._on_end,
         }
 
     @property
     def idle(self) -> bool:
-        """Whether no request is left."""
+        """Whether no request and no adapter update is pending."""
         return not self._requests and self._adapters.idle
 
-    def handle(self, peer: Peer, message: Any) -> None:
-        """Takes one message, or event of a link, from a neighbour."""
-        handlers = self._from_scheduler if peer.role == "scheduler" else self._from_api
+    def handle(self, peer: PeerId, message: Any) -> None:
+        """Handles one message, or link event, from an api or the scheduler."""
+        handlers = self._scheduler_handlers if peer.role == "scheduler" else self._api_handlers
         handler = handlers.get(type(message))
         if handler is None:
             log.warning("ignored a %s from %s", type(message).__name__, peer)
         else:
             handler(peer, message)
 
-    def outgoing(self) -> list[tuple[Peer, Any]]:
-        """What is to be sent, in order: prompts before texts, and an End always behind its tokens."""
-        messages = [*self._prompts, *self._steps.take(), *self._messages]
-        self._prompts, self._messages = [], []
-        return messages
-
-    # From an api
-
-    def _api_up(self, api: Peer, hello: Hello) -> None:
-        self._apis[api] = {}
-        self._send(api, self._status)
-
-    def _api_gone(self, api: Peer, gone: Gone) -> None:
-        for request in list(self._apis.get(api, {}).values()):
-            self._withdraw(request)
-            self._close(request)
-        self._adapters.api_gone(api)
-        self._apis.pop(api, None)
-        self._steps.forget(api)
-
-    def _generate(self, api: Peer, asked: Generate) -> None:
-        self._rid += 1
-        request = Request(self._rid, api, asked, self._clock())
-        self._requests[request.rid] = request
-        self._apis[api][asked.rid] = request
-        self._encode(asked, request, partial(self._encoder.prompt, asked))
-
-    def _tokenize(self, api: Peer, asked: Tokenize) -> None:
-        self._encode(asked, api, partial(self._encoder.tokenized, asked))
-
-    def _adapt(self, api: Peer, asked: Adapt) -> None:
-        self._rid += 1
-        order = self._adapters.ask(self._rid, api, asked)
-        if self._scheduler is not None:
-            self._send(self._scheduler, order)
-
-    def _encode(self, asked: Generate | Tokenize, key: Any, result: Callable[[], Any]) -> None:
-        """Does it now, or makes it a job."""
-        if (lane := lane_of(asked)) is None:
-            self.finished(key, result())
-        else:
-            self.jobs.append(Job(key, result, lane))
-
-    def finished(self, key: Any, result: Any) -> None:
+    def complete_job(self, key: Any, result: Any) -> None:
         """Takes the result of a job."""
         if isinstance(result, Tokenized):
             self._send(key, result)
         elif key.rid not in self._requests:
-            log.debug("a request left while it was encoded")
-        elif isinstance(result, Refusal):
-            self._validated(key, result)
+            log.debug("a request was cancelled while it was encoded")
+        elif isinstance(result, PromptRejection):
+            self._trace_validation(key, result)
             self._finish(key, result.reason, result.message)
         else:
-            key.encoded(result)
+            key.set_prompt(result)
             if self._limits is not None:
                 self._admit(key, self._limits)
 
-    def _cancel(self, api: Peer, cancel: Cancel) -> None:
+    def drain_outgoing(self) -> list[tuple[PeerId, Any]]:
+        """Returns the messages to send, in order: those about prompts come before Texts, and Texts before their End."""
+        messages = [*self._prompt_messages, *self._output_processor.drain_texts(), *self._messages]
+        self._prompt_messages, self._messages = [], []
+        return messages
+
+    # Messages from an api
+
+    def _on_api_hello(self, api: PeerId, hello: Hello) -> None:
+        self._apis[api] = {}
+        self._send(api, self._status)
+
+    def _on_api_gone(self, api: PeerId, gone: PeerDisconnected) -> None:
+        for request in list(self._apis.get(api, {}).values()):
+            self._cancel_at_scheduler(request)
+            self._detach_from_api(request)
+        self._adapters.remove_api(api)
+        self._apis.pop(api, None)
+        self._output_processor.remove_api(api)
+
+    def _on_generate(self, api: PeerId, generate: Generate) -> None:
+        self._last_rid += 1
+        request = TokenizerRequestState(self._last_rid, api, generate, self._clock())
+        self._requests[request.rid] = request
+        self._apis[api][generate.rid] = request
+        self._encode(generate, request, partial(self._encoder.encode_generate, generate))
+
+    def _on_tokenize(self, api: PeerId, tokenize: Tokenize) -> None:
+        self._encode(tokenize, api, partial(self._encoder.encode_tokenize, tokenize))
+
+    def _on_update_adapter(self, api: PeerId, update: UpdateAdapter) -> None:
+        self._last_rid += 1
+        forwarded = self._adapters.add_update(self._last_rid, api, update)
+        if self._scheduler is not None:
+            self._send(self._scheduler, forwarded)
+
+    def _on_cancel(self, api: PeerId, cancel: Cancel) -> None:
         request = self._apis[api].get(cancel.rid)
-        if request is None or request.stage is Stage.CANCELLING:
+        if request is None or request.stage is RequestStage.CANCELLING:
             return
-        if not self._withdraw(request):
-            self._finish(request, Reason.CANCELLED)
+        if not self._cancel_at_scheduler(request):
+            self._finish(request, FinishReason.CANCELLED)
 
-    # From the scheduler
+    def _encode(self, message: Generate | Tokenize, key: Any, run: Callable[[], Any]) -> None:
+        """Encodes a short request at once, and makes a job of a long one."""
+        if (executor := executor_for(message)) is None:
+            self.complete_job(key, run())
+        else:
+            self.jobs.append(EncodingJob(key, run, executor))
 
-    def _scheduler_up(self, scheduler: Peer, hello: Hello) -> None:
+    # Messages from the scheduler
+
+    def _on_scheduler_hello(self, scheduler: PeerId, hello: Hello) -> None:
         self._scheduler = scheduler
-        for order in self._adapters.again():
-            self._send(scheduler, order)
+        for update in self._adapters.pending_updates():
+            self._send(scheduler, update)
         for request in list(self._requests.values()):
-            if request.stage is Stage.LIVE:
-                self._send(scheduler, request.add())
+            if request.stage is RequestStage.LIVE:
+                self._send(scheduler, request.add_message())
 
-    def _scheduler_gone(self, scheduler: Peer, gone: Gone) -> None:
+    def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
         if scheduler != self._scheduler:
             return
         self._scheduler = None
         for request in list(self._requests.values()):
-            if request.stage is Stage.CANCELLING:
-                self._finish(request, Reason.CANCELLED)
-            elif request.stage is Stage.ENDED:
+            if request.stage is RequestStage.CANCELLING:
+                self._finish(request, FinishReason.CANCELLED)
+            elif request.stage is RequestStage.ENDED:
                 del self._requests[request.rid]
-            elif request.reason is not None:  # its last token has come, only the End is lost
-                self._finish(request, request.reason)
-        self._show(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
+            elif request.finish_reason is not None:  # complete; only the scheduler's End is missing
+                self._finish(request, request.finish_reason)
+        self._set_status(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
 
-    def _status_changed(self, scheduler: Peer, status: Status) -> None:
-        self._show(status)
+    def _on_status(self, scheduler: PeerId, status: Status) -> None:
+        self._set_status(status)
         if status.limits is None:
             return
         if self._limits is None:
-            metrics.limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
+            metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         self._limits = status.limits
-        self._adapters.told(status.adapters)
+        self._adapters.set_loaded(status.adapters)
         for request in list(self._requests.values()):
-            if request.stage is Stage.HELD:
+            if request.stage is RequestStage.HELD:
                 self._admit(request, self._limits)
 
-    def _adapted(self, scheduler: Peer, answer: Adapted) -> None:
-        if (told := self._adapters.answered(answer)) is not None:
-            self._send(*told)
+    def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
+        if (forwarded := self._adapters.complete_update(updated)) is not None:
+            self._send(*forwarded)
 
-    def _prompt_logprobs(self, scheduler: Peer, told: PromptLogprobs) -> None:
-        request = self._requests.get(told.rid)
-        if request is not None and request.stage is Stage.LIVE:
-            self._prompts += ((request.api, piece) for piece in request.tell(told))
+    def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:
+        request = self._requests.get(logprobs.rid)
+        if request is not None and request.stage is RequestStage.LIVE:
+            messages = request.prompt_logprob_messages(logprobs)
+            self._prompt_messages += ((request.api, message) for message in messages)
 
-    def _tokens(self, scheduler: Peer, tokens: Tokens) -> None:
-        for rid in self._steps.decode(self._requests, tokens):
+    def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
+        for rid in self._output_processor.process_tokens(self._requests, tokens):
             self._send(scheduler, Stop(rid))
 
-    def _ended(self, scheduler: Peer, end: End) -> None:
+    def _on_end(self, scheduler: PeerId, end: End) -> None:
         request = self._requests.get(end.rid)
         if request is None:
-            log.warning("the scheduler ended a request that is not there")
-        elif request.stage is Stage.CANCELLING:
-            self._finish(request, Reason.CANCELLED, below=end)
-        elif request.stage is Stage.ENDED:
+            log.warning("ignored an End of the unknown request %d from the scheduler", end.rid)
+        elif request.stage is RequestStage.CANCELLING:
+            self._finish(request, FinishReason.CANCELLED, scheduler_end=end)
+        elif request.stage is RequestStage.ENDED:
             del self._requests[end.rid]
-        elif request.reason is not None:  # its last token has come, whatever the scheduler thinks of it
-            self._finish(request, request.reason, below=end)
+        elif request.finish_reason is not None:  # the reason found here wins over the scheduler's
+            self._finish(request, request.finish_reason, scheduler_end=end)
         else:
             self._finish(request, end.reason, end.message, end)
 
-    # The life of a request
+    # Life cycle of a request
 
-    def _admit(self, request: Request, known: Limits) -> None:
-        """Checks an encoded request against the limits and passes it on."""
-        prompt, asked = request.prompt, request.asked.max_new_tokens
-        problem = limits.refusal(known, prompt.tokens, asked) or prompt.fault or self._adapters.give(request)
-        if problem:
-            self._validated(request, Refusal(Reason.INVALID, problem))
-            self._finish(request, Reason.INVALID, problem)
+    def _admit(self, request: TokenizerRequestState, limits: DeploymentLimits) -> None:
+        """Validates an encoded request, and sends it to the scheduler or rejects it."""
+        prompt, max_new_tokens = request.prompt, request.generate.max_new_tokens
+        error = (
+            token_limit_error(limits, prompt.token_count, max_new_tokens)
+            or prompt.grammar_error
+            or self._adapters.resolve_adapter(request)
+        )
+        if error:
+            self._trace_validation(request, PromptRejection(FinishReason.INVALID, error))
+            self._finish(request, FinishReason.INVALID, error)
             return
-        most = limits.new_tokens(known, prompt.tokens, asked)
-        request.begin(self._vocabulary, self._encoder.marks, most, known.vocab_size)
-        self._prompts += ((request.api, told) for told in request.prompted())
+        allowed = max_generated_tokens(limits, prompt.token_count, max_new_tokens)
+        request.start(self._vocabulary, self._encoder.format_tokens, allowed, limits.vocab_size)
+        self._prompt_messages += ((request.api, message) for message in request.prompt_messages())
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
-        self._validated(request)
-        if request.reason is not None:  # the ids of an earlier life are all that was asked for
-            self._finish(request, request.reason)
+        self._trace_validation(request)
+        if request.finish_reason is not None:  # the resumed ids are complete
+            self._finish(request, request.finish_reason)
         elif self._scheduler is not None:
-            self._send(self._scheduler, request.add())
+            self._send(self._scheduler, request.add_message())
 
-    def _validated(self, request: Request, refusal: Refusal | None = None) -> None:
-        """Traces what has just become of a request: it was passed on, or refused."""
-        if self._tracer is not None and request.asked.trace:
+    def _trace_validation(self, request: TokenizerRequestState, rejection: PromptRejection | None = None) -> None:
+        """Records the span "validate" of a request that was admitted or rejected."""
+        if self._tracer is not None and request.generate.traceparent:
             now = time.time()
             began = now - (self._clock() - request.received)
-            self._tracer.record("validate", request.asked.trace, began, now, failure=refusal)
+            self._tracer.record_span("validate", request.generate.traceparent, began, now, failure=rejection)
 
-    def _withdraw(self, request: Request) -> bool:
-        """Nobody wants this request any more. Whether the scheduler knows of it, and has now been told."""
-        if request.stage is not Stage.LIVE or self._scheduler is None:
+    def _cancel_at_scheduler(self, request: TokenizerRequestState) -> bool:
+        """Sends Cancel to the scheduler. Returns False if no scheduler knows the request."""
+        if request.stage is not RequestStage.LIVE or self._scheduler is None:
             return False
         self._send(self._scheduler, Cancel(request.rid))
-        request.stage = Stage.CANCELLING
+        request.stage = RequestStage.CANCELLING
         return True
 
-    def _close(self, request: Request) -> None:
-        """The api is done with this request. The record stays until the scheduler is, too."""
-        self._apis[request.api].pop(request.asked.rid, None)
-        if request.stage in (Stage.LIVE, Stage.CANCELLING) and self._scheduler is not None:
-            request.stage = Stage.ENDED
+    def _detach_from_api(self, request: TokenizerRequestState) -> None:
+        """Removes a request whose api has disconnected, or keeps it until the scheduler's End."""
+        self._apis[request.api].pop(request.generate.rid, None)
+        if request.stage in (RequestStage.LIVE, RequestStage.CANCELLING) and self._scheduler is not None:
+            request.stage = RequestStage.ENDED
         else:
             del self._requests[request.rid]
 
-    def _finish(self, request: Request, reason: str, message: str = "", below: End | None = None) -> None:
-        """The End of a request that the scheduler does not know, or no longer; its last tokens go before it."""
-        self._steps.measured()
-        if request.last is not None:
-            self._send(request.api, request.last.message())
-        self._send(request.api, request.end(reason, message, below))
-        self._apis[request.api].pop(request.asked.rid, None)
+    def _finish(
+        self, request: TokenizerRequestState, reason: str, message: str = "", scheduler_end: End | None = None
+    ) -> None:
+        """Sends the last tokens and the End, and removes the request. The scheduler does not know it any more."""
+        self._output_processor.flush_metrics()
+        if request.last_texts is not None:
+            self._send(request.api, request.last_texts)
+        self._send(request.api, request.end_message(reason, message, scheduler_end))
+        self._apis[request.api].pop(request.generate.rid, None)
         del self._requests[request.rid]
 
-    def _show(self, status: Status) -> None:
+    def _set_status(self, status: Status) -> None:
         self._status = status
         for api in self._apis:
             self._send(api, status)
 
-    def _send(self, peer: Peer, message: Any) -> None:
+    def _send(self, peer: PeerId, message: Any) -> None:
         self._messages.append((peer, message))

@@ -1,198 +1,229 @@
-"""One request as the tokenizer keeps it: all that is needed to begin it again below, and its text so far."""
+"""The state of one request in the tokenizer: its prompt, its generated ids and text, and how it ends."""
 
 from array import array
 from collections.abc import Iterator
 from enum import StrEnum
 
-from tgi.kernel.answer import Part, Prompted, PromptTokens
-from tgi.kernel.link import Peer
-from tgi.kernel.messages import Add, End, Generate, PromptLogprobs, Reason, encode
-from tgi.kernel.pack import INT32, ints, pack
-from tgi.tokenizer.answer.division import Division
-from tgi.tokenizer.answer.marks import Marks
-from tgi.tokenizer.columns import Columns
-from tgi.tokenizer.decode import CONTEXT, Decoder, decoder
-from tgi.tokenizer.encode import Prompt
-from tgi.tokenizer.prompts import PromptTeller
-from tgi.tokenizer.stop import Curtain, StopMatcher
+from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import (
+    Add,
+    AnswerPart,
+    End,
+    FinishReason,
+    Generate,
+    Prompted,
+    PromptLogprobs,
+    PromptTokens,
+    Texts,
+    encode,
+)
+from tgi.tokenizer.answer_formats import FormatTokens
+from tgi.tokenizer.answer_parser import StreamingAnswerParser
+from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
+from tgi.tokenizer.encoder import EncodedPrompt
+from tgi.tokenizer.prompt_logprobs import PromptTokensStream
+from tgi.tokenizer.stop_strings import StopStringFilter, StopStringMatcher
 from tgi.tokenizer.vocabulary import Vocabulary
 
 
-class Stage(StrEnum):
-    """Where a request is, seen from here."""
+class RequestStage(StrEnum):
+    """Stages of a request in the tokenizer."""
 
-    ENCODING = "encoding"  # its text is in the encoding thread
-    HELD = "held"  # encoded, waiting for the limits
-    LIVE = "live"  # with the scheduler, or will be as soon as there is one
-    CANCELLING = "cancelling"  # the scheduler was told; its End is awaited, and passed on
-    ENDED = "ended"  # the api has its End, or is gone; the scheduler's End is awaited
+    ENCODING = "encoding"  # its prompt is not encoded yet
+    HELD = "held"  # encoded; waits for the deployment's limits
+    LIVE = "live"  # sent to the scheduler, or will be when one connects
+    CANCELLING = "cancelling"  # Cancel was sent to the scheduler; its End will be forwarded
+    ENDED = "ended"  # the api has its End or has disconnected; waits for the scheduler's End
 
 
-class Request:
-    """`rid` is this tokenizer's number towards the scheduler; `asked.rid` is the api's.
+class TokenizerRequestState:
+    """One request. `rid` is the tokenizer's number, used with the scheduler; `generate.rid` is the api's.
 
-    `reason` is set by the token that ends the request, in TGI's order: length, then EOS, then a stop string. Where
-    stop strings are hidden they come first, so that none is ever in the text. So do the stop tokens of the request.
-    With `max_new_tokens` 0 it is set when the api has been sent all that it wants of the prompt. `held` characters at
-    the end of `texts` must not be shown yet. `hidden` says whether the text of the latest token is left out of `texts`.
+    Keeps all that is needed to send the request to a restarted scheduler.
 
-    A stop string that is complete before `min_new_tokens` are generated is text like any other.
+    `finish_reason` is set by the token that ends the request. If several reasons apply, the order is TGI's: length,
+    EOS, stop string. Hidden stop strings come first, so that the text never contains one, and so do `stop_token_ids`.
+    With `max_new_tokens` 0 it is set when all prompt tokens have been sent to the api. Stop strings that are complete
+    before `min_new_tokens` are ordinary text.
+
+    `visible_texts` are the texts of the tokens that are not hidden; their last `held_characters` must not be shown yet.
+    `token_hidden` says whether the latest token is hidden.
     """
 
     __slots__ = (
-        "_asked_stop_ids", "_curtain", "_decoder", "_hidden", "_least", "_stop", "api", "asked", "chats", "division",
-        "generated", "held", "hidden", "last", "max_new_tokens", "prompt", "reason", "received", "rid", "stage",
-        "stop_ids", "submitted", "teller", "texts", "validation_us",
+        "_detokenizer", "_hidden_ids", "_min_new_tokens", "_stop_filter", "_stop_matcher", "_stop_token_ids",
+        "answer_parser", "api", "finish_reason", "generate", "generated_ids", "held_characters", "is_chat",
+        "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage", "stop_ids",
+        "submitted", "token_hidden", "validation_us", "visible_texts",
     )  # fmt: skip
 
-    def __init__(self, rid: int, api: Peer, asked: Generate, received: float) -> None:
+    def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
         self.rid = rid
         self.api = api
-        self.asked = asked
-        self.received = received  # seconds on this process's clock
+        self.generate = generate
+        self.received = received  # seconds on the pool's clock
         self.submitted = received
-        self.stage = Stage.ENCODING
-        self.chats = bool(asked.chat)
-        self.prompt = Prompt(b"", 0, 0)
+        self.stage = RequestStage.ENCODING
+        self.is_chat = bool(generate.chat)
+        self.prompt = EncodedPrompt(b"", 0, 0)
         self.max_new_tokens = 0
-        self.stop_ids: frozenset[int] = frozenset()
+        self.stop_ids: frozenset[int] = frozenset()  # `stop_token_ids` and, without `ignore_eos`, the model's EOS
         self.validation_us = 0
-        self.teller: PromptTeller | None = None  # of the prompt's tokens, if they are wanted
-        self.generated = array(INT32)
-        self.texts: list[str] = []  # of the tokens that are not hidden
-        self.hidden = False
-        self.reason: Reason | None = None
-        self.last: Columns | None = None  # the last tokens: they go up with the End, since the api shows both as one
-        self.held = 0
-        self._curtain = Curtain(asked.stop) if asked.hide_stop and any(asked.stop) else None
-        self._stop = StopMatcher(asked.stop) if self._curtain is None and any(asked.stop) else None
-        self._asked_stop_ids = frozenset(ints(asked.stop_token_ids))
-        self._hidden: frozenset[int] = frozenset()  # ids whose text is left out
-        self._decoder: Decoder | None = None
-        self._least = 0  # tokens that come before any stop string counts
-        self.division: Division | None = None  # if the answer is divided: to be given each token that is pushed
+        self.prompt_tokens_stream: PromptTokensStream | None = None  # with `prompt_logprobs_from`
+        self.generated_ids = array(INT32)
+        self.visible_texts: list[str] = []
+        self.token_hidden = False
+        self.finish_reason: FinishReason | None = None
+        self.last_texts: Texts | None = None  # sent just before the End, since the api shows both as one
+        self.held_characters = 0
+        self.answer_parser: StreamingAnswerParser | None = None  # its caller parses each token after append_token
+        stop_strings = generate.stop_strings if any(generate.stop_strings) else []
+        self._stop_filter = StopStringFilter(stop_strings) if stop_strings and generate.hide_stop else None
+        self._stop_matcher = StopStringMatcher(stop_strings) if stop_strings and not generate.hide_stop else None
+        self._stop_token_ids = frozenset(unpack_int32(generate.stop_token_ids))
+        self._hidden_ids: frozenset[int] = frozenset()
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._min_new_tokens = 0
 
-    def encoded(self, prompt: Prompt) -> None:
-        """The prompt is there, and what it was made of, which may be megabytes, is not needed any more."""
-        self.stage = Stage.HELD
+    def set_prompt(self, prompt: EncodedPrompt) -> None:
+        """Sets the encoded prompt, and drops its source (up to megabytes) from `generate`."""
+        self.stage = RequestStage.HELD
         self.prompt = prompt
-        sampling = self.asked.sampling._replace(grammar=prompt.grammar)
-        self.asked = self.asked._replace(
+        sampling = self.generate.sampling._replace(grammar=prompt.grammar)
+        self.generate = self.generate._replace(
             inputs="", chat=b"", grammar=b"", input_ids=b"", bad_words=[], sampling=sampling
         )
 
-    def begin(self, vocabulary: Vocabulary, marks: Marks, max_new_tokens: int, drawable: int) -> None:
-        """The request has passed its checks. What was generated in an earlier life is decoded, not to be sent. No id
-        from `drawable` on can be drawn."""
-        self.stage = Stage.LIVE
+    def start(
+        self, vocabulary: Vocabulary, format_tokens: FormatTokens, max_new_tokens: int, model_vocab_size: int
+    ) -> None:
+        """Makes a validated request live. Decodes resumed ids, whose texts the api already has.
+
+        Ids from `model_vocab_size` on cannot be generated, and are left out of the sampling parameters.
+        """
+        self.stage = RequestStage.LIVE
         self.max_new_tokens = max_new_tokens
-        self.stop_ids = self._asked_stop_ids | (frozenset() if self.asked.ignore_eos else vocabulary.eos_ids)
-        self._least = self.asked.sampling.min_new_tokens
-        sampling = self.asked.sampling
-        if self._least:
-            end_ids = pack(INT32, sorted(number for number in self.stop_ids if number < drawable))
+        self.stop_ids = self._stop_token_ids | (frozenset() if self.generate.ignore_eos else vocabulary.eos_ids)
+        self._min_new_tokens = self.generate.sampling.min_new_tokens
+        sampling = self.generate.sampling
+        if self._min_new_tokens:
+            end_ids = pack_column(INT32, sorted(token_id for token_id in self.stop_ids if token_id < model_vocab_size))
             sampling = sampling._replace(end_ids=end_ids)
-        if words := [word for word in self.prompt.bad_words if max(word) < drawable]:
-            ids = pack(INT32, [number for word in words for number in word])
-            sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack(INT32, map(len, words)))
-        self.asked = self.asked._replace(sampling=sampling)
-        if self.asked.skip_special_tokens:
-            self._hidden = vocabulary.special
-        if self.asked.hide_stop and not self.stop_ids <= self._hidden:
-            self._hidden |= self.stop_ids
-        if self.asked.prompt_from is not None:
-            self.teller = PromptTeller(self.asked, self.prompt, vocabulary)
-        self._decoder = decoder(vocabulary, ints(self.prompt.ids[-4 * CONTEXT :]))
-        if self.prompt.answer is not None:
-            self.division = Division(self.prompt.answer, marks)
-            if not marks.ids <= self._hidden:
-                self._hidden |= marks.ids
-        for number in ints(self.asked.resume):
-            if self.reason is None:
-                text = self.push(number)
-                if self.division is not None:
-                    self.division.push(number, text, self.held, self.hidden)
+        if words := [word for word in self.prompt.bad_words if max(word) < model_vocab_size]:
+            ids = pack_column(INT32, [token_id for word in words for token_id in word])
+            sampling = sampling._replace(bad_word_ids=ids, bad_word_lengths=pack_column(INT32, map(len, words)))
+        self.generate = self.generate._replace(sampling=sampling)
+        if self.generate.skip_special_tokens:
+            self._hidden_ids = vocabulary.special_ids
+        if self.generate.hide_stop and not self.stop_ids <= self._hidden_ids:
+            self._hidden_ids |= self.stop_ids
+        if self.generate.prompt_logprobs_from is not None:
+            self.prompt_tokens_stream = PromptTokensStream(self.generate, self.prompt, vocabulary)
+        self._detokenizer = create_detokenizer(
+            vocabulary, unpack_int32(self.prompt.ids[-ITEM_BYTES * CONTEXT_TOKENS :])
+        )
+        if self.prompt.answer_format is not None:
+            self.answer_parser = StreamingAnswerParser(self.prompt.answer_format, format_tokens)
+            if not format_tokens.ids <= self._hidden_ids:
+                self._hidden_ids |= format_tokens.ids
+        for token_id in unpack_int32(self.generate.resume_ids):
+            if self.finish_reason is None:
+                text = self.append_token(token_id)
+                if self.answer_parser is not None:
+                    self.answer_parser.parse_token(token_id, text, self.held_characters, self.token_hidden)
 
-    def prompted(self) -> Iterator[Prompted | PromptTokens]:
-        """What the api is told of the prompt before anything comes from the scheduler. To be called once."""
+    def prompt_messages(self) -> Iterator[Prompted | PromptTokens]:
+        """The messages on the prompt for the api, when the request is admitted. Call it once."""
         prompt = self.prompt
-        if self.chats or prompt.text:
-            divided = prompt.answer is not None
-            yield Prompted(self.asked.rid, prompt.tokens, prompt.characters, divided, prompt.text)
+        if self.is_chat or prompt.text:
+            yield Prompted(
+                rid=self.generate.rid,
+                prompt_tokens=prompt.token_count,
+                characters=prompt.characters,
+                in_parts=prompt.answer_format is not None,
+                text=prompt.text,
+            )
             self.prompt = prompt._replace(text="")
-        if self.teller is not None:
-            yield from self.teller.first()
-        self._end_scored()
+        if self.prompt_tokens_stream is not None:
+            yield from self.prompt_tokens_stream.first_token_message()
+        self._finish_if_prompt_only()
 
-    def tell(self, told: PromptLogprobs) -> Iterator[PromptTokens]:
-        """The next tokens of the prompt for the api."""
-        if self.teller is not None:
-            yield from self.teller.tell(told)
-        self._end_scored()
+    def prompt_logprob_messages(self, logprobs: PromptLogprobs) -> Iterator[PromptTokens]:
+        """The next prompt tokens for the api, with the scheduler's logprobs."""
+        if self.prompt_tokens_stream is not None:
+            yield from self.prompt_tokens_stream.logprob_messages(logprobs)
+        self._finish_if_prompt_only()
 
-    def _end_scored(self) -> None:
-        """Where no token is to be generated, the last one of the prompt that is told is the end."""
-        if self.max_new_tokens == 0 and (self.teller is None or self.teller.next >= self.prompt.tokens):
-            self.reason = Reason.LENGTH
+    def _finish_if_prompt_only(self) -> None:
+        """With `max_new_tokens` 0, ends the request once all prompt tokens have been sent."""
+        stream = self.prompt_tokens_stream
+        if self.max_new_tokens == 0 and (stream is None or stream.next_position >= self.prompt.token_count):
+            self.finish_reason = FinishReason.LENGTH
 
-    def push(self, number: int) -> str:
-        """Takes the next generated id and returns the text to show for it; sets `reason` if it is the last."""
-        assert self._decoder is not None
-        self.generated.append(number)
-        text = self._decoder.feed(number)
-        if len(self.generated) >= self.max_new_tokens and number not in self._asked_stop_ids:
-            self.reason = Reason.LENGTH
-        elif number in self.stop_ids:
-            self.reason = Reason.EOS
-        elif self._stop is not None and (match := self._stop.feed(text, self._long_enough)) is not None:
-            self.reason = Reason.STOP
+    def append_token(self, token_id: int) -> str:
+        """Appends a generated id and returns its text. Sets `finish_reason` if it is the last one."""
+        assert self._detokenizer is not None
+        self.generated_ids.append(token_id)
+        text = self._detokenizer.decode_token(token_id)
+        if len(self.generated_ids) >= self.max_new_tokens and token_id not in self._stop_token_ids:
+            self.finish_reason = FinishReason.LENGTH
+        elif token_id in self.stop_ids:
+            self.finish_reason = FinishReason.EOS
+        elif (
+            self._stop_matcher is not None
+            and (match := self._stop_matcher.match_piece(text, self._stop_strings_enabled)) is not None
+        ):
+            self.finish_reason = FinishReason.STOP
             text = text[: match.end]
-        self.hidden = number in self._hidden
-        if text and not self.hidden:
-            self.texts.append(text)
-        if self._curtain is not None:
-            self._hide(self._curtain.feed(text, self.hidden, self._long_enough), self._curtain.held)
+        self.token_hidden = token_id in self._hidden_ids
+        if text and not self.token_hidden:
+            self.visible_texts.append(text)
+        if self._stop_filter is not None:
+            self._apply_stop_filter(self._stop_filter, text)
         return text
 
     @property
-    def _long_enough(self) -> bool:
-        """Whether a stop string counts."""
-        return len(self.generated) >= self._least
+    def _stop_strings_enabled(self) -> bool:
+        """False while fewer than `min_new_tokens` are generated."""
+        return len(self.generated_ids) >= self._min_new_tokens
 
-    def _hide(self, length: int | None, held: int) -> None:
-        """`length` is that of the final text, if a stop string is complete."""
-        self.held = held
-        if length is not None:
-            self.reason = Reason.STOP
-            self.texts = ["".join(self.texts)[:length]]
+    def _apply_stop_filter(self, stop_filter: StopStringFilter, text: str) -> None:
+        visible_length = stop_filter.filter_piece(text, self.token_hidden, self._stop_strings_enabled)
+        self.held_characters = stop_filter.held_characters
+        if visible_length is not None:
+            self.finish_reason = FinishReason.STOP
+            self.visible_texts = ["".join(self.visible_texts)[:visible_length]]
 
-    def add(self) -> Add:
+    def add_message(self) -> Add:
         """This request for the scheduler, with the ids generated so far."""
+        stream = self.prompt_tokens_stream
         return Add(
-            self.rid,
-            self.prompt.ids,
-            self.max_new_tokens,
-            encode(self.asked.sampling),
-            pack(INT32, sorted(self.stop_ids)),
-            self.generated.tobytes(),
-            salt=self.asked.sampling.adapter_digest,
-            trace=self.asked.trace,
-            prompt_from=0 if self.teller is None else self.teller.next,
-            prompt_top_n=self.asked.prompt_top_n,
+            rid=self.rid,
+            prompt_ids=self.prompt.ids,
+            max_new_tokens=self.max_new_tokens,
+            sampling=encode(self.generate.sampling),
+            stop_ids=pack_column(INT32, sorted(self.stop_ids)),
+            resume_ids=self.generated_ids.tobytes(),
+            cache_salt=self.generate.sampling.adapter_digest,
+            traceparent=self.generate.traceparent,
+            prompt_logprobs_from=0 if stream is None else stream.next_position,
+            prompt_top_n=self.generate.prompt_top_n,
         )
 
-    def end(self, reason: str, message: str = "", below: End | None = None) -> End:
-        """This request's End for the api. `below` is the scheduler's, for what was measured there."""
+    def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:
+        """The End for the api, with the measurements of the scheduler's End."""
+        parts = [] if self.answer_parser is None else self.answer_parser.finish(self.finish_reason)
         return End(
-            self.asked.rid,
-            reason,
-            message,
-            "".join(self.texts),
-            self.prompt.tokens,
-            len(self.generated),
-            below.cached_tokens if below else 0,
-            self.validation_us,
-            below.queue_us if below else 0,
-            below.inference_us if below else 0,
-            [] if self.division is None else [Part(0, *found) for found in self.division.end(self.reason)],
+            rid=self.generate.rid,
+            reason=reason,
+            message=message,
+            text="".join(self.visible_texts),
+            prompt_tokens=self.prompt.token_count,
+            generated_tokens=len(self.generated_ids),
+            cached_tokens=scheduler_end.cached_tokens if scheduler_end else 0,
+            validation_us=self.validation_us,
+            queue_us=scheduler_end.queue_us if scheduler_end else 0,
+            inference_us=scheduler_end.inference_us if scheduler_end else 0,
+            parts=[AnswerPart(0, kind, text) for kind, text in parts],
         )

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: tokenizer.json as the `tokenizers` package reads it, and a table from id to text."""
+"""A model's vocabulary: tokenizer.json as the `tokenizers` package reads it, and a table from token id to text."""
 
 import json
 import re
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
-from tgi.hub.card import Card
-from tgi.hub.tokens import mark_special, read_tokenizer
-from tgi.tokenizer.stretches import Stretches
+from tgi.hub.model_config import ModelConfig
+from tgi.hub.tokenizer_files import mark_special, read_tokenizer
+from tgi.tokenizer.segment_cache import SegmentCache
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -16,56 +16,56 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 class Vocabulary:
     """A model's tokens, shared by all requests of this process.
 
-    `pieces[id]` is what an id adds to the text where that does not depend on its neighbours: a string, or the bytes of
-    an incomplete character. It is filled for byte-level tokenizers; for others `byte_level` is false, and only special
-    tokens and the byte tokens of a fallback (`<0xE2>`) have a piece, the rest None. `special` are the ids that the
-    final text leaves out; one outside the vocabulary (a padded embedding) is plain.
+    `pieces[id]` is the text that an id adds if that does not depend on its neighbours: a string, or the bytes of an
+    incomplete character. With `byte_level` every id has a piece. Otherwise only special tokens and the byte tokens of a
+    byte fallback (`<0xE2>`) have one, and the rest is None. `special_ids` are left out of the final text; an id outside
+    the vocabulary (a padded embedding row) is not special.
     """
 
     def __init__(self, tokenizer: Tokenizer, special: Iterable[str] = (), eos_ids: Iterable[int] = ()) -> None:
-        tokenizer.no_truncation()  # both would change prompts behind our back
+        tokenizer.no_truncation()  # tokenizer.json may ask for both, which would change prompts
         tokenizer.no_padding()
         mark_special(tokenizer, special)
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
-        kinds = _decoder_kinds(tokenizer)
+        kinds = _decoder_types(tokenizer)
         self.byte_level = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
         self.byte_fallback = "ByteFallback" in kinds
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         size = max(vocab.values(), default=-1) + 1
         self.pieces: list[str | bytes | None] = [""] * size
-        self._texts: dict[int, str] = {}  # of tokens without a piece, as they have been asked for
-        for token, number in vocab.items():
-            self.pieces[number] = _byte_level_piece(token) if self.byte_level else self._fallback_piece(token)
-        added = {number: one for number, one in tokenizer.get_added_tokens_decoder().items() if one.special}
-        for number, one in added.items():
-            self.pieces[number] = one.content
-        self.special = frozenset(added)
-        self.stretches = Stretches(tokenizer)
+        self._decoded_texts: dict[int, str] = {}  # filled by token_text, for tokens without a piece
+        for token, token_id in vocab.items():
+            self.pieces[token_id] = _byte_level_piece(token) if self.byte_level else self._byte_fallback_piece(token)
+        added = {token_id: one for token_id, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+        for token_id, one in added.items():
+            self.pieces[token_id] = one.content
+        self.special_ids = frozenset(added)
+        self.segment_cache = SegmentCache(tokenizer)
 
     @classmethod
-    def load(cls, card: Card) -> "Vocabulary":
-        """The vocabulary of a model directory. Raises UserError if it has none or it cannot be read."""
-        return cls(read_tokenizer(card), eos_ids=card.eos_token_ids)
+    def load(cls, config: ModelConfig) -> "Vocabulary":
+        """Loads the vocabulary of a model directory. Raises UserError if it is missing or cannot be read."""
+        return cls(read_tokenizer(config), eos_ids=config.eos_token_ids)
 
-    def text(self, number: int) -> str:
-        """A token decoded by itself: bytes that are no character give U+FFFD, an unknown id gives ""."""
-        piece = self.pieces[number] if number < len(self.pieces) else ""
+    def token_text(self, token_id: int) -> str:
+        """Decodes one token alone. An incomplete character returns U+FFFD, an unknown id ""."""
+        piece = self.pieces[token_id] if token_id < len(self.pieces) else ""
         if piece is None:
-            known = self._texts.get(number)
-            if known is None:
-                known = self._texts[number] = self.tokenizer.decode([number], skip_special_tokens=False)
-            return known
+            text = self._decoded_texts.get(token_id)
+            if text is None:
+                text = self._decoded_texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            return text
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
-    def _fallback_piece(self, token: str) -> bytes | None:
+    def _byte_fallback_piece(self, token: str) -> bytes | None:
         """The byte of a byte token such as `<0xE2>`; None for any other token."""
         if self.byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
         return None
 
 
-def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
+def _decoder_types(tokenizer: Tokenizer) -> set[str]:
     """The types of the tokenizer's decoders, as tokenizer.json names them."""
     if tokenizer.decoder is None:
         return set()
@@ -74,10 +74,10 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 
 
 def _byte_characters() -> dict[int, int | None]:
-    """For str.translate: the character that stands for a byte in byte-level vocabularies (GPT-2), to that byte.
+    """Table for str.translate from the characters of byte-level vocabularies (GPT-2) to the bytes they stand for.
 
-    Printable Latin-1 stands for itself, the other 68 bytes for U+0100 and on. Characters below 256 that stand for no
-    byte become one that Latin-1 cannot encode.
+    Printable Latin-1 characters stand for themselves, U+0100 and following for the other 68 bytes. Characters below
+    256 that stand for no byte map to one that Latin-1 cannot encode.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
@@ -89,9 +89,9 @@ _BYTE_CHARACTERS = _byte_characters()
 
 
 def _byte_level_piece(token: str) -> str | bytes:
-    """What a byte-level token stands for: a string, or bytes if they are no whole characters.
+    """Converts a byte-level token to text, or to bytes if it ends within a character.
 
-    A token that is not written in byte characters stands for itself, as in the package's own decoder.
+    A token that is not written in byte characters stands for itself, as in the decoder of the `tokenizers` package.
     """
     try:
         data = token.translate(_BYTE_CHARACTERS).encode("latin-1")

@@ -1,1 +1,17 @@
-"""The worker: tensors. The only room that imports torch."""
+"""The worker process: loads the model and computes the scheduler's steps. The only package that imports torch.
+
+Read main.py first, then engine/loop.py and engine/engine.py.
+
+- main: `tgi worker`
+- engine: the loop, the torch engine, CUDA graphs, memory, start-up
+- sampling: logits processors, sampler, grammars, speculative verification
+- models, layers, attention: the forward pass
+- quantization: weights of few bits
+- lora: adapters
+- cpu_kernels, gpu_kernels: our own compute kernels
+- fake_worker: a worker without a model, for tests and benchmarks
+- greedy: argmax of the logits, for models and kernels that compute it themselves
+- activations, checkpoint, decoder_config, host_cpu: activation functions, reading checkpoints, the shape of a decoder,
+  the host's processor
+- device_copies: copies between host and device that do not wait
+"""

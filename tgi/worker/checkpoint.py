@@ -1,4 +1,4 @@
-"""Reads tensors from the safetensors files of a model directory, mapped into memory, never copied."""
+"""Reads tensors from the safetensors files of a model directory, mapped into memory without a copy."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,29 +10,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgi.kernel.errors import UserError
+from tgi.microkernel.errors import UserError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """The tensors of a directory by name: of model.safetensors, or of the files that the index names.
+    """The tensors of a directory by name, from model.safetensors or the files of its index.
 
-    Raises UserError naming the file, and the tensor, where something is missing, broken or not as expected.
-    Tensors stay valid after `close`; they are views on the mapped file and must not be written to.
+    Raises UserError, naming file and tensor, if one is missing, damaged or not as expected. Tensors are views of the
+    mapped file: they must not be written to, and stay valid after `close`.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
-        self._where: dict[str, Path] = {}
-        if (directory / INDEX).is_file():
-            self._where = self._read_index(directory / INDEX)
-        elif (directory / SINGLE).is_file():
-            path = directory / SINGLE
-            self._where = dict.fromkeys(self._open(path).keys(), path)
+        self._file_by_name: dict[str, Path] = {}
+        if (directory / INDEX_FILE).is_file():
+            self._file_by_name = self._read_index(directory / INDEX_FILE)
+        elif (directory / SINGLE_FILE).is_file():
+            path = directory / SINGLE_FILE
+            self._file_by_name = dict.fromkeys(self._open(path).keys(), path)
         else:
             raise UserError(_nothing_here(directory))
 
@@ -43,56 +43,56 @@ class Checkpoint:
         self.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self._file_by_name
 
     def __iter__(self) -> Iterator[str]:
         """The names of all tensors."""
-        return iter(self._where)
+        return iter(self._file_by_name)
 
     def close(self) -> None:
-        """Lets go of the files. Mappings live on while a tensor uses them."""
+        """Closes the files. A file stays mapped as long as a tensor uses it."""
         self._stack.close()
         self._files.clear()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, which must have that shape, and numbers in float32, bfloat16 or float16."""
-        found = self.stored(name)
-        if tuple(found.shape) != shape:
-            raise self.other_shape(name, found.shape, shape)
-        if found.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        """The tensor of this name. Raises UserError unless it has this shape and is float32, bfloat16 or float16."""
+        tensor = self.raw_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise self.shape_error(name, tensor.shape, shape)
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise UserError(
-                f"Tensor {name!r} in {self._where[name]} has dtype {str(found.dtype).removeprefix('torch.')}. "
+                f"Tensor {name!r} in {self._file_by_name[name]} has dtype {str(tensor.dtype).removeprefix('torch.')}. "
                 f"Weights in float32, bfloat16 and float16 can be loaded."
             )
-        return found
+        return tensor
 
     def weight(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """The weight [outputs, inputs] of the layer of that name: a checkpoint is a Source (quantization/source.py)."""
+        """The weight [outputs, inputs] of a layer; implements WeightSource (quantization/weight_sources.py)."""
         return self.tensor(f"{name}.weight", outputs, inputs)
 
-    def stored(self, name: str) -> Tensor:
-        """The tensor of that name, whatever its shape and dtype."""
-        if name not in self._where:
+    def raw_tensor(self, name: str) -> Tensor:
+        """The tensor of this name, with any shape and dtype."""
+        if name not in self._file_by_name:
             raise UserError(
                 f"The weights in {self.directory} have no tensor {name!r}. The model's config.json asks for it; "
                 f"check that both are from the same model and that the download is complete."
             )
-        path = self._where[name]
+        path = self._file_by_name[name]
         try:
-            found: Tensor = self._open(path).get_tensor(name)
+            tensor: Tensor = self._open(path).get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"Tensor {name!r} cannot be read from {path}: {error}. {_AGAIN}") from error
-        return found
+        return tensor
 
-    def place(self, name: str) -> Path:
-        """The file of a tensor; the directory, if there is none of that name."""
-        return self._where.get(name, self.directory)
+    def file_of(self, name: str) -> Path:
+        """The file of a tensor; the directory, if no tensor has this name."""
+        return self._file_by_name.get(name, self.directory)
 
-    def other_shape(self, name: str, shape: Sequence[int], asked: Sequence[int]) -> UserError:
-        """What to raise where a tensor, or what several stand for together, has not the shape that is asked for."""
+    def shape_error(self, name: str, shape: Sequence[int], expected: Sequence[int]) -> UserError:
+        """The error for a tensor, or a weight stored as several tensors, whose shape is not the expected one."""
         return UserError(
-            f"Tensor {name!r} in {self.place(name)} has shape {list(shape)}, but the model's "
-            f"config.json asks for {list(asked)}. Check that both are from the same model."
+            f"Tensor {name!r} in {self.file_of(name)} has shape {list(shape)}, but the model's "
+            f"config.json asks for {list(expected)}. Check that both are from the same model."
         )
 
     def _open(self, path: Path) -> Any:
@@ -105,8 +105,8 @@ class Checkpoint:
 
     def _read_index(self, path: Path) -> dict[str, Path]:
         try:
-            places = json.loads(path.read_text())["weight_map"].items()
-            return {str(name): self.directory / _inside(file) for name, file in places}
+            files = json.loads(path.read_text())["weight_map"].items()
+            return {str(name): self.directory / _inside(file) for name, file in files}
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is not an index of safetensors files: {error!r}. {_AGAIN}") from error
 
@@ -115,7 +115,7 @@ _AGAIN = "It is incomplete or damaged: fetch the model again."
 
 
 def _inside(file: str) -> str:
-    """A file name of the index, which must not lead out of the directory."""
+    """A file name of the index. Raises ValueError if it leads out of the directory."""
     if Path(file).name != file:
         raise ValueError(f"{file!r} is not a file name")
     return file
@@ -128,4 +128,4 @@ def _nothing_here(directory: Path) -> str:
             f"{directory} has its weights in {others[0].name}, a pickled file, which can run code and is never loaded. "
             f"Convert it to safetensors, for example with transformers' save_pretrained in a place that you trust."
         )
-    return f"{directory} has no weights: expected {SINGLE}, or {INDEX} and the files that it names."
+    return f"{directory} has no weights: expected {SINGLE_FILE}, or {INDEX_FILE} and the files that it names."

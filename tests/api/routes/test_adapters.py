@@ -1,23 +1,21 @@
-"""Adapters on all routes: who is asked for, how they are listed, and how they come and go."""
+"""Adapters on all routes: in requests, in the list of models, loading and unloading."""
 
 import json
 from typing import Any
 
 import pytest
 
-from tests.api.conftest import READY, Front, openai_error, standard, two_tokens
-from tests.api.test_lifecycle import Stream
-from tgi.kernel.messages import Adapt, Adapted, Generate
-from tgi.kernel.presence import Adapter
+from tests.api.conftest import READY, Front, Stream, openai_error, standard, two_tokens
+from tgi.microkernel.protocol import AdapterUpdated, Generate, LoadedAdapter, UpdateAdapter
 
-POEMS, CODE = Adapter("poems", "/lora/poems", b"\1" * 16), Adapter("org/code", "/lora/code", b"\2" * 16)
+POEMS, CODE = LoadedAdapter("poems", "/lora/poems", b"\1" * 16), LoadedAdapter("org/code", "/lora/code", b"\2" * 16)
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 @pytest.fixture
 def serve_adapters(serve: Any) -> Any:
-    """serve(...) with two adapters loaded."""
+    """Starts a front end with two adapters loaded."""
 
     def start(*answer: Any, **settings: Any) -> Front:
         front: Front = serve(*answer, up=False, **settings)
@@ -57,14 +55,14 @@ def asked(front: Front) -> tuple[str, bytes]:
         ),
     ],
 )
-def test_every_generation_route_takes_one(serve_adapters: Any, path: str, body: dict[str, Any]) -> None:
+def test_every_generation_route_accepts_an_adapter(serve_adapters: Any, path: str, body: dict[str, Any]) -> None:
     front = serve_adapters(kserve=True)
     assert front.post(path, json.dumps(body)).status == 200
     assert asked(front) == ("poems", POEMS.digest)
 
 
 @pytest.mark.parametrize("name", ["Poems", "poems ", "", "m", "{ask}"])
-def test_a_name_that_is_none_is_refused_on_native_routes_and_the_model_on_openais(
+def test_an_unknown_adapter_is_rejected_on_native_routes_and_means_the_model_on_openais(
     serve_adapters: Any, name: str
 ) -> None:
     front = serve_adapters()
@@ -76,7 +74,7 @@ def test_a_name_that_is_none_is_refused_on_native_routes_and_the_model_on_openai
     assert asked(front) == ("", b"")
 
 
-def test_answers_name_the_adapter(serve_adapters: Any) -> None:
+def test_responses_name_the_adapter(serve_adapters: Any) -> None:
     front = serve_adapters()
     for name, echoed in (("poems", "poems"), ("org/code", "org/code"), ("tgi", "m"), ("gpt-4o", "m"), (None, "m")):
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x"})):
@@ -87,32 +85,32 @@ def test_answers_name_the_adapter(serve_adapters: Any) -> None:
             assert {event["model"] for event in events} == {echoed}
 
 
-def test_they_are_listed_behind_the_model(serve_adapters: Any) -> None:
+def test_adapters_are_listed_after_the_model(serve_adapters: Any) -> None:
     front = serve_adapters()
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "m"} for name in ("m", "poems", "org/code")]
     assert json.loads(front.get("/v1/models").body) == {"object": "list", "data": models}
     for model in models:
         assert json.loads(front.get(f"/v1/models/{model['id']}").body) == model
-    front.tokenizers[0].send(READY._replace(limits=None))  # says nothing of them
+    front.tokenizers[0].send(READY._replace(limits=None))  # without limits the adapters are ignored
     front.tokenizers[0].send(READY._replace(adapters=[CODE]))
     while len(front.router.adapters) == 2:
         assert front.get("/v1/models/org/code").status == 200
     assert front.get("/v1/models/poems").status == 404
 
 
-def test_a_stream_goes_on_with_the_adapter_that_began_it(serve_adapters: Any) -> None:
+def test_a_resumed_stream_keeps_its_adapter(serve_adapters: Any) -> None:
     front = serve_adapters(lambda message: None)
     tokenizer = front.tokenizers[0]
     stream = Stream(front, body='{"inputs":"x","parameters":{"adapter_id":"poems"}}')
     first = tokenizer.next(Generate)
     tokenizer.send(two_tokens(first)[0])
-    stream.until(b'"index":1')
+    stream.read_until(b'"index":1')
     tokenizer.stop()
     tokenizer.start(READY._replace(adapters=[POEMS._replace(digest=b"\3" * 16)]))
     again = tokenizer.next(Generate)
     assert again.sampling == first.sampling
     tokenizer.send(*two_tokens(again)[1:])
-    assert stream.rest().status == 200
+    assert stream.read_rest().status == 200
 
 
 # Loading and unloading
@@ -122,24 +120,24 @@ def load(name: Any = "new", path: Any = "/lora/new") -> str:
     return json.dumps({"lora_name": name, "lora_path": path})
 
 
-def test_they_come_and_go(serve_adapters: Any) -> None:
-    new = Adapter("new", "/lora/new", b"\4" * 16)
+def test_adapters_are_loaded_and_unloaded(serve_adapters: Any) -> None:
+    new = LoadedAdapter("new", "/lora/new", b"\4" * 16)
 
     def answer(message: Any) -> list[Any]:
-        if not isinstance(message, Adapt):
+        if not isinstance(message, UpdateAdapter):
             return standard(message)
-        return [READY._replace(adapters=[POEMS, new] if message.path else [POEMS]), Adapted(message.rid)]
+        return [READY._replace(adapters=[POEMS, new] if message.path else [POEMS]), AdapterUpdated(message.rid)]
 
     front = serve_adapters(answer, allow_adapter_updates=True)
     reply = front.post(LOAD, load())
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
     assert reply.body == b'{"id":"new","object":"model","created":0,"owned_by":"m"}'
-    assert front.tokenizers[0].next(Adapt)[1:] == ("new", "/lora/new")
+    assert front.tokenizers[0].next(UpdateAdapter)[1:] == ("new", "/lora/new")
     assert front.post("/generate", '{"inputs":"x","parameters":{"adapter_id":"new"}}').status == 200
     assert asked(front) == ("new", new.digest)
     reply = front.post(UNLOAD, '{"lora_name":"new"}')
     assert (reply.status, reply.body) == (200, b'{"id":"new","object":"model","deleted":true}')
-    assert front.tokenizers[0].next(Adapt)[1:] == ("new", "")
+    assert front.tokenizers[0].next(UpdateAdapter)[1:] == ("new", "")
     assert front.post("/generate", '{"inputs":"x","parameters":{"adapter_id":"new"}}').status == 422
     again = front.post(UNLOAD, '{"lora_name":"new"}')
     assert (again.status, json.loads(again.body)["error_type"]) == (404, "not_found")
@@ -160,7 +158,7 @@ def test_they_come_and_go(serve_adapters: Any) -> None:
         (load(path=""), "`lora_path` must be the absolute path"),
     ],
 )
-def test_names_and_paths_that_cannot_be(serve_adapters: Any, body: str, text: str) -> None:
+def test_invalid_names_and_paths_are_rejected(serve_adapters: Any, body: str, text: str) -> None:
     front = serve_adapters(allow_adapter_updates=True)
     reply = front.post(LOAD, body)
     assert (reply.status, json.loads(reply.body)["error_type"]) == (422, "validation")
@@ -169,8 +167,8 @@ def test_names_and_paths_that_cannot_be(serve_adapters: Any, body: str, text: st
     assert error["param"] in error["message"]
 
 
-def test_the_workers_reason_is_told(serve_adapters: Any) -> None:
-    front = serve_adapters(lambda message: [Adapted(message.rid, "its rank is 0")], allow_adapter_updates=True)
+def test_the_error_has_the_workers_reason(serve_adapters: Any) -> None:
+    front = serve_adapters(lambda message: [AdapterUpdated(message.rid, "its rank is 0")], allow_adapter_updates=True)
     for path, body in ((LOAD, load()), (UNLOAD, '{"lora_name":"poems"}')):
         reply = front.post(path, body)
         assert reply.status == 422
@@ -181,7 +179,7 @@ def test_the_workers_reason_is_told(serve_adapters: Any) -> None:
     ("settings", "status"),
     [({}, 403), ({"allow_adapter_updates": True, "api_key": ("k",)}, 401), ({"allow_adapter_updates": True}, 503)],
 )
-def test_nothing_changes_without_leave_key_or_model(serve: Any, settings: dict[str, Any], status: int) -> None:
+def test_updates_need_the_flag_the_key_and_a_ready_server(serve: Any, settings: dict[str, Any], status: int) -> None:
     front = serve(up=status != 503, **settings)
     for path in (LOAD, UNLOAD):
         reply = front.post(path, load("poems"))
@@ -193,18 +191,18 @@ def test_nothing_changes_without_leave_key_or_model(serve: Any, settings: dict[s
         assert front.post(LOAD, load(), authorization="Bearer k").status == 200
 
 
-def test_a_tokenizer_that_dies_is_not_the_end_of_it_but_many_are(serve_adapters: Any) -> None:
+def test_an_update_is_resubmitted_until_too_many_tokenizer_losses(serve_adapters: Any) -> None:
     front = serve_adapters(lambda message: None, allow_adapter_updates=True)
     tokenizer = front.tokenizers[0]
     for deaths in (1, 3):
         stream = Stream(front, LOAD, load())
         for _ in range(deaths):
-            assert tokenizer.next(Adapt)[1:] == ("new", "/lora/new")
+            assert tokenizer.next(UpdateAdapter)[1:] == ("new", "/lora/new")
             tokenizer.stop()
             tokenizer.start()
         if deaths == 1:
-            tokenizer.send(Adapted(tokenizer.next(Adapt).rid))
-        reply = stream.rest()
+            tokenizer.send(AdapterUpdated(tokenizer.next(UpdateAdapter).rid))
+        reply = stream.read_rest()
         assert reply.status == (200 if deaths == 1 else 500)
     text = "Adapter error: the tokenizer died 3 times while it had this request"
     assert json.loads(reply.body) == openai_error(500, "adapter_error", text)

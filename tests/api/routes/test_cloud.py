@@ -7,9 +7,10 @@ import pytest
 
 from tests.api.conftest import Front, two_tokens
 from tgi.api import app
-from tgi.kernel.errors import UserError
-from tgi.kernel.messages import End, Generate, Reason
-from tgi.kernel.settings import Settings
+from tgi.api.service import Service
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.settings import Settings
 
 SHAPE = "Failed to deserialize the JSON body into the target type: "
 INCOMPLETE = b'{"error":"Incomplete generation","error_type":"Incomplete generation"}'
@@ -40,7 +41,7 @@ def test_invocations_answer_as_three_routes(front: Front) -> None:
 
 
 def without_stamp(body: bytes) -> list[Any]:
-    """The JSON of an answer or of its events, without what is new each time."""
+    """The JSON of a response or of its events, without ids and times."""
     parts = body.decode().split("\n\n") if body.startswith(b"data: ") else [body.decode()]
     read = [json.loads(part.removeprefix("data: ")) for part in parts if part and part != "data: [DONE]"]
     return [
@@ -55,13 +56,13 @@ def test_a_body_with_inputs_and_messages_is_native(front: Front) -> None:
 
 
 @pytest.mark.parametrize("body", ["{}", '{"inputs":1}', '{"messages":[{"role":"user"}]}', '{"prompt":[]}', "[]", "1"])
-def test_a_body_that_fits_no_route(front: Front, body: str) -> None:
+def test_an_invocation_of_no_known_shape_is_rejected(front: Front, body: str) -> None:
     reply = front.post("/invocations", body)
     assert (reply.status, reply.headers["content-type"]) == (422, "text/plain; charset=utf-8")
     assert reply.body.decode() == SHAPE + "data did not match any variant of untagged enum SagemakerRequest"
 
 
-def test_invocations_refuse_what_every_route_refuses(front: Front) -> None:
+def test_invocations_reject_what_every_route_rejects(front: Front) -> None:
     assert front.post("/invocations", '{"inputs":').status == 400
     assert front.post("/invocations", '{"inputs":"x"}', content_type="text/plain").status == 415
     reply = front.post("/invocations", '{"inputs":""}')
@@ -79,7 +80,7 @@ def test_vertex(front: Front) -> None:
     assert [name for name in reply.headers if name.startswith("x-")] == []
 
 
-def test_what_vertex_asks_for(serve: Any) -> None:
+def test_vertex_requests_reach_the_tokenizer(serve: Any) -> None:
     seen: list[Generate] = []
 
     def answer(request: Generate) -> list[Any]:
@@ -90,15 +91,15 @@ def test_what_vertex_asks_for(serve: Any) -> None:
     parameters = '{"max_new_tokens":7,"seed":3,"temperature":-1,"top_k":2,"stop":["x"],"truncate":1,"best_of":2}'
     assert front.post("/vertex", f'{{"instances":[{{"inputs":"x","parameters":{parameters}}}]}}').status == 200
     (request,) = seen
-    assert (request.inputs, request.max_new_tokens, request.stop, request.truncate) == ("x", 7, [], None)
+    assert (request.inputs, request.max_new_tokens, request.stop_strings, request.truncate) == ("x", 7, [], None)
     assert (request.sampling.seed, request.sampling.do_sample, request.sampling.top_k) == (3, True, 0)
 
 
-def test_predictions_come_in_the_order_of_the_instances(serve: Any) -> None:
+def test_predictions_are_in_the_order_of_the_instances(serve: Any) -> None:
     waiting: list[Generate] = []
 
     def answer(request: Generate) -> list[Any]:
-        """Both at once, the later one first."""
+        """Answers both requests at once, the later one first."""
         waiting.append(request)
         if len(waiting) < 2:
             return []
@@ -116,7 +117,7 @@ def test_vertex_without_instances(front: Front) -> None:
     assert reply.body == b'{"error":"Input validation error","error_type":"Input validation error"}'
 
 
-def test_an_instance_of_no_kind(front: Front) -> None:
+def test_an_instance_of_no_known_shape_is_rejected(front: Front) -> None:
     for wrong in ("{}", "1", '{"inputs":1}', '{"messages":[{"role":"user"}]}', '{"inputs":"x","parameters":[]}'):
         reply = front.post("/vertex", f'{{"instances":[{{"inputs":"x"}},{wrong}]}}')
         assert reply.status == 422
@@ -133,14 +134,18 @@ TEMPLATE = b'{"error":"Template error: no","error_type":"template_error"}'
 
 @pytest.mark.parametrize(
     ("reason", "status", "body"),
-    [(Reason.FAILED, 500, INCOMPLETE), (Reason.CANCELLED, 500, INCOMPLETE), (Reason.TEMPLATE, 422, TEMPLATE)],
+    [
+        (FinishReason.FAILED, 500, INCOMPLETE),
+        (FinishReason.CANCELLED, 500, INCOMPLETE),
+        (FinishReason.TEMPLATE, 422, TEMPLATE),
+    ],
 )
-def test_failures_of_vertex(serve: Any, reason: Reason, status: int, body: bytes) -> None:
+def test_failures_of_vertex(serve: Any, reason: FinishReason, status: int, body: bytes) -> None:
     reply = serve(ends(reason, "no")).post("/vertex", '{"instances":[{"inputs":"x"},{"inputs":"y"}]}')
     assert (reply.status, reply.body) == (status, body)
 
 
-def test_vertex_takes_a_place_for_each_instance(serve: Any) -> None:
+def test_vertex_acquires_a_permit_for_each_instance(serve: Any) -> None:
     front = serve(lambda request: None, max_concurrent_requests=2)
     two = '{"instances":[{"inputs":"x"},{"inputs":"y"}]}'
     body = b'{"inputs":"x"}'
@@ -156,7 +161,7 @@ def test_vertex_takes_a_place_for_each_instance(serve: Any) -> None:
     assert b"at most 2 texts can be generated at once. Given: 3" in three.body
 
 
-def test_paths_that_vertex_ai_names(serve: Any) -> None:
+def test_configured_vertex_paths(serve: Any) -> None:
     predict = "/v1/endpoints/1/deployedModels/2:predict"
     front = serve(aip_predict_route=predict, aip_health_route="/up", api_key=("secret",))
     assert front.get("/up").status == front.get("/up", "HEAD").status == 200
@@ -164,7 +169,7 @@ def test_paths_that_vertex_ai_names(serve: Any) -> None:
     assert front.post("/vertex", '{"instances":[{"inputs":"x"}]}').status == 401
 
 
-def test_paths_that_vertex_ai_names_as_they_are(serve: Any) -> None:
+def test_configured_vertex_paths_may_be_the_existing_ones(serve: Any) -> None:
     front = serve(aip_predict_route="/vertex", aip_health_route="/")
     assert front.get("/").status == 200
     assert front.post("/", '{"inputs":"x"}').status == 200
@@ -174,8 +179,8 @@ def test_paths_that_vertex_ai_names_as_they_are(serve: Any) -> None:
 @pytest.mark.parametrize(
     "routes", [{"aip_predict_route": "/generate"}, {"aip_health_route": "/info"}, {"aip_health_route": "up"}]
 )
-def test_paths_that_cannot_be(front: Front, routes: dict[str, str]) -> None:
-    service = app.Service(Settings(**routes), front.router, "m", "")
+def test_configured_vertex_paths_that_are_in_use_or_invalid_are_rejected(front: Front, routes: dict[str, str]) -> None:
+    service = Service(Settings(**routes), front.router, "m", "")
     with pytest.raises(UserError, match="AIP_"):
         app.build(service)
 
@@ -188,17 +193,17 @@ INFER = "/v2/models/m/versions/1/infer"
 def asked(*texts: bytes, outputs: int | None = None, **more: Any) -> str:
     """An inference request."""
     inputs = [{"name": "i", "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)} for text in texts]
-    names = [{"name": f"o{place}"} for place in range(len(texts) if outputs is None else outputs)]
+    names = [{"name": f"o{index}"} for index in range(len(texts) if outputs is None else outputs)]
     return json.dumps({"id": "7", "inputs": inputs, "outputs": names, **more})
 
 
-def test_kserve_is_off(front: Front) -> None:
+def test_kserve_is_off_by_default(front: Front) -> None:
     assert (
         front.get("/v2").status == front.get("/v2/health/live").status == front.post(INFER, asked(b"x")).status == 404
     )
 
 
-def test_kserve_tells_about_itself(serve: Any) -> None:
+def test_kserve_metadata(serve: Any) -> None:
     front = serve(kserve=True)
     metadata = front.get("/v2")
     told = b'{"name":"text-generation-inference","version":"3.3.6","extensions":["health","models","metrics"]}'
@@ -212,7 +217,7 @@ def test_kserve_tells_about_itself(serve: Any) -> None:
     assert "/v2/health/live" in json.loads(front.get("/api-doc/openapi.json").body)["paths"]
 
 
-def test_kserve_infers(serve: Any) -> None:
+def test_kserve_inference(serve: Any) -> None:
     seen: list[Generate] = []
 
     def answer(request: Generate) -> list[Any]:
@@ -231,7 +236,7 @@ def test_kserve_infers(serve: Any) -> None:
     assert front.post(INFER, asked()).body == b'{"id":"7","outputs":[]}'
 
 
-def test_what_kserve_refuses(serve: Any) -> None:
+def test_kserve_rejections(serve: Any) -> None:
     front = serve(kserve=True)
     reply = front.post(INFER, asked(b"x", outputs=2))
     mismatch = b'{"error":"Inputs and outputs length mismatch","error_type":"length mismatch"}'
@@ -248,5 +253,5 @@ def test_what_kserve_refuses(serve: Any) -> None:
 
 
 def test_failures_of_kserve(serve: Any) -> None:
-    reply = serve(ends(Reason.FAILED), kserve=True).post(INFER, asked(b"x"))
+    reply = serve(ends(FinishReason.FAILED), kserve=True).post(INFER, asked(b"x"))
     assert (reply.status, reply.body) == (500, INCOMPLETE)

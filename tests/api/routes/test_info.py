@@ -1,11 +1,11 @@
-"""Routes that tell about the server, and what it answers while it starts."""
+"""GET /health, /info and /metrics, POST /tokenize, and responses during the start."""
 
 import json
 from typing import Any
 
 import tgi
 from tests.api.conftest import LIMITS, READY, Front
-from tgi.kernel.presence import Status
+from tgi.microkernel.protocol import Status
 
 UNHEALTHY = b'{"error":"unhealthy","error_type":"healthcheck"}'
 
@@ -56,7 +56,7 @@ def test_metrics(front: Front) -> None:
         assert f"\n{series}" in text
 
 
-def test_while_starting(serve: Any) -> None:
+def test_all_routes_answer_503_while_starting(serve: Any) -> None:
     front = serve(up=False)
     tokenizer = front.tokenizers[0]
     for path in ("/health", "/ping", "/", "/info"):
@@ -75,7 +75,7 @@ def test_while_starting(serve: Any) -> None:
     assert front.post("/generate", '{"inputs":"x"}').status == 200
 
 
-def test_a_stall_shows_in_health(serve: Any) -> None:
+def test_health_reports_a_stall(serve: Any) -> None:
     front = serve()
     front.tokenizers[0].send(Status(True, False, "the worker finishes no step", 100, LIMITS))
     while (reply := front.get("/health")).status == 200:
@@ -84,7 +84,7 @@ def test_a_stall_shows_in_health(serve: Any) -> None:
     assert reply.headers["x-startup-stage"] == "the worker finishes no step"
 
 
-def test_recovery_shows_its_stage(serve: Any) -> None:
+def test_health_reports_the_stage_of_a_recovery(serve: Any) -> None:
     front = serve()
     tokenizer = front.tokenizers[0]
     for status, stage in (
@@ -100,7 +100,7 @@ def test_recovery_shows_its_stage(serve: Any) -> None:
         assert reply.status == 503
 
 
-def test_an_unexpected_error_tells_the_client_nothing_of_the_code(front: Front, monkeypatch: Any) -> None:
+def test_an_unexpected_error_does_not_reveal_its_cause(front: Front, monkeypatch: Any) -> None:
     monkeypatch.setattr("tgi.api.routes.info.metrics.render", lambda: 1 / 0)
     reply = front.get("/metrics")
     assert reply.status == 500

@@ -1,4 +1,4 @@
-"""The native generation routes, byte by byte: what is expected here is written from the wire contract."""
+"""The native generation routes, byte by byte. The expected bytes are those of the wire contract."""
 
 import json
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, texts, two_tokens
-from tgi.kernel import metrics
-from tgi.kernel.messages import End, Generate, Reason, Sampling
+from tgi.microkernel import metrics
+from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.sampling_params import SamplingParams
 
 EVENT_1 = (
     b'data: {"index":1,"token":{"id":5,"text":" a","logprob":-0.34,"special":false},'
@@ -22,7 +23,7 @@ TOKENS = b'[{"id":5,"text":" a","logprob":-0.34,"special":false},{"id":2,"text":
 
 
 def asked(front: Front, parameters: dict[str, Any] | None) -> Generate:
-    """What goes down to the tokenizer for these parameters."""
+    """The message that the tokenizer receives for these parameters."""
     body: dict[str, Any] = {"inputs": "x"}
     if parameters is not None:
         body["parameters"] = parameters
@@ -39,7 +40,7 @@ def _forget(front: Front) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/"])
-def test_stream_bytes(front: Front, path: str) -> None:
+def test_bytes_of_a_stream(front: Front, path: str) -> None:
     parameters = '{"details":true,"seed":42,"do_sample":true,"return_full_text":false}'
     reply = front.post(path, f'{{"inputs":"été","parameters":{parameters},"stream":true}}')
     assert reply.status == 200
@@ -55,18 +56,21 @@ def test_stream_bytes(front: Front, path: str) -> None:
     assert "server" not in headers
 
 
-def test_events_that_are_ready_together_go_out_in_one_write(front: Front) -> None:
+def test_events_that_are_ready_are_one_chunk(front: Front) -> None:
     reply = front.post("/generate_stream", '{"inputs":"x","parameters":{}}')
     assert reply.chunks == [EVENT_1 + EVENT_2_BARE]
 
 
-def test_tokens_of_one_step_are_events_of_their_own(front: Front) -> None:
+def test_each_token_of_a_step_is_an_event(front: Front) -> None:
     tokenizer = front.tokenizers[0]
     usual = tokenizer.answer
 
     def a_run(message: Any) -> list[Any]:
         tokens = [(5, " a", -0.5, False), (6, " b", -0.25, False), (2, "</s>", -0.01, True)]
-        return [texts(message.rid, *tokens), End(message.rid, Reason.EOS, "", " a b", 3, 3, 0, 1_000, 2_000, 30_000)]
+        return [
+            texts(message.rid, *tokens),
+            End(message.rid, FinishReason.EOS, "", " a b", 3, 3, 0, 1_000, 2_000, 30_000),
+        ]
 
     tokenizer.answer = a_run
     before = [sample(name) for name in COUNTED]
@@ -90,22 +94,22 @@ COUNTED = (
 
 
 def sample(name: str) -> float:
-    """A sample without labels of this process; 0 if there is none."""
+    """The value of a metric without labels; 0 if it is absent."""
     lines = metrics.render().splitlines()
     return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
-def test_greedy_has_no_seed(front: Front) -> None:
+def test_a_greedy_response_has_no_seed(front: Front) -> None:
     reply = front.post("/generate_stream", '{"inputs":"x","parameters":{"details":true,"seed":42}}')
     assert b'"seed":null,"input_length":3}}' in reply.body
 
 
-def test_full_text_on_a_stream_is_on_the_last_event(front: Front) -> None:
+def test_full_text_of_a_stream_is_in_the_last_event(front: Front) -> None:
     reply = front.post("/generate_stream", '{"inputs":"A \\"","parameters":{"return_full_text":true}}')
     assert reply.body == EVENT_1 + EVENT_2_BARE.replace(b'"generated_text":" a"', b'"generated_text":"A \\" a"')
 
 
-def test_whole_bytes_and_headers(front: Front) -> None:
+def test_bytes_and_headers_of_a_whole_response(front: Front) -> None:
     reply = front.post("/generate", '{"inputs":"été","parameters":{"details":true,"seed":0,"temperature":0.5}}')
     assert reply.status == 200
     assert reply.body == (
@@ -126,11 +130,11 @@ def test_whole_bytes_and_headers(front: Front) -> None:
     assert headers["x-total-time"].isdigit()
 
 
-def test_whole_without_details(front: Front) -> None:
+def test_bytes_of_a_whole_response_without_details(front: Front) -> None:
     assert front.post("/generate", '{"inputs":"x","stream":true}').body == b'{"generated_text":" a"}'
 
 
-def test_root_answers_an_array_with_the_prompt(front: Front) -> None:
+def test_root_answers_with_an_array_and_the_prompt(front: Front) -> None:
     assert front.post("/", '{"inputs":"x"}').body == b'[{"generated_text":"x a"}]'
     assert (
         front.post("/", '{"inputs":"x","parameters":{"return_full_text":null}}').body == b'[{"generated_text":"x a"}]'
@@ -143,14 +147,14 @@ def test_root_answers_an_array_with_the_prompt(front: Front) -> None:
     )
 
 
-def test_without_parameters_it_samples_and_with_empty_ones_it_is_greedy(front: Front) -> None:
+def test_missing_parameters_sample_and_empty_ones_are_greedy(front: Front) -> None:
     bare = asked(front, None)
     assert bare.sampling.do_sample
     assert bare.max_new_tokens is None
     assert not asked(front, {}).sampling.samples
 
 
-def test_a_seed_is_drawn_from_all_of_uint64(front: Front) -> None:
+def test_random_seeds_span_uint64(front: Front) -> None:
     seeds = {asked(front, None).sampling.seed for _ in range(20)}
     assert len(seeds) == 20
     assert max(seeds) > 2**53
@@ -163,34 +167,34 @@ def test_parameters_reach_the_tokenizer(front: Front) -> None:
         {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "repetition_penalty": 1.5, "seed": 1, "max_new_tokens": 9}
         | {"stop": ["a", "b"], "truncate": 7},
     )
-    assert message.sampling == Sampling(1, False, 0.5, 3, 0.25, 1.5)
+    assert message.sampling == SamplingParams(1, False, 0.5, 3, 0.25, 1.5)
     sampling = asked(front, {"typical_p": 0.75, "frequency_penalty": -1.5, "seed": 1}).sampling
-    assert sampling == Sampling(1, typical_p=0.75, frequency_penalty=-1.5)
+    assert sampling == SamplingParams(1, typical_p=0.75, frequency_penalty=-1.5)
     assert sampling.samples
     sampling = asked(front, {"min_p": 0.25, "seed": 1}).sampling
-    assert sampling == Sampling(1, min_p=0.25)
+    assert sampling == SamplingParams(1, min_p=0.25)
     assert sampling.samples
     assert asked(front, {"min_p": 0.1}).sampling.min_p == 0.10000000149011612  # float32, as all parameters
     assert not asked(front, {"frequency_penalty": 2.0}).sampling.samples
-    assert (message.max_new_tokens, message.truncate, message.stop) == (9, 7, ["a", "b"])
-    assert message.resume == b""
+    assert (message.max_new_tokens, message.truncate, message.stop_strings) == (9, 7, ["a", "b"])
+    assert message.resume_ids == b""
     assert message.add_special_tokens
 
 
 def test_a_bare_stop_string_is_accepted(front: Front) -> None:
-    assert asked(front, {"stop": "end"}).stop == ["end"]
+    assert asked(front, {"stop": "end"}).stop_strings == ["end"]
 
 
-def test_watermarks_least_lengths_and_texts_without_an_end(front: Front) -> None:
+def test_watermark_min_new_tokens_and_ignore_eos_reach_the_tokenizer(front: Front) -> None:
     message = asked(front, {"watermark": True, "min_new_tokens": 3, "seed": 1})
-    assert message.sampling == Sampling(1, watermark=True, min_new_tokens=3)
+    assert message.sampling == SamplingParams(1, watermark=True, min_new_tokens=3)
     assert not message.ignore_eos
     for name in ("ignore_eos", "ignore_eos_token"):
         assert asked(front, {name: True}).ignore_eos
         assert not asked(front, {name: False}).ignore_eos
 
 
-def test_off_values_are_accepted(front: Front) -> None:
+def test_neutral_values_are_accepted(front: Front) -> None:
     off = {"best_of": 1, "typical_p": 1.0, "top_p": 1.0, "frequency_penalty": 0.0, "watermark": False, "stop": []}
     off |= {"decoder_input_details": False, "top_n_tokens": 0, "grammar": None, "adapter_id": None, "details": False}
     off |= {"min_p": 0, "min_new_tokens": 0, "ignore_eos": False, "ignore_eos_token": False}
@@ -202,7 +206,7 @@ def test_off_values_are_accepted(front: Front) -> None:
 def test_unicode_and_control_characters(serve: Any) -> None:
     def answer(message: Generate) -> list[Any]:
         token = texts(message.rid, (0, 'é"\\\n\x01\x7f\u2028🙂', float("-inf"), False))
-        return [token, End(message.rid, Reason.LENGTH, "", "\t", 1, 1)]
+        return [token, End(message.rid, FinishReason.LENGTH, "", "\t", 1, 1)]
 
     reply = serve(answer).post("/generate_stream", '{"inputs":"x"}')
     assert reply.body.decode() == (
@@ -212,10 +216,10 @@ def test_unicode_and_control_characters(serve: Any) -> None:
 
 
 ENDS = [
-    (End(0, Reason.INVALID, "d"), 422, b'{"error":"Input validation error: d","error_type":"validation"}'),
-    (End(0, Reason.OVERLOADED), 429, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
+    (End(0, FinishReason.INVALID, "d"), 422, b'{"error":"Input validation error: d","error_type":"validation"}'),
+    (End(0, FinishReason.OVERLOADED), 429, b'{"error":"Model is overloaded","error_type":"overloaded"}'),
     (
-        End(0, Reason.FAILED, "Server error: x"),
+        End(0, FinishReason.FAILED, "Server error: x"),
         424,
         b'{"error":"Request failed during generation: Server error: x","error_type":"generation"}',
     ),
@@ -224,7 +228,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("end", "status", "body"), ENDS)
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_errors_before_the_first_token_have_their_status(
+def test_errors_before_the_first_token_are_http_errors(
     serve: Any, path: str, end: End, status: int, body: bytes
 ) -> None:
     front = serve(lambda message: [end._replace(rid=message.rid)])
@@ -244,8 +248,8 @@ def test_errors_after_the_first_token_are_events(serve: Any, end: End, status: i
     assert reply.body == EVENT_1 + b"data: " + body + b"\n\n"
 
 
-def test_an_end_without_its_last_token_is_incomplete(serve: Any) -> None:
-    front = serve(lambda message: [two_tokens(message)[0], End(message.rid, Reason.CANCELLED)])
+def test_an_end_without_its_last_token_is_an_incomplete_generation(serve: Any) -> None:
+    front = serve(lambda message: [two_tokens(message)[0], End(message.rid, FinishReason.CANCELLED)])
     reply = front.post("/generate_stream", '{"inputs":"x"}')
     assert reply.body == EVENT_1 + (
         b'data: {"error":"Incomplete generation stream","error_type":"incomplete_generation_stream"}\n\n'
@@ -255,7 +259,7 @@ def test_an_end_without_its_last_token_is_incomplete(serve: Any) -> None:
     assert reply.body == b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'
 
 
-def test_the_prompt_comes_back_at_the_root_unless_the_model_is_for_something_else(serve: Any) -> None:
+def test_root_returns_the_prompt_by_pipeline_tag(serve: Any) -> None:
     body = '{"inputs":"x","parameters":{}}'
     for tag, text in ((None, b"x a"), ("text-generation", b"x a"), ("text2text-generation", b" a")):
         front = serve(model_pipeline_tag=tag, model_sha="abc")

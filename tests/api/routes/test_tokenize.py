@@ -1,17 +1,19 @@
-"""POST /tokenize and /chat_tokenize: answers that take long to write."""
+"""POST /tokenize and /chat_tokenize: long responses."""
 
 import asyncio
 
-from tgi.api.routes import tokenize
-from tgi.api.routes.tokenize import TURN, render_items
-from tgi.kernel.messages import Tokenized
-from tgi.kernel.pack import INT32, pack
+from tgi.api.routes.tokenize import token_items
+from tgi.api.token_columns import MAX_ITEMS_PER_TURN, join_in_turns
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.protocol import Tokenized
 
 
-def test_others_have_their_turn_while_a_long_answer_is_written() -> None:
-    count = 5 * TURN + 1
+def test_other_tasks_have_turns_while_a_long_response_is_written() -> None:
+    count = 5 * MAX_ITEMS_PER_TURN + 1
     starts = range(count)
-    encoded = Tokenized(1, *(pack(INT32, column) for column in (starts, starts, range(1, count + 1))), bytes(count))
+    tokenized = Tokenized(
+        1, *(pack_column(INT32, column) for column in (starts, starts, range(1, count + 1))), bytes(count)
+    )
     turns = 0
 
     async def other() -> None:
@@ -23,9 +25,9 @@ def test_others_have_their_turn_while_a_long_answer_is_written() -> None:
     async def both() -> str:
         task = asyncio.create_task(other())
         try:
-            return await tokenize._rendered("é" * count, encoded)
+            return await join_in_turns(token_items("é" * count, tokenized))
         finally:
             task.cancel()
 
-    assert asyncio.run(both()) == ",".join(render_items("é" * count, encoded))
+    assert asyncio.run(both()) == ",".join(token_items("é" * count, tokenized))
     assert turns > 5

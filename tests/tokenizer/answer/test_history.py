@@ -1,4 +1,4 @@
-"""A conversation with calls and their results renders with each family's template, as its model wrote it."""
+"""Conversations with calls and results, rendered with each family's template."""
 
 import json
 from contextlib import suppress
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.tokenizer.answer.families import FAMILIES, SUN, TOOLS
-from tgi.tokenizer.chat import Chats
-from tgi.tokenizer.template import ChatTemplates, TemplateError
+from tests.tokenizer.answer.model_families import FAMILIES, SUN, TOOLS
+from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.chat_template import ChatTemplates, TemplateError
 
 ID = "call_0123456789abcdef"
 TURNS: list[dict[str, Any]] = [
@@ -24,12 +24,12 @@ TURNS: list[dict[str, Any]] = [
 
 
 def render(key: str, *turns: dict[str, Any]) -> str:
-    chats = Chats(ChatTemplates({"default": FAMILIES[key].template}, {}))
-    return chats.text(json.dumps({"messages": turns, "tools": TOOLS}).encode())
+    chats = ChatRenderer(ChatTemplates({"default": FAMILIES[key].template}, {}))
+    return chats.render_chat(json.dumps({"messages": turns, "tools": TOOLS}).encode()).text
 
 
 @pytest.mark.parametrize("key", ["hermes", "thinking", "llama", "mistral-args"])
-def test_calls_stand_as_the_model_writes_them(key: str) -> None:
+def test_calls_in_history_match_the_models_format(key: str) -> None:
     text = render(key, *TURNS)
     assert FAMILIES[key].write(SUN) in text
     assert '{"sky": "blue"}' in text.partition(SUN[1])[2]
@@ -37,27 +37,31 @@ def test_calls_stand_as_the_model_writes_them(key: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "Let me see."])
-def test_a_message_with_calls_is_over(content: str | None) -> None:
-    """It is not continued behind its text, which would leave its calls out."""
+def test_message_with_calls_is_not_continued(content: str | None) -> None:
+    """Continuing its text would drop its calls."""
     text = render("hermes", TURNS[0], {**TURNS[1], "content": content})
     assert text.endswith(FAMILIES["hermes"].write(SUN) + "<|assistant|>")
 
 
 def rendered(template: str, *turns: dict[str, Any]) -> str:
-    return Chats(ChatTemplates({"default": template}, {})).text(json.dumps({"messages": turns}).encode())
+    return (
+        ChatRenderer(ChatTemplates({"default": template}, {}))
+        .render_chat(json.dumps({"messages": turns}).encode())
+        .text
+    )
 
 
 @pytest.mark.parametrize(
     "written", ["'' + c.function.arguments + ''", "c.function.arguments", "c.function.arguments | tojson"]
 )
 @pytest.mark.parametrize("arguments", [SUN[1], json.loads(SUN[1])], ids=["text", "object"])
-def test_arguments_are_json_however_a_template_takes_them(written: str, arguments: Any) -> None:
+def test_arguments_render_as_json(written: str, arguments: Any) -> None:
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ " + written + " }}{% endfor %}{% endfor %}"
     call = {"id": ID, "type": "function", "function": {"name": SUN[0], "arguments": arguments}}
     assert rendered(template, TURNS[0], {**TURNS[1], "tool_calls": [call]}) == SUN[1]
 
 
-def test_results_have_the_names_of_what_was_called() -> None:
+def test_tool_results_get_the_name_of_the_tool() -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.name if m.name is defined }};{% endfor %}"
     result = {"role": "tool", "tool_call_id": ID, "content": "blue"}
     assert rendered(template, *TURNS[:2], result) == "user:;assistant:;tool:weather;"
@@ -65,12 +69,12 @@ def test_results_have_the_names_of_what_was_called() -> None:
     assert rendered(template, result, {**result, "tool_call_id": "unknown"}) == "tool:;tool:;"
 
 
-def test_a_message_with_an_empty_list_of_calls_has_none() -> None:
+def test_empty_tool_calls_are_removed() -> None:
     template = "{% for m in messages %}{{ 'calls' if 'tool_calls' in m else m.content }}{% endfor %}"
     assert rendered(template, {"role": "assistant", "content": "Hi", "tool_calls": []}, TURNS[0]) == "HiHow is Ulm?"
 
 
-def test_ids_of_nine_characters_where_they_must_be() -> None:
+def test_call_ids_are_shortened_for_mistral() -> None:
     text = render("mistral", *TURNS)
     (call,) = json.loads(text.partition("[TOOL_CALLS] ")[2].partition("[TOOL_RESULTS]")[0])
     result = json.loads(text.partition("[TOOL_RESULTS] ")[2].partition("[/TOOL_RESULTS]")[0])
@@ -81,16 +85,18 @@ def test_ids_of_nine_characters_where_they_must_be() -> None:
     assert '"call_id": "abcDEF123"' in render("mistral", *short)
 
 
-def test_a_template_may_refuse_several_calls() -> None:
+def test_template_may_reject_parallel_calls() -> None:
     twice = {**TURNS[1], "tool_calls": TURNS[1]["tool_calls"] * 2}
     with pytest.raises(TemplateError, match="one call at once"):
         render("llama", TURNS[0], twice)
 
 
 @pytest.mark.parametrize("calls", ["none", 3, [None], [{"id": 5}]])
-def test_calls_of_any_shape_do_no_harm(calls: Any) -> None:
+def test_malformed_tool_calls_in_history(calls: Any) -> None:
     odd = {"role": "assistant", "content": "Hm", "tool_calls": calls, "tool_call_id": 3}
     for key in FAMILIES:
-        chats = Chats(ChatTemplates({"default": "length != 9{{ messages | length }}" + FAMILIES[key].template}, {}))
-        with suppress(TemplateError):  # a template may well refuse them
-            assert chats.text(json.dumps({"messages": [TURNS[0], odd]}).encode())
+        chats = ChatRenderer(
+            ChatTemplates({"default": "length != 9{{ messages | length }}" + FAMILIES[key].template}, {})
+        )
+        with suppress(TemplateError):  # a template may reject them
+            assert chats.render_chat(json.dumps({"messages": [TURNS[0], odd]}).encode()).text

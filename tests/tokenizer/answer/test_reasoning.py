@@ -1,19 +1,29 @@
-"""Reasoning is a part of its own, and grammars hold from behind it on."""
+"""Reasoning parser; grammars apply after the reasoning."""
 
 import json
 from typing import Any
 
 import pytest
 
-from tests.tokenizer.answer.families import FAMILIES, PLAIN, SUN, THINKING, VOCABULARIES, chat
-from tests.tokenizer.answer.talk import accepts, begin, divided, grammar, held, house_of, play, refusal, said
-from tests.tokenizer.house import API, ids_of
+from tests.tokenizer.answer.dialogue import (
+    accepts,
+    grammar_of,
+    harness_of,
+    is_sent_in_parts,
+    parsed_answer,
+    play_answer,
+    rejection,
+    start_matcher,
+    submit_valid_chat,
+)
+from tests.tokenizer.answer.model_families import FAMILIES, PLAIN, SUN, THINKING, VOCABULARIES, chat
+from tests.tokenizer.harness import API, ids_of
 from tests.tokenizer.vocabularies import byte_level
-from tgi.kernel.answer import Prompted
-from tgi.kernel.pack import INT32, pack
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.protocol import Prompted
 from tgi.tokenizer.vocabulary import Vocabulary
 
-OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as with the R1 family
+OPEN = PLAIN + "<think>\n"  # the prompt ends within reasoning, as for DeepSeek R1
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SCHEMAS = [{"schema": SCHEMA}, {"schema_text": json.dumps(SCHEMA)}, {"regex": r'\{"a": \d+/?\}'}]
 CALL = FAMILIES["hermes"].write(SUN)
@@ -43,49 +53,51 @@ def hi(**fields: Any) -> bytes:
 )
 def test_parts(template: str, answer: str, parts: list[tuple[str, str]], vocabulary: Vocabulary) -> None:
     if vocabulary is not byte_level() and parts[0] == ("text", " Yes, <think> so</think>"):
-        parts = [("text", " Yes,  so")]  # special tokens are never shown
-    house = house_of(vocabulary, template)
-    add = begin(house, 1, hi())
-    assert grammar(add) == ""
-    assert divided(house.said(API))
-    assert said(play(house, add, ids_of(answer, vocabulary))).parts == parts
+        parts = [("text", " Yes,  so")]  # special tokens are not shown
+    harness = harness_of(vocabulary, template)
+    add = submit_valid_chat(harness, 1, hi())
+    assert grammar_of(add) == ""
+    assert is_sent_in_parts(harness.received_by(API))
+    assert parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts == parts
 
 
-def test_other_chats_are_not_divided() -> None:
-    house = house_of(byte_level(), PLAIN)
-    add = begin(house, 1, hi())
-    told = play(house, add, ids_of("<think>a</think> b"))
-    assert not divided(told)
-    assert said(told).parts == []
+def test_chats_without_reasoning_or_tools_are_not_parsed() -> None:
+    harness = harness_of(byte_level(), PLAIN)
+    add = submit_valid_chat(harness, 1, hi())
+    messages = play_answer(harness, add, ids_of("<think>a</think> b"))
+    assert not is_sent_in_parts(messages)
+    assert parsed_answer(messages).parts == []
 
 
 @pytest.mark.parametrize("closed", [{"chat_template_kwargs": {"enable_thinking": False}}, {"continue": "Well"}])
-def test_an_answer_behind_its_reasoning_is_text(closed: dict[str, Any]) -> None:
-    house = house_of(byte_level(), THINKING)
+def test_answer_after_closed_reasoning_is_text(closed: dict[str, Any]) -> None:
+    harness = harness_of(byte_level(), THINKING)
     begun = closed.pop("continue", None)
     messages = [{"role": "user", "content": "Hi"}] + ([{"role": "assistant", "content": begun}] if begun else [])
-    add = begin(house, 1, json.dumps({"messages": messages, **closed}).encode(), grammar=b'{"schema": true}')
-    told = house.said(API)
-    assert not divided(told)
+    add = submit_valid_chat(
+        harness, 1, json.dumps({"messages": messages, **closed}).encode(), grammar=b'{"schema": true}'
+    )
+    messages = harness.received_by(API)
+    assert not is_sent_in_parts(messages)
     assert not accepts(add, "<think>a</think>{}", byte_level())
     assert accepts(add, "{}", byte_level())
 
 
 def test_reasoning_may_be_continued() -> None:
-    house = house_of(byte_level(), THINKING)
+    harness = harness_of(byte_level(), THINKING)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nWell"}]
-    add = begin(house, 1, json.dumps({"messages": messages}).encode())
+    add = submit_valid_chat(harness, 1, json.dumps({"messages": messages}).encode())
     parts = [("reasoning", ", yes"), ("text", "So")]
-    assert said(play(house, add, ids_of(", yes</think>So"))).parts == parts
+    assert parsed_answer(play_answer(harness, add, ids_of(", yes</think>So"))).parts == parts
 
 
 @pytest.mark.parametrize("asked", SCHEMAS, ids=["schema", "text", "regex"])
 @pytest.mark.parametrize(("template", "opening"), [(THINKING, "<think>"), (OPEN, "")], ids=["opens", "open"])
-def test_a_grammar_holds_behind_the_reasoning(
+def test_grammar_applies_after_the_reasoning(
     template: str, opening: str, asked: dict[str, Any], vocabulary: Vocabulary
 ) -> None:
-    house = house_of(vocabulary, template)
-    add = begin(house, 1, hi(), grammar=json.dumps(asked).encode())
+    harness = harness_of(vocabulary, template)
+    add = submit_valid_chat(harness, 1, hi(), grammar=json.dumps(asked).encode())
     thought = opening + '\nHm <|user|> {"a": \n</think>'
     answer = thought + '\n\n{"a": 12}'
     assert accepts(add, answer, vocabulary)
@@ -93,13 +105,13 @@ def test_a_grammar_holds_behind_the_reasoning(
     assert not accepts(add, thought + "No", vocabulary)
     assert not accepts(add, thought, vocabulary)
     parts = [("reasoning", 'Hm  {"a": '), ("text", '{"a": 12}')]
-    assert said(play(house, add, ids_of(answer, vocabulary))).parts == parts
+    assert parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts == parts
 
 
-def test_white_space_cannot_go_on_before_what_must_come(vocabulary: Vocabulary) -> None:
-    house = house_of(vocabulary, THINKING)
+def test_white_space_before_required_output_is_bounded(vocabulary: Vocabulary) -> None:
+    harness = harness_of(vocabulary, THINKING)
     for choice in ("required", "auto"):
-        found = held(begin(house, 1, chat(tool_choice=choice)), vocabulary)
+        found = start_matcher(submit_valid_chat(harness, 1, chat(tool_choice=choice)), vocabulary)
         taken = [found.try_consume_tokens(ids_of("\n", vocabulary)) for _ in range(3)]
         assert taken == [1, 1, choice == "auto"]
         assert found.try_consume_tokens(ids_of("<think>", vocabulary)) == len(ids_of("<think>", vocabulary))
@@ -107,41 +119,47 @@ def test_white_space_cannot_go_on_before_what_must_come(vocabulary: Vocabulary) 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize(("tail", "opening"), [("", "<think>"), ("<think>\n", "")], ids=["opens", "open"])
-def test_calls_behind_the_reasoning(tail: str, opening: str, choice: str, vocabulary: Vocabulary) -> None:
-    house = house_of(vocabulary, THINKING + tail)
-    add = begin(house, 1, chat(tool_choice=choice))
+def test_calls_after_the_reasoning(tail: str, opening: str, choice: str, vocabulary: Vocabulary) -> None:
+    harness = harness_of(vocabulary, THINKING + tail)
+    add = submit_valid_chat(harness, 1, chat(tool_choice=choice))
     thought = opening + "\nI could <tool_call>, {\n</think>"
     answer = f"{thought}\n\n{CALL}"
-    assert accepts(add, answer, vocabulary) == (vocabulary is byte_level())  # or else the marker is a token of its own
+    assert accepts(add, answer, vocabulary) == (vocabulary is byte_level())  # otherwise the marker is a special token
     assert accepts(add, answer.replace("<tool_call>,", "<|user|>,"), vocabulary)
     assert accepts(add, thought.replace("<tool_call>", "") + "No", vocabulary) == (choice == "auto")
     assert accepts(add, opening + "On and on", vocabulary) == (choice == "auto")
-    parts = said(play(house, add, ids_of(answer, vocabulary))).parts
+    parts = parsed_answer(play_answer(harness, add, ids_of(answer, vocabulary))).parts
     assert [kind for kind, _ in parts] == ["reasoning", "call", "arguments"]
     assert parts[2] == ("arguments", SUN[1])
 
 
 def test_tools_and_a_grammar_exclude_each_other() -> None:
-    house = house_of(byte_level(), THINKING)
-    assert "cannot be used together" in refusal(house, chat(), grammar=b'{"schema": true}')
-    assert not any(isinstance(message, Prompted) for message in house.said(API))
+    harness = harness_of(byte_level(), THINKING)
+    assert "cannot be used together" in rejection(harness, chat(), grammar=b'{"schema": true}')
+    assert not any(isinstance(message, Prompted) for message in harness.received_by(API))
 
 
-def test_special_tokens_are_shown_in_parts_on_request(vocabulary: Vocabulary) -> None:
-    """But those that delimit parts, and the one that ends the text."""
-    house = house_of(vocabulary, THINKING)
+def test_special_tokens_in_parts(vocabulary: Vocabulary) -> None:
+    """Except those that delimit parts, and the one that ends the text."""
+    harness = harness_of(vocabulary, THINKING)
     answer = "<think>Hm<|user|></think>Yes<|user|>!"
-    shown = said(
-        play(house, begin(house, 1, hi(), skip_special_tokens=False, hide_stop=True), ids_of(answer, vocabulary))
+    shown = parsed_answer(
+        play_answer(
+            harness,
+            submit_valid_chat(harness, 1, hi(), skip_special_tokens=False, hide_stop=True),
+            ids_of(answer, vocabulary),
+        )
     )
     assert shown.parts == [("reasoning", "Hm<|user|>"), ("text", "Yes<|user|>!")]
-    left_out = said(play(house, begin(house, 1, hi(), hide_stop=True), ids_of(answer, vocabulary)))
+    left_out = parsed_answer(
+        play_answer(harness, submit_valid_chat(harness, 1, hi(), hide_stop=True), ids_of(answer, vocabulary))
+    )
     assert left_out.parts == [("reasoning", "Hm"), ("text", "Yes!")]
 
 
-def test_a_stop_token_is_no_part(vocabulary: Vocabulary) -> None:
-    house = house_of(vocabulary, THINKING)
+def test_stop_token_is_not_in_parts(vocabulary: Vocabulary) -> None:
+    harness = harness_of(vocabulary, THINKING)
     ids = ids_of("<think>Hm</think>Yes no", vocabulary)
-    add = begin(house, 1, hi(), hide_stop=True, stop_token_ids=pack(INT32, ids[-1:]))
-    shown = said(play(house, add, ids))
-    assert shown.parts == said(play(house, begin(house, 2, hi()), ids[:-1])).parts
+    add = submit_valid_chat(harness, 1, hi(), hide_stop=True, stop_token_ids=pack_column(INT32, ids[-1:]))
+    shown = parsed_answer(play_answer(harness, add, ids))
+    assert shown.parts == parsed_answer(play_answer(harness, submit_valid_chat(harness, 2, hi()), ids[:-1])).parts

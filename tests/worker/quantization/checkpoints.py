@@ -1,8 +1,8 @@
-"""Writes quantized checkpoints of small models as the tools of others do, each from the definition of its format.
+"""Writes quantized checkpoints of small models in the formats of other tools, each after the definition of the format.
 
     written = write("llama", Gptq(bits=4, size=32), directory)
 
-`written.directory` is the checkpoint, and `written.twin` a model of plain weights: what the stored ones stand for, in
+`written.directory` is the checkpoint, and `written.twin` a model of plain weights: the stored ones dequantized to
 float32, with a zero point taken as the shift -scale * zero in float16.
 """
 
@@ -25,8 +25,8 @@ Columns = dict[str, Tensor]  # what a format stores for one layer, below its nam
 WEIGHTS = "model.safetensors"
 
 
-class Rounded(NamedTuple):
-    """A weight [outputs, inputs] on levels: scales * (numbers - zeros), in groups of `size` inputs."""
+class RoundedWeight(NamedTuple):
+    """An affine weight [outputs, inputs]: scales * (numbers - zeros), in groups of `size` inputs."""
 
     numbers: Array  # int64 [outputs, inputs], from 0
     zeros: Array  # int64 [outputs, groups]
@@ -50,8 +50,8 @@ class Rounded(NamedTuple):
         return torch.from_numpy(whole)
 
 
-def rounded(weight: Tensor, bits: int, size: int, symmetric: bool) -> Rounded:
-    """To the nearest level. `size` -1: one group."""
+def rounded(weight: Tensor, bits: int, size: int, symmetric: bool) -> RoundedWeight:
+    """Rounds a weight to the nearest levels. `size` -1: one group."""
     values = weight.double().numpy()
     outputs, inputs = values.shape
     size = inputs if size == -1 else size
@@ -66,7 +66,7 @@ def rounded(weight: Tensor, bits: int, size: int, symmetric: bool) -> Rounded:
         zeros = np.rint(-low / scales).astype(np.int64)
     scales = scales.astype(np.float16)
     numbers = np.rint(grouped / scales[:, :, None].astype(np.float64)) + zeros[:, :, None]
-    return Rounded(numbers.clip(0, top).astype(np.int64).reshape(outputs, inputs), zeros, scales, size)
+    return RoundedWeight(numbers.clip(0, top).astype(np.int64).reshape(outputs, inputs), zeros, scales, size)
 
 
 def words(numbers: Array, bits: int, order: tuple[int, ...] | None = None) -> Array:
@@ -88,7 +88,7 @@ class Gptq(NamedTuple):
     size: int = 32
     symmetric: bool = True
     version: str = "gptq"
-    scattered: bool = False  # act-order: groups have inputs from everywhere
+    scattered: bool = False  # act-order: a group has inputs that are not consecutive
     dynamic: dict[str, Any] = {}
 
     def config(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Awq(NamedTuple):
 
 
 class Compressed(NamedTuple):
-    """compressed-tensors in integers. `size` -1: a scale for each output."""
+    """compressed-tensors with integers. `size` -1: one scale for each output."""
 
     form: str = "pack-quantized"
     bits: int = 4
@@ -172,7 +172,7 @@ class Compressed(NamedTuple):
 
 
 class Fp8(NamedTuple):
-    """8-bit floats with a scale for each block of outputs and inputs; 0: all of them."""
+    """8-bit floats with a scale for each block of outputs and inputs; 0: one scale for all."""
 
     method: str = "fp8"
     outputs: int = 0
@@ -240,7 +240,7 @@ def write(kind: str, form: Form, directory: Path, plain: tuple[str, ...] = (), *
 
 
 def write_layer(form: Form, weight: Tensor, directory: Path) -> Tensor:
-    """A checkpoint of one layer, "some.layer", and what it stands for."""
+    """A checkpoint of one layer, "some.layer", and its dequantized weight."""
     columns, meant = form.columns(weight)
     save_file({f"some.layer.{column}": value for column, value in columns.items()}, directory / WEIGHTS)
     (directory / "config.json").write_text(json.dumps({"quantization_config": form.config()}))

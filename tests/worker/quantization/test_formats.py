@@ -1,4 +1,4 @@
-"""Quantized checkpoints of others stand for what their formats define, and are served so."""
+"""Quantized checkpoints of other tools are read as their formats define, and served."""
 
 import json
 import logging
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.driving import Drawn, drive, make_engine
-from tests.worker.ours import our_kernels
 from tests.worker.quantization.checkpoints import (
     Awq,
     Compressed,
@@ -25,13 +25,13 @@ from tests.worker.quantization.checkpoints import (
     write_layer,
 )
 from tests.worker.quantization.reading import INPUTS, OUTPUTS, read, some_weight
-from tgi.kernel.errors import UserError
+from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.load import build_model, read_recipe
-from tgi.worker.quantization.scheme import read_scheme
-from tgi.worker.quantization.weight import QuantizedWeight, plain
+from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.quantization.scheme import resolve_scheme
+from tgi.worker.quantization.weight import QuantizedWeight, as_plain
 
-INTEGERS: list[tuple[Form, int, int, bool]] = [  # with the bits and the group that we hold it in, and if it has shifts
+INTEGERS: list[tuple[Form, int, int, bool]] = [  # format, bits, group and shifts of the QuantizedWeight
     (Gptq(), 4, 32, False),
     (Gptq(symmetric=False), 4, 32, True),
     (Gptq(symmetric=False, version="gptq_v2", size=64), 4, 64, True),
@@ -50,7 +50,7 @@ INTEGERS: list[tuple[Form, int, int, bool]] = [  # with the bits and the group t
 
 
 @pytest.mark.parametrize(("form", "bits", "group", "shifted"), INTEGERS)
-def test_integers_are_held_as_they_are(form: Form, bits: int, group: int, shifted: bool, tmp_path: Path) -> None:
+def test_integers_are_kept_exactly(form: Form, bits: int, group: int, shifted: bool, tmp_path: Path) -> None:
     meant = write_layer(form, some_weight(), tmp_path)
     found = read(tmp_path)
     assert isinstance(found, QuantizedWeight)
@@ -59,12 +59,12 @@ def test_integers_are_held_as_they_are(form: Form, bits: int, group: int, shifte
 
 
 @pytest.mark.parametrize(("bits", "error"), [(4, 15 / 2048), (8, 128 / 2048)])
-def test_a_zero_point_as_a_shift_is_off_by_a_small_part_of_a_level(bits: int, error: float, tmp_path: Path) -> None:
+def test_a_zero_point_as_a_shift_has_a_small_error(bits: int, error: float, tmp_path: Path) -> None:
     weight = some_weight()
     write_layer(Gptq(bits=bits, symmetric=False), weight, tmp_path)
     exact = rounded(weight, bits, 32, False)
     levels = torch.from_numpy(exact.scales).double().repeat_interleave(32, 1)
-    off = (plain(read(tmp_path), torch.float32) - exact.exactly()).abs() / levels
+    off = (as_plain(read(tmp_path), torch.float32) - exact.exactly()).abs() / levels
     assert 0 < off.max() <= error
 
 
@@ -80,7 +80,7 @@ def test_a_zero_point_as_a_shift_is_off_by_a_small_part_of_a_level(bits: int, er
         Fp8("compressed-tensors"),
     ],
 )
-def test_what_does_not_fit_is_dequantized(form: Form, tmp_path: Path) -> None:
+def test_unsupported_weights_are_dequantized(form: Form, tmp_path: Path) -> None:
     meant = write_layer(form, some_weight(), tmp_path)
     found = read(tmp_path)
     assert isinstance(found, Tensor)
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_dequantized(form: Form, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [Fp8(), Fp8("fbgemm_fp8", 1), Fp8("compressed-tensors"), Fp8("compressed-tensors", 1)])
-def test_8_bit_floats_are_held_as_they_are_where_they_are_multiplied(form: Form, tmp_path: Path) -> None:
+def test_8_bit_floats_are_kept_on_a_device_that_multiplies_them(form: Form, tmp_path: Path) -> None:
     meant = write_layer(form, some_weight(), tmp_path)
     found = read(tmp_path, float8=True)
     assert isinstance(found, QuantizedWeight)
@@ -105,7 +105,7 @@ def test_8_bit_floats_are_held_as_they_are_where_they_are_multiplied(form: Form,
         (Fp8(), OUTPUTS - 8, torch.float8_e4m3fn, "no multiples of 16"),
     ],
 )
-def test_8_bit_floats_that_are_not_multiplied_become_plain(
+def test_8_bit_floats_are_dequantized_on_other_devices(
     form: Form, outputs: int, dtype: torch.dtype, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -119,7 +119,7 @@ def test_8_bit_floats_that_are_not_multiplied_become_plain(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_8_bit_float(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_8_bit_float_is_converted_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
     write_layer(Fp8(), some_weight(), tmp_path)
     every = torch.arange(OUTPUTS * INPUTS).to(torch.uint8).view(dtype).view(OUTPUTS, INPUTS)
     every = torch.where(every.float().isfinite(), every.float(), 1.0)
@@ -129,10 +129,10 @@ def test_every_8_bit_float(dtype: torch.dtype, tmp_path: Path) -> None:
             {"some.layer.weight": every.to(dtype), "some.layer.weight_scale": torch.ones(1)}
         ),
     )
-    assert torch.equal(plain(read(tmp_path), torch.float32), every)
+    assert torch.equal(as_plain(read(tmp_path), torch.float32), every)
 
 
-def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
+def test_scales_beyond_float16_are_dequantized(tmp_path: Path) -> None:
     write_layer(Compressed(bits=8), some_weight(), tmp_path)
     scale = "some.layer.weight_scale"
     change_tensors(tmp_path, lambda tensors: tensors.update({scale: tensors[scale].bfloat16()}))
@@ -141,7 +141,7 @@ def test_scales_that_float16_does_not_have(tmp_path: Path) -> None:
     assert isinstance(read(tmp_path), Tensor)
 
 
-def test_one_scale_for_all(tmp_path: Path) -> None:
+def test_one_scale_for_the_whole_weight(tmp_path: Path) -> None:
     write_layer(Compressed("int-quantized", 8, -1), some_weight(), tmp_path)
     change_tensors(tmp_path, lambda tensors: tensors.update({"some.layer.weight_scale": torch.full((1,), 0.25)}))
     found = read(tmp_path)
@@ -150,23 +150,23 @@ def test_one_scale_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "form"), [("quantize_config.json", Gptq()), ("quant_config.json", Awq())])
-def test_the_config_may_lie_beside(file: str, form: Gptq | Awq, tmp_path: Path) -> None:
+def test_the_config_may_be_a_separate_file(file: str, form: Gptq | Awq, tmp_path: Path) -> None:
     meant = write_layer(form, some_weight(), tmp_path)
     config = form.config()
     del config["quant_method"]
-    if file == "quant_config.json":  # as its tool names them there
+    if file == "quant_config.json":  # with the entry names of its tool
         config = {"zero_point": True, "q_group_size": config["group_size"], "w_bit": 4, "version": "GEMM"}
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / file).write_text(json.dumps(config))
-    assert torch.equal(plain(read(tmp_path), torch.float32), meant)
+    assert torch.equal(as_plain(read(tmp_path), torch.float32), meant)
 
 
-def test_layers_may_differ(tmp_path: Path) -> None:
+def test_layers_may_have_different_schemes(tmp_path: Path) -> None:
     meant = write_layer(Gptq(bits=8, size=64), some_weight(), tmp_path)
     special = {"-:lm_head": {}, "+:other.*": {"bits": 4}, r".*\.layer": {"bits": 8, "group_size": 64}}
     config = {"quantization_config": Gptq(dynamic=special).config()}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert torch.equal(plain(read(tmp_path), torch.float32), meant)
+    assert torch.equal(as_plain(read(tmp_path), torch.float32), meant)
 
     meant = write_layer(Compressed(bits=8), some_weight(), tmp_path)
     groups = [
@@ -175,13 +175,13 @@ def test_layers_may_differ(tmp_path: Path) -> None:
     ]
     declared = Compressed().config() | {"config_groups": {str(at): group for at, group in enumerate(groups)}}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": declared}))
-    assert torch.equal(plain(read(tmp_path), torch.float32), meant)
+    assert torch.equal(as_plain(read(tmp_path), torch.float32), meant)
 
 
 def served(directory: Path, native: bool) -> list[Drawn]:
-    """What is drawn from the model, on our own kernels or torch's."""
+    """Generated tokens, with the CPU kernels or torch's."""
     dtype = "bfloat16" if native else "float32"
-    kernels = our_kernels(read_recipe(directory, dtype)) if native else None
+    kernels = our_kernels(read_model_spec(directory, dtype)) if native else None
     engine = make_engine(build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels))
     return drive(engine, [[1, 17, 300, 45, 8], [1, 99]], 12)
 
@@ -190,7 +190,7 @@ def served(directory: Path, native: bool) -> list[Drawn]:
 @pytest.mark.parametrize(
     ("kind", "form", "left"),
     [
-        ("llama", Gptq(), ()),  # the output layer too
+        ("llama", Gptq(), ()),  # including the output layer
         ("qwen2", Awq(), ("lm_head",)),
         ("phi3", Gptq(scattered=True), ("lm_head",)),
         ("phi3", Compressed(bits=8, size=-1, symmetric=False), ("lm_head",)),
@@ -199,7 +199,7 @@ def served(directory: Path, native: bool) -> list[Drawn]:
         ("phi3", Fp8("fp8", 32, 32, "weight_scale_inv"), ("lm_head",)),
     ],
 )
-def test_it_is_served_as_what_it_stands_for(
+def test_a_checkpoint_is_served_like_its_dequantized_twin(
     kind: str, form: Form, left: tuple[str, ...], native: bool, tmp_path: Path
 ) -> None:
     written = write(kind, form, tmp_path, left, hidden=128, intermediate=192)
@@ -211,7 +211,7 @@ def first_alone(shape: tuple[int, ...], numbers: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("column", ["weight_scale", "weight_zero_point"])
-def test_the_only_number_may_have_any_shape(column: str, tmp_path: Path) -> None:
+def test_a_single_scale_may_have_any_shape(column: str, tmp_path: Path) -> None:
     form = Compressed("int-quantized", 8, -1, symmetric=False)
     write_layer(form, some_weight(), tmp_path)
     for shape in ((), (1,), (1, 1, 1)):
@@ -221,44 +221,44 @@ def test_the_only_number_may_have_any_shape(column: str, tmp_path: Path) -> None
 
 def test_a_block_may_be_larger_than_the_weight(tmp_path: Path) -> None:
     write_layer(Fp8("fp8", OUTPUTS, 64), some_weight(), tmp_path)
-    expected = plain(read(tmp_path), torch.float32)
+    expected = as_plain(read(tmp_path), torch.float32)
     change_config(tmp_path, lambda config: config["quantization_config"].update(weight_block_size=[10**18, 64]))
-    assert torch.equal(plain(read(tmp_path), torch.float32), expected)
+    assert torch.equal(as_plain(read(tmp_path), torch.float32), expected)
 
 
 @pytest.mark.parametrize(
     ("form", "quantize"),
     [(Gptq(), "gptq"), (Gptq(), "marlin"), (Awq(), "awq"), (Fp8("fbgemm_fp8"), "fp8"), (Fp8(), None)],
 )
-def test_a_flag_that_names_the_kind(form: Form, quantize: str | None, tmp_path: Path) -> None:
-    assert read_scheme(tmp_path, {"quantization_config": form.config()}, quantize).stored is not None
+def test_quantize_may_name_the_format(form: Form, quantize: str | None, tmp_path: Path) -> None:
+    assert resolve_scheme(tmp_path, {"quantization_config": form.config()}, quantize).stored is not None
 
 
-def test_8_bit_floats_are_made_at_load_where_they_are_multiplied(tmp_path: Path) -> None:
+def test_fp8_is_made_at_load_on_a_device_that_multiplies_it(tmp_path: Path) -> None:
     write_layer(Gptq(), some_weight(), tmp_path)
     gptq = {"quantization_config": Gptq().config()}
     with Checkpoint(tmp_path) as checkpoint:
         for config, stored in (({}, False), (gptq, True)):
-            scheme = read_scheme(tmp_path, config, "fp8")
+            scheme = resolve_scheme(tmp_path, config, "fp8")
             assert ((scheme.stored is not None), scheme.made) == (stored, "fp8")
             scheme.source(checkpoint, float8=True)
             with pytest.raises(UserError, match=r"which this device does not multiply.* Choose int8 or int4"):
                 scheme.source(checkpoint)
-    assert read_scheme(tmp_path, {"quantization_config": Fp8().config()}, "fp8").made is None
+    assert resolve_scheme(tmp_path, {"quantization_config": Fp8().config()}, "fp8").made is None
 
 
-def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_format_and_dequantized_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for form in (Gptq(scattered=True), Compressed("int-quantized"), Fp8()):
         write_layer(form, some_weight(), tmp_path)
-        scheme = read_scheme(tmp_path, {"quantization_config": form.config()}, None)
+        scheme = resolve_scheme(tmp_path, {"quantization_config": form.config()}, None)
         with Checkpoint(tmp_path) as checkpoint:
             source = scheme.source(checkpoint)
             if isinstance(form, Gptq):
                 source.weight("some.layer", OUTPUTS, INPUTS)
     for words in (
         "GPTQ's, of 4 bits in groups of 32 inputs",
-        "the weight of some.layer, and others like it, becomes a plain one: its groups are scattered",
+        "the weight of some.layer, and others like it, is dequantized at load: its groups are scattered",
         "int-quantized of compressed-tensors",
         "activations are not quantized",
         "kv_cache_scheme is not used",
@@ -267,8 +267,8 @@ def test_the_log_says_what_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert words in caplog.text
 
 
-def test_what_is_left_plain_may_be_quantized_at_load(tmp_path: Path) -> None:
+def test_plain_layers_of_a_quantized_checkpoint_may_be_quantized_at_load(tmp_path: Path) -> None:
     write_layer(Fp8(), some_weight(), tmp_path)
-    scheme = read_scheme(tmp_path, json.loads((tmp_path / "config.json").read_text()), "int8")
+    scheme = resolve_scheme(tmp_path, json.loads((tmp_path / "config.json").read_text()), "int8")
     with Checkpoint(tmp_path) as checkpoint:
         assert isinstance(scheme.source(checkpoint).weight("some.layer", OUTPUTS, INPUTS), QuantizedWeight)

@@ -1,4 +1,4 @@
-"""A model of a GGUF file computes the same to the bit, whether its weights keep their bits or are made bfloat16."""
+"""A model from a GGUF file computes the same bits with packed and with bfloat16 weights."""
 
 import json
 import re
@@ -12,15 +12,15 @@ import torch
 from scripts.make_gguf import write_gguf
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
-from tests.worker.ours import our_kernels
+from tests.worker.cpu_kernels.available import our_kernels
 from tgi.hub.gguf import reader
 from tgi.hub.gguf.convert import convert
-from tgi.kernel.errors import UserError
+from tgi.microkernel.errors import UserError
 from tgi.worker.attention import build_attention
-from tgi.worker.batch import Model
-from tgi.worker.linear import Linear
-from tgi.worker.load import build_model, read_recipe
-from tgi.worker.models.decoder import Decoder, _linears
+from tgi.worker.layers.linear import Linear
+from tgi.worker.models.decoder import DecoderModel, _linears
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model, read_model_spec
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def imported(place: Path, kind: str, block: str, packed: bool) -> Path:
 
 
 def load(directory: Path, dtype: str, native: bool) -> Model:
-    kernels = our_kernels(read_recipe(directory, dtype)) if native else None
+    kernels = our_kernels(read_model_spec(directory, dtype)) if native else None
     return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
 
 def logits(model: Model, lengths: Sequence[int] = (90, 1, 17)) -> torch.Tensor:
-    """Behind each of some prompts of up to 100 tokens, [prompts, vocab]."""
+    """Logits after some prompts of up to 100 tokens, [prompts, vocab]."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in lengths]
     attention = build_attention(model.kv, 20 * len(lengths) + 40, model.device)
@@ -62,7 +62,7 @@ def logits(model: Model, lengths: Sequence[int] = (90, 1, 17)) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "block"), [("llama", "Q8_0"), ("llama", "Q4_0"), ("llama", "Q4_1"), ("mixtral", "Q4_1")]
 )
-def test_logits_are_those_of_the_file_in_bfloat16(place: Path, kind: str, block: str, native: bool) -> None:
+def test_logits_match_the_dequantized_file(place: Path, kind: str, block: str, native: bool) -> None:
     packed, plain = (logits(load(imported(place, kind, block, way), "bfloat16", native)) for way in (True, False))
     assert torch.equal(packed, plain)
 
@@ -73,18 +73,18 @@ def test_a_model_takes_hardly_more_memory_than_its_file(place: Path, block: str)
     mapped, whatever tokens come."""
     source, directory = place / "large.gguf", place / f"large-{block}"
     write_gguf(make("llama", hidden=256, intermediate=2048, tie=True), source, block)
-    stored = sum(len(tensor.data) for tensor in reader.read(source).tensors.values())
+    stored = sum(len(tensor.data) for tensor in reader.read_gguf(source).tensors.values())
     directory.mkdir()
     convert(source, directory, lambda *told: None, packed=True)
     model = load(directory, "bfloat16", native=True)
-    assert isinstance(model, Decoder)
+    assert isinstance(model, DecoderModel)
     packed = sum(layer._weight.memory.nbytes for layer in all_linears(model))
     assert 0.95 * stored < packed < 1.02 * stored
     model._weights.embedding(torch.arange(model.vocab_size))
     assert mapped(directory) == 0
 
 
-def all_linears(model: Decoder) -> list[Linear]:
+def all_linears(model: DecoderModel) -> list[Linear]:
     found = [model._weights.head]
     for layer in model._weights.layers:
         found += _linears(layer)
@@ -92,7 +92,7 @@ def all_linears(model: Decoder) -> list[Linear]:
 
 
 def mapped(directory: Path) -> int:
-    """Bytes of the directory's files that this process has in memory."""
+    """Bytes of the directory's files that are resident in this process."""
     found, counted = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -103,7 +103,7 @@ def mapped(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["ours", "torch"])
-def test_mixed_k_types_lose_little_beside_bfloat16(place: Path, native: bool) -> None:
+def test_mixed_k_types_lose_little_compared_with_bfloat16(place: Path, native: bool) -> None:
     """As such files are: values and what leads out of an MLP in Q6_K, the rest in Q4_K. What is taken for exact has
     the rounded weights of the plain import, and so favours that. Many prompts: of a few, what is off depends on
     single roundings; so the median."""
@@ -120,10 +120,10 @@ def test_packed_weights_are_never_left_to_transformers(place: Path, tmp_path: Pa
     config = json.loads((imported(place, "llama", "Q8_0", True) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     with pytest.raises(UserError, match="runs through transformers"):
-        read_recipe(tmp_path, "auto")
+        read_model_spec(tmp_path, "auto")
 
 
-def test_float32_computes_with_weights_that_are_not_rounded(place: Path) -> None:
+def test_float32_uses_unrounded_weights(place: Path) -> None:
     exact, rounded = (logits(load(imported(place, "llama", "Q8_0", way), "float32", False)) for way in (True, False))
     assert not torch.equal(exact, rounded)
     assert (exact - rounded).norm() < 0.02 * rounded.norm()

@@ -1,4 +1,4 @@
-"""A matrix of weights in different forms stands for just what they stand for."""
+"""Stacked weights of different kinds represent exactly the same numbers."""
 
 from itertools import product
 
@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
-from tgi.worker.quantization.joining import matrix
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, stack_weights
 
 FORMS = list(product((4, 8), GROUPS, (False, True)))
 forms = st.lists(st.sampled_from(FORMS), min_size=1, max_size=3)
@@ -16,9 +15,9 @@ forms = st.lists(st.sampled_from(FORMS), min_size=1, max_size=3)
 
 @settings(deadline=None)
 @given(forms)
-def test_quantized_weights_are_joined_without_loss(chosen: list[tuple[int, int, bool]]) -> None:
+def test_quantized_weights_are_stacked_without_loss(chosen: list[tuple[int, int, bool]]) -> None:
     parts = [random_weight(3, 256, *form, seed=number) for number, form in enumerate(chosen)]
-    found = matrix(parts, torch.bfloat16)
+    found = stack_weights(parts, torch.bfloat16)
     assert isinstance(found, QuantizedWeight)
     assert (found.bits, found.group) == (max(form[0] for form in chosen), min(form[1] for form in chosen))
     assert torch.equal(found.dequantized(torch.float32), torch.cat([part.dequantized(torch.float32) for part in parts]))
@@ -26,11 +25,13 @@ def test_quantized_weights_are_joined_without_loss(chosen: list[tuple[int, int, 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from((4, 8)), min_size=1, max_size=3), forms)
-def test_so_are_those_with_one_scale_for_each_output(whole: list[int], others: list[tuple[int, int, bool]]) -> None:
+def test_weights_with_one_scale_for_each_output_are_stacked_without_loss(
+    whole: list[int], others: list[tuple[int, int, bool]]
+) -> None:
     parts = [random_whole(3, 256, bits, seed=number) for number, bits in enumerate(whole)]
     parts += [random_weight(2, 256, *form, seed=number) for number, form in enumerate(others)]
     for chosen in (parts, parts[: len(whole)]):
-        found = matrix(chosen, torch.bfloat16)
+        found = stack_weights(chosen, torch.bfloat16)
         assert isinstance(found, QuantizedWeight)
         expected = torch.cat([part.dequantized(torch.float32) for part in chosen])
         assert torch.equal(found.dequantized(torch.float32), expected)
@@ -38,28 +39,28 @@ def test_so_are_those_with_one_scale_for_each_output(whole: list[int], others: l
     assert (found.factors is None) == (max(whole) == 8)
 
 
-def test_8_bit_floats_are_joined_with_their_own_kind_alone() -> None:
+def test_8_bit_floats_stay_quantized_only_among_themselves() -> None:
     one, other, integers = random_floats(3, 64), random_floats(2, 64, seed=1), random_whole(2, 64, 8)
-    found = matrix([one, other], torch.bfloat16)
+    found = stack_weights([one, other], torch.bfloat16)
     assert isinstance(found, QuantizedWeight)
     assert found.floating
     expected = [part.dequantized(torch.float32) for part in (one, other)]
     assert torch.equal(found.dequantized(torch.float32), torch.cat(expected))
-    beside = matrix([one, integers], torch.float32)
+    beside = stack_weights([one, integers], torch.float32)
     assert isinstance(beside, torch.Tensor)
     assert torch.equal(beside, torch.cat([expected[0], integers.dequantized(torch.float32)]))
 
 
-def test_beside_a_plain_weight_all_are_plain() -> None:
+def test_with_a_plain_weight_the_result_is_plain() -> None:
     quantized, plain = random_weight(3, 64, 4, 32, False), torch.randn(2, 64)
-    found = matrix([plain, quantized], torch.bfloat16)
+    found = stack_weights([plain, quantized], torch.bfloat16)
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found, torch.cat([plain.bfloat16(), quantized.dequantized(torch.bfloat16)]))
 
 
-def test_shifts_that_do_not_fit_make_a_plain_matrix() -> None:
+def test_shifts_beyond_float16_make_the_result_plain() -> None:
     parts = [random_weight(2, 64, 4, 32, shifted) for shifted in (False, True)]
     parts[0] = parts[0]._replace(scales=torch.full_like(parts[0].scales, 60000.0))
-    found = matrix(parts, torch.float32)
+    found = stack_weights(parts, torch.float32)
     assert isinstance(found, torch.Tensor)
     assert torch.equal(found[:2], parts[0].dequantized(torch.float32))

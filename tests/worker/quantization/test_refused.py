@@ -1,4 +1,4 @@
-"""Quantized checkpoints that are unfit, and flags that do not fit them, are refused in words."""
+"""Unfit quantized checkpoints, and flags that do not fit them, are rejected with a UserError."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +21,9 @@ from tests.worker.quantization.checkpoints import (
     write_layer,
 )
 from tests.worker.quantization.reading import read, some_weight
-from tgi.kernel.errors import UserError
-from tgi.worker.load import build_model
-from tgi.worker.quantization.formats import find_format
-from tgi.worker.quantization.scheme import read_scheme
+from tgi.microkernel.errors import UserError
+from tgi.worker.models.loader import build_model
+from tgi.worker.quantization.scheme import find_format, resolve_scheme
 
 
 def dropped(name: str) -> Callable[[dict[str, Tensor]], object]:
@@ -80,7 +79,7 @@ def test_bad_tensors_are_named(
     ("form", "outputs", "inputs"),
     [(Gptq(size=-1), 36, 64), (Gptq(size=-1), 64, 36), (Awq(size=-1), 36, 64), (Awq(size=-1), 64, 1)],
 )
-def test_sizes_that_do_not_fill_words_are_refused(form: Form, outputs: int, inputs: int, tmp_path: Path) -> None:
+def test_sizes_that_do_not_fill_words_are_rejected(form: Form, outputs: int, inputs: int, tmp_path: Path) -> None:
     write_layer(form, torch.randn(outputs, inputs), tmp_path)
     with pytest.raises(UserError, match=f"{outputs} outputs and {inputs} inputs, which do not fill words of 8"):
         read(tmp_path, outputs, inputs)
@@ -122,7 +121,7 @@ def scheme(**weights: Any) -> dict[str, Any]:
         (Fp8(), {"weight_block_size": [128]}, "blocks are \\[128\\], but two sizes"),
     ],
 )
-def test_bad_configs_are_refused(form: Form, entries: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_bad_configs_are_rejected(form: Form, entries: dict[str, Any], words: str, tmp_path: Path) -> None:
     write_layer(form, some_weight(), tmp_path)
     change_config(tmp_path, lambda config: config["quantization_config"].update(entries))
     with pytest.raises(UserError, match=words):
@@ -130,7 +129,7 @@ def test_bad_configs_are_refused(form: Form, entries: dict[str, Any], words: str
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"bits": []}', 100_000 * "["])
-def test_bad_configs_beside_are_refused(content: str, tmp_path: Path) -> None:
+def test_bad_separate_config_files_are_rejected(content: str, tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text(content)
     with pytest.raises(UserError, match=r"quantize_config\.json"):
         find_format(tmp_path, {})
@@ -144,13 +143,13 @@ def test_bad_configs_beside_are_refused(content: str, tmp_path: Path) -> None:
         (Compressed(), "exl2", "exl2 are not read"),
     ],
 )
-def test_a_flag_that_names_another_kind(form: Form, quantize: str, words: str, tmp_path: Path) -> None:
+def test_quantize_with_another_format_is_rejected(form: Form, quantize: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        read_scheme(tmp_path, {"quantization_config": form.config()}, quantize)
+        resolve_scheme(tmp_path, {"quantization_config": form.config()}, quantize)
 
 
 @pytest.mark.parametrize("form", [Gptq(), Awq()])
-def test_plain_weights_that_are_said_to_be_quantized_are_refused(form: Form, tmp_path: Path) -> None:
-    written = write("llama", form, tmp_path, ("",), layers=1)  # which leaves all of them plain
+def test_plain_weights_with_a_quantization_config_are_rejected(form: Form, tmp_path: Path) -> None:
+    written = write("llama", form, tmp_path, ("",), layers=1)  # the empty name matches all layers: they stay plain
     with pytest.raises(UserError, match="says that its weights are quantized, but none of its tensors is a qweight"):
         build_model(written.directory, "float32", "cpu", lambda stage, percent: None)

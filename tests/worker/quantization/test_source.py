@@ -1,4 +1,4 @@
-"""Quantized weights are read from the columns of a file, or made of plain ones when they are asked for."""
+"""Weight sources read quantized columns from files, and quantize plain weights when they are asked for."""
 
 from pathlib import Path
 
@@ -8,15 +8,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.worker.quantization.weights import random_weight
-from tgi.kernel.errors import UserError
+from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.quantization.source import EMBEDDING, HEAD, PackedSource, QuantizingSource
 from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_sources import EMBEDDING, HEAD, PackedWeightSource, QuantizingWeightSource
 
 
-def source(directory: Path, tensors: dict[str, Tensor]) -> PackedSource:
+def source(directory: Path, tensors: dict[str, Tensor]) -> PackedWeightSource:
     save_file(tensors, directory / "model.safetensors")
-    return PackedSource(Checkpoint(directory))
+    return PackedWeightSource(Checkpoint(directory))
 
 
 def columns(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -52,17 +52,17 @@ def test_columns_are_read_as_they_were_written(shifted: bool, tmp_path: Path) ->
         {"shifts": torch.zeros(4, 1, dtype=torch.float16)},
     ],
 )
-def test_columns_that_do_not_fit_are_refused(change: dict[str, Tensor], tmp_path: Path) -> None:
+def test_invalid_columns_are_rejected(change: dict[str, Tensor], tmp_path: Path) -> None:
     broken = random_weight(4, 64, 4, 32, True)._replace(**change)
     with pytest.raises(UserError, match=r"'x\.weight' has columns that do not fit"):
         source(tmp_path, columns("x", broken)).weight("x", 4, 64)
 
 
-def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_plain_weights_of_suitable_size_are_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     already = random_weight(4, 64, 8, 64, False)
     names = ["a", EMBEDDING, HEAD]
     plain = {f"{name}.weight": torch.randn(4, 64) for name in names} | {"short.weight": torch.randn(4, 24)}
-    read = QuantizingSource(source(tmp_path, plain | columns("b", already)), "int4")
+    read = QuantizingWeightSource(source(tmp_path, plain | columns("b", already)), "int4")
     found = [read.weight(name, 4, 64) for name in (*names, "b")]
     assert [weight.bits for weight in found if isinstance(weight, QuantizedWeight)] == [4, 8, 8, 8]
     assert isinstance(found[3], QuantizedWeight)
@@ -75,10 +75,10 @@ def test_only_what_is_plain_and_long_enough_is_quantized(tmp_path: Path, caplog:
     ]
 
 
-def test_8_bit_floats_are_made_of_the_layers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fp8_leaves_embedding_and_head_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ["a", EMBEDDING, HEAD]
     plain = {f"{name}.weight": torch.randn(32, 64) for name in names} | {"odd.weight": torch.randn(24, 64)}
-    read = QuantizingSource(source(tmp_path, plain), "fp8")
+    read = QuantizingWeightSource(source(tmp_path, plain), "fp8")
     found = read.weight("a", 32, 64)
     assert isinstance(found, QuantizedWeight)
     assert found.floating
@@ -93,19 +93,19 @@ def test_8_bit_floats_are_made_of_the_layers_alone(tmp_path: Path, caplog: pytes
 def test_an_output_of_zeros_is_quantized_with_the_others(form: str, tmp_path: Path) -> None:
     weight = torch.randn(4, 64)
     weight[2] = 0
-    found = QuantizingSource(source(tmp_path, {"x.weight": weight}), form).weight("x", 4, 64)
+    found = QuantizingWeightSource(source(tmp_path, {"x.weight": weight}), form).weight("x", 4, 64)
     assert isinstance(found, QuantizedWeight)
     assert not found.dequantized(torch.float32)[2].any()
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_what_scales_in_float16_cannot_hold_stays_plain(
+def test_weights_beyond_the_range_of_scales_stay_plain(
     form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = random_weight(4, 64, 8, 32, False).dequantized(torch.float32)
     each = {"large": 1e8 * weight / weight.abs().max(), "small": 1e-7 * weight / weight.abs().max()}
     each["infinite"] = torch.full_like(weight, torch.inf)
-    read = QuantizingSource(source(tmp_path, {f"{name}.weight": value for name, value in each.items()}), form)
+    read = QuantizingWeightSource(source(tmp_path, {f"{name}.weight": value for name, value in each.items()}), form)
     for name, value in each.items():
         found = read.weight(name, 4, 64)
         assert isinstance(found, Tensor)

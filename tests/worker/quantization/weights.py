@@ -1,10 +1,9 @@
-"""Quantized weights of all forms, at random."""
+"""Random quantized weights of all kinds."""
 
 import torch
 
-from tgi.worker.quantization.codebook import TABLE
-from tgi.worker.quantization.quantize import quantized
-from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.quantize import quantize_weight
+from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
 
 
 def random_weight(outputs: int, inputs: int, bits: int, group: int, shifted: bool, seed: int = 0) -> QuantizedWeight:
@@ -19,15 +18,15 @@ def random_weight(outputs: int, inputs: int, bits: int, group: int, shifted: boo
 
 
 def random_floats(outputs: int, inputs: int, seed: int = 0) -> QuantizedWeight:
-    """8-bit floats."""
+    """A weight of 8-bit floats."""
     generator = torch.Generator().manual_seed(seed)
-    return quantized(torch.randn(outputs, inputs, generator=generator) / 50, "fp8")
+    return quantize_weight(torch.randn(outputs, inputs, generator=generator) / 50, "fp8")
 
 
 def random_whole(outputs: int, inputs: int, bits: int, seed: int = 0) -> QuantizedWeight:
-    """With one scale for each output, and 4 bits with factors."""
+    """A weight with one scale for each output; with 4 bits, of the codebook."""
     weight, generator = random_weight(outputs, inputs, bits, inputs, False, seed), torch.Generator().manual_seed(seed)
     if bits == 8:
         return weight
-    factors = torch.randint(0, len(TABLE), (outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+    factors = torch.randint(0, len(CODEBOOK), (outputs, inputs // 32), generator=generator, dtype=torch.uint8)
     return weight._replace(factors=factors)

@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters come and go while the server runs, where allowed."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with --allow-adapter-updates."""
 
 from pathlib import PurePosixPath
 
@@ -6,76 +6,73 @@ import msgspec
 from falcon.asgi import Request, Response
 
 from tgi.api import errors
-from tgi.api.calls import Adaptation, Bell
+from tgi.api.json_body import JsonBody
+from tgi.api.requests import AdapterUpdateRequest, WakeEvent
 from tgi.api.routes.models import model_info
-from tgi.api.serde import Body
-from tgi.api.service import Service
+from tgi.api.service import Resource
 from tgi.api.shapes.adapters import LoadLoraAdapterRequest, ModelDeleted, UnloadLoraAdapterRequest
 
-LONGEST_NAME = 256  # characters
+MAX_NAME_CHARACTERS = 256
 
 
-class _Updates:
-    """What both routes have in common."""
+class _AdapterResource(Resource):
+    """What both routes share."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def _allowed(self) -> None:
-        """Raises ApiError: 403 where adapters stay as they are, 503 before there is a model."""
+    def _check_allowed(self) -> None:
+        """Raises ApiError: 403 without --allow-adapter-updates, 503 before the readiness probe has passed."""
         if not self._service.settings.allow_adapter_updates:
             raise errors.forbidden("Adapters cannot be changed here: the server runs without --allow-adapter-updates")
-        if not self._service.router.was_ready:
+        if not self._service.router.probe_passed:
             raise errors.unhealthy(self._service.router.stage)
 
-    async def _adapt(self, req: Request, name: str, path: str) -> None:
-        """Lets the worker do it. Raises ApiError: 422 with the reason if it will not, 500 if nobody answers."""
-        call = Adaptation(Bell(), name, path)
-        await self._service.finish([call], req)
-        assert call.result is not None
-        if call.result.error:
-            raise errors.adapter(call.result.error, lost=call.lost)
+    async def _update(self, req: Request, name: str, path: str) -> None:
+        """Loads or unloads an adapter. Raises ApiError: 422 with the worker's reason, 500 if the request was lost."""
+        request = AdapterUpdateRequest(WakeEvent(), name, path)
+        await self._service.run_requests([request], req)
+        assert request.result is not None
+        if request.result.error:
+            raise errors.adapter_error(request.result.error, lost=request.lost)
 
 
-class LoadResource(_Updates):
+class LoadAdapterResource(_AdapterResource):
     """POST /v1/load_lora_adapter."""
 
-    body = Body(LoadLoraAdapterRequest)
+    body = JsonBody(LoadLoraAdapterRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """The adapter as /v1/models lists it. One of the same name gives way to it."""
-        self._allowed()
-        request = await self._service.read(req, self.body)
+        """Answers with the adapter as /v1/models lists it. It replaces one of the same name."""
+        self._check_allowed()
+        request = await self._service.read_body(req, self.body)
         name, path = request.lora_name, request.lora_path
-        if not (0 < len(name) <= LONGEST_NAME and name.isprintable()):
-            text = f"`lora_name` must have 1 to {LONGEST_NAME} printable characters"
-            raise errors.validation(text, param="lora_name", counted=False)
+        if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
+            text = f"`lora_name` must have 1 to {MAX_NAME_CHARACTERS} printable characters"
+            raise errors.validation_error(text, param="lora_name", counted=False)
         if name in ("tgi", self._service.model_id):
             text = f"`lora_name` {name} is what the base model is called"
-            raise errors.validation(text, param="lora_name", counted=False)
+            raise errors.validation_error(text, param="lora_name", counted=False)
         if not (PurePosixPath(path).is_absolute() and path.isprintable()):
-            raise errors.validation(
+            raise errors.validation_error(
                 "`lora_path` must be the absolute path of a directory on the server's host. Adapters of the Hub are "
                 "loaded at start, with --lora-adapters",
                 param="lora_path",
                 counted=False,
             )
-        await self._adapt(req, name, path)
+        await self._update(req, name, path)
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(model_info(self._service, name))
 
 
-class UnloadResource(_Updates):
+class UnloadAdapterResource(_AdapterResource):
     """POST /v1/unload_lora_adapter."""
 
-    body = Body(UnloadLoraAdapterRequest)
+    body = JsonBody(UnloadLoraAdapterRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """What OpenAI answers for a model that is deleted. Requests that run keep the adapter."""
-        self._allowed()
-        name = (await self._service.read(req, self.body)).lora_name
+        """Answers as OpenAI does for a deleted model. Requests in flight keep the adapter."""
+        self._check_allowed()
+        name = (await self._service.read_body(req, self.body)).lora_name
         if name not in self._service.router.adapters:
-            raise errors.no_model("lora_name")
-        await self._adapt(req, name, "")
+            raise errors.model_not_found("lora_name")
+        await self._update(req, name, "")
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(ModelDeleted(name, "model", True))

@@ -1,168 +1,198 @@
-"""POST /v1/chat/completions: a chat goes in, the next message comes out, whole or in pieces."""
+"""POST /v1/chat/completions: the next message of a chat, whole or as a stream of deltas."""
 
 from collections import defaultdict
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, answering, errors, openai
-from tgi.api.answering import Finished, Prompt
-from tgi.api.calls import Generation
-from tgi.api.columns import Columns
+from tgi.api import errors, request_metrics
+from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
 from tgi.api.errors import ApiError
-from tgi.api.fields import Fields
-from tgi.api.float32 import render
-from tgi.api.openai import Stamp, Usage, Visible, finish_reason, likeliest
-from tgi.api.parts import Reply, unreadable
-from tgi.api.serde import Body
-from tgi.api.service import Service
+from tgi.api.float32 import float32_to_json
+from tgi.api.generation import (
+    FinishedGeneration,
+    PromptInput,
+    create_generations,
+    run_generations,
+    set_result_headers,
+    stream_generations,
+)
+from tgi.api.json_body import JsonBody
+from tgi.api.openai_output import (
+    DONE_EVENT,
+    AssistantMessage,
+    ResponseIdentity,
+    TokenUsage,
+    VisibleText,
+    failure_events,
+    finish_reason_json,
+    incomplete_tool_call,
+    top_n_tokens,
+)
+from tgi.api.rejected_fields import FieldChecker
+from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
+from tgi.api.requests import Generation
+from tgi.api.service import Resource, Service
 from tgi.api.shapes.chat import ChatRequest
-from tgi.api.steering import Steering
-from tgi.api.tools import Offer
-from tgi.api.validation import OPENAI, check
-from tgi.kernel.messages import End
+from tgi.api.token_columns import TokenColumns
+from tgi.api.validation import OPENAI_RULES, check_rules
+from tgi.microkernel.protocol import End
 
 
 class ChatEvents:
-    """One chunk per token, each with one choice; a last one with the usage if it is asked for. Of a divided answer a
-    token has a chunk for each of its parts, or one if it has none."""
+    """Formats a stream: one chunk per token, each with one choice, and a last chunk with the usage if requested. Of an
+    answer that consists of parts, a token has a chunk for each part, or one if it has none."""
 
     def __init__(
-        self, calls: list[Generation], stamp: Stamp, logprobs: bool, usage: bool, openai_errors: bool = True
+        self,
+        generations: list[Generation],
+        identity: ResponseIdentity,
+        logprobs: bool,
+        usage: bool,
+        openai_errors: bool = True,
     ) -> None:
-        self._calls = calls
+        self._generations = generations
         self._openai_errors = openai_errors
-        self._visible = [Visible() for _ in calls]
-        self._replies: defaultdict[int, Reply] = defaultdict(Reply)  # of divided answers
-        self._head = (
-            f'data: {{"object":"chat.completion.chunk","id":{stamp.id},"created":{stamp.created},'
-            f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint},"choices":['
+        self._visible_texts = [VisibleText() for _ in generations]
+        self._messages: defaultdict[int, AssistantMessage] = defaultdict(AssistantMessage)  # of answers with parts
+        self._chunk_start = (
+            f'data: {{"object":"chat.completion.chunk","id":{identity.id},"created":{identity.created},'
+            f'"model":{identity.model},"system_fingerprint":{identity.fingerprint},"choices":['
         )
-        self._heads = [f'{self._head}{{"index":{place},"delta":{{' for place in range(len(calls))]
+        self._choice_starts = [f'{self._chunk_start}{{"index":{index},"delta":{{' for index in range(len(generations))]
         self._logprobs = logprobs
-        self._top_n = calls[0].request.sampling.top_n
-        self._usage = Usage(len(calls)) if usage else None
-        self._roles = dict.fromkeys(range(len(calls)), '"role":"assistant"')  # of choices that have not begun
+        self._top_n = generations[0].message.sampling.top_n
+        self._usage = TokenUsage(len(generations)) if usage else None
+        self._unsent_roles = dict.fromkeys(range(len(generations)), '"role":"assistant"')  # by index of the choice
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        logprobs = [f'{{"content":[{item}]}}' for item in _logprobs(columns, self._top_n)] if self._logprobs else ()
+    def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
+        """The events of some tokens of one choice."""
+        logprobs = (
+            [f'{{"content":[{item}]}}' for item in _logprob_items(columns, self._top_n)] if self._logprobs else ()
+        )
         if columns.parts:
-            deltas, logprobs = self._replies[place].deltas(columns, end, logprobs)
-            reason = self._replies[place].finish_reason(end)
+            deltas, logprobs = self._messages[index].deltas(columns, end, logprobs)
+            reason = self._messages[index].finish_reason_json(end)
         else:
-            deltas = [f'"content":{quote(piece)}' for piece in self._visible[place].pieces(columns, end)]
-            reason = finish_reason(end)
-        openings = self._openings("" if columns.parts else '"content":""') if self._roles else ""
+            deltas = [f'"content":{quote(piece)}' for piece in self._visible_texts[index].pieces(columns, end)]
+            reason = finish_reason_json(end)
+        openings = self._opening_events("" if columns.parts else '"content":""') if self._unsent_roles else ""
         events = []
         last = len(deltas) - 1
         for at, delta in enumerate(deltas):
             events.append(
-                self._event(place, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
+                self._event(index, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
             )
         if openings:
             events[0] = openings + events[0]
         if end is not None and self._usage is not None:
-            self._usage.add(place, end, self._calls[place].generated)
+            self._usage.add_generation(index, end, self._generations[index].generated_count)
         return events
 
-    def failure(self, error: ApiError) -> str:
-        return openai.failure(error, self._openai_errors)
+    def failure_events(self, error: ApiError) -> str:
+        """The events of an error within the stream."""
+        return failure_events(error, self._openai_errors)
 
-    def close(self) -> str:
-        usage = f'{self._head}],"usage":{self._usage.render()}}}\n\n' if self._usage else ""
-        return usage + openai.DONE
+    def closing_events(self) -> str:
+        """The last events of a stream."""
+        usage = f'{self._chunk_start}],"usage":{self._usage.to_json()}}}\n\n' if self._usage else ""
+        return usage + DONE_EVENT
 
-    def _openings(self, delta: str) -> str:
-        """Several choices are opened before the first token: clients expect them to appear in their order."""
-        return "".join(self._event(place, delta) for place in [*self._roles]) if len(self._roles) > 1 else ""
+    def _opening_events(self, delta: str) -> str:
+        """Opens all choices before the first token if there are several: clients expect them in order."""
+        roles = self._unsent_roles
+        return "".join(self._event(index, delta) for index in [*roles]) if len(roles) > 1 else ""
 
-    def _event(self, place: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
-        if self._roles and (role := self._roles.pop(place, "")):
+    def _event(self, index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        if self._unsent_roles and (role := self._unsent_roles.pop(index, "")):
             delta = f"{role},{delta}" if delta else role
-        return f'{self._heads[place]}{delta}}},"logprobs":{logprobs},"finish_reason":{reason}}}],"usage":null}}\n\n'
-
-
-def render_response(finished: list[Finished], stamp: Stamp, logprobs: bool) -> str:
-    """The JSON of a finished request."""
-    usage = Usage(len(finished))
-    choices = []
-    for place, (call, end) in enumerate(finished):
-        usage.add(place, end, call.generated)
-        message, reason = f'"content":{quote(end.text)}', finish_reason(end)
-        if call.divided:
-            reply = Reply.of(call, end)
-            message, reason = reply.message(), reply.finish_reason(end)
-        items = (
-            f'{{"content":[{",".join(_logprobs(call.take(), call.request.sampling.top_n))}]}}' if logprobs else "null"
+        return (
+            f'{self._choice_starts[index]}{delta}}},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}}}],"usage":null}}\n\n'
         )
+
+
+def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity, logprobs: bool) -> str:
+    """The response that is sent as a whole."""
+    usage = TokenUsage(len(finished))
+    choices = []
+    for index, (generation, end) in enumerate(finished):
+        usage.add_generation(index, end, generation.generated_count)
+        content, reason = f'"content":{quote(end.text)}', finish_reason_json(end)
+        if generation.has_parts:
+            message = AssistantMessage.from_generation(generation, end)
+            content, reason = message.members_json(), message.finish_reason_json(end)
+        items = "null"
+        if logprobs:
+            token_items = _logprob_items(generation.take_tokens(), generation.message.sampling.top_n)
+            items = f'{{"content":[{",".join(token_items)}]}}'
         choices.append(
-            f'{{"index":{place},"message":{{"role":"assistant",{message}}},"logprobs":{items},'
+            f'{{"index":{index},"message":{{"role":"assistant",{content}}},"logprobs":{items},'
             f'"finish_reason":{reason}}}'
         )
     return (
-        f'{{"object":"chat.completion","id":{stamp.id},"created":{stamp.created},"model":{stamp.model},'
-        f'"system_fingerprint":{stamp.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.render()}}}'
+        f'{{"object":"chat.completion","id":{identity.id},"created":{identity.created},"model":{identity.model},'
+        f'"system_fingerprint":{identity.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.to_json()}}}'
     )
 
 
-def _logprobs(columns: Columns, top_n: int) -> list[str]:
-    """Each token with its logprob and the `top_n` likeliest at its place."""
+def _logprob_items(columns: TokenColumns, top_n: int) -> list[str]:
+    """Each token with its logprob and the top-n tokens at its position."""
     items = []
-    for at, (text, logprob) in enumerate(zip(columns.texts, columns.logprobs, strict=True)):
-        tops = ",".join(f"{{{_token(top.text, top.logprob)}}}" for top in likeliest(columns, at, top_n))
-        items.append(f'{{{_token(text, logprob)},"top_logprobs":[{tops}]}}')
+    for position, (text, logprob) in enumerate(zip(columns.texts, columns.logprobs, strict=True)):
+        tops = ",".join(
+            f"{{{_token_members(top.text, top.logprob)}}}" for top in top_n_tokens(columns, position, top_n)
+        )
+        items.append(f'{{{_token_members(text, logprob)},"top_logprobs":[{tops}]}}')
     return items
 
 
-def _token(text: str, logprob: float) -> str:
-    return f'"token":{quote(text)},"logprob":{render(logprob)},"bytes":[{",".join(map(str, text.encode()))}]'
+def _token_members(text: str, logprob: float) -> str:
+    return f'"token":{quote(text)},"logprob":{float32_to_json(logprob)},"bytes":[{",".join(map(str, text.encode()))}]'
 
 
-class ChatResource:
+class ChatResource(Resource):
     """POST /v1/chat/completions."""
 
-    body = Body(ChatRequest, Fields(ChatRequest).check)
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    body = JsonBody(ChatRequest, FieldChecker(ChatRequest).check)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """One JSON object, or a stream of events."""
-        await self.answer(await self._service.read(req, self.body), req, resp)
+        """Answers with one JSON object, or with a stream of events."""
+        await self.answer(await self._service.read_body(req, self.body), req, resp)
 
     async def answer(self, request: ChatRequest, req: Request, resp: Response) -> None:
-        """The same for a body that has been read."""
-        accounting.arrived()
-        calls = generations(self._service, request)
-        stamp = Stamp.new(self._service, "chatcmpl", calls[0].request.sampling.adapter)
+        """Answers a decoded request."""
+        request_metrics.count_request(req)
+        service, logprobs = self._service, bool(request.logprobs)
+        generations = create_chat_generations(service, req, request)
+        choices = len(generations)
+        identity = ResponseIdentity.create(service, "chatcmpl", generations[0].message.sampling.adapter)
         if request.stream:
-            openai_errors = self._service.has_openai_errors(req)
-            events = ChatEvents(calls, stamp, bool(request.logprobs), request.usage_wanted, openai_errors)
-            await answering.stream(self._service, req, resp, calls, events, len(calls))
+            openai_errors = service.has_openai_errors(req)
+            formatter = ChatEvents(generations, identity, logprobs, request.usage_wanted, openai_errors)
+            await stream_generations(service, req, resp, generations, formatter, choices)
             return
-        finished = await answering.finish(self._service, req, calls, unreadable)
-        answering.set_headers(self._service, resp, finished, len(finished))
-        resp.text = render_response(finished, stamp, bool(request.logprobs))
+        finished = await run_generations(service, req, generations, incomplete_tool_call)
+        set_result_headers(service, resp, finished, choices)
+        resp.text = response_json(finished, identity, logprobs)
 
 
-def generations(service: Service, request: ChatRequest) -> list[Generation]:
-    """The generations of a chat, one for each choice. Raises ApiError if they may not be computed."""
-    openai.fill_in(request, service.router.defaults)
-    offer = Offer.of(request)
-    chat = openai.chat_prompt(request, offer)
-    check(request, OPENAI)
-    if offer.tools and service.settings.disable_grammar_support:
-        raise errors.validation("grammar is not supported", param="tools")
-    top_n = request.top_logprobs or 0
-    p = openai.parameters(request, service.router.adapters, request.max_new_tokens, top_n)
-    choices = request.n or 1
-    return answering.generations(
+def create_chat_generations(service: Service, req: Request, request: ChatRequest) -> list[Generation]:
+    """The generations of a chat, one for each choice. Raises ApiError as create_generations, and 422 for its tools."""
+    apply_model_defaults(request, service.router.defaults)
+    selection = ToolSelection.from_request(request)
+    chat = chat_prompt_json(request, selection)
+    check_rules(request, OPENAI_RULES)
+    if selection.tools and service.settings.disable_grammar_support:
+        raise errors.validation_error("grammar is not supported", param="tools")
+    return create_generations(
         service,
-        [Prompt("", chat)],
-        p,
+        req,
+        [PromptInput("", chat)],
+        openai_generate_parameters(request, service.router.adapters),
         stream=bool(request.stream),
-        choices=choices,
+        choices=request.n or 1,
         hide_stop=not request.include_stop_str_in_output,
-        steering=Steering.of(request),
+        sampling=RequestedSampling.from_openai(request, request.top_logprobs or 0),
         names=request.names,
     )

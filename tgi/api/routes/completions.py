@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts go in, the texts that follow them come out, whole or in pieces."""
+"""POST /v1/completions: the texts that follow one or several prompts, whole or as a stream."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -8,215 +8,247 @@ from typing import NamedTuple
 
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, answering, errors, openai
-from tgi.api.answering import Finished, Prompt
-from tgi.api.calls import Generation
-from tgi.api.columns import Columns, PromptColumns
+from tgi.api import errors, request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.fields import Fields
-from tgi.api.float32 import render
-from tgi.api.openai import Stamp, Usage, Visible, finish_reason, likeliest, usage
-from tgi.api.render import TURN
-from tgi.api.serde import Body
-from tgi.api.service import Service
+from tgi.api.float32 import float32_to_json
+from tgi.api.generation import (
+    FinishedGeneration,
+    PromptInput,
+    create_generations,
+    run_generations,
+    set_result_headers,
+    stream_generations,
+)
+from tgi.api.json_body import JsonBody
+from tgi.api.openai_output import (
+    DONE_EVENT,
+    ResponseIdentity,
+    TokenUsage,
+    VisibleText,
+    failure_events,
+    finish_reason_json,
+    top_n_tokens,
+    usage_json,
+)
+from tgi.api.rejected_fields import FieldChecker
+from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
+from tgi.api.requests import Generation
+from tgi.api.service import Resource
 from tgi.api.shapes.completions import CompletionRequest
-from tgi.api.steering import Steering
-from tgi.api.validation import COMPLETIONS, OPENAI, check
-from tgi.kernel.messages import End
+from tgi.api.token_columns import MAX_ITEMS_PER_TURN, PromptColumns, TokenColumns
+from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, check_rules
+from tgi.microkernel.protocol import End
 
 
 class CompletionEvents:
-    """One event per token; the last one of each choice has its finish reason and usage."""
+    """Formats a stream: one event per token. The last one of each choice has its finish reason and usage."""
 
     def __init__(
-        self, calls: list[Generation], request: CompletionRequest, stamp: Stamp, openai_errors: bool = True
+        self,
+        generations: list[Generation],
+        request: CompletionRequest,
+        identity: ResponseIdentity,
+        openai_errors: bool = True,
     ) -> None:
-        self._calls = calls
+        self._generations = generations
         self._openai_errors = openai_errors
         self._request = request
-        self._choices = len(calls) // len(request.prompts)
-        self._visible = [Visible() for _ in calls]
-        self._head = f'data: {{"object":"text_completion","id":{stamp.id},"created":{stamp.created},'
-        self._model = f'"model":{stamp.model},"system_fingerprint":{stamp.fingerprint}'
-        self._begun = [False] * len(calls)
-        self._offsets = [0] * len(calls)  # how much text there is before each choice's next token
-        self._prompts = [call.prompt for call in calls]
+        self._choices = len(generations) // len(request.prompts)
+        self._visible_texts = [VisibleText() for _ in generations]
+        self._event_start = f'data: {{"object":"text_completion","id":{identity.id},"created":{identity.created},'
+        self._model = f'"model":{identity.model},"system_fingerprint":{identity.fingerprint}'
+        self._started = [False] * len(generations)
+        self._offsets = [0] * len(generations)  # characters of text before each choice's next token
+        self._prompts = [generation.prompt_columns for generation in generations]  # emptied once sent
         self._top_n = request.logprobs or 0
-        self._usage = Usage(self._choices)
+        self._usage = TokenUsage(self._choices)
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
-        pieces = self._visible[place].pieces(columns, end) if columns.texts else [""]
-        if not self._begun[place]:
-            self._begun[place] = True
+    def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
+        """The events of some tokens of one prompt."""
+        pieces = self._visible_texts[index].pieces(columns, end) if columns.texts else [""]
+        if not self._started[index]:
+            self._started[index] = True
             if self._request.echo:
-                echo = self._calls[place].text
+                echo = self._generations[index].prompt_text
                 pieces[0] = echo + pieces[0]
-                self._offsets[place] = len(echo)
+                self._offsets[index] = len(echo)
         events = [
-            f'{self._head}"choices":[{{"index":{place},"text":{quote(piece)},"logprobs":{logprobs},'
+            f'{self._event_start}"choices":[{{"index":{index},"text":{quote(piece)},"logprobs":{logprobs},'
             f'"finish_reason":null}}],{self._model}}}\n\n'
-            for piece, logprobs in zip(pieces, self._logprobs(place, columns), strict=True)
+            for piece, logprobs in zip(pieces, self._logprobs_json(index, columns), strict=True)
         ]
         if end is not None:
-            self._usage.add(place, end, self._calls[place].generated)
-            own = usage(end.prompt_tokens, self._calls[place].generated)
+            generated_count = self._generations[index].generated_count
+            self._usage.add_generation(index, end, generated_count)
+            usage = usage_json(end.prompt_tokens, generated_count)
             open_end = f"null}}],{self._model}}}\n\n"
-            # TGI puts the choices of the last event behind the model.
-            choice = events[-1].removeprefix(self._head).removesuffix(open_end)
-            events[-1] = f'{self._head}{self._model},{choice}{finish_reason(end)}}}],"usage":{own}}}\n\n'
+            # In TGI's last event the choices come after the model.
+            choice = events[-1].removeprefix(self._event_start).removesuffix(open_end)
+            reason = finish_reason_json(end)
+            events[-1] = f'{self._event_start}{self._model},{choice}{reason}}}],"usage":{usage}}}\n\n'
         return events
 
-    def failure(self, error: ApiError) -> str:
-        return openai.failure(error, self._openai_errors)
+    def failure_events(self, error: ApiError) -> str:
+        """The events of an error within the stream."""
+        return failure_events(error, self._openai_errors)
 
-    def close(self) -> str:
+    def closing_events(self) -> str:
+        """The last events of a stream."""
         if not self._request.usage_wanted:
-            return openai.DONE
-        return f'{self._head}{self._model},"choices":[],"usage":{self._usage.render()}}}\n\n{openai.DONE}'
+            return DONE_EVENT
+        return f'{self._event_start}{self._model},"choices":[],"usage":{self._usage.to_json()}}}\n\n{DONE_EVENT}'
 
-    def _logprobs(self, place: int, columns: Columns) -> list[str]:
+    def _logprobs_json(self, index: int, columns: TokenColumns) -> list[str]:
+        """The logprobs of each event. The tokens of the prompt are part of the first."""
         tokens = len(columns.texts)
         if self._request.logprobs is None:
             return ["null"] * (tokens or 1)
-        rendered = []
-        for at in range(tokens or 1):
-            one = slice(at, at + 1)
-            # The prompt's tokens come with the first one.
-            echoed = [*_echoed(self._prompts[place])]
-            rendered.append(_logprobs(columns, one, self._top_n, self._offsets[place], echoed))
-            self._prompts[place] = PromptColumns.empty()
+        logprobs = []
+        for position in range(tokens or 1):
+            one = slice(position, position + 1)
+            prompt_lists = [*_prompt_logprob_lists(self._prompts[index])]
+            logprobs.append(_logprobs_json(columns, one, self._top_n, self._offsets[index], prompt_lists))
+            self._prompts[index] = PromptColumns.empty()
             if tokens:
-                self._offsets[place] += _width(columns, at)
-        return rendered
+                self._offsets[index] += _visible_characters(columns, position)
+        return logprobs
 
 
-async def render_response(finished: list[Finished], request: CompletionRequest, stamp: Stamp) -> str:
-    """The JSON of a finished request."""
-    choices = len(finished) // len(request.prompts)
-    counted = Usage(choices)
-    rendered = []
-    for place, (call, end) in enumerate(finished):
-        counted.add(place, end, call.generated)
-        echo = call.text if request.echo else ""
+async def response_json(
+    finished: list[FinishedGeneration], request: CompletionRequest, identity: ResponseIdentity
+) -> str:
+    """The response that is sent as a whole. Other tasks have turns while the logprobs of a prompt are written."""
+    usage = TokenUsage(len(finished) // len(request.prompts))
+    choices = []
+    for index, (generation, end) in enumerate(finished):
+        usage.add_generation(index, end, generation.generated_count)
+        echo = generation.prompt_text if request.echo else ""
         logprobs = "null"
         if request.logprobs is not None:
-            echoed = []
-            for part in _echoed(call.prompt):
-                echoed.append(part)
+            prompt_lists = []
+            for lists in _prompt_logprob_lists(generation.prompt_columns):
+                prompt_lists.append(lists)
                 await asyncio.sleep(0)
-            logprobs = _logprobs(call.take(), slice(None), request.logprobs, len(echo), echoed)
-        rendered.append(
-            f'{{"index":{place},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
-            f'"finish_reason":{finish_reason(end)}}}'
+            columns = generation.take_tokens()
+            logprobs = _logprobs_json(columns, slice(None), request.logprobs, len(echo), prompt_lists)
+        choices.append(
+            f'{{"index":{index},"text":{quote(echo + end.text)},"logprobs":{logprobs},'
+            f'"finish_reason":{finish_reason_json(end)}}}'
         )
     return (
-        f'{{"object":"text_completion","id":{stamp.id},"created":{stamp.created},"model":{stamp.model},'
-        f'"system_fingerprint":{stamp.fingerprint},"choices":[{",".join(rendered)}],"usage":{counted.render()}}}'
+        f'{{"object":"text_completion","id":{identity.id},"created":{identity.created},"model":{identity.model},'
+        f'"system_fingerprint":{identity.fingerprint},"choices":[{",".join(choices)}],"usage":{usage.to_json()}}}'
     )
 
 
-class _Lists(NamedTuple):
-    """OpenAI's older form, in columns: items as JSON, with commas between them."""
+class _LogprobLists(NamedTuple):
+    """The lists of OpenAI's older logprobs format: JSON items with commas between them."""
 
     tokens: str
-    logprobs: str
-    tops: str
-    offsets: str
+    token_logprobs: str
+    top_logprobs: str
+    text_offset: str
 
 
-def _echoed(prompt: PromptColumns) -> Iterator[_Lists]:
-    """The columns of a prompt, in parts that take some milliseconds each."""
-    for begin in range(0, len(prompt.ids), TURN):
-        turn = slice(begin, begin + TURN)
-        yield _Lists(
-            ",".join(map(quote, prompt.texts[turn])),
-            ",".join(map(render, prompt.logprobs[turn])),
-            ",".join(_pairs(tops) if tops else "null" for tops in prompt.tops[turn]),
-            ",".join(map(str, prompt.starts[turn])),
+def _prompt_logprob_lists(prompt: PromptColumns) -> Iterator[_LogprobLists]:
+    """The lists of a prompt, in chunks that take a few milliseconds each."""
+    for begin in range(0, len(prompt.ids), MAX_ITEMS_PER_TURN):
+        turn = slice(begin, begin + MAX_ITEMS_PER_TURN)
+        yield _LogprobLists(
+            tokens=",".join(map(quote, prompt.texts[turn])),
+            token_logprobs=",".join(map(float32_to_json, prompt.logprobs[turn])),
+            top_logprobs=",".join(_top_logprobs_json(tops) if tops else "null" for tops in prompt.tops[turn]),
+            text_offset=",".join(map(str, prompt.starts[turn])),
         )
 
 
-def _logprobs(columns: Columns, part: slice, top_n: int, offset: int, echoed: Sequence[_Lists]) -> str:
-    """A part of the tokens with the `top_n` likeliest at each place, behind what is echoed; the text before it has
-    `offset` characters."""
-    places = range(len(columns.texts))[part]
-    widths = accumulate((_width(columns, at) for at in places[:-1]), initial=offset)
-    # Tokens are told apart by their text here: the first of several that share one is the likeliest.
-    found = [likeliest(columns, at, top_n) for at in places] if columns.tops else []
-    named = [{top.text: top.logprob for top in reversed(tops)} for tops in found]
-    own = _Lists(
-        ",".join(quote(columns.texts[at]) for at in places),
-        ",".join(render(columns.logprobs[at]) for at in places),
-        ",".join(map(_pairs, named)),
-        ",".join(map(str, widths)),
+def _logprobs_json(
+    columns: TokenColumns, selection: slice, top_n: int, offset: int, prompt_lists: Sequence[_LogprobLists]
+) -> str:
+    """The logprobs of the prompt and of the selected tokens, with the top-n tokens at each position. The first
+    selected token begins at character `offset` of the text."""
+    positions = range(len(columns.texts))[selection]
+    offsets = accumulate((_visible_characters(columns, position) for position in positions[:-1]), initial=offset)
+    # The format names tokens by text. Reversed, so that of several with the same text the likeliest is kept.
+    tops_by_position = [top_n_tokens(columns, position, top_n) for position in positions] if columns.tops else []
+    named_tops = [{top.text: top.logprob for top in reversed(tops)} for tops in tops_by_position]
+    generated = _LogprobLists(
+        tokens=",".join(quote(columns.texts[position]) for position in positions),
+        token_logprobs=",".join(float32_to_json(columns.logprobs[position]) for position in positions),
+        top_logprobs=",".join(map(_top_logprobs_json, named_tops)),
+        text_offset=",".join(map(str, offsets)),
     )
-    parts = [*echoed, own] if places else echoed
-    tokens, logprobs, tops, offsets = map(",".join, zip(*parts, strict=True))
-    listed = f"[{tops}]" if top_n else "null"
-    return f'{{"tokens":[{tokens}],"token_logprobs":[{logprobs}],"top_logprobs":{listed},"text_offset":[{offsets}]}}'
+    chunks = [*prompt_lists, generated] if positions else prompt_lists
+    tokens, token_logprobs, top_logprobs, text_offset = map(",".join, zip(*chunks, strict=True))
+    tops = f"[{top_logprobs}]" if top_n else "null"
+    return (
+        f'{{"tokens":[{tokens}],"token_logprobs":[{token_logprobs}],"top_logprobs":{tops},'
+        f'"text_offset":[{text_offset}]}}'
+    )
 
 
-def _pairs(tops: dict[str, float]) -> str:
-    """The likeliest tokens of one place, which come in reverse order."""
-    return f"{{{','.join(f'{quote(text)}:{render(value)}' for text, value in reversed(tops.items()))}}}"
+def _top_logprobs_json(tops: dict[str, float]) -> str:
+    """The top tokens at one position, given with the likeliest last."""
+    return f"{{{','.join(f'{quote(text)}:{float32_to_json(value)}' for text, value in reversed(tops.items()))}}}"
 
 
-def _width(columns: Columns, at: int) -> int:
+def _visible_characters(columns: TokenColumns, position: int) -> int:
     """Characters of visible text in a token."""
-    return 0 if columns.special[at] else len(columns.texts[at])
+    return 0 if columns.special[position] else len(columns.texts[position])
 
 
-class CompletionsResource:
+class CompletionsResource(Resource):
     """POST /v1/completions."""
 
-    body = Body(CompletionRequest, Fields(CompletionRequest).check)
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    body = JsonBody(CompletionRequest, FieldChecker(CompletionRequest).check)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """One JSON object, or a stream of events."""
-        await self.answer(await self._service.read(req, self.body), req, resp)
+        """Answers with one JSON object, or with a stream of events."""
+        await self.answer(await self._service.read_body(req, self.body), req, resp)
 
     async def answer(self, request: CompletionRequest, req: Request, resp: Response) -> None:
-        """The same for a body that has been read."""
-        accounting.arrived()
-        calls = self._generations(request)
-        stamp = Stamp.new(self._service, "cmpl", calls[0].request.sampling.adapter)
+        """Answers a decoded request."""
+        request_metrics.count_request(req)
+        service, choices = self._service, request.n or 1
+        generations = self._create_generations(req, request)
+        identity = ResponseIdentity.create(service, "cmpl", generations[0].message.sampling.adapter)
         if request.stream:
-            events = CompletionEvents(calls, request, stamp, self._service.has_openai_errors(req))
-            await answering.stream(self._service, req, resp, calls, events, request.n or 1)
+            formatter = CompletionEvents(generations, request, identity, service.has_openai_errors(req))
+            await stream_generations(service, req, resp, generations, formatter, choices)
             return
-        finished = await answering.finish(self._service, req, calls)
-        answering.set_headers(self._service, resp, finished, request.n or 1)
-        resp.delete_header("x-compute-time")  # TGI has it on its other routes alone
-        resp.text = await render_response(finished, request, stamp)
+        finished = await run_generations(service, req, generations)
+        set_result_headers(service, resp, finished, choices)
+        resp.delete_header("x-compute-time")  # TGI has it on its other routes only
+        resp.text = await response_json(finished, request, identity)
 
-    def _generations(self, request: CompletionRequest) -> list[Generation]:
-        limit = self._service.settings.max_client_batch_size
+    def _create_generations(self, req: Request, request: CompletionRequest) -> list[Generation]:
+        """`n` generations for each prompt, in order. Raises ApiError as create_generations."""
+        service = self._service
+        limit = service.settings.max_client_batch_size
         if request.suffix is not None:
-            raise errors.suffix()
+            raise errors.suffix_not_supported()
         if len(request.prompts) > limit:
-            raise errors.batch_size(limit)
-        openai.fill_in(request, self._service.router.defaults)
-        check(request, OPENAI)
-        check(request, COMPLETIONS)
-        p = openai.parameters(request, self._service.router.adapters, request.max_new_tokens, request.logprobs or 0)
+            raise errors.batch_size_exceeded(limit)
+        apply_model_defaults(request, service.router.defaults)
+        check_rules(request, OPENAI_RULES)
+        check_rules(request, COMPLETION_RULES)
+        parameters = openai_generate_parameters(request, service.router.adapters)
         prompts = [
-            Prompt(one, add_special_tokens=request.add_special_tokens is not False)
-            if isinstance(one, str)
-            else Prompt("", ids=one)
-            for one in request.prompts
+            PromptInput(prompt, add_special_tokens=request.add_special_tokens is not False)
+            if isinstance(prompt, str)
+            else PromptInput("", ids=prompt)
+            for prompt in request.prompts
         ]
-        return answering.generations(
-            self._service,
+        return create_generations(
+            service,
+            req,
             prompts,
-            p,
+            parameters,
             stream=bool(request.stream),
             choices=request.n or 1,
             hide_stop=not request.include_stop_str_in_output,
-            steering=Steering.of(request),
+            sampling=RequestedSampling.from_openai(request, request.logprobs or 0),
             names=request.names,
-            prompt_tops=request.logprobs if request.echo else None,
+            prompt_top_n=request.logprobs if request.echo else None,
             echo=bool(request.echo),
         )

@@ -1,38 +1,32 @@
-"""Routes that tell about the server: GET /health, /ping and / (with its POST in native.py), /info, /metrics."""
+"""Routes about the server: GET /health, /ping, /info and /metrics. GET / is in native.py, with its POST."""
 
 import msgspec
 from falcon.asgi import Request, Response
 
 import tgi
 from tgi.api import errors
-from tgi.api.service import Service
+from tgi.api.service import Resource
 from tgi.api.shapes.info import Info
-from tgi.kernel import metrics
+from tgi.microkernel import metrics
 
 
-class Health:
-    """GET /health and /ping: 200 with nothing, or 503."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class HealthResource(Resource):
+    """GET /health and /ping."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Whether a request sent now would be computed."""
+        """Answers with an empty 200 if a request sent now would be computed, else with 503."""
         router = self._service.router
         if not router.healthy:
             raise errors.unhealthy(router.stage)
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body
 
 
-class InfoResource:
-    """GET /info: model and limits, as measured."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class InfoResource(Resource):
+    """GET /info: the model and its limits, as measured."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """All keys always; 503 as long as the limits are not known."""
+        """Answers with all keys, or 503 while the limits are unknown."""
         settings = self._service.settings
         limits = self._service.router.limits
         if limits is None:
@@ -66,15 +60,15 @@ class InfoResource:
             )
         )
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body
 
 
-class MetricsResource:
-    """GET /metrics: the samples of all processes of this host."""
+class MetricsResource(Resource):
+    """GET /metrics: the metrics of all processes of this host."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Prometheus text format."""
+        """Answers in Prometheus' text format."""
         resp.content_type = "text/plain; charset=utf-8"
         resp.text = metrics.render()
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body

@@ -4,12 +4,12 @@ import msgspec
 from falcon.asgi import Request, Response
 
 import tgi
-from tgi.api import accounting, answering, errors
-from tgi.api.answering import Prompt
+from tgi.api import errors, request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.routes.native import score
-from tgi.api.serde import Body
-from tgi.api.service import Service
+from tgi.api.generation import PromptInput, create_generations, run_generations
+from tgi.api.json_body import JsonBody
+from tgi.api.routes.native import mean_logprob
+from tgi.api.service import Resource
 from tgi.api.shapes.kserve import (
     InferenceInput,
     InferenceOutput,
@@ -22,96 +22,81 @@ from tgi.api.shapes.kserve import (
 from tgi.api.shapes.native import GenerateParameters
 
 
-def routes(service: Service) -> dict[str, object]:
-    """The resource of each path."""
-    version = "/v2/models/{model}/versions/{version}"
-    return {
-        "/v2": ServerResource(),
-        "/v2/health/live": LiveResource(),
-        "/v2/health/ready": LiveResource(),
-        version: ModelVersionResource(),
-        f"{version}/ready": LiveResource(),
-        f"{version}/infer": InferResource(service),
-    }
-
-
-class ServerResource:
+class ServerResource(Resource):
     """GET /v2."""
 
     async def on_get(self, req: Request, resp: Response) -> None:
-        """Name, version and extensions."""
+        """Answers with name, version and extensions."""
         metadata = ServerMetadata("text-generation-inference", tgi.CONTRACT_VERSION, ["health", "models", "metrics"])
-        _answer(resp, metadata)
+        _set_json(resp, metadata)
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body
 
 
-class LiveResource:
-    """GET /v2/health/live, /v2/health/ready and …/ready: as in TGI, whether the process answers, and no more."""
+class LiveResource(Resource):
+    """GET /v2/health/live, /v2/health/ready and …/ready. As in TGI all three tell only that the process answers."""
 
     async def on_get(self, req: Request, resp: Response, model: str = "", version: str = "") -> None:
-        """Always the same."""
-        _answer(resp, Live(live=True))
+        """Answers with `live`."""
+        _set_json(resp, Live(live=True))
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body
 
 
-class ModelVersionResource:
+class ModelVersionResource(Resource):
     """GET /v2/models/{model}/versions/{version}."""
 
     async def on_get(self, req: Request, resp: Response, model: str, version: str) -> None:
-        """What was asked for, with what it can do."""
-        _answer(resp, ModelMetadata(model, version, ["infer", "ready"]))
+        """Answers with the name and version of the path, and the methods of a model."""
+        _set_json(resp, ModelMetadata(model, version, ["infer", "ready"]))
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body
 
 
-class InferResource:
+class InferResource(Resource):
     """POST /v2/models/{model}/versions/{version}/infer."""
 
-    body = Body(InferenceRequest)
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    body = JsonBody(InferenceRequest)
 
     async def on_post(self, req: Request, resp: Response, model: str, version: str) -> None:
-        """The texts, in the order of the inputs."""
-        request = await self._service.read(req, self.body)
-        accounting.arrived()
+        """Answers with the texts, in the order of the inputs."""
+        request = await self._service.read_body(req, self.body)
+        request_metrics.count_request(req)
         if len(request.inputs) != len(request.outputs):
-            raise errors.lengths()
-        p = GenerateParameters(do_sample=True) if request.parameters is None else request.parameters
-        texts = await self._generate(req, [_text(given) for given in request.inputs], p)
+            raise errors.length_mismatch()
+        parameters = GenerateParameters.with_sampling() if request.parameters is None else request.parameters
+        texts = await self._generate(req, [_decode_input(given) for given in request.inputs], parameters)
         outputs = [
-            InferenceOutput(wanted.name, [1, len(text)], "BYTES", list(text))
-            for wanted, text in zip(request.outputs, texts, strict=True)
+            InferenceOutput(output.name, [1, len(text)], "BYTES", list(text))
+            for output, text in zip(request.outputs, texts, strict=True)
         ]
-        _answer(resp, InferenceResponse(request.id, outputs))
+        _set_json(resp, InferenceResponse(request.id, outputs))
 
-    async def _generate(self, req: Request, inputs: list[str], p: GenerateParameters) -> list[bytes]:
-        """What follows each of the inputs. Raises ApiError."""
+    async def _generate(self, req: Request, inputs: list[str], parameters: GenerateParameters) -> list[bytes]:
+        """The text for each input: the best of its generations. Raises ApiError."""
         if not inputs:
             return []
-        calls = answering.generations(self._service, [Prompt(text) for text in inputs], p, stream=False)
+        prompts = [PromptInput(text) for text in inputs]
+        generations = create_generations(self._service, req, prompts, parameters, stream=False)
         try:
-            finished = await answering.finish(self._service, req, calls)
+            finished = await run_generations(self._service, req, generations)
         except ApiError as error:
-            raise errors.collapsed(error) from error
-        each = len(finished) // len(inputs)
-        best = [max(finished[place : place + each], key=score) for place in range(0, len(finished), each)]
-        before = inputs if p.return_full_text else [""] * len(inputs)
-        return [(text + end.text).encode() for text, (_, end) in zip(before, best, strict=True)]
+            raise errors.without_cause(error) from error
+        best_of = len(finished) // len(inputs)
+        best = [max(finished[begin : begin + best_of], key=mean_logprob) for begin in range(0, len(finished), best_of)]
+        prefixes = inputs if parameters.return_full_text else [""] * len(inputs)
+        return [(prefix + end.text).encode() for prefix, (_, end) in zip(prefixes, best, strict=True)]
 
 
-def _text(given: InferenceInput) -> str:
-    """An input as text. Raises ApiError if it is none."""
+def _decode_input(given: InferenceInput) -> str:
+    """An input as text. Raises ApiError: 422 if it is not UTF-8."""
     try:
         return bytes(given.data).decode()
     except UnicodeDecodeError as error:
-        wrong = f"invalid utf-8 sequence of {error.end - error.start} bytes from index {error.start}"
-        raise errors.utf8(wrong) from None
+        reason = f"invalid utf-8 sequence of {error.end - error.start} bytes from index {error.start}"
+        raise errors.invalid_utf8(reason) from None
 
 
-def _answer(resp: Response, shape: msgspec.Struct) -> None:
+def _set_json(resp: Response, shape: msgspec.Struct) -> None:
     resp.content_type = "application/json"
     resp.data = msgspec.json.encode(shape)

@@ -4,175 +4,196 @@ from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, answering, render
-from tgi.api.answering import Finished, Prompt
-from tgi.api.calls import Generation
-from tgi.api.columns import Columns
+from tgi.api import request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.routes.info import Health
-from tgi.api.serde import Body
-from tgi.api.service import Service
+from tgi.api.generation import (
+    FinishedGeneration,
+    PromptInput,
+    create_generations,
+    run_generations,
+    set_result_headers,
+    stream_generations,
+)
+from tgi.api.json_body import JsonBody
+from tgi.api.requests import Generation
+from tgi.api.routes.info import HealthResource
+from tgi.api.service import Resource, Service
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters, GenerateRequest
-from tgi.kernel.messages import End
+from tgi.api.token_columns import TokenColumns, prefill_json, tokens_json, top_tokens_json
+from tgi.microkernel.protocol import End
 
 
 class NativeEvents:
-    """One event per token; the last one carries the whole text and, if asked for, the details."""
+    """Formats a stream: one event per token. The last one has the whole text and, if requested, the details."""
 
-    def __init__(self, call: Generation, details: bool, prompt: str) -> None:
-        self._call = call
+    def __init__(self, generation: Generation, details: bool, text_prefix: str) -> None:
+        self._generation = generation
         self._details = details
-        self._prompt = prompt  # put before the generated text
+        self._text_prefix = text_prefix  # the prompt, if it is part of the text
         self._index = 0
 
-    def tokens(self, place: int, columns: Columns, end: End | None) -> list[str]:
+    def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
+        """The events of some tokens."""
         first = self._index + 1
         self._index += len(columns.texts)
-        rendered = render.tokens(columns)
-        for at, tops in enumerate(columns.tops):
+        tokens = tokens_json(columns)
+        for position, tops in enumerate(columns.tops):
             if tops:
-                rendered[at] += f',"top_tokens":{render.top_tokens(tops)}'
+                tokens[position] += f',"top_tokens":{top_tokens_json(tops)}'
         events = [
-            f'data: {{"index":{index},"token":{token},"generated_text":null,"details":null}}\n\n'
-            for index, token in enumerate(rendered, first)
+            f'data: {{"index":{number},"token":{token},"generated_text":null,"details":null}}\n\n'
+            for number, token in enumerate(tokens, first)
         ]
         if end is not None:
-            text = quote(self._prompt + end.text)
-            details = self._stream_details(end) if self._details else "null"
+            text = quote(self._text_prefix + end.text)
+            details = self._details_json(end) if self._details else "null"
             open_end = '"generated_text":null,"details":null}\n\n'
             events[-1] = f'{events[-1].removesuffix(open_end)}"generated_text":{text},"details":{details}}}\n\n'
         return events
 
-    def failure(self, error: ApiError) -> str:
-        return f"data: {error.native().decode()}\n\n"
+    def failure_events(self, error: ApiError) -> str:
+        """The events of an error within the stream."""
+        return f"data: {error.native_body().decode()}\n\n"
 
-    def close(self) -> str:
+    def closing_events(self) -> str:
+        """Nothing: a native stream ends with its last token."""
         return ""
 
-    def _stream_details(self, end: End) -> str:
+    def _details_json(self, end: End) -> str:
+        generation = self._generation
         return (
-            f'{{"finish_reason":"{end.reason}","generated_tokens":{self._call.generated},'
-            f'"seed":{render.seed(self._call)},"input_length":{end.prompt_tokens}}}'
+            f'{{"finish_reason":"{end.reason}","generated_tokens":{generation.generated_count},'
+            f'"seed":{_seed_json(generation)},"input_length":{end.prompt_tokens}}}'
         )
 
 
-async def render_response(finished: list[Finished], details: bool, prompt: str) -> str:
-    """The JSON of a finished request: the best of its generations, and in its details the others."""
+async def response_json(finished: list[FinishedGeneration], details: bool, text_prefix: str) -> str:
+    """The response: the text of the first generation, and in its details the other ones of best_of."""
     (best, end), *others = finished
-    text = f'{{"generated_text":{quote(prompt + end.text)}'
+    text = f'{{"generated_text":{quote(text_prefix + end.text)}'
     if not details:
         return text + "}"
-    columns = best.take()
-    sequences = ",".join([await _sequence(other, prompt) for other in others])
+    columns = best.take_tokens()
+    sequences = ",".join([await _sequence_json(other, text_prefix) for other in others])
     best_of = f',"best_of_sequences":[{sequences}]' if others else ""
-    return f'{text},"details":{await _fields(best, end, columns)}{best_of}{_tops(columns)}}}}}'
+    return f'{text},"details":{await _details_start(best, end, columns)}{best_of}{_top_tokens_member(columns)}}}}}'
 
 
-async def _sequence(finished: Finished, prompt: str) -> str:
-    call, end = finished
-    columns = call.take()
-    fields = (await _fields(call, end, columns)).removeprefix("{")
-    return f'{{"generated_text":{quote(prompt + end.text)},{fields}{_tops(columns)}}}'
+async def _sequence_json(finished: FinishedGeneration, text_prefix: str) -> str:
+    generation, end = finished
+    columns = generation.take_tokens()
+    fields = (await _details_start(generation, end, columns)).removeprefix("{")
+    return f'{{"generated_text":{quote(text_prefix + end.text)},{fields}{_top_tokens_member(columns)}}}'
 
 
-async def _fields(call: Generation, end: End, columns: Columns) -> str:
-    """The beginning of an object that tells how a text was generated."""
+async def _details_start(generation: Generation, end: End, columns: TokenColumns) -> str:
+    """The object of details up to its tokens, without the closing brace."""
     return (
-        f'{{"finish_reason":"{end.reason}","generated_tokens":{call.generated},"seed":{render.seed(call)},'
-        f'"prefill":{await render.prefill(call.prompt)},"tokens":[{",".join(render.tokens(columns))}]'
+        f'{{"finish_reason":"{end.reason}","generated_tokens":{generation.generated_count},'
+        f'"seed":{_seed_json(generation)},"prefill":{await prefill_json(generation.prompt_columns)},'
+        f'"tokens":[{",".join(tokens_json(columns))}]'
     )
 
 
-def _tops(columns: Columns) -> str:
-    return f',"top_tokens":[{",".join(map(render.top_tokens, columns.tops))}]' if columns.tops else ""
+def _top_tokens_member(columns: TokenColumns) -> str:
+    return f',"top_tokens":[{",".join(map(top_tokens_json, columns.tops))}]' if columns.tops else ""
 
 
-def score(finished: Finished) -> float:
-    """Mean logprob of the generated tokens."""
-    logprobs = finished.call.fresh.logprobs
+def _seed_json(generation: Generation) -> str:
+    """The seed of a generation that samples; null for a greedy one."""
+    sampling = generation.message.sampling
+    return str(sampling.seed) if sampling.samples else "null"
+
+
+def mean_logprob(finished: FinishedGeneration) -> float:
+    """Mean logprob of the generated tokens: best_of returns the generation with the highest."""
+    logprobs = finished.generation.unread_tokens.logprobs
     return sum(logprobs) / max(1, len(logprobs))
 
 
-class _Native:
-    """What the three routes have in common."""
+class _NativeResource(Resource):
+    """What the three routes share. `with_prompt` makes the prompt a part of the text."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    async def _answer_whole(
+        self, req: Request, resp: Response, inputs: str, parameters: GenerateParameters, with_prompt: bool
+    ) -> str:
+        """Generates and sets the headers. Returns the JSON of the response."""
+        request_metrics.count_request(req)
+        prompt_top_n = 0 if parameters.decoder_input_details else None
+        generations = create_generations(
+            self._service, req, [PromptInput(inputs)], parameters, stream=False, prompt_top_n=prompt_top_n
+        )
+        finished = await run_generations(self._service, req, generations)
+        finished.sort(key=mean_logprob, reverse=True)  # stable: the first among equals
+        set_result_headers(self._service, resp, finished[:1])
+        details = bool(parameters.details or parameters.decoder_input_details)
+        return await response_json(finished, details, inputs if with_prompt else "")
 
-    async def _whole(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> str:
-        """Answers when all is there: the JSON, with the headers set."""
-        accounting.arrived()
-        prompt_tops = 0 if p.decoder_input_details else None
-        calls = answering.generations(self._service, [Prompt(inputs)], p, stream=False, prompt_tops=prompt_tops)
-        finished = await answering.finish(self._service, req, calls)
-        finished.sort(key=score, reverse=True)  # stable: the first among equals
-        answering.set_headers(self._service, resp, finished[:1])
-        details = bool(p.details or p.decoder_input_details)
-        return await render_response(finished, details, inputs if full_text else "")
-
-    async def _stream(self, req: Request, resp: Response, inputs: str, p: GenerateParameters, full_text: bool) -> None:
-        """Answers token by token."""
-        accounting.arrived()
-        calls = answering.generations(self._service, [Prompt(inputs)], p, stream=True)
-        events = NativeEvents(calls[0], bool(p.details), inputs if full_text else "")
-        await answering.stream(self._service, req, resp, calls, events)
+    async def _answer_stream(
+        self, req: Request, resp: Response, inputs: str, parameters: GenerateParameters, with_prompt: bool
+    ) -> None:
+        request_metrics.count_request(req)
+        generations = create_generations(self._service, req, [PromptInput(inputs)], parameters, stream=True)
+        formatter = NativeEvents(generations[0], bool(parameters.details), inputs if with_prompt else "")
+        await stream_generations(self._service, req, resp, generations, formatter)
 
 
-class GenerateResource(_Native):
+class GenerateResource(_NativeResource):
     """POST /generate."""
 
-    body = Body(GenerateRequest)
+    body = JsonBody(GenerateRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """One JSON object."""
-        request = await self._service.read(req, self.body)
-        p = request.effective
-        resp.text = await self._whole(req, resp, request.inputs, p, bool(p.return_full_text))
+        """Answers with one JSON object."""
+        request = await self._service.read_body(req, self.body)
+        parameters = request.effective
+        with_prompt = bool(parameters.return_full_text)
+        resp.text = await self._answer_whole(req, resp, request.inputs, parameters, with_prompt)
 
 
-class GenerateStreamResource(_Native):
+class GenerateStreamResource(_NativeResource):
     """POST /generate_stream."""
 
-    body = Body(GenerateRequest)
+    body = JsonBody(GenerateRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """A stream of events."""
-        request = await self._service.read(req, self.body)
-        p = request.effective
-        await self._stream(req, resp, request.inputs, p, bool(p.return_full_text))
+        """Answers with a stream of events."""
+        request = await self._service.read_body(req, self.body)
+        parameters = request.effective
+        await self._answer_stream(req, resp, request.inputs, parameters, bool(parameters.return_full_text))
 
 
-class CompatResource(_Native):
-    """POST /: an array of one, or a stream; the prompt comes back with the text, unless the request says no or the
-    model is known to be for something else."""
+class CompatResource(_NativeResource):
+    """POST /: an array of one object, or a stream. Unless the request sets `return_full_text`, the prompt is part of
+    the text if the model's pipeline tag is text-generation or unknown."""
 
-    body = Body(CompatGenerateRequest)
+    body = JsonBody(CompatGenerateRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """What the body's `stream` asks for."""
-        await self.answer(await self._service.read(req, self.body), req, resp)
+        """Answers as the body's `stream` says."""
+        await self.answer(await self._service.read_body(req, self.body), req, resp)
 
     async def answer(self, request: CompatGenerateRequest, req: Request, resp: Response) -> None:
-        """The same for a body that has been read."""
-        p = request.effective
-        full_text = p.return_full_text
-        if full_text is None:
-            full_text = self._service.settings.model_pipeline_tag in (None, "text-generation")
+        """Answers a decoded request."""
+        parameters = request.effective
+        with_prompt = parameters.return_full_text
+        if with_prompt is None:
+            with_prompt = self._service.settings.model_pipeline_tag in (None, "text-generation")
         if request.stream:
-            await self._stream(req, resp, request.inputs, p, full_text)
+            await self._answer_stream(req, resp, request.inputs, parameters, with_prompt)
         else:
-            resp.text = f"[{await self._whole(req, resp, request.inputs, p, full_text)}]"
+            resp.text = f"[{await self._answer_whole(req, resp, request.inputs, parameters, with_prompt)}]"
 
 
 class RootResource(CompatResource):
-    """POST / as above. GET /: health."""
+    """POST / as above, and GET /, a health check."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._health = Health(service)
+        self._health = HealthResource(service)
 
     async def on_get(self, req: Request, resp: Response) -> None:
         """As GET /health."""
         await self._health.on_get(req, resp)
 
-    on_head = on_get  # falcon leaves the body out
+    on_head = on_get  # falcon omits the body

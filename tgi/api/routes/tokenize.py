@@ -1,88 +1,79 @@
-"""POST /tokenize and /chat_tokenize: the ids of a text or a chat, with the place of each."""
+"""POST /tokenize and /chat_tokenize: the token ids of a text or a chat, with the position of each token."""
 
-import asyncio
 from collections.abc import Iterator
-from itertools import islice
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, errors
-from tgi.api.calls import Bell, Encoding
-from tgi.api.openai import chat_prompt
-from tgi.api.serde import Body
-from tgi.api.service import Service
+from tgi.api import errors, request_metrics
+from tgi.api.chat_prompt import ToolSelection, chat_prompt_json
+from tgi.api.json_body import JsonBody
+from tgi.api.requests import TokenizationRequest, WakeEvent
+from tgi.api.service import Resource
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.native import TokenizeRequest
-from tgi.api.tools import Offer
-from tgi.kernel.messages import Reason, Tokenized
-from tgi.kernel.pack import ints
-
-# So many items are written before other requests have their turn: a body may hold a million tokens.
-TURN = 4096
+from tgi.api.token_columns import join_in_turns
+from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.protocol import FinishReason, Tokenized
 
 
-class _Tokenize:
-    """What both routes have in common."""
+class _TokenizationResource(Resource):
+    """What both routes share."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def _encode(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
-        """What the tokenizer says. Raises ApiError if it cannot read the text, or the template not the chat."""
-        if not self._service.router.was_ready:
+    async def _tokenize(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
+        """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has
+        passed."""
+        if not self._service.router.probe_passed:
             raise errors.unhealthy(self._service.router.stage)
-        call = Encoding(Bell(), inputs, add_special_tokens, chat)
-        await self._service.finish([call], req)
-        assert call.result is not None
-        if call.result.error:
-            kind = errors.template if call.result.reason == Reason.TEMPLATE else errors.validation
-            raise kind(call.result.error)
-        return call.result
+        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat)
+        await self._service.run_requests([request], req)
+        assert request.result is not None
+        if request.result.error:
+            error = errors.template_error if request.result.reason == FinishReason.TEMPLATE else errors.validation_error
+            raise error(request.result.error)
+        return request.result
 
 
-class TokenizeResource(_Tokenize):
+class TokenizeResource(_TokenizationResource):
     """POST /tokenize."""
 
-    body = Body(TokenizeRequest)
+    body = JsonBody(TokenizeRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """An array of {id, text, start, stop, special}."""
-        request = await self._service.read(req, self.body)
-        encoded = await self._encode(req, request.inputs, request.add_special_tokens is not False)
+        """Answers with an array of {id, text, start, stop, special}."""
+        request = await self._service.read_body(req, self.body)
+        tokenized = await self._tokenize(req, request.inputs, request.add_special_tokens is not False)
         resp.content_type = "application/json"
-        resp.text = f"[{await _rendered(request.inputs, encoded)}]"
+        resp.text = f"[{await join_in_turns(token_items(request.inputs, tokenized))}]"
 
 
-class ChatTokenizeResource(_Tokenize):
+class ChatTokenizeResource(_TokenizationResource):
     """POST /chat_tokenize."""
 
-    body = Body(ChatRequest)
+    body = JsonBody(ChatRequest)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """The same array, and the text that the template has made of the chat."""
-        request = await self._service.read(req, self.body)
-        accounting.arrived()
-        encoded = await self._encode(req, "", False, chat_prompt(request, Offer.of(request)))
-        items = await _rendered(encoded.text, encoded)
+        """Answers with the same array, and with the text that the template makes of the chat."""
+        request = await self._service.read_body(req, self.body)
+        request_metrics.count_request(req)
+        chat = chat_prompt_json(request, ToolSelection.from_request(request))
+        tokenized = await self._tokenize(req, "", False, chat)
+        items = await join_in_turns(token_items(tokenized.text, tokenized))
         resp.content_type = "application/json"
-        resp.text = f'{{"tokenize_response":[{items}],"templated_text":{quote(encoded.text)}}}'
+        resp.text = f'{{"tokenize_response":[{items}],"templated_text":{quote(tokenized.text)}}}'
 
 
-async def _rendered(inputs: str, encoded: Tokenized) -> str:
-    """All items, with commas between them."""
-    items = render_items(inputs, encoded)
-    parts = []
-    while part := ",".join(islice(items, TURN)):
-        parts.append(part)
-        await asyncio.sleep(0)
-    return ",".join(parts)
-
-
-def render_items(inputs: str, encoded: Tokenized) -> Iterator[str]:
-    """The JSON of each token; its text is the slice of the UTF-8 bytes of `inputs`, U+FFFD for half characters."""
+def token_items(inputs: str, tokenized: Tokenized) -> Iterator[str]:
+    """The JSON of each token. Its text is a slice of the UTF-8 bytes of `inputs`, with U+FFFD for partial
+    characters."""
     source = inputs.encode()
-    columns = zip(ints(encoded.ids), ints(encoded.starts), ints(encoded.stops), encoded.special, strict=True)
+    columns = zip(
+        unpack_int32(tokenized.token_ids),
+        unpack_int32(tokenized.byte_starts),
+        unpack_int32(tokenized.byte_stops),
+        tokenized.special,
+        strict=True,
+    )
     for token, start, stop, special in columns:
         text = quote(source[start:stop].decode(errors="replace"))
         flag = "true" if special else "false"

@@ -3,55 +3,54 @@
 import msgspec
 from falcon.asgi import Request, Response
 
-from tgi.api import accounting, answering, errors
-from tgi.api.answering import Prompt
-from tgi.api.calls import Generation
+from tgi.api import errors, request_metrics
 from tgi.api.errors import ApiError
-from tgi.api.routes import chat
-from tgi.api.serde import Body, Untagged
-from tgi.api.service import Service
+from tgi.api.generation import PromptInput, acquire_permits, create_generations, run_generations
+from tgi.api.json_body import JsonBody, UntaggedJsonBody
+from tgi.api.requests import Generation
+from tgi.api.routes.chat import ChatResource, create_chat_generations
+from tgi.api.service import Resource
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.cloud import GenerateVertexInstance, VertexRequest, VertexResponse
 from tgi.api.shapes.native import GenerateParameters
 
 
-class VertexResource:
-    """POST /vertex, and the route that AIP_PREDICT_ROUTE names."""
+class VertexResource(Resource):
+    """POST /vertex, and the path that AIP_PREDICT_ROUTE names."""
 
-    body = Body(VertexRequest)
-    instance = Untagged("VertexInstance", Body(GenerateVertexInstance), chat.ChatResource.body)
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    body = JsonBody(VertexRequest)
+    instance_body = UntaggedJsonBody("VertexInstance", JsonBody(GenerateVertexInstance), ChatResource.body)
 
     async def on_post(self, req: Request, resp: Response) -> None:
-        """The texts, in the order of the instances."""
-        request = await self._service.read(req, self.body)
+        """Answers with the texts, in the order of the instances."""
+        request = await self._service.read_body(req, self.body)
         instances = [
-            self.instance.decode(bytes(raw), f"instances[{place}]") for place, raw in enumerate(request.instances)
+            self.instance_body.decode(bytes(raw), f"instances[{index}]") for index, raw in enumerate(request.instances)
         ]
-        accounting.arrived()
+        request_metrics.count_request(req)
         if not instances:
             raise errors.no_instances()
-        answering.admit(self._service, len(instances))
-        calls = [self._generation(instance) for instance in instances]
-        for call in calls:
-            call.bell = calls[0].bell  # one task waits for all
+        acquire_permits(self._service, len(instances))  # all or none
+        generations = [self._create_generation(req, instance) for instance in instances]
+        for generation in generations:
+            generation.wake_event = generations[0].wake_event  # one task waits for all
         try:
-            finished = await answering.finish(self._service, req, calls)
+            finished = await run_generations(self._service, req, generations)
         except ApiError as error:
-            raise errors.collapsed(error) from error
+            raise errors.without_cause(error) from error
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(VertexResponse([end.text for _, end in finished]))
 
-    def _generation(self, instance: GenerateVertexInstance | ChatRequest) -> Generation:
-        """The one generation of an instance. Raises ApiError if it may not be computed."""
+    def _create_generation(self, req: Request, instance: GenerateVertexInstance | ChatRequest) -> Generation:
+        """The only generation of an instance. Raises ApiError as create_generations."""
         if isinstance(instance, ChatRequest):
-            (call,) = chat.generations(self._service, msgspec.structs.replace(instance, stream=False, n=None))
-            return call
+            chat = msgspec.structs.replace(instance, stream=False, n=None)
+            (generation,) = create_chat_generations(self._service, req, chat)
+            return generation
         given = instance.parameters or GenerateParameters()
-        p = GenerateParameters(
-            do_sample=True, max_new_tokens=given.max_new_tokens, seed=given.seed, adapter_id=given.adapter_id
+        parameters = GenerateParameters.with_sampling(
+            max_new_tokens=given.max_new_tokens, seed=given.seed, adapter_id=given.adapter_id
         )
-        (call,) = answering.generations(self._service, [Prompt(instance.inputs)], p, stream=False)
-        return call
+        prompts = [PromptInput(instance.inputs)]
+        (generation,) = create_generations(self._service, req, prompts, parameters, stream=False)
+        return generation

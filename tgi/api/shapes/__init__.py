@@ -1,4 +1,11 @@
-"""Request and response types: the single truth for what a body may look like, in JSON names and in order.
+"""Request and response types. Decoding, error messages and the OpenAPI document are derived from them.
 
-A field of a request that may be absent may also be null.
+The docstrings of types and the `doc` of fields are the descriptions in the OpenAPI document. An optional field of a
+request may be null. Read first: native.py, then openai.py.
+
+- types: numbers with ranges, metadata, and checks that several types share
+- parameters: the fields of sampling parameters, made from the table in microkernel/sampling_params.py
+- native, native_responses: requests and responses of TGI's routes
+- openai: the fields that chats and completions share; chat, completions: the rest of them; openai_responses: responses
+- adapters, info, cloud (SageMaker and Vertex AI), kserve: types of the other routes
 """

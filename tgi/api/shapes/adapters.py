@@ -1,10 +1,10 @@
-"""The routes that load and unload adapters: what they take and answer."""
+"""Requests and responses of the routes that load and unload adapters."""
 
 from typing import Annotated, Literal
 
 from msgspec import Struct
 
-from tgi.api.shapes.types import Answer, doc
+from tgi.api.shapes.types import ResponseBody, doc
 
 LoraName = Annotated[
     str, doc("What requests call the adapter: as `adapter_id`, or as `model` on OpenAI's routes", example="poems")
@@ -26,7 +26,7 @@ class UnloadLoraAdapterRequest(Struct):
     lora_name: LoraName
 
 
-class ModelDeleted(Answer):
+class ModelDeleted(ResponseBody):
     """An adapter that can be asked for no more."""
 
     id: Annotated[str, doc(example="poems")]

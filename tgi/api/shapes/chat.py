@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /chat_tokenize: what they take."""
+"""The request of POST /v1/chat/completions and /chat_tokenize."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -59,7 +59,7 @@ class ToolCall(Struct):
     function: FunctionDefinition
 
     def __post_init__(self) -> None:
-        """A call has arguments. Raises ShapeError."""
+        """Raises ShapeError for a call without arguments."""
         if self.function.arguments is UNSET and self.function.parameters is UNSET:
             raise ShapeError("missing field `arguments`", "function")
 
@@ -75,7 +75,7 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: str | None = None
 
     def __post_init__(self) -> None:
-        """There is a text or a call. Raises ShapeError."""
+        """Raises ShapeError for a message without text and calls."""
         if self.content is None and self.tool_calls is None:
             raise ShapeError("data did not match any variant of untagged enum MessageBody")
 
@@ -108,7 +108,7 @@ class ToolChoiceObject(Struct):
     allowed_tools: AllowedTools | None = None
 
     def __post_init__(self) -> None:
-        """It has what its type says. Raises ShapeError."""
+        """Raises ShapeError if the member that belongs to the type is missing."""
         if getattr(self, self.type) is None:
             raise ShapeError(f"missing field `{self.type}`")
 
@@ -174,7 +174,7 @@ class ChatRequest(OpenAiRequest):
             "dictionary of argument name and its value}.Do not use variables.",
         ),
     ] = None
-    # Not TGI's, but what clients of other servers send
+    # Fields that TGI lacks, of other servers
     add_generation_prompt: Annotated[
         bool | None, doc("Whether the prompt ends with what begins the assistant's turn")
     ] = None
@@ -193,11 +193,11 @@ class ChatRequest(OpenAiRequest):
 
     @property
     def names(self) -> dict[str, str]:
+        """The request's own names of parameters, for `param` of errors."""
         return super().names | {"top_n_tokens": "top_logprobs"}
 
     def chat(self, tools: Sequence[Tool], must_call: bool) -> bytes:
-        """What the tokenizer makes the prompt of, as JSON (its keys: tokenizer/chat.py), with the tools that may be
-        called."""
+        """The chat as JSON for the tokenizer (keys: tokenizer/chat.py). `tools` are those that may be called."""
         names = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs"]
         chat: dict[str, Any] = {"messages": self.messages}
         if tools:

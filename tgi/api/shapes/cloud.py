@@ -1,4 +1,4 @@
-"""POST /invocations (SageMaker) and /vertex: what they take and answer with."""
+"""Requests and responses of POST /invocations (SageMaker) and /vertex."""
 
 from typing import Annotated, Any
 
@@ -7,9 +7,9 @@ from msgspec import Raw, Struct
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.shapes.native import CompatGenerateRequest, GenerateParameters
-from tgi.api.shapes.native_answers import GenerateResponse, StreamResponse
-from tgi.api.shapes.openai_answers import ChatCompletion, ChatCompletionChunk, Chunk, CompletionFinal
-from tgi.api.shapes.types import Answer, any_of, doc, ref
+from tgi.api.shapes.native_responses import GenerateResponse, StreamResponse
+from tgi.api.shapes.openai_responses import ChatCompletion, ChatCompletionChunk, Chunk, CompletionFinal
+from tgi.api.shapes.types import ResponseBody, any_of, doc, ref
 
 SagemakerRequest = Annotated[Any, any_of("SagemakerRequest", CompatGenerateRequest, ChatRequest, CompletionRequest)]
 SagemakerResponse = Annotated[
@@ -43,7 +43,7 @@ class VertexRequest(Struct):
     instances: Annotated[list[VertexInstance], doc(minItems=1)]
 
 
-class VertexResponse(Answer):
+class VertexResponse(ResponseBody):
     """The generated texts, in the order of the instances."""
 
     predictions: list[str]

@@ -1,4 +1,4 @@
-"""POST /v1/completions: what it takes."""
+"""The request of POST /v1/completions."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 from tgi.api.shapes.openai import OpenAiRequest
 from tgi.api.shapes.types import Int32, ShapeError, UInt32, doc
 
-# A list has members of one kind. msgspec takes no more than one list in a union: __post_init__ holds that.
+# msgspec allows only one list type in a union; __post_init__ checks that the items of a list have one type.
 Prompt = Annotated[
     str | Annotated[list[str | Int32 | list[Int32]], doc(minItems=1)],
     Meta(title="Prompt", extra={"untagged": "PromptDeserializer"}),
@@ -33,7 +33,7 @@ class CompletionRequest(OpenAiRequest, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, doc("Whether the tokenizer adds special tokens to a text; true if absent")
     ] = None
-    # OpenAI's; TGI ignores them
+    # OpenAI's fields that TGI ignores
     best_of: Annotated[
         UInt32 | None, doc("Generate so many completions of each prompt and return the likeliest `n`.", example=2)
     ] = None
@@ -52,6 +52,7 @@ class CompletionRequest(OpenAiRequest, kw_only=True):
 
     @property
     def names(self) -> dict[str, str]:
+        """The request's own names of parameters, for `param` of errors."""
         return super().names | {"top_n_tokens": "logprobs", "inputs": "prompt"}
 
     @property

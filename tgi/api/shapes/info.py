@@ -1,11 +1,11 @@
-"""Answers of the routes that tell about the server: /info and /v1/models."""
+"""Responses of /info and /v1/models."""
 
 from typing import Annotated, Literal
 
-from tgi.api.shapes.types import Answer, Size, doc
+from tgi.api.shapes.types import ResponseBody, Size, doc
 
 
-class Info(Answer, kw_only=True):
+class Info(ResponseBody, kw_only=True):
     """The model and the measured limits: the keys of TGI 3.3.6, those that only 1.4.2 had, then this server's own."""
 
     model_id: Annotated[str, doc("Model info", example="bigscience/blomm-560m")]
@@ -39,7 +39,7 @@ class Info(Answer, kw_only=True):
     ]
 
 
-class ModelInfo(Answer):
+class ModelInfo(ResponseBody):
     """A model, or an adapter of one."""
 
     id: Annotated[str, doc(example="gpt2")]
@@ -48,7 +48,7 @@ class ModelInfo(Answer):
     owned_by: Annotated[str, doc(example="openai")]
 
 
-class ModelList(Answer):
+class ModelList(ResponseBody):
     """What is served."""
 
     object: Literal["list"]

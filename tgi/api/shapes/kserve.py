@@ -1,16 +1,16 @@
-"""The KServe v2 routes: what they take and answer with. Texts travel as lists of bytes."""
+"""Requests and responses of the KServe v2 routes. Texts are lists of UTF-8 bytes."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from tgi.api.shapes.native import GenerateParameters
-from tgi.api.shapes.types import Answer, Size, doc
+from tgi.api.shapes.types import ResponseBody, Size, doc
 
 Byte = Annotated[int, Meta(ge=0, le=255, extra={"expected": "u8"})]
 
 
-class ServerMetadata(Answer):
+class ServerMetadata(ResponseBody):
     """Who answers, and what it can do besides inference."""
 
     name: Annotated[str, doc(example="text-generation-inference")]
@@ -18,7 +18,7 @@ class ServerMetadata(Answer):
     extensions: list[str]
 
 
-class ModelMetadata(Answer):
+class ModelMetadata(ResponseBody):
     """The model under the name and version that it was asked for."""
 
     name: str
@@ -26,7 +26,7 @@ class ModelMetadata(Answer):
     extensions: list[str]
 
 
-class Live(Answer):
+class Live(ResponseBody):
     """The process answers; /health says whether it can compute."""
 
     live: Literal[True]
@@ -56,7 +56,7 @@ class InferenceRequest(Struct, kw_only=True):
     outputs: list[RequestedOutput]
 
 
-class InferenceOutput(Answer):
+class InferenceOutput(ResponseBody):
     """A generated text."""
 
     name: str
@@ -65,7 +65,7 @@ class InferenceOutput(Answer):
     data: Annotated[list[Byte], doc("The text in UTF-8")]
 
 
-class InferenceResponse(Answer):
+class InferenceResponse(ResponseBody):
     """The generated texts."""
 
     id: str

@@ -1,11 +1,11 @@
-"""TGI's own routes: what /generate, /generate_stream, / and /tokenize take."""
+"""Requests of TGI's own routes: /generate, /generate_stream, / and /tokenize."""
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Struct
 
-from tgi.api import float32
-from tgi.api.shapes.types import Float32, Int32, ShapeError, Size, UInt32, UInt64, check_seed, doc, stop_strings
+from tgi.api.shapes.parameters import NativeSamplingFields
+from tgi.api.shapes.types import ShapeError, Size, UInt32, UInt64, check_seed, doc, stop_strings
 
 GrammarKind = Literal["json", "json_object", "regex", "json_schema", "text", "choice", "grammar"]
 
@@ -19,7 +19,7 @@ class GrammarType(Struct):
     json_schema: Any = None
 
     def __post_init__(self) -> None:
-        """Each type has what it needs. Raises ShapeError."""
+        """Raises ShapeError if a type lacks its value or has one of another type."""
         if self.type in ("json", "regex", "choice", "grammar") and self.value is None:
             raise ShapeError("missing field `value`")
         if self.type in ("regex", "grammar") and not isinstance(self.value, str):
@@ -48,61 +48,11 @@ class JsonSchemaConfig(Struct):
     name: Annotated[str | None, doc("Optional name identifier for the schema")] = None
 
 
-class GenerateParameters(Struct, kw_only=True):
+class GenerateParameters(NativeSamplingFields, kw_only=True):
     """How to generate. A field that is null counts as absent."""
 
     best_of: Annotated[
         Size | None, doc("Generate best_of sequences and return the one if the highest token logprobs.", example=1)
-    ] = None
-    temperature: Annotated[
-        Float32 | None,
-        doc("The value used to module the logits distribution.", example=0.5, exclusiveMinimum=0),
-    ] = None
-    repetition_penalty: Annotated[
-        Float32 | None,
-        doc(
-            "The parameter for repetition penalty. 1.0 means no penalty.\n"
-            "See [this paper](https://arxiv.org/pdf/1909.05858.pdf) for more details.",
-            example=1.03,
-            exclusiveMinimum=0,
-        ),
-    ] = None
-    frequency_penalty: Annotated[
-        Float32 | None,
-        doc(
-            "The parameter for frequency penalty. 0.0 means no penalty\n"
-            "Penalize new tokens based on their existing frequency in the text so far,\n"
-            "decreasing the model's likelihood to repeat the same line verbatim.",
-            example=0.1,
-            minimum=-2,
-            maximum=2,
-        ),
-    ] = None
-    top_k: Annotated[
-        Int32 | None,
-        doc(
-            "The number of highest probability vocabulary tokens to keep for top-k-filtering.",
-            example=10,
-            exclusiveMinimum=0,
-        ),
-    ] = None
-    top_p: Annotated[
-        Float32 | None,
-        doc("Top-p value for nucleus sampling. 1.0 means off.", example=0.95, exclusiveMinimum=0, maximum=1),
-    ] = None
-    typical_p: Annotated[
-        Float32 | None,
-        doc(
-            "Typical Decoding mass. 1.0 means off.\nSee [Typical Decoding for Natural Language Generation]"
-            "(https://arxiv.org/abs/2202.00666) for more information.",
-            example=0.95,
-            exclusiveMinimum=0,
-            maximum=1,
-        ),
-    ] = None
-    do_sample: Annotated[
-        bool | None,
-        doc("Activate logits sampling. True where a request has no `parameters` at all.", example=True),
     ] = None
     max_new_tokens: Annotated[
         UInt32 | None,
@@ -118,47 +68,25 @@ class GenerateParameters(Struct, kw_only=True):
     truncate: Annotated[
         Size | None, doc("Truncate inputs tokens to the given size: the last ones stay.", minimum=1)
     ] = None
-    watermark: Annotated[
-        bool | None,
-        doc(
-            "Watermarking with [A Watermark for Large Language Models](https://arxiv.org/abs/2301.10226).", example=True
-        ),
-    ] = None
     details: Annotated[bool | None, doc("Whether to return generation details.")] = None
     decoder_input_details: Annotated[bool | None, doc("Whether to return decoder input token logprobs and ids.")] = None
     seed: Annotated[UInt64 | None, doc("Random sampling seed.", example=42)] = None
-    top_n_tokens: Annotated[
-        UInt32 | None,
-        doc("The number of highest probability vocabulary tokens to keep for top-n-filtering.", example=5),
-    ] = None
     grammar: Annotated[GrammarType | None, doc("What the generated text must match.")] = None
     adapter_id: Annotated[str | None, doc("Lora adapter id")] = None
-    # Not TGI's: transformers and other servers have them
-    min_p: Annotated[
-        Float32 | None,
-        doc(
-            "Tokens whose probability is below this share of the largest one are not drawn. 0 means off.",
-            example=0.05,
-            minimum=0,
-            maximum=1,
-        ),
-    ] = None
-    min_new_tokens: Annotated[
-        UInt32 | None,
-        doc("Minimum number of tokens to generate: before that no token ends the text, and no stop string.", example=5),
-    ] = None
+    # Fields that TGI lacks, of transformers and other servers
     ignore_eos: Annotated[
         bool | None, doc("Go on where the model would end the text, until `max_new_tokens`.", example=False)
     ] = None
     ignore_eos_token: Annotated[bool | None, doc("TGI's inner name of `ignore_eos`.")] = None
 
     def __post_init__(self) -> None:
-        """Floats are rounded to float32 as on TGI's side, so that bounds and draws see the same number."""
+        """Raises ShapeError."""
         check_seed(self.seed)
-        for name in ("temperature", "repetition_penalty", "frequency_penalty", "top_p", "typical_p", "min_p"):
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, float32.rounded(value))
+
+    @classmethod
+    def with_sampling(cls, **fields: Any) -> "GenerateParameters":
+        """Parameters with these fields and `do_sample`."""
+        return cls(**fields | {"do_sample": True})
 
     @property
     def stops(self) -> list[str]:
@@ -167,7 +95,7 @@ class GenerateParameters(Struct, kw_only=True):
 
     @property
     def ignores_eos(self) -> bool:
-        """Under either name."""
+        """Whether `ignore_eos` is set, under either of its names."""
         return bool(self.ignore_eos or self.ignore_eos_token)
 
 
@@ -179,8 +107,8 @@ class GenerateRequest(Struct):
 
     @property
     def effective(self) -> GenerateParameters:
-        """The parameters that hold: a request without any samples."""
-        return GenerateParameters(do_sample=True) if self.parameters is None else self.parameters
+        """The parameters in effect: a request without `parameters` samples."""
+        return GenerateParameters.with_sampling() if self.parameters is None else self.parameters
 
 
 class CompatGenerateRequest(GenerateRequest):

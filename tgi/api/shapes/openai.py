@@ -1,13 +1,14 @@
-"""The fields that chats and completions share, with what the OpenAPI document says about each."""
+"""The fields that requests for chats and completions share."""
 
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from tgi.api.shapes.native import GrammarKind, GrammarType
-from tgi.api.shapes.types import Answer, Float32, Int32, ShapeError, UInt32, UInt64, check_seed, doc, stop_strings
+from tgi.api.shapes.parameters import NATIVE, OPENAI, OpenAiSamplingFields
+from tgi.api.shapes.types import Float32, Int32, ResponseBody, ShapeError, UInt32, UInt64, check_seed, doc, stop_strings
 
-# Limits on what makes each step of a request slower, or its messages larger.
+# Limits on fields that make each decode step of a request slower, or its messages larger.
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 4096
@@ -26,29 +27,6 @@ MaxTokens = Annotated[
         "The maximum number of tokens that can be generated; without it, until the context is full.",
         example=32,
         minimum=1,
-    ),
-]
-
-Temperature = Annotated[
-    Float32 | None,
-    doc(
-        "What sampling temperature to use, between 0 and 2. Higher values like 0.8 will make the output more random, "
-        "while lower values like 0.2 will make it more focused and deterministic. 0 always takes the likeliest "
-        "token.\n\nWe generally recommend altering this or `top_p` but not both.",
-        example=1.0,
-        minimum=0,
-    ),
-]
-
-TopP = Annotated[
-    Float32 | None,
-    doc(
-        "An alternative to sampling with temperature, called nucleus sampling, where the model considers the results "
-        "of the tokens with top_p probability mass. So 0.1 means only the tokens comprising the top 10% probability "
-        "mass are considered.",
-        example=0.95,
-        exclusiveMinimum=0,
-        maximum=1,
     ),
 ]
 
@@ -75,37 +53,6 @@ Stream = Annotated[
     ),
 ]
 
-FrequencyPenalty = Annotated[
-    Float32 | None,
-    doc(
-        "Number between -2.0 and 2.0. Positive values penalize new tokens based on their existing frequency in the "
-        "text so far, decreasing the model's likelihood to repeat the same line verbatim.",
-        example=1.0,
-        minimum=-2,
-        maximum=2,
-    ),
-]
-
-PresencePenalty = Annotated[
-    Float32 | None,
-    doc(
-        "Number between -2.0 and 2.0. Positive values penalize new tokens based on whether they appear in the text so"
-        " far, increasing the model's likelihood to talk about new topics.",
-        example=0.1,
-        minimum=-2,
-        maximum=2,
-    ),
-]
-
-RepetitionPenalty = Annotated[
-    Float32 | None,
-    doc(
-        "1.0 means no penalty; see [this paper](https://arxiv.org/pdf/1909.05858.pdf) for more details.",
-        example=1.03,
-        exclusiveMinimum=0,
-    ),
-]
-
 LogitBias = Annotated[
     list[Float32] | dict[str, Float32] | None,
     doc(
@@ -116,36 +63,6 @@ LogitBias = Annotated[
         " like -100 or 100 should result in a ban or exclusive selection of the relevant token. At most 1024 tokens "
         "may have one. An array is accepted and has no effect.",
         example={"42": -100.0},
-    ),
-]
-
-TopK = Annotated[
-    Int32 | None,
-    doc(
-        "Draw from this many of the likeliest tokens; 0 and -1 mean off.",
-        example=10,
-        minimum=-1,
-    ),
-]
-
-TypicalP = Annotated[
-    Float32 | None,
-    doc(
-        "Typical decoding mass, see [Typical Decoding for Natural Language "
-        "Generation](https://arxiv.org/abs/2202.00666). 1.0 means off.",
-        example=0.95,
-        exclusiveMinimum=0,
-        maximum=1,
-    ),
-]
-
-MinP = Annotated[
-    Float32 | None,
-    doc(
-        "Draw from tokens whose probability is at least this share of the largest one; 0 means off.",
-        example=0.05,
-        minimum=0,
-        maximum=1,
     ),
 ]
 
@@ -176,14 +93,6 @@ IncludeStop = Annotated[
 SkipSpecialTokens = Annotated[
     bool | None,
     doc("Whether special tokens are left out of the text; true if absent."),
-]
-
-MinTokens = Annotated[
-    UInt32 | None,
-    doc(
-        "The minimum number of tokens to generate: before that no token ends the text, and no stop string.",
-        example=5,
-    ),
 ]
 
 IgnoreEos = Annotated[
@@ -237,14 +146,19 @@ Ebnf = Annotated[
 ]
 JsonObject = Annotated[bool | None, doc("Whether the text must be a JSON object.")]
 
-# The fields that say what a text must match besides `response_format`, and the `GrammarType` that each stands for.
+# The fields besides `response_format` that constrain the text, and the type of `GrammarType` that each stands for.
 STRUCTURED: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar", "json_object")
 SGLANG: dict[str, GrammarKind] = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 GUIDED = {f"guided_{kind}": kind for kind in STRUCTURED} | SGLANG
 
+# TGI's name -> OpenAI's name, of the sampling parameters whose names differ.
+_RENAMED = {
+    field.name: OPENAI[own].name for own, field in NATIVE.items() if own in OPENAI and OPENAI[own].name != field.name
+}
+
 
 def check_choice(choice: list[str] | None, field: str) -> None:
-    """Raises ShapeError if there is nothing to choose."""
+    """Raises ShapeError for an empty list of choices."""
     if choice == []:
         raise ShapeError("invalid length 0, expected one choice or more", field)
 
@@ -270,36 +184,27 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
         check_choice(self.choice, "choice")
 
 
-class OpenAiRequest(Struct, kw_only=True):
+class OpenAiRequest(OpenAiSamplingFields, kw_only=True):
     """What both requests have, all of it optional."""
 
     model: Model = None
     max_tokens: MaxTokens = None
     max_completion_tokens: Annotated[UInt32 | None, doc("The newer name of `max_tokens`.", minimum=1)] = None
-    temperature: Temperature = None
-    top_p: TopP = None
     seed: Seed = None
     stop: Stop = None
     stream: Stream = None
     stream_options: StreamOptions | None = None
-    frequency_penalty: FrequencyPenalty = None
-    presence_penalty: PresencePenalty = None
     logit_bias: LogitBias = None
     n: N = None
     response_format: GrammarType | None = None
-    # Not TGI's, but what clients of other servers send
-    repetition_penalty: RepetitionPenalty = None
-    top_k: TopK = None
-    typical_p: TypicalP = None
-    min_tokens: MinTokens = None
+    # Fields that TGI lacks, of other servers
     ignore_eos: IgnoreEos = None
-    min_p: MinP = None
     stop_token_ids: StopTokenIds = None
     bad_words: BadWords = None
     include_stop_str_in_output: IncludeStop = None
     skip_special_tokens: SkipSpecialTokens = None
     truncate_prompt_tokens: TruncatePromptTokens = None
-    # What the text must match, as vLLM and SGLang name it
+    # What the text must match, under the names of vLLM and SGLang
     structured_outputs: StructuredOutputs | None = None
     guided_json: Json = None
     guided_regex: Regex = None
@@ -317,41 +222,41 @@ class OpenAiRequest(Struct, kw_only=True):
 
     @property
     def structured(self) -> StructuredOutputs:
-        """vLLM's object, empty if it is not given."""
+        """`structured_outputs`, or an empty object."""
         return self.structured_outputs or StructuredOutputs()
 
     @property
     def constraints(self) -> dict[str, GrammarType]:
-        """What the text must match, by the field that says so. A request may have one of them."""
-        asked = [(name, kind, getattr(self, name)) for name, kind in GUIDED.items()]
-        asked += [(f"structured_outputs.{kind}", kind, getattr(self.structured, kind)) for kind in STRUCTURED]
+        """What the text must match, by the name of the field. OPENAI_RULES reject more than one."""
+        fields = [(name, kind, getattr(self, name)) for name, kind in GUIDED.items()]
+        fields += [(f"structured_outputs.{kind}", kind, getattr(self.structured, kind)) for kind in STRUCTURED]
         form = self.response_format
         return ({} if form is None or form.type == "text" else {"response_format": form}) | {
             name: GrammarType(kind, None if kind == "json_object" else value)
-            for name, kind, value in asked
+            for name, kind, value in fields
             if value is not None and value is not False
         }
 
     @property
     def constraint_names(self) -> str:
-        """Their fields, for a message."""
+        """The names of these fields, for an error message."""
         return ", ".join(f"`{name}`" for name in self.constraints)
 
     @property
     def names(self) -> dict[str, str]:
-        """The names here of TGI's parameters that have another one there."""
+        """TGI's name -> the name in this request, of the parameters whose names differ."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         grammar = next(iter(self.constraints), "response_format")
         return {
             "max_new_tokens": limit,
-            "min_new_tokens": "min_tokens",
             "grammar": grammar,
             "truncate": "truncate_prompt_tokens",
+            **_RENAMED,
         }
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The limit, under either name."""
+        """The value of `max_tokens` or `max_completion_tokens`."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
@@ -361,7 +266,7 @@ class OpenAiRequest(Struct, kw_only=True):
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -369,8 +274,8 @@ Id = Annotated[str, doc("Unique, and the same in all chunks of an answer")]
 Created = Annotated[int, doc("Seconds since 1970", example=1706270835, format="int64", minimum=0)]
 
 
-class Stamped(Answer):
-    """What both answers and their chunks begin with (`Stamp` in api/openai.py writes it)."""
+class Stamped(ResponseBody):
+    """What both answers and their chunks begin with (`Stamp` in api/request_parameters.py writes it)."""
 
     id: Id
     created: Created

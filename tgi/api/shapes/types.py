@@ -1,11 +1,13 @@
-"""The building blocks of shapes: numbers with their ranges, what shape errors call a thing, and what the OpenAPI
-document says about it.
+"""The building blocks of request and response types: numbers with their ranges, and metadata for errors and OpenAPI.
 
-In a type's metadata, `expected` is the name that a shape error gives it (that of TGI's Rust field). `untagged` marks a
-choice between forms: an error anywhere inside it names that enum and not the place, since no form is the one that was
-meant; with `owner` the error is the enclosing object's.
+Keys of a type's metadata (`Meta.extra`), which json_body.py reads for error messages:
 
-A `title` gives a type that is no Struct its name in the document.
+- `expected`: the name of the type in messages, that of TGI's Rust type.
+- `untagged`: the type is a choice between several forms. An error inside of it names this Rust enum and not the member,
+  because none of the forms fits.
+- `owner`: with `untagged`, the error is located at the enclosing object.
+
+`Meta.title` is the name in the OpenAPI document of a type that is not a Struct.
 """
 
 from typing import Annotated, Any
@@ -14,9 +16,9 @@ from msgspec import Meta, Struct
 
 FLOAT32_MAX = 3.4028234663852886e38
 
-# The document's formats are TGI's: int32 stands for both kinds of 32-bit integers.
+# Formats in the OpenAPI document are TGI's, where int32 also stands for unsigned 32-bit integers.
 _INT32 = {"format": "int32"}
-# msgspec's own bounds end at 2**63 - 1: check_seed holds this one.
+# The bounds of msgspec end at 2**63 - 1; check_seed checks the larger seeds.
 _INT64 = {"format": "int64", "maximum": 2**64 - 1}
 
 Float32 = Annotated[
@@ -28,13 +30,15 @@ Size = Annotated[int, Meta(ge=0, le=2**63 - 1, extra={"expected": "usize"})]
 UInt64 = Annotated[int, Meta(ge=0, extra={"expected": "u64"}, extra_json_schema=_INT64)]
 
 
-class Answer(Struct, forbid_unknown_fields=True):
-    """What a route answers with: nothing more than the fields that are named."""
+class ResponseBody(Struct, forbid_unknown_fields=True):
+    """The base of response types. A response has no other fields than those of its type."""
 
 
 def doc(description: str | None = None, *, example: Any = None, **schema: Any) -> Meta:
-    """What the document says about a type or field. `schema` are JSON schema keywords that decoding does not look at:
-    bounds that the rules of validation.py hold, with messages of their own."""
+    """The description of a type or field in the OpenAPI document.
+
+    `schema` are JSON schema keywords that decoding ignores: bounds that validation.py checks, with TGI's messages.
+    """
     return Meta(
         description=description,
         examples=None if example is None else [example],
@@ -43,20 +47,21 @@ def doc(description: str | None = None, *, example: Any = None, **schema: Any) -
 
 
 def ref(name: str) -> dict[str, str]:
-    """The JSON schema that points to a shape of the document."""
+    """The JSON schema that refers to a component of the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def any_of(title: str, *shapes: type[Struct] | dict[str, Any]) -> Meta:
-    """The metadata of an `Any` that is one of several Structs (or JSON schemas) where no tag tells which: for the
-    document alone."""
+    """The metadata of an `Any` that is one of several Structs (or JSON schemas) without a tag. Decoding ignores it."""
     refs = [shape if isinstance(shape, dict) else ref(shape.__name__) for shape in shapes]
     return Meta(title=title, extra_json_schema={"anyOf": refs})
 
 
 class ShapeError(ValueError):
-    """Raised in __post_init__: the object has another shape than its fields' types can tell. The text is the reason
-    that the client reads; `field` is the field that it is about, if it is one."""
+    """Raised in __post_init__ for an error that the types of the fields do not express.
+
+    `reason` is for the client; `field` is the field that is wrong, "" for the object as a whole.
+    """
 
     def __init__(self, reason: str, field: str = "") -> None:
         super().__init__(reason)
@@ -65,7 +70,7 @@ class ShapeError(ValueError):
 
 
 def check_seed(seed: int | None) -> None:
-    """Raises ShapeError for a seed that is no uint64."""
+    """Raises ShapeError for a seed above the range of uint64."""
     if seed is not None and seed >= 2**64:
         raise ShapeError(f"invalid value: integer `{seed}`, expected u64", "seed")
 

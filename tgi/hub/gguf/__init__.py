@@ -1,1 +1,9 @@
-"""GGUF files: read with suspicion, turned into ordinary model directories by a child process that exits."""
+"""GGUF files: checked, and converted to model directories by a child process that exits.
+
+Read convert.py first: the child process.
+
+- reader: the header of a file, with every count and offset checked
+- architecture: metadata and tensor names in Hugging Face's terms
+- tokenizer: the tokenizer from the metadata
+- weights, block_types: tensors in bfloat16 or in their own bits
+"""

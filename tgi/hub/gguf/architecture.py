@@ -1,18 +1,16 @@
-"""What a GGUF file's metadata and tensor names mean in Hugging Face's terms."""
+"""Maps a GGUF file's metadata and tensor names to those of Hugging Face models."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tgi.hub.gguf.families import FAMILIES, MIXTRAL, Family
-from tgi.hub.gguf.metadata import Metadata
-from tgi.hub.gguf.reader import GGUF
-from tgi.kernel.errors import UserError
+from tgi.hub.gguf.reader import GGUFFile
+from tgi.microkernel.errors import UserError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1024
 
-# Keys that change what is computed start so; one that is not known is refused rather than passed over.
+# Prefixes of keys that change the computation: an unknown key with one of them is refused.
 HEEDED = (
     *("attention.", "rope.", "expert_", "embedding_scale", "residual_scale", "logit_scale"),
     *("attn_logit_softcapping", "final_logit_softcapping"),
@@ -25,14 +23,250 @@ KNOWN = {
     *(f"rope.scaling.{key}" for key in ("original_context_length", "finetuned")),
 }
 
-# Llama 3.1's rope scaling is stored as one divisor for each frequency. All published models of that family have these
-# bounds; the factor differs. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
+# Llama 3.1's rope scaling is stored as one divisor per frequency. All published models of the family have these
+# bounds and differ in the factor. (https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling)
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+class Metadata:
+    """Typed access to metadata. Raises UserError for a missing or invalid value."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+
+    def string(self, key: str) -> str:
+        """A required string."""
+        value = self.file.metadata.get(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, value, "a string")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 0."""
+        value = self.file.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(key, value, "a whole number")
+        return value
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self.integer(key, default)
+        if value == 0:
+            raise self.wrong(key, value, "a positive number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self.file.metadata.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.wrong(key, value, "a positive number")
+        return float(f"{value:.7g}")  # 1e-5 stored as float32 reads 9.999999747378752e-06
+
+    def wrong(self, key: str, value: Any, expected: str) -> UserError:
+        """The error for a missing or invalid value."""
+        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return UserError(f"{self.file.path}: the metadata key {key!r} {found}; {expected} was expected.")
+
+
+# Architectures as llama.cpp's convert_hf_to_gguf.py writes them, and as its model code reads what that omits.
+
+# Sizes: Q all query heads, K all key heads, S queries, keys and values, D one head; H hidden state; I MLP, 2I its two
+# joint matrices; E number of experts, M one expert.
+Block = tuple[str, str, tuple[str, ...]]  # name in the file, name in the result, shape
+
+_ATTENTION: tuple[Block, ...] = (
+    ("attn_q", "self_attn.q_proj", ("Q", "H")),
+    ("attn_k", "self_attn.k_proj", ("K", "H")),
+    ("attn_v", "self_attn.v_proj", ("K", "H")),
+    ("attn_output", "self_attn.o_proj", ("H", "Q")),
+)
+_MLP: tuple[Block, ...] = (
+    ("ffn_gate", "mlp.gate_proj", ("I", "H")),
+    ("ffn_up", "mlp.up_proj", ("I", "H")),
+    ("ffn_down", "mlp.down_proj", ("H", "I")),
+)
+_NORMS: tuple[Block, ...] = (
+    ("attn_norm", "input_layernorm", ("H",)),
+    ("ffn_norm", "post_attention_layernorm", ("H",)),
+)
+_HEAD_NORMS: tuple[Block, ...] = (
+    ("attn_q_norm", "self_attn.q_norm", ("D",)),
+    ("attn_k_norm", "self_attn.k_norm", ("D",)),
+)
+_FOUR_NORMS: tuple[Block, ...] = (
+    ("attn_norm", "input_layernorm", ("H",)),
+    ("post_attention_norm", "post_attention_layernorm", ("H",)),
+    ("ffn_norm", "pre_feedforward_layernorm", ("H",)),
+    ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+)
+_ATTENTION_BIASES: dict[str, tuple[str, ...]] = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output")}
+_MLP_BIASES: dict[str, tuple[str, ...]] = {"mlp_bias": ("ffn_down", "ffn_up", "ffn_gate")}
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """One architecture. A name with "{}" is one tensor for all experts."""
+
+    model_type: str
+    architecture: str
+    blocks: tuple[Block, ...]
+    # Key of config.json -> tensors that have a bias if it is set; the bias of the first one decides.
+    biases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    always_biased: tuple[str, ...] = ()
+    # Metadata key without the architecture prefix -> key of config.json, for optional numbers.
+    numbers: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, object] = field(default_factory=dict)  # entries of config.json
+    permuted: bool = False  # llama.cpp's converter reorders the rows of q and k
+    norm_shift: float = 0.0  # what the converter adds to the scales of all norms
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+
+
+_NO_PADDING: dict[str, object] = {"pad_token_id": None}  # transformers' default lies outside smaller vocabularies
+_GEMMA: dict[str, object] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+_LAYER_NORM = "attention.layer_norm_epsilon"
+
+FAMILIES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(  # also the name of mistral models, which compute the same
+        "llama",
+        "LlamaForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION_BIASES | _MLP_BIASES,
+        permuted=True,
+    ),
+    "qwen2": GGUFArchitecture(
+        "qwen2", "Qwen2ForCausalLM", _ATTENTION + _MLP + _NORMS, always_biased=("attn_q", "attn_k", "attn_v")
+    ),
+    "qwen3": GGUFArchitecture("qwen3", "Qwen3ForCausalLM", _ATTENTION + _MLP + _NORMS + _HEAD_NORMS, _ATTENTION_BIASES),
+    "phi3": GGUFArchitecture(
+        "phi3",
+        "Phi3ForCausalLM",
+        (
+            ("attn_qkv", "self_attn.qkv_proj", ("S", "H")),
+            ("attn_output", "self_attn.o_proj", ("H", "Q")),
+            ("ffn_up", "mlp.gate_up_proj", ("2I", "H")),
+            ("ffn_down", "mlp.down_proj", ("H", "I")),
+            *_NORMS,
+        ),
+        numbers={"attention.sliding_window": "sliding_window"},
+        fixed=_NO_PADDING,
+    ),
+    "granite": GGUFArchitecture(
+        "granite",
+        "GraniteForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION_BIASES | _MLP_BIASES,
+        numbers={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        permuted=True,
+    ),
+    "gemma": GGUFArchitecture("gemma", "GemmaForCausalLM", _ATTENTION + _MLP + _NORMS, fixed=_GEMMA, norm_shift=1.0),
+    "gemma2": GGUFArchitecture(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _ATTENTION + _MLP + _FOUR_NORMS,
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        fixed=_GEMMA,
+        norm_shift=1.0,
+    ),
+    "gemma3": GGUFArchitecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _ATTENTION + _MLP + _FOUR_NORMS + _HEAD_NORMS,
+        numbers={
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        fixed=_GEMMA,
+        norm_shift=1.0,
+    ),
+    "olmo2": GGUFArchitecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        (
+            *_ATTENTION,
+            *_MLP,
+            ("attn_q_norm", "self_attn.q_norm", ("Q",)),
+            ("attn_k_norm", "self_attn.k_norm", ("K",)),
+            ("post_attention_norm", "post_attention_layernorm", ("H",)),
+            ("post_ffw_norm", "post_feedforward_layernorm", ("H",)),
+        ),
+        _ATTENTION_BIASES,
+    ),
+    "smollm3": GGUFArchitecture(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        _ATTENTION + _MLP + _NORMS,
+        _ATTENTION_BIASES | _MLP_BIASES,
+        fixed={"no_rope_layer_interval": 4, **_NO_PADDING},
+        permuted=True,
+    ),
+    "command-r": GGUFArchitecture(
+        "cohere",
+        "CohereForCausalLM",
+        (*_ATTENTION, *_MLP, ("attn_norm", "input_layernorm", ("H",))),
+        _ATTENTION_BIASES,
+        numbers={"logit_scale": "logit_scale"},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
+    "starcoder2": GGUFArchitecture(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        (*_ATTENTION, ("ffn_up", "mlp.c_fc", ("I", "H")), ("ffn_down", "mlp.c_proj", ("H", "I")), *_NORMS),
+        {"use_bias": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")},
+        always_biased=("attn_norm", "ffn_norm", "output_norm"),
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+        epsilon=(_LAYER_NORM, "norm_epsilon"),
+    ),
+    "qwen3moe": GGUFArchitecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        (
+            *_ATTENTION,
+            *_NORMS,
+            *_HEAD_NORMS,
+            ("ffn_gate_inp", "mlp.gate", ("E", "H")),
+            ("ffn_gate_exps", "mlp.experts.{}.gate_proj", ("E", "M", "H")),
+            ("ffn_up_exps", "mlp.experts.{}.up_proj", ("E", "M", "H")),
+            ("ffn_down_exps", "mlp.experts.{}.down_proj", ("E", "H", "M")),
+        ),
+        _ATTENTION_BIASES,
+        numbers={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},
+    ),
+}
+
+# A llama with experts.
+MIXTRAL = GGUFArchitecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    (
+        *_ATTENTION,
+        *_NORMS,
+        ("ffn_gate_inp", "block_sparse_moe.gate", ("E", "H")),
+        ("ffn_gate_exps", "block_sparse_moe.experts.{}.w1", ("E", "I", "H")),
+        ("ffn_up_exps", "block_sparse_moe.experts.{}.w3", ("E", "I", "H")),
+        ("ffn_down_exps", "block_sparse_moe.experts.{}.w2", ("E", "H", "I")),
+    ),
+    numbers={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    permuted=True,
+)
+
+
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor that the model needs: its name in the file, its name and shape in the result.
+class TargetTensor:
+    """A tensor of the resulting model: its name in the file, its name and shape in the result.
 
     weights.py undoes what llama.cpp's converter has done: where `heads` is set, it has reordered the rows of each head;
     where `shift` is set, it has added that to all numbers; where `part` is set, (n, count), it has put `count` of these
@@ -53,20 +287,20 @@ class Wanted:
 
     @property
     def matrix(self) -> bool:
-        """Whether this is the weight of a linear layer, the embedding or the head; routers of experts stay plain."""
+        """Whether this is the weight of a linear layer, the embedding or the head, except routers of experts."""
         return len(self.shape) == 2 and not self.source.endswith(("norm.weight", "ffn_gate_inp.weight"))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The model directory that a GGUF file becomes."""
+class ConversionPlan:
+    """The configuration and tensors of the resulting model directory."""
 
     config: dict[str, Any]
-    tensors: list[Wanted]
+    tensors: list[TargetTensor]
 
 
-def plan(file: GGUF) -> Plan:
-    """Checks that the file holds a whole model of a known architecture. Raises UserError otherwise."""
+def plan_conversion(file: GGUFFile) -> ConversionPlan:
+    """Checks that the file has a complete model of a supported architecture. Raises UserError otherwise."""
     metadata = Metadata(file)
     architecture = metadata.string("general.architecture")
     family = FAMILIES.get(architecture)
@@ -106,10 +340,10 @@ def plan(file: GGUF) -> Plan:
             f"{file.path} has tensors that a {architecture} model does not use, such as {min(unknown)!r}. "
             "Use the model's safetensors version instead."
         )
-    return Plan(config, wanted)
+    return ConversionPlan(config, wanted)
 
 
-def _config(metadata: Metadata, architecture: str, family: Family) -> dict[str, Any]:
+def _config(metadata: Metadata, architecture: str, family: GGUFArchitecture) -> dict[str, Any]:
     tensors = metadata.file.tensors
     hidden = metadata.positive(f"{architecture}.embedding_length")
     layers = metadata.positive(f"{architecture}.block_count")
@@ -166,7 +400,7 @@ def _config(metadata: Metadata, architecture: str, family: Family) -> dict[str, 
             config[name] = metadata.integer(key) if whole else metadata.number(key)
     for name, sources in family.biases.items():
         config[name] = f"blk.0.{sources[0]}.bias" in tensors
-    _settle(metadata, architecture, config)
+    _add_unstated_values(metadata, architecture, config)
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in metadata.file.metadata:
             config[f"{name}_token_id"] = metadata.integer(f"tokenizer.ggml.{name}_token_id")
@@ -189,7 +423,7 @@ def _rope(metadata: Metadata, architecture: str, theta: float, head_dim: int, co
 
 
 def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
-    """Finds the factor behind the stored divisors and checks that the known formula gives all of them."""
+    """Derives the factor from the stored divisors and checks that the formula reproduces all of them."""
     tensor = metadata.file.tensors["rope_freqs.weight"]
     if tensor.shape != (head_dim // 2,) or tensor.type.name != "F32":
         raise UserError(f"{metadata.file.path}: 'rope_freqs.weight' is not {head_dim // 2} float32 numbers.")
@@ -211,8 +445,8 @@ def _llama3(metadata: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     return {"factor": float(f"{factor:.6g}"), **LLAMA3_ROPE}
 
 
-def _settle(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
-    """What llama.cpp's model code knows of some architectures, and the file does not say."""
+def _add_unstated_values(metadata: Metadata, architecture: str, config: dict[str, Any]) -> None:
+    """Adds values that llama.cpp's model code hard-codes for some architectures and the file omits."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
     if kind in ("mixtral", "qwen3_moe"):
         count = metadata.positive(f"{architecture}.expert_count")
@@ -230,7 +464,7 @@ def _settle(metadata: Metadata, architecture: str, config: dict[str, Any]) -> No
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
 
-def _tensors(config: dict[str, Any], family: Family) -> list[Wanted]:
+def _tensors(config: dict[str, Any], family: GGUFArchitecture) -> list[TargetTensor]:
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key = heads * head_dim, kv_heads * head_dim
@@ -244,7 +478,7 @@ def _tensors(config: dict[str, Any], family: Family) -> list[Wanted]:
         for at, count in (("q", heads), ("k", kv_heads)):
             sizes[at] = count
             blocks.append((f"attn_{at}_norm", f"self_attn.{at}_norm", (at, "D")))
-    wanted = [Wanted("token_embd.weight", "model.embed_tokens.weight", (config["vocab_size"], hidden))]
+    wanted = [TargetTensor("token_embd.weight", "model.embed_tokens.weight", (config["vocab_size"], hidden))]
 
     def add(source: str, name: str, shape: tuple[int, ...]) -> None:
         short = source.rpartition(".")[2]
@@ -253,16 +487,16 @@ def _tensors(config: dict[str, Any], family: Family) -> list[Wanted]:
         if "{}" in name:
             for expert in range(experts):
                 full = f"{name.format(expert)}.weight"
-                wanted.append(Wanted(f"{source}.weight", full, shape[1:], part=(expert, experts)))
+                wanted.append(TargetTensor(f"{source}.weight", full, shape[1:], part=(expert, experts)))
             return
-        wanted.append(Wanted(f"{source}.weight", f"{name}.weight", shape, permuted, shift))
+        wanted.append(TargetTensor(f"{source}.weight", f"{name}.weight", shape, permuted, shift))
         if short in biased:
-            wanted.append(Wanted(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
+            wanted.append(TargetTensor(f"{source}.bias", f"{name}.bias", shape[:1], permuted))
 
     for layer in range(config["num_hidden_layers"]):
         for source, name, shape in blocks:
             add(f"blk.{layer}.{source}", f"model.layers.{layer}.{name}", tuple(sizes[size] for size in shape))
     add("output_norm", "model.norm", (hidden,))
     if not config["tie_word_embeddings"]:
-        wanted.append(Wanted("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
+        wanted.append(TargetTensor("output.weight", "lm_head.weight", (config["vocab_size"], hidden)))
     return wanted

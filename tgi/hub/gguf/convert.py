@@ -1,9 +1,9 @@
-"""The child process that turns a GGUF file into a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR`,
-and `packed` behind it for weights in their own bits.
+"""Child process that converts a GGUF file to a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR [packed]`;
+`packed` keeps weights in their own bits.
 
-It imports transformers, which costs memory and seconds, and exits. On standard output it says, one JSON list a line,
-["progress", stage, percent, bytes] and, if the file is at fault, ["refused", sentence]. It ends when its standard input
-does.
+It imports transformers, which takes memory and seconds, and exits. It prints one JSON list per line:
+["progress", stage, percent, bytes] and, for a defective file, ["refused", sentence]. It ends when its standard input
+closes.
 """
 
 import json
@@ -14,21 +14,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tgi.hub.cache import Progress
 from tgi.hub.gguf import architecture, reader, tokenizer, weights
-from tgi.kernel.errors import UserError
+from tgi.hub.gguf_import import ProgressCallback
+from tgi.microkernel.errors import UserError
 
 
-def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = False) -> None:
-    """Fills `directory`, which exists and is empty. `packed` as for weights.write; config.json then says which block
-    types have kept their bits, and which not. Raises UserError if the file is at fault."""
+def convert(file: Path, directory: Path, progress: ProgressCallback, *, packed: bool = False) -> None:
+    """Fills `directory`, which exists and is empty. `packed` as for write_weights; config.json then lists the
+    block types that kept their bits and those that did not. Raises UserError for a defective file."""
     progress("reading", 0)
-    source = reader.read(file)
-    plan = architecture.plan(source)
+    source = reader.read_gguf(file)
+    plan = architecture.plan_conversion(source)
     generation = tokenizer.generation_config(source)
     tokenizer_config = tokenizer.tokenizer_config(source, plan.config["max_position_embeddings"])
-    described = tokenizer.description(source)
-    weights.write(
+    described = tokenizer.tokenizer_description(source)
+    weights.write_weights(
         source,
         plan.tensors,
         directory / "model.safetensors",
@@ -45,13 +45,12 @@ def convert(file: Path, directory: Path, progress: Progress, *, packed: bool = F
     progress("importing tokenizer", 100)
 
 
-def _quantization(source: reader.GGUF, plan: architecture.Plan) -> dict[str, Any]:
-    """The entry of config.json for weights in their own bits: block types and how many tensors have them. Empty if
-    there are none."""
+def _quantization(source: reader.GGUFFile, plan: architecture.ConversionPlan) -> dict[str, Any]:
+    """The config.json entry for weights in their own bits: tensors per block type. Empty without such weights."""
     kept: Counter[str] = Counter()
     made_bfloat16: Counter[str] = Counter()
     for tensor in {tensor.source: tensor for tensor in plan.tensors}.values():
-        counter = made_bfloat16 if weights.form(source, tensor) is None else kept
+        counter = made_bfloat16 if weights.stored_block_format(source, tensor) is None else kept
         counter[source.tensors[tensor.source].type.name] += 1
     if not kept:
         return {}
@@ -62,14 +61,14 @@ def _quantization(source: reader.GGUF, plan: architecture.Plan) -> dict[str, Any
     }
 
 
-def _write_tokenizer(source: reader.GGUF, described: dict[str, Any], path: Path) -> None:
+def _write_tokenizer(source: reader.GGUFFile, described: dict[str, Any], path: Path) -> None:
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 
     try:
         backend, _ = gguf_tokenizer_mapping.convert_gguf_tokenizer(source.metadata["general.architecture"], described)
-    except Exception as error:  # the library documents none; what reaches it has been checked, so the file is odd
+    except Exception as error:  # the library documents no exceptions; its input has been checked
         raise UserError(f"{source.path} has a tokenizer that cannot be converted: {error}.") from error
-    tokenizer.settle(source, backend, set(gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS))
+    tokenizer.complete_tokenizer(source, backend, set(gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS))
     backend.save(str(path))
 
 
@@ -88,6 +87,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
+    """Converts the file named on the command line and reports progress on standard output."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         file, directory, *form = sys.argv[1:]
@@ -95,10 +95,10 @@ def main() -> None:
         convert(Path(file), Path(directory), lambda *done: _say("progress", *done), packed=packed)
     except UserError as error:
         _say("refused", str(error))
-    except OSError as error:  # a full disk, for one
+    except OSError as error:  # such as a full disk
         _say("refused", f"The model could not be written to {sys.argv[2]}: {error}.")
     sys.stdout.flush()
-    os._exit(0)  # without waiting for the thread that reads standard input
+    os._exit(0)  # does not wait for the thread that reads standard input
 
 
 if __name__ == "__main__":

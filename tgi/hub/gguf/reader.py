@@ -1,8 +1,8 @@
-"""Reads a GGUF file's header: metadata and the place of every tensor. Believes nothing that it has not checked.
+"""Reads a GGUF file's header: metadata and the location of every tensor. Every count, size and offset is checked.
 
 Layout (GGUF version 2 and 3, little-endian): magic, version, counts, key-value pairs, tensor infos, padding, tensor
 data. See https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package has a reader too, but it trusts
-the counts and sizes that it finds.
+the counts and sizes in the file.
 """
 
 import math
@@ -14,12 +14,12 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tgi.kernel.errors import UserError
+from tgi.microkernel.errors import UserError
 
 MAGIC = b"GGUF"
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
-MAX_ITEMS = 1 << 22  # of one array: far more than any vocabulary has
+MAX_ITEMS = 1 << 22  # of one array: more than any vocabulary
 MAX_STRING = 1 << 24  # bytes
 MAX_NAME = 1 << 10  # bytes of a key or a tensor's name
 MAX_DIMENSIONS = 4
@@ -42,8 +42,8 @@ U32, U64 = SCALARS[4], SCALARS[10]
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
-    """Where a tensor lies. `shape` is torch's order (rows first); `data` views the file, `type` says its blocks."""
+class GGUFTensor:
+    """A tensor in the file. `shape` is in torch's order (rows first); `data` is a view of the file."""
 
     name: str
     type: GGMLQuantizationType
@@ -52,20 +52,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GGUF:
-    """A GGUF file whose header is sound: every tensor lies inside the file."""
+class GGUFFile:
+    """A GGUF file with a valid header: every tensor lies inside the file."""
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GGUFTensor]
 
 
 class _Broken(Exception):
-    """What is wrong with the file, as the end of a sentence."""
+    """The defect of the file, as the end of a sentence."""
 
 
-def read(path: Path) -> GGUF:
-    """Maps the file into memory and reads its header. Raises UserError if it is not a sound GGUF file."""
+def read_gguf(path: Path) -> GGUFFile:
+    """Maps the file into memory and reads its header. Raises UserError if it is not a valid GGUF file."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -77,17 +77,17 @@ def read(path: Path) -> GGUF:
         metadata, tensors = _Header(memoryview(mapped)).read()
     except _Broken as error:
         raise UserError(f"{path} is not a sound GGUF file: {error}. Fetch or convert it again.") from None
-    return GGUF(path, metadata, tensors)
+    return GGUFFile(path, metadata, tensors)
 
 
 class _Header:
-    """A cursor over the file."""
+    """A cursor over the file. Every method raises _Broken at the first inconsistency."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
         self.at = 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if bytes(self.take(4, "the magic bytes")) != MAGIC:
             raise _Broken("it does not begin with the letters GGUF")
         version = self.scalar(U32, "the version")
@@ -106,7 +106,7 @@ class _Header:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
             raise _Broken(f"the alignment is {alignment!r} where a power of two was expected")
         start = -(-self.at // alignment) * alignment
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, GGUFTensor] = {}
         for name, shape, type_number, offset in infos:
             if name in tensors:
                 raise _Broken(f"the tensor {name!r} appears twice")
@@ -161,7 +161,7 @@ class _Header:
         sizes = [int(self.scalar(U64, f"the tensor {name!r}")) for _ in range(dimensions)]
         return name, tuple(reversed(sizes)), self.scalar(U32, f"the tensor {name!r}"), self.scalar(U64, f"{name!r}")
 
-    def tensor(self, name: str, shape: tuple[int, ...], type_number: int, start: int) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], type_number: int, start: int) -> GGUFTensor:
         try:
             kind = GGMLQuantizationType(type_number)
             block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -175,4 +175,4 @@ class _Header:
             raise _Broken(
                 f"the tensor {name!r} ends at byte {start + size}, but the file has {len(self.view)} bytes (truncated?)"
             )
-        return Tensor(name, kind, shape, self.view[start : start + size])
+        return GGUFTensor(name, kind, shape, self.view[start : start + size])

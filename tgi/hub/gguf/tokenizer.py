@@ -1,17 +1,17 @@
-"""The tokenizer of a GGUF file: what transformers' converter leaves open is settled from the file's metadata."""
+"""The tokenizer of a GGUF file, with what transformers' converter omits completed from the file's metadata."""
 
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from tgi.hub.gguf.reader import GGUF
-from tgi.kernel.errors import UserError
+from tgi.hub.gguf.reader import GGUFFile
+from tgi.microkernel.errors import UserError
 
-# tokenizer.ggml.pre -> how text is split before the merges. Names as in llama.cpp, src/llama-vocab.cpp.
-DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}  # GPT-2's, each digit alone
+# tokenizer.ggml.pre -> pre-tokenizer. Names as in llama.cpp, src/llama-vocab.cpp.
+DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}  # GPT-2's, with single digits
 GPT2 = {"gpt-2", "gpt2", "default", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"}
-WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word that is a token is not built by merges
+WHOLE_WORDS_FIRST = LLAMA3 | {"tekken", "gpt-4o", "llama4"}  # a word in the vocabulary skips the merges
 BOS_BY_DEFAULT = LLAMA3 | {"tekken"}
 
 CONTROL = 3  # token_type of special tokens
@@ -26,8 +26,8 @@ SAMPLING = {
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 
-def description(file: GGUF) -> dict[str, Any]:
-    """The metadata as transformers' converter takes it, checked. Raises UserError."""
+def tokenizer_description(file: GGUFFile) -> dict[str, Any]:
+    """The checked metadata in the form of transformers' converter. Raises UserError."""
     found = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     tokens = found.get("tokens")
     if not _strings(tokens) or not tokens:
@@ -58,8 +58,8 @@ def description(file: GGUF) -> dict[str, Any]:
     return {key: value for key, value in described.items() if value is not None}
 
 
-def settle(file: GGUF, tokenizer: Tokenizer, converter_splits: set[str]) -> None:
-    """Corrects what transformers' converter made: splitting, merging, and the tokens that are added around a text.
+def complete_tokenizer(file: GGUFFile, tokenizer: Tokenizer, converter_splits: set[str]) -> None:
+    """Corrects the converter's result: pre-tokenizer, merges, and the tokens added around a text.
 
     `converter_splits` are the names in tokenizer.ggml.pre that the converter already heeds. A name that nobody knows
     is refused, since a wrong split gives a model that talks nonsense.
@@ -85,7 +85,7 @@ def settle(file: GGUF, tokenizer: Tokenizer, converter_splits: set[str]) -> None
             raise UserError(f"{file.path}: the special token {token[:40]!r} was lost in the conversion.")
 
 
-def tokenizer_config(file: GGUF, context: int) -> dict[str, Any]:
+def tokenizer_config(file: GGUFFile, context: int) -> dict[str, Any]:
     """tokenizer_config.json: special tokens by name and the chat template."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -106,7 +106,7 @@ def tokenizer_config(file: GGUF, context: int) -> dict[str, Any]:
     return config
 
 
-def generation_config(file: GGUF) -> dict[str, Any]:
+def generation_config(file: GGUFFile) -> dict[str, Any]:
     """generation_config.json: every id that ends a turn, the other special ids, and the recommended sampling."""
     config: dict[str, Any] = {"_from_model_config": True}
     for name, key in SAMPLING.items():
@@ -130,8 +130,8 @@ def _strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _token(file: GGUF, role: str) -> tuple[int, str] | None:
-    """The id and text of a special token, None where the file names none."""
+def _token(file: GGUFFile, role: str) -> tuple[int, str] | None:
+    """The id and text of a special token; None if the file has none."""
     key = f"tokenizer.ggml.{role}_token_id"
     number, tokens = file.metadata.get(key), file.metadata["tokenizer.ggml.tokens"]
     if number is None or number == 0xFFFFFFFF:  # llama.cpp's "none"
@@ -141,14 +141,14 @@ def _token(file: GGUF, role: str) -> tuple[int, str] | None:
     return number, tokens[number]
 
 
-def _adds(file: GGUF, role: str) -> bool:
-    """Whether a bos or eos token goes around every text; the defaults are llama.cpp's."""
+def _adds(file: GGUFFile, role: str) -> bool:
+    """Whether a bos or eos token is added to every text; the defaults are llama.cpp's."""
     sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
     default = role == "bos" and (sentencepiece or file.metadata.get("tokenizer.ggml.pre") in BOS_BY_DEFAULT)
     return bool(file.metadata.get(f"tokenizer.ggml.add_{role}_token", default))
 
 
-def _frame(file: GGUF) -> Any:
+def _frame(file: GGUFFile) -> Any:
     """The post-processor: a template with bos and eos, or none."""
     bos, eos = (_token(file, role) if _adds(file, role) else None for role in ("bos", "eos"))
     if bos is None and eos is None:

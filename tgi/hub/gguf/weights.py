@@ -1,4 +1,4 @@
-"""Writes a GGUF file's tensors into one safetensors file, a piece at a time: in bfloat16 or in their own bits."""
+"""Writes a GGUF file's tensors into one safetensors file, in chunks: in bfloat16 or in their own bits."""
 
 import json
 import math
@@ -11,12 +11,12 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import QuantError, dequantize
 
-from tgi.hub.gguf.architecture import Wanted
-from tgi.hub.gguf.blocks import FORMS, Array, Form
-from tgi.hub.gguf.reader import GGUF, Tensor
-from tgi.kernel.errors import UserError
+from tgi.hub.gguf.architecture import TargetTensor
+from tgi.hub.gguf.block_types import FORMS, Array, BlockFormat
+from tgi.hub.gguf.reader import GGUFFile, GGUFTensor
+from tgi.microkernel.errors import UserError
 
-PIECE = 1 << 22  # elements converted at once: some 100 MB with the temporary arrays of the most complicated blocks
+PIECE = 1 << 22  # elements per chunk: about 100 MB with the temporary arrays of the most complicated blocks
 
 PLAIN = {
     GGMLQuantizationType.F64: "<f8",
@@ -28,22 +28,27 @@ PLAIN = {
 BYTES = {"BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 
-def form(file: GGUF, wanted: Wanted) -> Form | None:
-    """How a tensor keeps its bits. None: it is written as bfloat16, as norms and biases always are."""
+def stored_block_format(file: GGUFFile, wanted: TargetTensor) -> BlockFormat | None:
+    """The format in which a tensor keeps its bits; None if it is written as bfloat16, as are norms and biases."""
     return FORMS.get(file.tensors[wanted.source].type) if wanted.matrix else None
 
 
-def write(
-    file: GGUF, wanted: list[Wanted], path: Path, progress: Callable[[int, int], None], *, packed: bool = False
+def write_weights(
+    file: GGUFFile,
+    wanted: list[TargetTensor],
+    path: Path,
+    progress: Callable[[int, int], None],
+    *,
+    packed: bool = False,
 ) -> None:
-    """Writes `wanted` to the safetensors file `path`. `progress` is told how many bytes are written, of how many.
+    """Writes `wanted` to the safetensors file `path`. `progress` receives the bytes written and the total.
 
-    If `packed`, the weights of layers, embedding and head whose block type has a form (blocks.py) keep their bits: NAME
+    If `packed`, the weights of layers, embedding and head whose block type is in block_types.py keep their bits: NAME
     is then written as NAME.codes, NAME.scales and, if it has any, NAME.shifts. Raises UserError for a block type that
     cannot be dequantized and for weights that are not finite. Format: https://github.com/huggingface/safetensors#format,
     a length, a JSON header, then the data.
     """
-    forms = [form(file, tensor) if packed else None for tensor in wanted]
+    forms = [stored_block_format(file, tensor) if packed else None for tensor in wanted]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor, kept in zip(wanted, forms, strict=True):
@@ -67,8 +72,8 @@ def write(
                 progress(done, end)
 
 
-def _columns(wanted: Wanted, kept: Form | None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name, safetensors' type and shape of what a tensor is written as."""
+def _columns(wanted: TargetTensor, kept: BlockFormat | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name, safetensors type and shape of each stored tensor."""
     if kept is None:
         return {wanted.name: ("BF16", wanted.shape)}
     rows, inputs = wanted.shape
@@ -82,16 +87,18 @@ def bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, n
 
 
 def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where row i of a llama q or k projection lies in the file.
+    """The row in the file of row i of a llama q or k projection.
 
-    llama.cpp rotates neighbouring pairs, transformers the two halves of a head, so its converter interleaves the
+    llama.cpp rotates adjacent pairs, transformers the two halves of a head, so its converter interleaves the
     halves: row 2j + h of a head in the file is row h * head_dim / 2 + j of that head.
     """
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
-def _pieces(file: GGUF, tensor: Tensor, wanted: Wanted, kept: Form | None) -> Iterator[list[Array]]:
-    """The tensor's columns as they are written, rows in order, a bounded number of elements at a time."""
+def _pieces(
+    file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, kept: BlockFormat | None
+) -> Iterator[list[Array]]:
+    """Yields the tensor's stored columns in row order, at most PIECE elements at a time."""
     heads = wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
@@ -115,8 +122,8 @@ def _pieces(file: GGUF, tensor: Tensor, wanted: Wanted, kept: Form | None) -> It
             yield _stored(file, tensor, some, kept)
 
 
-def _stored(file: GGUF, tensor: Tensor, rows: Array, kept: Form) -> list[Array]:
-    """The columns of some rows in the tensor's own bits."""
+def _stored(file: GGUFFile, tensor: GGUFTensor, rows: Array, kept: BlockFormat) -> list[Array]:
+    """The stored columns of some rows, in the tensor's own bits."""
     blocks = rows.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
     codes, *factors = kept.stored(blocks)
     if not all(np.isfinite(column).all() for column in factors):
@@ -128,7 +135,7 @@ def _stored(file: GGUF, tensor: Tensor, rows: Array, kept: Form) -> list[Array]:
     return [codes, *factors]
 
 
-def _values(file: GGUF, tensor: Tensor, rows: Array) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _values(file: GGUFFile, tensor: GGUFTensor, rows: Array) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Some rows in float32. Raises UserError if they cannot be rounded to finite bfloat16."""
     values = _dequantize(file, tensor, rows)
     if not np.isfinite(values).all() or np.abs(values).max() > 3.38e38:  # beyond it bfloat16 rounds to infinity
@@ -137,10 +144,10 @@ def _values(file: GGUF, tensor: Tensor, rows: Array) -> np.ndarray[Any, np.dtype
 
 
 def _dequantize(
-    file: GGUF, tensor: Tensor, stored: np.ndarray[Any, np.dtype[np.uint8]]
+    file: GGUFFile, tensor: GGUFTensor, stored: np.ndarray[Any, np.dtype[np.uint8]]
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     stored = np.ascontiguousarray(stored)
-    with np.errstate(all="ignore"):  # damaged scales: the caller looks for what they lead to
+    with np.errstate(all="ignore"):  # damaged scales: the caller checks the values
         if tensor.type in PLAIN:
             return stored.view(PLAIN[tensor.type]).astype(np.float32)
         try:

@@ -1,32 +1,39 @@
-"""Attention backends: each owns the KV memory and is the only code that indexes pages."""
+"""Attention backends. Each owns the KV cache and is the only code that indexes its pages.
+
+interface      ForwardBatch, KVCacheSpec and the protocols of a backend; read this first
+torch_cpu      CPU, with torch's flash attention kernel
+tile_planner   divides a step into tiles for torch_cpu
+cpu_kernels    CPU, with our own kernels
+cuda           NVIDIA GPUs: our decode kernel, torch's variable-length attention, padded decode for CUDA graphs
+"""
 
 import torch
 
-from tgi.worker.attention.cpu import CpuAttention
-from tgi.worker.attention.native import NativeAttention
-from tgi.worker.batch import Attention, KVShape
+from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.attention.torch_cpu import TorchCpuAttention
 
 
-def build_attention(kv: KVShape, pages: int, device: torch.device) -> Attention:
-    """The backend of a model and device, with memory for `pages` pages, numbered from 0."""
+def build_attention(kv: KVCacheSpec, pages: int, device: torch.device) -> AttentionBackend:
+    """The backend for a model on a device, with memory for `pages` pages, numbered from 0."""
     if device.type == "cuda":
-        from tgi.worker.attention.cuda import CudaAttention  # imports torch's compiler, which takes over a second
+        from tgi.worker.attention.cuda import CudaAttention  # imports torch's compiler: over a second
 
         return CudaAttention(kv, pages, device)
-    if kv.kernels is not None:
-        return NativeAttention(kv, pages, kv.kernels)
-    return CpuAttention(kv, pages, device)
+    if kv.cpu_kernels is not None:
+        return CpuKernelAttention(kv, pages, kv.cpu_kernels)
+    return TorchCpuAttention(kv, pages, device)
 
 
-def page_size(kv: KVShape, device: torch.device) -> int:
+def page_size(kv: KVCacheSpec, device: torch.device) -> int:
     """Tokens per page."""
     if device.type == "cuda":
         from tgi.worker.attention.cuda import CudaAttention
 
         return CudaAttention.page_size
-    return CpuAttention.page_size if kv.kernels is None else NativeAttention.page_size
+    return TorchCpuAttention.page_size if kv.cpu_kernels is None else CpuKernelAttention.page_size
 
 
-def page_bytes(kv: KVShape, device: torch.device) -> int:
-    """Bytes that one page takes, over all layers."""
-    return 2 * kv.layers * kv.kv_heads * kv.head_dim * kv.kept.itemsize * page_size(kv, device)
+def page_bytes(kv: KVCacheSpec, device: torch.device) -> int:
+    """Bytes of one page, over all layers."""
+    return 2 * kv.layers * kv.kv_heads * kv.head_dim * kv.cache_dtype.itemsize * page_size(kv, device)

@@ -1,4 +1,4 @@
-"""Norms over the last dimension, computed in float32."""
+"""Normalization over the last dimension, computed in float32."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch import float32 as wide
 
-from tgi.worker.gpu.kernels import Gpu
-from tgi.worker.native.kernels import Kernels
-from tgi.worker.native.program import Program
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.cpu_kernels.program import Program
+from tgi.worker.gpu_kernels.kernels import GpuKernels
 
 
 class Norm(NamedTuple):
     """y = weight * (x - m) / sqrt(mean((x - m)^2) + epsilon) + bias, in x's dtype.
 
-    m is 0 (root mean square norm; Zhang and Sennrich, 2019) or, where `centred`, the mean of x (layer norm; Ba et al.,
-    2016). Weight and bias are float32, since operations on mixed dtypes are slow. `weight` may have more than one
-    dimension: then it scales the last ones of x, which is normed over the last alone.
+    m is 0 (RMS norm; Zhang and Sennrich, 2019) or, if `centred`, the mean of x (layer norm; Ba et al., 2016). Weight
+    and bias are float32, since operations on mixed dtypes are slow. A weight of more than one dimension scales the last
+    dimensions of x; the mean is still taken over the last one alone.
     """
 
     weight: Tensor
     bias: Tensor | None
     epsilon: float
     centred: bool
-    kernels: Kernels | Gpu | None = None  # for x with as many dimensions as `weight`, and one for its rows
+    # Used for x with one dimension more than `weight`: its rows. None: torch's kernels.
+    kernels: CpuKernels | GpuKernels | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The norm of each row of x [..., size]."""
         size = self.weight.shape[-1:]
         flat = self.weight.ndim == 1
         if self.kernels is not None:
@@ -37,13 +39,13 @@ class Norm(NamedTuple):
             y = F.rms_norm(x.to(wide), size, weight, self.epsilon)
         return (y if flat else y * self.weight).to(x.dtype)
 
-    def in_place(self, x: Tensor) -> None:
-        """x, some columns of a matrix, becomes its norm."""
-        if isinstance(self.kernels, Gpu):
+    def normalize_in_place(self, x: Tensor) -> None:
+        """Overwrites x, a view of some columns of a matrix, with its norm."""
+        if isinstance(self.kernels, GpuKernels):
             self.kernels.norm_in_place(x, self.weight, self.bias, self.epsilon, self.centred)
         else:
             x.copy_(self(x))
 
-    def write(self, program: Program, x: int, y: int, start: int = 0) -> None:
-        """Writes this norm down: of the numbers from `start` on of the rows in buffer x, to the same place in y."""
+    def append_to(self, program: Program, x: int, y: int, start: int = 0) -> None:
+        """Appends this norm to a program: of the columns from `start` on of buffer x, written to those of buffer y."""
         program.norm(x, y, start, self.weight, self.bias, self.epsilon, self.centred)

@@ -1,4 +1,4 @@
-"""An adapter's adapter_config.json, as peft writes it: ranks, scales, and refusals of what is not served."""
+"""An adapter's adapter_config.json as peft writes it: ranks, scales, target modules. Rejects what is not served."""
 
 import json
 import math
@@ -6,17 +6,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tgi.kernel.errors import UserError
-from tgi.worker.lora.files import CONFIG
+from tgi.microkernel.errors import UserError
 
-# A pattern that repeats a group, or much, may take for ever to match.
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+# A regular expression that repeats a group, or many parts, may take exponential time to match.
 REPEATED_GROUP = re.compile(r"\)[+*{]")
 REPEATED = re.compile(r"[+*{]")
-MOST_REPEATED, LONGEST_PATTERN = 4, 2000
-# Values that change what is computed in ways that are not built, and what is said of them. Empty ones are fine.
-REFUSED = {
+MAX_REPEATED, MAX_PATTERN_LENGTH = 4, 2000
+# Settings that change the computation in ways that are not implemented, with their description. Empty values are off.
+UNSUPPORTED = {
     "use_dora": "DoRA adapters",
-    "modules_to_save": "whole modules beside the adapter",
+    "modules_to_save": "whole modules in addition to the adapter",
     "lora_bias": "adapters with biases",
     "target_parameters": "adapters of bare parameters, such as experts",
     "trainable_token_indices": "trained tokens",
@@ -27,15 +28,16 @@ REFUSED = {
 
 
 class LoraConfig:
-    """What the file says of the modules of a model, by their full names ("model.layers.0.self_attn.q_proj")."""
+    """Rank and scale of each module, by its full name ("model.layers.0.self_attn.q_proj"). Raises UserError if the file
+    is broken or asks for what is not served."""
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / CONFIG
+        self.path = directory / CONFIG_FILE
         values = _read(self.path)
         kind = values.get("peft_type")
         if kind != "LORA":
             raise UserError(f"{self.path} says peft_type {kind!r}. Only LORA adapters are served.")
-        for key, what in REFUSED.items():
+        for key, what in UNSUPPORTED.items():
             if values.get(key):
                 raise UserError(f"{self.path} says {key} {values[key]!r}: {what} are not served.")
         if values.get("bias", "none") != "none":
@@ -50,22 +52,22 @@ class LoraConfig:
         self._layers = self._numbers(values, "layers_to_transform")
 
     def rank(self, module: str) -> int:
-        """r of this module."""
-        return int(_found(self._ranks, module, self._rank))
+        """The rank r of a module."""
+        return int(_match_pattern(self._ranks, module, self._rank))
 
     def scale(self, module: str) -> float:
-        """alpha / r, or with rank-stabilized scaling (Kalajdzievski, 2023) alpha / sqrt(r)."""
+        """alpha / r, or alpha / sqrt(r) with rank-stabilized scaling (Kalajdzievski 2023)."""
         rank = self.rank(module)
-        return float(_found(self._alphas, module, self._alpha)) / (math.sqrt(rank) if self._stable else rank)
+        return float(_match_pattern(self._alphas, module, self._alpha)) / (math.sqrt(rank) if self._stable else rank)
 
     def targets(self, module: str, layer: int) -> bool:
-        """Whether the adapter is to have weights for this projection of a layer."""
-        if self._targets is None or (self._excluded is not None and _among(self._excluded, module)):
+        """Whether the config names this module of a layer, so that the adapter must have weights for it."""
+        if self._targets is None or (self._excluded is not None and _names_module(self._excluded, module)):
             return False
         if isinstance(self._targets, list) and module in self._targets:
             return True
         chosen = self._layers is None or layer in self._layers
-        return chosen and (self._targets == "all-linear" or _among(self._targets, module))
+        return chosen and (self._targets == "all-linear" or _names_module(self._targets, module))
 
     def _number(self, values: dict[str, Any], key: str, missing: int) -> float:
         found = values.get(key, missing)
@@ -100,22 +102,24 @@ class LoraConfig:
 
     def _compiled(self, pattern: str, shown: str) -> re.Pattern[str]:
         repeated = len(REPEATED.findall(shown))
-        if len(shown) > LONGEST_PATTERN or repeated > MOST_REPEATED or REPEATED_GROUP.search(shown):
+        if len(shown) > MAX_PATTERN_LENGTH or repeated > MAX_REPEATED or REPEATED_GROUP.search(shown):
             raise UserError(
                 f"{self.path} has the pattern {shown[:100]!r}, which may take for ever to match: no group may be "
-                f"repeated, and no more than {MOST_REPEATED} other parts. List the names of the modules instead."
+                f"repeated, and no more than {MAX_REPEATED} other parts. List the names of the modules instead."
             )
         try:
             return re.compile(pattern)
         except re.error as error:
-            raise UserError(f"{self.path} has the pattern {shown!r}, which is none: {error}.") from error
+            raise UserError(
+                f"{self.path} has the pattern {shown!r}, which is not a regular expression: {error}."
+            ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path.parent} has no {CONFIG}, so it is no LoRA adapter.") from error
+        raise UserError(f"{path.parent} has no {CONFIG_FILE}, so it is no LoRA adapter.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}. Fetch the adapter again.") from error
     if not isinstance(values, dict):
@@ -123,11 +127,11 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _found(patterns: dict[re.Pattern[str], float], module: str, otherwise: float) -> float:
+def _match_pattern(patterns: dict[re.Pattern[str], float], module: str, otherwise: float) -> float:
     return next((value for pattern, value in patterns.items() if pattern.match(module)), otherwise)
 
 
-def _among(names: str | list[str] | re.Pattern[str], module: str) -> bool:
+def _names_module(names: str | list[str] | re.Pattern[str], module: str) -> bool:
     if isinstance(names, re.Pattern):
         return names.fullmatch(module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

@@ -1,87 +1,228 @@
-"""What an adapter is to those who compute with it: two thin matrices for each projection that it changes."""
+"""LoRA weights: the two low-rank matrices of each projection that an adapter changes, and how they are read.
 
+The names of an adapter's modules follow from the names of the projections in the model's checkpoint. Where several
+projections are one matrix there (phi3), they share the adapter's A, and its B holds the parts of all of them, one above
+the other.
+"""
+
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tgi.worker.linear import TILE, Rows
-from tgi.worker.models.config import DecoderConfig
+from tgi.microkernel.errors import UserError
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.layers.linear import ROW_TILE, RowCounts
+from tgi.worker.lora.config import WEIGHTS_FILE, LoraConfig
 
-# The projections of a layer, as models/config.py's Names calls them. Those of one place have the same input, and those
-# in one pair of brackets are one matrix.
-PLACES = {
+# The projections of a layer, by their names in decoder_config.py. The projections of a group have the same input, and
+# those in one inner tuple are one matrix.
+PROJECTION_GROUPS = {
     "attention": (("query", "key", "value"),),
     "output": (("output",),),
     "inner": (("gate",), ("up",)),
     "down": (("down",),),
 }
-PROJECTIONS = tuple(name for place in PLACES.values() for matrix in place for name in matrix)
-# Numbers of rows that a product may have. Fewer than 4 take other ways through some libraries, and other sums.
-SIZES = (4, 8, 16, TILE, 64, 128)
+PROJECTIONS = tuple(name for group in PROJECTION_GROUPS.values() for matrix in group for name in matrix)
+# Row counts to try for a product. Below 4, some libraries use other code, which sums in another order.
+ROW_SIZES = (4, 8, 16, ROW_TILE, 64, 128)
 
 
-class Shape(NamedTuple):
-    """Of a projection."""
+class ProjectionShape(NamedTuple):
+    """The shape of a projection."""
 
     inputs: int
     outputs: int
 
 
-Shapes = dict[str, Shape]  # of those of PROJECTIONS that a model has
+ProjectionShapes = dict[str, ProjectionShape]  # by the PROJECTIONS that a model has
 
 
-class Pair(NamedTuple):
-    """The change of one projection: x @ a @ b. The adapter's scale is part of b."""
+class LoraPair(NamedTuple):
+    """The delta of one projection: x @ a @ b. The adapter's scale is part of b."""
 
     a: Tensor  # [inputs, rank]
     b: Tensor  # [rank, outputs]
 
 
 class LoraWeights:
-    """An adapter in memory. `layers` has for each layer a Pair, or None, for each of PROJECTIONS."""
+    """An adapter in memory. `layers` has for each layer a LoraPair or None for each of PROJECTIONS."""
 
-    def __init__(self, layers: Sequence[Sequence[Pair | None]]) -> None:
+    def __init__(self, layers: Sequence[Sequence[LoraPair | None]]) -> None:
         self.layers = layers
         changed = {name for pairs in layers for name, pair in zip(PROJECTIONS, pairs, strict=True) if pair is not None}
-        self.places = {place for place, matrices in PLACES.items() if any(changed & set(matrix) for matrix in matrices)}
-        self.rows = choose_rows(pair for pairs in layers for pair in pairs if pair is not None)
+        self.groups = {
+            group for group, matrices in PROJECTION_GROUPS.items() if any(changed & set(matrix) for matrix in matrices)
+        }
+        self.rows = choose_lora_rows(pair for pairs in layers for pair in pairs if pair is not None)
 
 
-def shapes(config: DecoderConfig) -> Shapes:
-    """The projections of a model with this config."""
+def projection_shapes(config: DecoderConfig) -> ProjectionShapes:
+    """The shapes of the projections of a model with this config."""
     heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, inner = config.hidden, config.intermediate
     found = {
-        "query": Shape(hidden, heads),
-        "key": Shape(hidden, kv_heads),
-        "value": Shape(hidden, kv_heads),
-        "output": Shape(heads, hidden),
-        "gate": Shape(hidden, inner),
-        "up": Shape(hidden, inner),
-        "down": Shape(inner, hidden),
+        "query": ProjectionShape(hidden, heads),
+        "key": ProjectionShape(hidden, kv_heads),
+        "value": ProjectionShape(hidden, kv_heads),
+        "output": ProjectionShape(heads, hidden),
+        "gate": ProjectionShape(hidden, inner),
+        "up": ProjectionShape(hidden, inner),
+        "down": ProjectionShape(inner, hidden),
     }
     return found if config.gated else {name: shape for name, shape in found.items() if name != "gate"}
 
 
-def number_format(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What adapters of a model with this dtype compute in. On CPU float32, which is quicker in small products."""
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype that adapters of a model with this dtype compute in. On CPU float32: faster in small products."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
-def choose_rows(pairs: Iterable[Pair]) -> Rows:
-    """The numbers of rows for which products with these matrices agree bit for bit, found by trying each shape."""
+def choose_lora_rows(pairs: Iterable[LoraPair]) -> RowCounts:
+    """The row counts for which products with these matrices agree bit for bit, found by trying each shape."""
     matrices = {matrix.shape: matrix for pair in pairs for matrix in pair}
     if any(matrix.device.type != "cpu" for matrix in matrices.values()):
-        return Rows(())
-    torch.get_num_threads()  # gives a new thread as many as the one that computes has, before anything is tried
-    agreed = set(SIZES)
+        return RowCounts(())
+    torch.get_num_threads()  # sets this thread's number of threads, which a new thread does only at its first use
+    agreed = set(ROW_SIZES)
     for matrix in matrices.values():
         generator = torch.Generator().manual_seed(matrix.shape[0])
-        x = torch.randn(SIZES[-1], matrix.shape[0], generator=generator)
-        expected = torch.cat([torch.mm(tile, matrix) for tile in x.split(TILE)])
-        for size in SIZES:
+        x = torch.randn(ROW_SIZES[-1], matrix.shape[0], generator=generator)
+        expected = torch.cat([torch.mm(tile, matrix) for tile in x.split(ROW_TILE)])
+        for size in ROW_SIZES:
             if not torch.equal(torch.cat([torch.mm(tile, matrix) for tile in x.split(size)]), expected):
                 agreed.discard(size)
-    return Rows(tuple(sorted({TILE, *agreed})))
+    return RowCounts(tuple(sorted({ROW_TILE, *agreed})))
+
+
+MAX_RANK = 512
+TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Why a tensor does not fit, by a part of its name.
+UNSUPPORTED_TENSORS = {
+    "lora_magnitude_vector": "DoRA adapters are not served",
+    "modules_to_save": "whole modules in addition to the adapter are not served",
+    "embed_tokens": "adapters of the embedding are not served",
+    "lora_embedding": "adapters of the embedding are not served",
+    "lm_head": "adapters of the output layer are not served",
+    ".bias": "adapters with biases are not served",
+    "expert": "adapters of a mixture's experts are not served",
+    "block_sparse_moe": "adapters of a mixture's experts are not served",
+}
+
+Module = tuple[int, tuple[str, ...]]  # the layer, and the PROJECTIONS that are one matrix in the checkpoint
+
+
+def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LoraWeights:
+    """Reads the adapter in `directory` for a model with this config, as tensors of `dtype`.
+
+    Raises UserError, naming file and tensor, if it is damaged, made for another model, or of a kind that is not served.
+    """
+    lora = LoraConfig(directory)
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():
+        raise UserError(_missing_weights_message(directory))
+    modules = _adaptable_modules(config)
+    with torch.inference_mode():
+        found = _read_tensors(path, modules)
+        layers: list[list[LoraPair | None]] = [[None] * len(PROJECTIONS) for _ in config.layers]
+        for name, (layer, projections) in modules.items():
+            sides = found.get(name, {})
+            if not sides:
+                if lora.targets(name, layer):
+                    raise UserError(f"{path} has no tensors for {name}, which {lora.path} names. {_FETCH_AGAIN}")
+                continue
+            for projection, pair in _split_projections(path, name, sides, projections, lora, config).items():
+                layers[layer][PROJECTIONS.index(projection)] = LoraPair(*(side.to(device, dtype) for side in pair))
+        return LoraWeights(layers)
+
+
+def _adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
+    """The modules that adapters may change, by their names in checkpoints."""
+    found: dict[str, Module] = {}
+    for number, layer in enumerate(config.layers):
+        for projection in PROJECTIONS:
+            inner = projection in ("gate", "up", "down")
+            if projection not in projection_shapes(config) or (inner and layer.routed):
+                continue
+            name = f"model.layers.{number}.{getattr(config.names, projection)}"
+            _, others = found.get(name, (number, ()))
+            found[name] = number, (*others, projection)
+    return found
+
+
+def _read_tensors(path: Path, modules: dict[str, Module]) -> dict[str, dict[str, Tensor]]:
+    """The matrices A and B of each module in the file."""
+    found: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dictionary
+                match = TENSOR_NAME.fullmatch(key)
+                if match is None or match["module"] not in modules:
+                    raise UserError(f"Tensor {key!r} in {path} does not fit: {_unsupported_reason(key)}.")
+                found.setdefault(match["module"], {})[match["side"]] = _check_tensor(path, key, file.get_tensor(key))
+    except (SafetensorError, OSError, ValueError, UnicodeError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}. {_FETCH_AGAIN}") from error
+    if not found:
+        raise UserError(f"{path} has no tensors. {_FETCH_AGAIN}")
+    return found
+
+
+def _check_tensor(path: Path, key: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in SUPPORTED_DTYPES or tensor.ndim != 2:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"Tensor {key!r} in {path} is {kind} of shape {list(tensor.shape)}. Matrices in float32, bfloat16 and "
+            "float16 can be loaded."
+        )
+    wide = tensor.to(torch.float32)
+    if not wide.isfinite().all():
+        raise UserError(f"Tensor {key!r} in {path} has values that are no finite numbers. {_FETCH_AGAIN}")
+    return wide
+
+
+def _split_projections(
+    path: Path,
+    name: str,
+    sides: dict[str, Tensor],
+    projections: tuple[str, ...],
+    lora: LoraConfig,
+    config: DecoderConfig,
+) -> dict[str, LoraPair]:
+    """The matrices of each projection of a module."""
+    wanted = [projection_shapes(config)[projection] for projection in projections]
+    outputs = [shape.outputs for shape in wanted]
+    rank = lora.rank(name)
+    if rank > MAX_RANK:
+        raise UserError(f"{lora.path} says rank {rank} for {name}. {MAX_RANK} is the most that is served.")
+    for side, shape in (("A", [rank, wanted[0].inputs]), ("B", [sum(outputs), rank])):
+        if side not in sides:
+            raise UserError(f"{path} has no lora_{side} for {name}. {_FETCH_AGAIN}")
+        if list(sides[side].shape) != shape:
+            raise UserError(
+                f"lora_{side} of {name} in {path} has shape {list(sides[side].shape)}, but the model and rank {rank} "
+                f"in {lora.path} ask for {shape}. Is the adapter made for this model?"
+            )
+    a = sides["A"].t().contiguous()
+    parts = (sides["B"] * lora.scale(name)).split(outputs)
+    return {projection: LoraPair(a, part.t().contiguous()) for projection, part in zip(projections, parts, strict=True)}
+
+
+_FETCH_AGAIN = "It is incomplete or damaged: fetch the adapter again."
+
+
+def _unsupported_reason(key: str) -> str:
+    return next((why for part, why in UNSUPPORTED_TENSORS.items() if part in key), "this model has no such projection")
+
+
+def _missing_weights_message(directory: Path) -> str:
+    if (directory / "adapter_model.bin").is_file():
+        return (
+            f"{directory} has its weights in adapter_model.bin, a pickled file, which can run code and is never "
+            "loaded. Convert it to safetensors, for example with peft's save_pretrained in a trusted environment."
+        )
+    return f"{directory} has no {WEIGHTS_FILE}, so there is nothing to load."

@@ -1,1 +1,11 @@
-"""Models: what computes logits from a batch of tokens."""
+"""Models: they compute logits from a batch of tokens.
+
+interface            what the engine requires of a model; read this first
+loader               model directory -> Model
+families             the supported model families, as data; add a family here
+config_reader        config.json -> DecoderConfig (decoder_config.py of the worker)
+weight_loader        checkpoint -> weights of a decoder
+decoder              DecoderModel, which computes all families
+decoder_layer        the operations of a layer, run on tensors or written to a program for the CPU kernels
+transformers_model   fallback for other models, through transformers
+"""

@@ -1,4 +1,8 @@
-"""One decoder for many families of models: what differs between them is data in DecoderConfig."""
+"""DecoderModel: one implementation for all model families; what differs between them is data in DecoderConfig.
+
+On our CPU kernels, a model without experts runs as a program (see decoder_layer.write_program); everywhere else, layer
+by layer on tensors.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -7,156 +11,183 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.attention.native import NativeAttention
-from tgi.worker.batch import Again, Attention, Batch, KVShape, Reader
-from tgi.worker.best import Best
-from tgi.worker.gpu.kernels import Gpu
-from tgi.worker.layers.mlp import Experts, Mlp
-from tgi.worker.layers.rotary import Rotary
-from tgi.worker.linear import Linear, choose_rows
-from tgi.worker.lora.deltas import Deltas
-from tgi.worker.lora.packed import PackedDeltas, PackedWeights
-from tgi.worker.lora.reading import read_adapter
-from tgi.worker.lora.weights import LoraWeights, number_format, shapes
-from tgi.worker.models.config import DecoderConfig
-from tgi.worker.models.layer import Layer, Weights, run_layer
-from tgi.worker.models.program import write_program
-from tgi.worker.models.tensors import Step
-from tgi.worker.native.kernels import Kernels
+from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.greedy import GreedyTokens
+from tgi.worker.layers.linear import Linear, choose_row_counts
+from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.rotary import RotaryEmbedding
+from tgi.worker.lora.deltas import LoraDeltas
+from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
+from tgi.worker.lora.weights import LoraWeights, compute_dtype, projection_shapes, read_adapter
+from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
+from tgi.worker.models.interface import LogitsReader, PreparedDecode
 
 
-class Decoder:
-    """A Model."""
+class DecoderModel:
+    """Implements Model.
+
+    `kernels` are our CPU kernels, `gpu` our GPU kernels; None = torch's. `scales` are KVCacheSpec.cache_scales.
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Weights,
+        weights: DecoderWeights,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: Kernels | None = None,
-        gpu: Gpu | None = None,
+        kernels: CpuKernels | None = None,
+        gpu: GpuKernels | None = None,
         scales: tuple[tuple[float, float], ...] = (),
     ) -> None:
         self.vocab_size = config.vocab_size
-        self.context = config.context
-        windows = tuple(layer.window for layer in config.layers)
-        shape = (len(config.layers), config.heads, config.kv_heads, config.head_dim, dtype)
-        self.kv = KVShape(*shape, windows, config.attention_cap, kernels, gpu, scales=scales)
+        self.context_length = config.context_length
+        self.kv = KVCacheSpec(
+            layers=len(config.layers),
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            sliding_windows=tuple(layer.window for layer in config.layers),
+            softcap=config.attention_cap,
+            cpu_kernels=kernels,
+            gpu_kernels=gpu,
+            cache_scales=scales,
+        )
         self.footprint = weights.footprint
         self.device = device
-        self.unrecordable = None if config.experts is None else "the host reads which experts its tokens chose"
+        self.cuda_graph_obstacle = None if config.experts is None else "the host reads which experts the tokens chose"
         self._config = config
-        self._scoring = config.logit_scale, config.logit_cap
+        self._logits_options = config.logit_scale, config.logit_cap
         self._weights = weights
-        self._rotaries = [Rotary(rope, device, kernels or gpu) for rope in config.ropes]
+        self._rotaries = [RotaryEmbedding(rope, device, kernels or gpu) for rope in config.ropes]
         self._program = write_program(config, weights, self._rotaries, self.kv)
-        # As transformers does it: rounded to the number format of the weights.
+        # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
-        self._rows = choose_rows([*linears, weights.head])
-        # For adapters: the first matrix of each MLP, without the activation. Made when the first adapter comes.
-        self._bare: list[Linear | None] = []
-        self._adapter_dtype = number_format(dtype, device)
+        self._row_counts = choose_row_counts([*linears, weights.head])
+        # For LoRA on torch's kernels: per layer, the matrix with the activation, without its epilogue. Made on demand.
+        self._without_epilogue: list[Linear | None] = []
+        self._adapter_dtype = compute_dtype(dtype, device)
 
-    def forward(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None) -> Tensor:
         """See Model."""
-        hidden, _ = self._computed(batch, attention, reader)
-        return self._logits(hidden, batch.draw_at)
+        hidden, _ = self._run_layers(batch, attention, reader)
+        return self._logits(hidden, batch.logits_indices)
 
-    def best(self, batch: Batch, attention: Attention, reader: Reader | None = None) -> Best:
+    def forward_greedy(
+        self, batch: ForwardBatch, attention: AttentionBackend, reader: LogitsReader | None = None
+    ) -> GreedyTokens:
         """See Model."""
-        hidden, best = self._computed(batch, attention, reader, batch.draw_at)
-        if best is not None:
-            return best
-        return self._weights.head.best(self._drawing(hidden, batch.draw_at), *self._scoring)
+        hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
+        if greedy is not None:
+            return greedy
+        return self._weights.head.greedy_tokens(self._head_input(hidden, batch.logits_indices), *self._logits_options)
 
-    def again(self, batch: Batch, attention: Attention) -> Again | None:
+    def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
         """See Model."""
         program = self._program
-        if program is None or not isinstance(attention, NativeAttention):
+        if program is None or not isinstance(attention, CpuKernelAttention):
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
-        calls = [self._weights.embedding.into(batch.tokens, hidden)]
+        calls = [self._weights.embedding.prepare_lookup(batch.tokens, hidden)]
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
         angles = self._angles(batch.positions, batch.page_table.shape[1] * attention.page_size)
         rows = attention.plan(batch).rows
-        ready = program.ready(hidden, batch.positions, angles, attention.caches, rows, None, batch.draw_at)
+        ready = program.prepare(hidden, batch.positions, angles, attention.caches, rows, None, batch.logits_indices)
         assert ready.best is not None
-        return Again(batch, (*calls, partial(program.run, ready)), ready.best)
+        return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
 
-    def _computed(
-        self, batch: Batch, attention: Attention, reader: Reader | None, draw_at: Tensor | None = None
-    ) -> tuple[Tensor, Best | None]:
-        """What the layers leave of the tokens, [rows, hidden], and, from a program, the best at `draw_at`. Tokens are
-        padded once here to a number of rows that the linear layers take as it is."""
+    def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
+        """See Model."""
+        return self.prepare_adapter(read_adapter(directory, self._config, self._adapter_dtype, self.device))
+
+    def prepare_adapter(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
+        """Converts an adapter to the format that this model computes with."""
+        if self.kv.cpu_kernels is not None:
+            return PackedWeights(weights, projection_shapes(self._config))
+        if not self._without_epilogue:
+            activated = [_activated_linear(layer.mlp) for layer in self._weights.layers]
+            bare = [None if linear is None else linear.without_epilogue() for linear in activated]
+            choose_row_counts([linear for linear in bare if linear is not None])
+            self._without_epilogue = bare
+        return weights
+
+    def _run_layers(
+        self,
+        batch: ForwardBatch,
+        attention: AttentionBackend,
+        reader: LogitsReader | None,
+        logits_indices: Tensor | None = None,
+    ) -> tuple[Tensor, GreedyTokens | None]:
+        """Runs embedding and layers: the hidden states [rows, hidden], of which the first T belong to the batch.
+
+        A program also computes the greedy tokens at `logits_indices`. Pads the tokens once, to a row count that all
+        linear layers accept.
+        """
         count = batch.tokens.shape[0]
-        pad = (0, self._rows.padded(count) - count)
+        pad = (0, self._row_counts.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
-        angles = self._angles(positions, max(batch.context_lengths))
+        angles = self._angles(positions, max(batch.context_lens_host))
         hidden = self._weights.embedding(tokens)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         plan = attention.plan(batch)
-        deltas = self._deltas(batch, len(tokens)) if batch.adapted else None
-        if self._program is not None and isinstance(attention, NativeAttention):
+        deltas = self._deltas(batch, len(tokens)) if batch.lora_spans else None
+        if self._program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
-            best = self._program.run(
-                self._program.ready(hidden, positions, angles, attention.caches, plan.rows, adapted, draw_at)
+            greedy = self._program.run(
+                self._program.prepare(hidden, positions, angles, attention.caches, plan.rows, adapted, logits_indices)
             )
         else:
-            best = None
-            step = Step(self._config, self.kv, self._rotaries, angles, count, attention, plan, deltas)
+            greedy = None
+            step = DecoderStep(
+                config=self._config,
+                kv=self.kv,
+                rotaries=self._rotaries,
+                angles=angles,
+                tokens=count,
+                attention=attention,
+                plan=plan,
+                deltas=deltas,
+            )
             for number, layer in enumerate(self._weights.layers):
                 hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
         if reader is not None:
             for block in reader.blocks:
-                reader.read(self._logits(hidden, block))
-        return hidden, best
+                reader.read_logits(self._logits(hidden, block))
+        return hidden, greedy
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
-        """What each rope turns tokens by, at positions [rows] below `longest`."""
+        """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""
         return [rotary.angles(positions, longest, self.kv.heads + self.kv.kv_heads) for rotary in self._rotaries]
 
-    def adapter(self, directory: Path) -> LoraWeights | PackedWeights:
-        """See Model."""
-        return self.fitted(read_adapter(directory, self._config, self._adapter_dtype, self.device))
-
-    def fitted(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
-        """An adapter as this model computes with it."""
-        if self.kv.kernels is not None:
-            return PackedWeights(weights, shapes(self._config))
-        if not self._bare:
-            firsts = [_first(layer.mlp) for layer in self._weights.layers]
-            bare = [None if first is None else first.bare() for first in firsts]
-            choose_rows([linear for linear in bare if linear is not None])
-            self._bare = bare
-        return weights
-
-    def _deltas(self, batch: Batch, rows: int) -> Deltas | PackedDeltas:
-        sizes, kernels = shapes(self._config), self.kv.kernels
+    def _deltas(self, batch: ForwardBatch, rows: int) -> LoraDeltas | PackedDeltas:
+        shapes, kernels = projection_shapes(self._config), self.kv.cpu_kernels
         if kernels is not None:
-            return PackedDeltas(batch.adapted, rows, sizes, kernels)
-        count = batch.tokens.shape[0]
-        return Deltas(batch.adapted, count, rows, sizes, self._bare, self._adapter_dtype, self.device)
+            return PackedDeltas(batch.lora_spans, rows, shapes, kernels)
+        count, bare = batch.tokens.shape[0], self._without_epilogue
+        return LoraDeltas(batch.lora_spans, count, rows, shapes, bare, self._adapter_dtype, self.device)
 
-    def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """Of some rows of `hidden`, float32 [n, vocab]."""
-        return self._weights.head.scores(self._drawing(hidden, at), *self._scoring)
+    def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Logits float32 [n, vocab] of the rows `indices` of `hidden`."""
+        return self._weights.head.logits(self._head_input(hidden, indices), *self._logits_options)
 
-    def _drawing(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """What the head takes of these rows."""
-        return self._weights.norm(hidden.index_select(0, at))
-
-
-def _first(mlp: Mlp | Experts) -> Linear | None:
-    """The layer of an MLP that has the activation. None for experts, which no adapter changes."""
-    return None if isinstance(mlp, Experts) else mlp.gate or mlp.up
+    def _head_input(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        return self._weights.norm(hidden.index_select(0, indices))
 
 
-def _linears(layer: Layer) -> list[Linear]:
-    """All linear layers of a layer."""
+def _activated_linear(mlp: Mlp | MixtureOfExperts) -> Linear | None:
+    """The layer of an MLP whose epilogue is the activation. None for experts, for which LoRA is not supported."""
+    return None if isinstance(mlp, MixtureOfExperts) else mlp.gate or mlp.up
+
+
+def _linears(layer: DecoderLayer) -> list[Linear]:
+    """All linear layers of a decoder layer."""
     if isinstance(layer.mlp, Mlp):
         mlps, router = [layer.mlp], []
     else:

@@ -1,12 +1,16 @@
-"""What sets each model type apart, as data: all that its config.json does not say."""
+"""The supported model families as data: what config.json leaves implicit for each model_type.
+
+To add a family that DecoderConfig can express, add an entry to FAMILIES; models of other types run through transformers
+(transformers_model.py).
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tgi.worker.models.config import Names
+from tgi.worker.decoder_config import TensorNames
 
-# Every config.json may have these, or leave them to what transformers takes: most of them for all types the same.
-COMMON: dict[str, Any] = {
+# Keys that config.json may have in every family, with the defaults of transformers.
+COMMON_KEYS: dict[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "hidden_act": "silu",
@@ -20,22 +24,22 @@ COMMON: dict[str, Any] = {
 }
 
 
-LLAMA = Names()
+LLAMA = TensorNames()
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model type. Without anything set, it is a llama."""
+class ModelFamily:
+    """A model_type. The defaults describe llama."""
 
-    # Keys of config.json that it heeds beside the common ones, or takes differently where they are missing.
+    # Keys of config.json that the family reads in addition to COMMON_KEYS, or with other defaults.
     keys: dict[str, Any] = field(default_factory=dict)
-    # Fields of DecoderConfig that are the same for all models of the type.
+    # Fields of DecoderConfig that are constant in the family.
     fixed: dict[str, Any] = field(default_factory=dict)
-    names: Names = LLAMA
-    # Values of config.json that its early releases have, and what they mean.
+    names: TensorNames = LLAMA
+    # Values of config.json that early releases of the family have -> their current names.
     aliases: dict[str, str] = field(default_factory=dict)
-    embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
-    turns_neighbours: bool = False  # see Rope.neighbours
+    scale_embedding_by_width: bool = False  # the embedding is multiplied by sqrt(hidden)
+    interleaved_rope: bool = False  # see RopeConfig.interleaved
 
 
 _RMS = {"rms_norm_eps": 1e-6}
@@ -58,25 +62,27 @@ _GEMMA2 = {
     "sliding_window": 4096,
     "layer_types": None,
 }
-_FOUR_NORMS = Names(
+_FOUR_NORMS = TensorNames(
     attention_after="post_attention_layernorm",
     mlp_before="pre_feedforward_layernorm",
     mlp_after="post_feedforward_layernorm",
 )
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(_RMS | _BIASES),
-    "mistral": Family({**_RMS, "sliding_window": 4096}),
-    "qwen2": Family(_RMS | _QWEN_WINDOWS, {"qkv_bias": True}),
-    "qwen3": Family({**_RMS, **_QWEN_WINDOWS, "attention_bias": False, "head_dim": 128}, {"query_key_norm": "head"}),
-    "phi3": Family(
+FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily(_RMS | _BIASES),
+    "mistral": ModelFamily({**_RMS, "sliding_window": 4096}),
+    "qwen2": ModelFamily(_RMS | _QWEN_WINDOWS, {"qkv_bias": True}),
+    "qwen3": ModelFamily(
+        {**_RMS, **_QWEN_WINDOWS, "attention_bias": False, "head_dim": 128}, {"query_key_norm": "head"}
+    ),
+    "phi3": ModelFamily(
         {
             **_RMS5,
             "sliding_window": None,
             "original_max_position_embeddings": 4096,
             "partial_rotary_factor": 1.0,
         },
-        names=Names(
+        names=TensorNames(
             query="self_attn.qkv_proj",
             key="self_attn.qkv_proj",
             value="self_attn.qkv_proj",
@@ -85,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases={"su": "longrope", "yarn": "longrope"},
     ),
-    "granite": Family(
+    "granite": ModelFamily(
         {
             **_RMS,
             **_BIASES,
@@ -95,30 +101,32 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling": 1.0,
         }
     ),
-    "gemma": Family(_GEMMA, {"norm_offset": 1.0}, aliases={"gelu": "gelu_pytorch_tanh"}, embedding_by_width=True),
-    "gemma2": Family(
+    "gemma": ModelFamily(
+        _GEMMA, {"norm_offset": 1.0}, aliases={"gelu": "gelu_pytorch_tanh"}, scale_embedding_by_width=True
+    ),
+    "gemma2": ModelFamily(
         {**_GEMMA2, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
         {"norm_offset": 1.0},
         _FOUR_NORMS,
-        embedding_by_width=True,
+        scale_embedding_by_width=True,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": ModelFamily(
         {**_GEMMA2, "sliding_window_pattern": 6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
         {"norm_offset": 1.0, "query_key_norm": "head"},
         _FOUR_NORMS,
-        embedding_by_width=True,
+        scale_embedding_by_width=True,
     ),
-    "olmo2": Family(
+    "olmo2": ModelFamily(
         {**_RMS5, "attention_bias": False},
         {"query_key_norm": "all"},
-        Names(
+        TensorNames(
             attention_before=None,
             attention_after="post_attention_layernorm",
             mlp_before=None,
             mlp_after="post_feedforward_layernorm",
         ),
     ),
-    "smollm3": Family(
+    "smollm3": ModelFamily(
         {
             **_RMS,
             **_BIASES,
@@ -131,7 +139,7 @@ FAMILIES: dict[str, Family] = {
             "layer_types": None,
         }
     ),
-    "cohere": Family(
+    "cohere": ModelFamily(
         {
             "layer_norm_eps": 1e-5,
             "attention_bias": False,
@@ -141,10 +149,10 @@ FAMILIES: dict[str, Family] = {
             "use_qk_norm": False,
         },
         {"norm_centred": True, "parallel": True},
-        Names(mlp_before=None),
-        turns_neighbours=True,
+        TensorNames(mlp_before=None),
+        interleaved_rope=True,
     ),
-    "starcoder2": Family(
+    "starcoder2": ModelFamily(
         {
             "norm_epsilon": 1e-5,
             "use_bias": True,
@@ -153,9 +161,9 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": None,
         },
         {"norm_centred": True, "norm_bias": True, "gated": False},
-        Names(up="mlp.c_fc", down="mlp.c_proj"),
+        TensorNames(up="mlp.c_fc", down="mlp.c_proj"),
     ),
-    "mixtral": Family(
+    "mixtral": ModelFamily(
         {
             **_RMS5,
             "rope_theta": 1000000.0,
@@ -164,21 +172,21 @@ FAMILIES: dict[str, Family] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
-        names=Names(
+        names=TensorNames(
             router="block_sparse_moe.gate",
             expert_gate="block_sparse_moe.experts.{}.w1",
             expert_up="block_sparse_moe.experts.{}.w3",
             expert_down="block_sparse_moe.experts.{}.w2",
         ),
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": ModelFamily(
         {
             **_RMS,
             "attention_bias": False,
             "use_sliding_window": False,
             "sliding_window": 4096,
             "num_experts": 128,
-            "num_local_experts": None,  # what transformers calls the same when it saves a model
+            "num_local_experts": None,  # the name under which transformers saves num_experts
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,

@@ -1,6 +1,6 @@
-"""AWQ checkpoints in the layout for matrix products ("gemm"), as AutoAWQ writes them.
+"""AWQ checkpoints in the "gemm" layout, as AutoAWQ writes them.
 
-For the layer NAME, with eight numbers of 4 bits in a word, from below those of its outputs 0, 2, 4, 6, 1, 3, 5, 7:
+The tensors of the layer NAME. A word has eight 4-bit numbers, from the low bits on for outputs 0, 2, 4, 6, 1, 3, 5, 7:
 
 - NAME.qweight int32 [inputs, outputs / 8],
 - NAME.qzeros int32 [groups, outputs / 8]: zero points,
@@ -9,39 +9,39 @@ For the layer NAME, with eight numbers of 4 bits in a word, from below those of 
 
 from torch import Tensor
 
-from tgi.worker.quantization.columns import FLOATS, WORDS, Columns
-from tgi.worker.quantization.declared import Declared
-from tgi.worker.quantization.levels import Levels, packed, unpacked
+from tgi.worker.quantization.affine import AffineWeight, pack_nibbles, unpack_bits
+from tgi.worker.quantization.config import QuantizationConfig
+from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
 
 BITS = 4
 
 
-class Awq:
-    """Reads the weights of such a checkpoint."""
+class AwqFormat:
+    """Reads AWQ weights; a CheckpointFormat. Raises UserError for a config that is not supported."""
 
     stored_as = ("qweight",)
 
-    def __init__(self, declared: Declared) -> None:
-        bits = declared.integer("bits", "w_bit")
+    def __init__(self, config: QuantizationConfig) -> None:
+        bits = config.integer("bits", "w_bit")
         if bits != BITS:
-            raise declared.unfit(f"bits is {bits}, but AWQ with {BITS} bits is read")
-        layout = declared.text("version", declared.text("checkpoint_format", "gemm"))
+            raise config.unfit(f"bits is {bits}, but AWQ with {BITS} bits is read")
+        layout = config.text("version", config.text("checkpoint_format", "gemm"))
         if layout.lower() != "gemm":
-            raise declared.unfit(f"version is {layout}, but AWQ in the gemm layout is read")
-        self._size = declared.integer("group_size", "q_group_size")
+            raise config.unfit(f"version is {layout}, but AWQ in the gemm layout is read")
+        self._size = config.integer("group_size", "q_group_size")
         self.remarks = (f"the weights are AWQ's, of {bits} bits in groups of {self._size} inputs",)
 
-    def read(self, columns: Columns) -> Levels:
-        """The weight of a layer that has a qweight."""
-        groups, words = columns.groups(self._size), columns.words(columns.outputs, BITS)
-        columns.words(columns.inputs, BITS)  # ours, too, have to be filled
-        qweight = columns.read("qweight", WORDS, columns.inputs, words)
-        qzeros = columns.read("qzeros", WORDS, groups, words)
-        scales = columns.read("scales", FLOATS, groups, columns.outputs)
-        return Levels(BITS, columns.inputs, packed(_by_outputs(qweight)), _by_outputs(qzeros), scales.t())
+    def read_weight(self, tensors: LayerTensors) -> AffineWeight:
+        """See CheckpointFormat."""
+        groups, words = tensors.group_count(self._size), tensors.word_count(tensors.outputs, BITS)
+        tensors.word_count(tensors.inputs, BITS)  # QuantizedWeight packs inputs, so they must fill words too
+        qweight = tensors.read_checked("qweight", WORDS, tensors.inputs, words)
+        qzeros = tensors.read_checked("qzeros", WORDS, groups, words)
+        scales = tensors.read_checked("scales", FLOATS, groups, tensors.outputs)
+        return AffineWeight(BITS, tensors.inputs, pack_nibbles(_by_outputs(qweight)), _by_outputs(qzeros), scales.t())
 
 
 def _by_outputs(words: Tensor) -> Tensor:
-    """The numbers of words [rows, n], uint8 [8 n, rows], in the order of outputs."""
-    even_and_odd = unpacked(words, BITS).unflatten(1, (-1, 2, 4))
+    """Unpacks words [rows, n] to numbers uint8 [8 n, rows], in the order of outputs."""
+    even_and_odd = unpack_bits(words, BITS).unflatten(1, (-1, 2, 4))
     return even_and_odd.permute(1, 3, 2, 0).reshape(-1, words.shape[0])

@@ -1,8 +1,8 @@
 """Checkpoints of 8-bit floats: those of quant_method "fp8" and "fbgemm_fp8".
 
-For the layer NAME, NAME.weight float8 [outputs, inputs] is to be multiplied by NAME.weight_scale, or by
-NAME.weight_scale_inv, which is the same whatever its name says. That is one number, one for each output, or one for
-each block of so many outputs and inputs. Scales of activations are not used: each row's are found when it is computed.
+For the layer NAME, NAME.weight float8 [outputs, inputs] is multiplied by NAME.weight_scale or NAME.weight_scale_inv,
+which is the same despite its name: one number, one for each output, or one for each block of outputs and inputs. Static
+scales of activations are not used: activations are quantized dynamically, row by row.
 """
 
 from typing import NamedTuple
@@ -10,102 +10,103 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker import float8
-from tgi.worker.quantization.columns import FLOATS, Columns
-from tgi.worker.quantization.declared import Declared
-from tgi.worker.quantization.levels import by_rows
+from tgi.worker.quantization import float8
+from tgi.worker.quantization.affine import build_by_rows
+from tgi.worker.quantization.config import QuantizationConfig
+from tgi.worker.quantization.layer_tensors import FLOATS, LayerTensors
 from tgi.worker.quantization.weight import QuantizedWeight
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SCALES = ("weight_scale", "weight_scale_inv")
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 REMARK = "the weights are 8-bit floats, which a GPU from compute capability 8.9 on multiplies as they are"
 
 
-class Floats(NamedTuple):
-    """A weight [outputs, inputs] of 8-bit floats, which has a scale for each block of outputs and inputs."""
+class BlockScaledFloats(NamedTuple):
+    """A weight [outputs, inputs] of 8-bit floats with a scale for each block of outputs and inputs."""
 
     codes: Tensor  # of FLOAT8 [outputs, inputs]
-    scales: Tensor  # float32 [outputs / tall, inputs / wide], rounded up
-    tall: int
-    wide: int
+    scales: Tensor  # float32 [outputs / block_outputs, inputs / block_inputs], rounded up
+    block_outputs: int
+    block_inputs: int
 
-    def misfit(self) -> str | None:
-        """Why this is no QuantizedWeight; None: it is one."""
+    def unsupported_reason(self) -> str | None:
+        """Why QuantizedWeight cannot represent this weight; None: it can."""
         if self.codes.dtype is not torch.float8_e4m3fn:
             return "of 8-bit floats, nothing is computed with e5m2"
-        if self.scales.shape[1] > 1 or 1 < self.tall < self.codes.shape[0]:
+        if self.scales.shape[1] > 1 or 1 < self.block_outputs < self.codes.shape[0]:
             return "its scales are for blocks"
-        if not float8.fits(*self.codes.shape):
-            return f"its outputs and inputs are no multiples of {float8.MULTIPLE}"
+        if not float8.fits_float8(*self.codes.shape):
+            return f"its outputs and inputs are no multiples of {float8.SIZE_MULTIPLE}"
         return None
 
     def quantized(self) -> QuantizedWeight:
-        """The same weight, unless it is a misfit. Nothing is rounded."""
+        """The same weight, exactly. `unsupported_reason` must be None."""
         scales = self.scales.expand(self.codes.shape[0], 1).contiguous()
         return QuantizedWeight(self.codes.contiguous(), scales, None)
 
     def dequantized(self) -> Tensor:
         """The weight, float32 [outputs, inputs]."""
         outputs, inputs = self.codes.shape
-        scales = self.scales.repeat_interleave(self.tall, 0)
+        scales = self.scales.repeat_interleave(self.block_outputs, 0)
 
         def piece(rows: slice) -> Tensor:
             numbers = _float32(self.codes[rows])
-            return numbers.mul_(scales[rows][: len(numbers)].repeat_interleave(self.wide, 1)[:, :inputs])
+            return numbers.mul_(scales[rows][: len(numbers)].repeat_interleave(self.block_inputs, 1)[:, :inputs])
 
-        return by_rows(outputs, inputs, piece)
+        return build_by_rows(outputs, inputs, piece)
 
 
-class Fp8:
-    """Reads the weights of such a checkpoint."""
+class Fp8Format:
+    """Reads FP8 weights; a CheckpointFormat. Raises UserError for a config that is not supported."""
 
     stored_as = ("weight",)
     remarks = (REMARK,)
 
-    def __init__(self, declared: Declared) -> None:
-        self._block = block(declared, declared.values.get("weight_block_size"))
+    def __init__(self, config: QuantizationConfig) -> None:
+        self._block = read_block_size(config, config.values.get("weight_block_size"))
 
-    def read(self, columns: Columns) -> Floats | Tensor:
-        """The weight of a layer, as it is if it is not in 8-bit floats."""
-        return floats(columns, self._block) if columns.stored("weight").dtype in FLOAT8 else columns.plain()
+    def read_weight(self, tensors: LayerTensors) -> BlockScaledFloats | Tensor:
+        """See CheckpointFormat."""
+        return read_floats(tensors, self._block) if tensors.stored("weight").dtype in FLOAT8 else tensors.plain()
 
 
-def block(declared: Declared, size: object) -> tuple[int, int] | None:
-    """Outputs and inputs of a block as a config has them, a list; None if it has none."""
+def read_block_size(config: QuantizationConfig, size: object) -> tuple[int, int] | None:
+    """The outputs and inputs of a block, a list of two in the config; None if the config has none. Raises UserError
+    for anything else."""
     match size:
         case None:
             return None
         case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
             return outputs, inputs
-    raise declared.unfit(f"blocks are {size!r}, but two sizes are expected")
+    raise config.unfit(f"blocks are {size!r}, but two sizes are expected")
 
 
-def floats(columns: Columns, block: tuple[int, int] | None) -> Floats:
-    """The weight of a layer that is in 8-bit floats."""
-    outputs, inputs = columns.outputs, columns.inputs
-    weight = columns.read("weight", FLOAT8, outputs, inputs)
-    name = next((name for name in SCALES if name in columns), SCALES[0])
-    shape = tuple(columns.stored(name).shape)
-    tall, wide = 1, inputs  # outputs and inputs that share a scale
+def read_floats(tensors: LayerTensors, block: tuple[int, int] | None) -> BlockScaledFloats:
+    """Reads a weight of 8-bit floats with its scales. Raises UserError if their shapes do not fit."""
+    outputs, inputs = tensors.outputs, tensors.inputs
+    weight = tensors.read_checked("weight", FLOAT8, outputs, inputs)
+    name = next((name for name in SCALE_NAMES if name in tensors), SCALE_NAMES[0])
+    shape = tuple(tensors.stored(name).shape)
+    block_outputs, block_inputs = 1, inputs  # outputs and inputs that share a scale
     if shape.count(1) == len(shape):
-        tall, expected = outputs, shape
+        block_outputs, expected = outputs, shape
     elif block is None:
         expected = (outputs,) if len(shape) == 1 else (outputs, 1)
     else:
-        tall, wide = min(block[0], outputs), min(block[1], inputs)
-        expected = -(-outputs // tall), -(-inputs // wide)
-    scales = columns.read(name, (*FLOATS, torch.float8_e8m0fnu), *expected).float()
-    return Floats(weight, scales.view(-1, -(-inputs // wide)), tall, wide)
+        block_outputs, block_inputs = min(block[0], outputs), min(block[1], inputs)
+        expected = -(-outputs // block_outputs), -(-inputs // block_inputs)
+    scales = tensors.read_checked(name, (*FLOATS, torch.float8_e8m0fnu), *expected).float()
+    return BlockScaledFloats(weight, scales.view(-1, -(-inputs // block_inputs)), block_outputs, block_inputs)
 
 
 def _float32(weight: Tensor) -> Tensor:
-    """The numbers of a weight in 8-bit floats.
+    """Converts 8-bit floats to float32.
 
-    e4m3 is read as float16, some of whose bits it has: the sign, the lower four of five for the exponent, which counts
-    from 7 instead of 15, and the upper three of ten behind. This takes a quarter of the time that torch's conversion
-    takes, and is the same but for NaN, which becomes 480.
+    The bits of an e4m3 number, shifted, are those of a float16: the sign, the lower four of five exponent bits (with a
+    bias of 7 instead of 15) and the upper three of ten fraction bits. This takes a quarter of the time of torch's
+    conversion, and has the same results except for NaN, which becomes 480.
     """
     if weight.dtype is not torch.float8_e4m3fn:
         return weight.float()
-    signed = weight.view(torch.int8).to(torch.int16)  # the sign fills the upper bits
+    signed = weight.view(torch.int8).to(torch.int16)  # sign-extended
     return (signed << 7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(2.0**8)

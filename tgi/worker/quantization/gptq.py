@@ -1,75 +1,78 @@
 """GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
 
-For the layer NAME with `each` = 32 / bits numbers in a word, low bits first:
+The tensors of the layer NAME, with `each` = 32 / bits numbers in a word, low bits first:
 
-- NAME.qweight int32 [inputs / each, outputs]: numbers of inputs that follow each other share a word,
-- NAME.qzeros int32 [groups, outputs / each]: zero points; one less than they are in the format "gptq", as they are in
+- NAME.qweight int32 [inputs / each, outputs]: numbers of consecutive inputs share a word,
+- NAME.qzeros int32 [groups, outputs / each]: zero points, stored minus one in the format "gptq" and as such in
   "gptq_v2",
 - NAME.scales float [groups, outputs],
-- NAME.g_idx int32 [inputs], which may be missing: the group of each input.
+- NAME.g_idx int32 [inputs], optional: the group of each input.
 """
 
 import re
 
 import torch
 
-from tgi.worker.quantization.columns import FLOATS, WORDS, Columns
-from tgi.worker.quantization.declared import Declared
-from tgi.worker.quantization.levels import Levels, unpacked
+from tgi.worker.quantization.affine import AffineWeight, unpack_bits
+from tgi.worker.quantization.config import QuantizationConfig
+from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
 
 BITS = (4, 8)
 
 
-class Gptq:
-    """Reads the weights of such a checkpoint."""
+class GptqFormat:
+    """Reads GPTQ weights; a CheckpointFormat. Raises UserError for a config that is not supported."""
 
     stored_as = ("qweight",)
 
-    def __init__(self, declared: Declared) -> None:
-        kind = declared.text("checkpoint_format", "gptq")
-        if declared.values.get("is_marlin_format"):
+    def __init__(self, config: QuantizationConfig) -> None:
+        kind = config.text("checkpoint_format", "gptq")
+        if config.values.get("is_marlin_format"):
             kind = "marlin"
         if kind not in ("gptq", "gptq_v2"):
-            raise declared.unfit(f"checkpoint_format is {kind}, but gptq and gptq_v2 are read")
-        self._less = 1 if kind == "gptq" else 0
-        self._general = bits, size = _form(declared)
+            raise config.unfit(f"checkpoint_format is {kind}, but gptq and gptq_v2 are read")
+        self._zero_offset = 1 if kind == "gptq" else 0
+        self._default = bits, size = _bits_and_group(config)
         self.remarks = (f"the weights are GPTQ's, of {bits} bits in groups of {size} inputs",)
-        self._special = []
-        dynamic = declared.within("dynamic")
+        self._overrides = []
+        dynamic = config.within("dynamic")
         for pattern in dynamic.values:
             if pattern.startswith("-:"):
-                continue  # not quantized, as its tensors show
+                continue  # not quantized: the layers have plain tensors
             try:
                 compiled = re.compile(pattern.removeprefix("+:"))
             except (re.error, OverflowError, RecursionError) as error:
-                raise declared.unfit(f"{pattern!r} under dynamic is no regular expression: {error}") from error
-            self._special.append(
-                (compiled, _form(Declared(declared.path, declared.values | dynamic.within(pattern).values)))
+                raise config.unfit(f"{pattern!r} under dynamic is no regular expression: {error}") from error
+            self._overrides.append(
+                (
+                    compiled,
+                    _bits_and_group(QuantizationConfig(config.path, config.values | dynamic.within(pattern).values)),
+                )
             )
 
-    def read(self, columns: Columns) -> Levels:
-        """The weight of a layer that has a qweight."""
-        forms = (form for pattern, form in self._special if pattern.match(columns.name))
-        bits, size = next(forms, self._general)
-        groups = columns.groups(size)
-        qweight = columns.read("qweight", WORDS, columns.words(columns.inputs, bits), columns.outputs)
-        qzeros = columns.read("qzeros", WORDS, groups, columns.words(columns.outputs, bits))
-        scales = columns.read("scales", FLOATS, groups, columns.outputs)
-        zeros = (unpacked(qzeros, bits) + self._less) & (2**bits - 1)
-        return Levels(
+    def read_weight(self, tensors: LayerTensors) -> AffineWeight:
+        """See CheckpointFormat."""
+        forms = (form for pattern, form in self._overrides if pattern.match(tensors.name))
+        bits, size = next(forms, self._default)
+        groups = tensors.group_count(size)
+        qweight = tensors.read_checked("qweight", WORDS, tensors.word_count(tensors.inputs, bits), tensors.outputs)
+        qzeros = tensors.read_checked("qzeros", WORDS, groups, tensors.word_count(tensors.outputs, bits))
+        scales = tensors.read_checked("scales", FLOATS, groups, tensors.outputs)
+        zeros = (unpack_bits(qzeros, bits) + self._zero_offset) & (2**bits - 1)
+        return AffineWeight(
             bits,
-            columns.inputs,
-            # The numbers of an output follow each other in its words, from low bits to high: turned, they are packed.
+            tensors.inputs,
+            # The words of an output have consecutive inputs, low bits first: transposed, they are packed as needed.
             qweight.t().contiguous().view(torch.uint8),
             zeros.t(),
             scales.t(),
-            columns.order("g_idx", groups),
+            tensors.group_order("g_idx", groups),
         )
 
 
-def _form(declared: Declared) -> tuple[int, int]:
-    """Bits, and inputs of a group."""
-    bits = declared.integer("bits")
+def _bits_and_group(config: QuantizationConfig) -> tuple[int, int]:
+    """Bits and group size."""
+    bits = config.integer("bits")
     if bits not in BITS:
-        raise declared.unfit(f"bits is {bits}, but GPTQ with {' and '.join(map(str, BITS))} bits is read")
-    return bits, declared.integer("group_size")
+        raise config.unfit(f"bits is {bits}, but GPTQ with {' and '.join(map(str, BITS))} bits is read")
+    return bits, config.integer("group_size")

@@ -1,9 +1,9 @@
-"""Makes weights of 8 or 4 bits from plain ones: whole numbers from -127 to 127 or 8-bit floats, and one scale for each
-output, by which its largest magnitude is 127 or 448, the largest that such floats have.
+"""Quantizes plain weights at load: to 8-bit integers, the 4-bit codebook or 8-bit floats, with one scale per output.
 
-8 bits hold any such whole number. 4 bits hold those of the codebook: each group of 32 inputs gets the factor that
-leaves the least squared error. Nothing is clipped: a smaller scale can leave an output less squared error, but the
-model that was tried was no better for it.
+The scale maps an output's largest magnitude to 127, or to 448, the largest number of float8_e4m3fn. 8 bits hold every
+integer from -127 to 127; with 4 bits, each group of 32 inputs gets the factor of the codebook (weight.py) that leaves
+the least squared error. Nothing is clipped: a smaller scale can leave an output less squared error, but the model that
+this was measured with was no better for it.
 """
 
 from collections import deque
@@ -15,25 +15,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.quantization.codebook import TABLE
-from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.threads import usable_cores
+from tgi.worker.host_cpu import usable_cores
+from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
 
-Quantize: TypeAlias = Callable[[Tensor, str], QuantizedWeight]  # what does as `quantized`
+WeightQuantizer: TypeAlias = Callable[[Tensor, str], QuantizedWeight]  # the signature of `quantize_weight`
 
-GROUP = 32  # inputs that share a factor
-MOST, MOST_FLOAT = 127, 448
-# Elements at once: what is computed on the way stays in a core's cache, and torch does not divide it once more.
-PIECE = 1 << 15
-# What becomes of a weight is looked up, at so many places from one whole number to the next.
-FINE = 4
-_OFF = torch.arange(-MOST * FINE, MOST * FINE + 1)[:, None, None] / FINE - TABLE  # of each place from each number
-ERRORS = _OFF.square().amin(-1)  # float32 [places, factors]
-CODES = _OFF.abs().argmin(-1).to(torch.uint8)  # [places, factors]
+FACTOR_GROUP = 32  # inputs that share a factor
+MAX_INT8, MAX_FLOAT8 = 127, 448
+# Elements of a work item: intermediate results stay in a core's cache, and torch does not parallelize them again.
+QUANTIZED_AT_ONCE = 1 << 15
+# Codes and their errors are looked up on a grid with this many points from one integer to the next.
+GRID_STEPS = 4
+_GRID = torch.arange(-MAX_INT8 * GRID_STEPS, MAX_INT8 * GRID_STEPS + 1) / GRID_STEPS
+_GRID_DIFFERENCES = _GRID[:, None, None] - CODEBOOK  # [points, factors, codes]
+GRID_ERRORS = _GRID_DIFFERENCES.square().amin(-1)  # float32 [points, factors] squared error of the nearest level
+GRID_CODES = _GRID_DIFFERENCES.abs().argmin(-1).to(torch.uint8)  # [points, factors] code of the nearest level
 
 
-def room(outputs: int, inputs: int, form: str) -> QuantizedWeight:
-    """For a weight that is still to be made."""
+def quantize_weight(weight: Tensor, form: str) -> QuantizedWeight:
+    """The weight [outputs, inputs] as `form`: "int8", "int4" or "fp8". `inputs` is a multiple of FACTOR_GROUP. An
+    output with a number that is not finite gets a scale that is not finite."""
+    made = empty_weight(weight.shape[0], weight.shape[1], form)
+    most = MAX_FLOAT8 if made.floating else MAX_INT8
+    pieces = weight.split(max(1, QUANTIZED_AT_ONCE // weight.shape[1]))
+
+    @torch.inference_mode()  # other threads do not inherit the caller's mode
+    def fill(piece: Tensor, target: QuantizedWeight) -> None:
+        numbers = piece.float()
+        target.scales.copy_(numbers.abs().amax(1, keepdim=True) / most)
+        scales = target.scales.float()
+        numbers = (numbers * torch.where(scales == 0, 0.0, scales.reciprocal())).nan_to_num_().clamp_(-most, most)
+        if target.factors is not None:
+            _quantize_to_codebook(numbers, target.codes, target.factors)
+        else:
+            target.codes.copy_(numbers if target.floating else numbers.round_())
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        deque(pool.map(fill, pieces, made.split([len(piece) for piece in pieces])), maxlen=0)
+    return made
+
+
+def empty_weight(outputs: int, inputs: int, form: str) -> QuantizedWeight:
+    """Uninitialized columns of the weight that `quantize_weight` makes."""
     if form == "fp8":
         return QuantizedWeight(torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn), torch.empty(outputs, 1), None)
     wide = form == "int8"
@@ -41,37 +64,14 @@ def room(outputs: int, inputs: int, form: str) -> QuantizedWeight:
         codes=torch.empty(outputs, inputs if wide else inputs // 2, dtype=torch.int8 if wide else torch.uint8),
         scales=torch.empty(outputs, 1, dtype=torch.float16),
         shifts=None,
-        factors=None if wide else torch.empty(outputs, inputs // GROUP, dtype=torch.uint8),
+        factors=None if wide else torch.empty(outputs, inputs // FACTOR_GROUP, dtype=torch.uint8),
     )
 
 
-def quantized(weight: Tensor, form: str) -> QuantizedWeight:
-    """The weight [outputs, inputs] as "int8", "int4" or "fp8". `inputs` is a multiple of GROUP. Where a weight is no
-    finite number, the scale of its output is none either."""
-    made = room(weight.shape[0], weight.shape[1], form)
-    most = MOST_FLOAT if made.floating else MOST
-    pieces = weight.split(max(1, PIECE // weight.shape[1]))
-
-    @torch.inference_mode()  # as the caller may be, which other threads do not know
-    def fill(piece: Tensor, its: QuantizedWeight) -> None:
-        numbers = piece.float()
-        its.scales.copy_(numbers.abs().amax(1, keepdim=True) / most)
-        scales = its.scales.float()
-        numbers = (numbers * torch.where(scales == 0, 0.0, scales.reciprocal())).nan_to_num_().clamp_(-most, most)
-        if its.factors is not None:
-            _choose(numbers, its.codes, its.factors)
-        else:
-            its.codes.copy_(numbers if its.floating else numbers.round_())
-
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        deque(pool.map(fill, pieces, made.split([len(piece) for piece in pieces])), maxlen=0)
-    return made
-
-
-def _choose(numbers: Tensor, codes: Tensor, factors: Tensor) -> None:
-    """Fills in codes and factors for numbers from -MOST to MOST, float32 [n, inputs]."""
-    places = (numbers * FINE).round_().to(torch.int32).add_(MOST * FINE).view(-1, GROUP)
-    chosen = F.embedding_bag(places, ERRORS, mode="sum").argmin(-1)  # of the sums of all its errors, for each group
+def _quantize_to_codebook(numbers: Tensor, codes: Tensor, factors: Tensor) -> None:
+    """Fills in codes and factors for numbers from -MAX_INT8 to MAX_INT8, float32 [n, inputs]."""
+    points = (numbers * GRID_STEPS).round_().to(torch.int32).add_(MAX_INT8 * GRID_STEPS).view(-1, FACTOR_GROUP)
+    chosen = F.embedding_bag(points, GRID_ERRORS, mode="sum").argmin(-1)  # least total error of each group
     factors.copy_(chosen.view(factors.shape))
-    found = CODES.view(-1).index_select(0, (places * ERRORS.shape[1] + chosen.int()[:, None]).view(-1))
+    found = GRID_CODES.view(-1).index_select(0, (points * GRID_ERRORS.shape[1] + chosen.int()[:, None]).view(-1))
     torch.bitwise_or(found[::2], found[1::2] << 4, out=codes.view(-1))

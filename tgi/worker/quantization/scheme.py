@@ -1,37 +1,65 @@
-"""How a model's weights come, and what becomes of them: what its directory says, and what --quantize asks for."""
+"""How a model's weights are quantized in its files, and what --quantize makes of them."""
 
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tgi.kernel.errors import UserError
-from tgi.kernel.settings import MADE_AT_LOAD
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.settings import QUANTIZED_AT_LOAD
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.quantization.formats import FORMATS, Format, FormatSource, find_format
-from tgi.worker.quantization.quantize import Quantize, quantized
-from tgi.worker.quantization.source import PackedSource, QuantizingSource, Source
+from tgi.worker.quantization.awq import AwqFormat
+from tgi.worker.quantization.compressed_tensors import CompressedTensorsFormat
+from tgi.worker.quantization.config import find_config
+from tgi.worker.quantization.fp8 import Fp8Format
+from tgi.worker.quantization.gptq import GptqFormat
+from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
+from tgi.worker.quantization.weight_sources import (
+    CheckpointFormat,
+    FormatWeightSource,
+    PackedWeightSource,
+    QuantizingWeightSource,
+    WeightSource,
+)
 
 log = logging.getLogger(__name__)
 
-# The names of --quantize for weights that are so already, and the formats that a checkpoint may have for each. marlin
-# names kernels for two; fp8 is also made of plain weights.
-STORED: dict[str, tuple[type, ...]] = {name: (FORMATS[name],) for name in ("gptq", "awq", "compressed-tensors", "fp8")}
-STORED["marlin"] = (FORMATS["gptq"], FORMATS["awq"])
+# By the quant_method that a config declares.
+FORMATS: dict[str, type[GptqFormat] | type[AwqFormat] | type[CompressedTensorsFormat] | type[Fp8Format]] = {
+    "gptq": GptqFormat,
+    "awq": AwqFormat,
+    "compressed-tensors": CompressedTensorsFormat,
+    "fp8": Fp8Format,
+    "fbgemm-fp8": Fp8Format,
+}
+GGUF_METHOD = "gguf"  # the quant_method that hub/gguf/convert.py declares
+
+# The values of --quantize that name a checkpoint format, and the formats that each accepts. marlin is a kernel for two
+# formats; fp8 is also made from plain weights.
+STORED_FORMATS: dict[str, tuple[type, ...]] = {
+    name: (FORMATS[name],) for name in ("gptq", "awq", "compressed-tensors", "fp8")
+}
+STORED_FORMATS["marlin"] = (FORMATS["gptq"], FORMATS["awq"])
 
 
-class Scheme(NamedTuple):
-    """Of one model."""
+class QuantizationScheme(NamedTuple):
+    """How the weights of one model are read, and quantized at load."""
 
-    stored: Format | None = None  # how its weights are quantized already; None: plain, or as PackedSource reads it
-    made: str | None = None  # what plain weights are made at load: "int8", "int4", "fp8"; None: they stay plain
+    stored: CheckpointFormat | None = None  # None: plain, or in the columns that PackedWeightSource reads
+    made: str | None = None  # what plain weights become at load: "int8", "int4", "fp8"; None: they stay plain
 
-    def stored_source(self, checkpoint: Checkpoint, float8: bool = False) -> Source:
-        """What reads the weights as they lie in the files."""
-        return PackedSource(checkpoint) if self.stored is None else FormatSource(checkpoint, self.stored, float8)
+    def stored_source(self, checkpoint: Checkpoint, float8: bool = False) -> WeightSource:
+        """A source of the weights as the files have them."""
+        return (
+            PackedWeightSource(checkpoint)
+            if self.stored is None
+            else FormatWeightSource(checkpoint, self.stored, float8)
+        )
 
-    def source(self, checkpoint: Checkpoint, quantize: Quantize = quantized, float8: bool = False) -> Source:
-        """What reads the weights as they are computed with. Plain ones are quantized by `quantize`. `float8`: where
-        they are to be, 8-bit floats are multiplied as they are. Raises UserError where that is asked for and not so."""
+    def source(
+        self, checkpoint: Checkpoint, quantize: WeightQuantizer = quantize_weight, float8: bool = False
+    ) -> WeightSource:
+        """A source of the weights as the model computes with them; `quantize` quantizes plain ones. `float8`: the
+        device multiplies 8-bit floats. Raises UserError if --quantize fp8 is given and the device does not."""
         for remark in () if self.stored is None else self.stored.remarks:
             log.debug("%s", remark)
         stored = self.stored_source(checkpoint, float8)
@@ -42,23 +70,23 @@ class Scheme(NamedTuple):
                 "--quantize fp8 makes weights 8-bit floats, which this device does not multiply: NVIDIA GPUs from "
                 "compute capability 8.9 on do (Ada, Hopper and later). Choose int8 or int4, which are for all devices."
             )
-        log.debug("plain weights are made %s at load", self.made)
-        return QuantizingSource(stored, self.made, quantize)
+        log.debug("plain weights are quantized to %s at load", self.made)
+        return QuantizingWeightSource(stored, self.made, quantize)
 
 
-def read_scheme(directory: Path, config: dict[str, Any], quantize: str | None) -> Scheme:
-    """Of the model in a directory with this config.json. `quantize` is None or one of settings.QUANTIZATIONS. Raises
-    UserError for what is not served."""
+def resolve_scheme(directory: Path, config: dict[str, Any], quantize: str | None) -> QuantizationScheme:
+    """The scheme of the model in `directory` with this config.json. `quantize` is None or one of
+    settings.QUANTIZATIONS. Raises UserError if the combination is not supported."""
     if quantize == "exl2":
         raise UserError(
             "--quantize exl2 is not supported: weights in exl2 are not read. Use GPTQ, AWQ or GGUF weights."
         )
     stored = find_format(directory, config)
-    made = MADE_AT_LOAD.get(quantize or "")
-    if isinstance(stored, STORED.get(quantize or "", ())):
-        return Scheme(stored)
+    made = QUANTIZED_AT_LOAD.get(quantize or "")
+    if isinstance(stored, STORED_FORMATS.get(quantize or "", ())):
+        return QuantizationScheme(stored)
     if quantize is None or made is not None:
-        return Scheme(stored, made)
+        return QuantizationScheme(stored, made)
     if stored is None:
         raise UserError(
             f"--quantize {quantize} is for weights that are quantized already, and those in {directory} are not. "
@@ -68,3 +96,17 @@ def read_scheme(directory: Path, config: dict[str, Any], quantize: str | None) -
         f"--quantize {quantize} is for weights of that kind, and those in {directory} are of another: "
         f"{stored.remarks[0]}. Leave out --quantize: how they are quantized shows in their config."
     )
+
+
+def find_format(directory: Path, config: dict[str, Any]) -> CheckpointFormat | None:
+    """The checkpoint format of the model in `directory` with this config.json; None: its weights are plain, or in the
+    columns that our own imports write (PackedWeightSource). Raises UserError if the format is not supported."""
+    found = find_config(directory, config)
+    if found is None or found.method == GGUF_METHOD:
+        return None
+    if found.method not in FORMATS:
+        method = found.values.get("quant_method")
+        raise found.unfit(
+            f"quant_method is {method!r}, but {', '.join(FORMATS)} are read. Use such weights or the original ones"
+        )
+    return FORMATS[found.method](found)

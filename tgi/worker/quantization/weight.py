@@ -1,44 +1,43 @@
-"""A weight in few bits, and what it stands for."""
+"""QuantizedWeight: the one representation of quantized weights, the 4-bit codebook, and the stacking of weights."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization.codebook import TABLE, table_on
-
-GROUPS = (16, 32, 64, 128)  # inputs that may share a scale
-PIECE = 1 << 24  # elements dequantized at once
+GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
+DEQUANTIZED_AT_ONCE = 1 << 24  # elements
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight [outputs, inputs] in 8 or 4 bits and groups of inputs with a scale of their own. With g = i // group,
+    """A weight [outputs, inputs] of 8 or 4 bits. With g = i // group,
 
         weight[o, i] = scales[o, g] * codes[o, i] + shifts[o, g].
 
-    8 bits: codes are int8 [outputs, inputs]. 4 bits: codes are uint8 [outputs, inputs // 2], of which byte j has input
-    2 j in its lower half and 2 j + 1 in its upper one; they count from 0 to 15 with shifts and, without, stand for -8
-    to 7. Where there are factors, there is one scale for each output and there are no shifts, and 4 bits stand for
-    numbers of 8 bits, by their own factor for each 32 inputs:
+    The columns by kind of weight:
 
-        weight[o, i] = scales[o, 0] * TABLE[factors[o, i // 32], codes[o, i]].
+    - 8-bit integers: codes are int8 [outputs, inputs].
+    - 4-bit integers: codes are uint8 [outputs, inputs // 2]. Byte j has input 2 j in its lower half and 2 j + 1 in its
+      upper half. With shifts, codes are 0 to 15; without shifts, they represent -8 to 7.
+    - 4-bit codebook (`factors` is not None): one scale for each output, no shifts, codes packed as above, and
+      weight[o, i] = scales[o, 0] * CODEBOOK[factors[o, i // 32], codes[o, i]].
+    - 8-bit floats: codes are float8_e4m3fn [outputs, inputs], with one float32 scale for each output and no shifts.
+      Matrix products of 8-bit floats take float32 scales, and with codes of up to 448 the scales are often so small
+      that float16 has too few bits for them.
 
-    Codes may be 8-bit floats, float8_e4m3fn [outputs, inputs], with one scale for each output and no shifts. These
-    scales are float32: products of 8-bit floats take them so, and with codes of up to 448 they are often so small that
-    float16 has too few bits for them.
-
-    Every column has a row for each output, so weights are split and joined by outputs as they are.
+    Every column has one row for each output, so weights are split and concatenated by outputs without conversion.
     """
 
     codes: Tensor
-    scales: Tensor  # float16 [outputs, inputs // group]; float32 for 8-bit floats
-    shifts: Tensor | None  # the same; None: all zero
-    factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of TABLE
+    scales: Tensor  # float16 [outputs, inputs // group]; float32 [outputs, 1] for 8-bit floats
+    shifts: Tensor | None  # float16 [outputs, inputs // group]; None: all zero
+    factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of CODEBOOK
 
     @property
     def bits(self) -> int:
-        """8 or 4."""
+        """Bits of a code: 8 or 4."""
         return 4 if self.codes.dtype is torch.uint8 else 8
 
     @property
@@ -53,19 +52,20 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Inputs of a scale."""
+        """The number of inputs that share a scale."""
         return self.shape[1] // self.scales.shape[1]
 
     @property
-    def whole(self) -> bool:
-        """Whether it is whole numbers of 8 bits times one scale for each output, of as many inputs as no group has."""
+    def is_integer(self) -> bool:
+        """Whether each output is 8-bit integers, or codebook entries, times one scale; false where all inputs happen to
+        be one of GROUPS. CPU kernels multiply such a weight with integer arithmetic."""
         integers = self.codes.dtype is torch.int8 and self.shifts is None
         single = integers and self.group == self.shape[1] and self.group not in GROUPS
         return single or self.factors is not None
 
     @property
     def device(self) -> torch.device:
-        """Where the columns are."""
+        """The device of the columns."""
         return self.codes.device
 
     @property
@@ -74,45 +74,45 @@ class QuantizedWeight(NamedTuple):
         return sum(column.nbytes for column in self if column is not None)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [outputs, inputs], computed in float32 and rounded once; some outputs at a time, so that little
-        more memory is used than the result takes."""
+        """The weight [outputs, inputs], computed in float32 and rounded once. Computed for some outputs at a time, so
+        that it needs little memory besides the result."""
         outputs, inputs = self.shape
         found = torch.empty(outputs, inputs, dtype=dtype, device=self.device)
-        pieces = found.split(max(1, PIECE // inputs))
+        pieces = found.split(max(1, DEQUANTIZED_AT_ONCE // inputs))
         for piece, part in zip(pieces, self.split([len(piece) for piece in pieces]), strict=True):
-            grouped = part.numbers().view(*part.scales.shape, self.group).float()
+            grouped = part.decoded().view(*part.scales.shape, self.group).float()
             grouped *= part.scales.float()[:, :, None]
             if part.shifts is not None:
                 grouped += part.shifts.float()[:, :, None]
             piece.copy_(grouped.view(piece.shape))
         return found
 
-    def numbers(self) -> Tensor:
-        """What the codes stand for, int8 or 8-bit floats [outputs, inputs]."""
+    def decoded(self) -> Tensor:
+        """The numbers that the codes represent, before scales and shifts: int8 or float8_e4m3fn [outputs, inputs]."""
         if self.bits == 8:
             return self.codes
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(self.shape)
         if self.factors is not None:
-            places = codes.view(*self.factors.shape, -1) + self.factors[:, :, None] * TABLE.shape[1]
-            return table_on(self.device).view(-1).index_select(0, places.int().view(-1)).view(self.shape)
+            places = codes.view(*self.factors.shape, -1) + self.factors[:, :, None] * CODEBOOK.shape[1]
+            return codebook_on(self.device).view(-1).index_select(0, places.int().view(-1)).view(self.shape)
         return codes.to(torch.int8) - (8 if self.shifts is None else 0)
 
     def split(self, outputs: Sequence[int]) -> list["QuantizedWeight"]:
-        """Weights of so many outputs each, views."""
+        """Views of consecutive outputs, one for each of these counts."""
         columns = [[None] * len(outputs) if column is None else column.split(list(outputs)) for column in self]
         return [QuantizedWeight(*parts) for parts in zip(*columns, strict=True)]
 
     def rows(self, outputs: Tensor) -> "QuantizedWeight":
-        """The weight of some outputs alone, int64 [n]."""
+        """The weight of these outputs, int64 [n]."""
         return QuantizedWeight(*(None if column is None else column.index_select(0, outputs) for column in self))
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same there."""
+        """A copy on this device."""
         return QuantizedWeight(*(None if column is None else column.to(device) for column in self))
 
 
-def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of the same form, one above the other."""
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of the same kind and group size, stacked by outputs."""
     columns = zip(*parts, strict=True)
     return QuantizedWeight(*(None if column[0] is None else torch.cat(column) for column in columns))
 
@@ -120,6 +120,73 @@ def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 Weight: TypeAlias = Tensor | QuantizedWeight
 
 
-def plain(weight: Weight, dtype: torch.dtype) -> Tensor:
+def as_plain(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The weight as a tensor of that dtype."""
     return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+
+
+# The 4-bit codebook of weights quantized at load (quantize.py): a code selects a level, a factor the level spacing.
+#
+# With integer weights of 8 bits and one scale for each output a kernel's sums are exact integers. The levels minimize
+# the squared error, given the factors, for normally distributed weights: each level is the mean of the weights that are
+# rounded to it (Lloyd, "Least squares quantization in PCM", 1982). They reach further on one side, so the wider factors
+# come with both signs, and the largest number of a group can be on the side that suits it. The narrower factors are for
+# outputs with a few weights much larger than the rest.
+CODEBOOK_LEVELS = torch.tensor([-127, -101, -80, -63, -48, -35, -22, -10, 0, 13, 25, 39, 53, 70, 89, 113])
+CODEBOOK_FACTORS = torch.tensor([127, -127, 102, -102, 79, -79, 56, 32])  # of 127
+# int8 [factors, codes]. Code 8 is zero with all factors.
+CODEBOOK = (CODEBOOK_FACTORS[:, None] * CODEBOOK_LEVELS / 127).round().to(torch.int8)
+
+
+@cache
+def codebook_on(device: torch.device) -> Tensor:
+    """CODEBOOK on this device, cached: during the capture of a CUDA graph nothing can be copied to the GPU."""
+    return CODEBOOK.to(device)
+
+
+def stack_weights(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
+    """One weight of these, stacked by outputs, in the fewest bits that represent all of them exactly. If no
+    QuantizedWeight does, for example where one part is plain, the result is plain, in `dtype`."""
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) == len(parts):
+        common = _common_form(quantized)
+        if common is not None:
+            return concatenate(common)
+    return torch.cat([as_plain(part, dtype) for part in parts])
+
+
+def _common_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | None:
+    """The same weights converted to the same bits, group size and columns, or None if that is not exact."""
+    if all(part.factors is not None for part in parts) or all(part.floating for part in parts):
+        return list(parts)
+    if any(part.floating for part in parts):
+        return None
+    parts = [part if part.factors is None else QuantizedWeight(part.decoded(), part.scales, None) for part in parts]
+    bits, group = max(part.bits for part in parts), min(part.group for part in parts)
+    shifted = any(part.shifts is not None for part in parts)
+    if any(part.group % group for part in parts):
+        return None
+    found = []
+    for part in parts:
+        part = _with_group(part, group)
+        if part.bits < bits:
+            part = QuantizedWeight(part.decoded(), part.scales, part.shifts)
+        if shifted and part.shifts is None:
+            # 4-bit codes count from 0 with shifts and from -8 without.
+            shifts = part.scales * -8 if part.bits == 4 else torch.zeros_like(part.scales)
+            if not shifts.isfinite().all():
+                return None
+            part = part._replace(shifts=shifts)
+        found.append(part)
+    return found
+
+
+def _with_group(weight: QuantizedWeight, group: int) -> QuantizedWeight:
+    """The same weight in groups of `group` inputs, a divisor of its group size."""
+    times = weight.group // group
+    if times == 1:
+        return weight
+    shifts = None if weight.shifts is None else weight.shifts.repeat_interleave(times, 1)
+    return QuantizedWeight(weight.codes, weight.scales.repeat_interleave(times, 1), shifts)

@@ -1,0 +1,50 @@
+"""The command `scripts/bench`: runs the named measurement, or `serving` if none is named."""
+
+import importlib
+import sys
+
+# Name on the command line: module, and what it measures. The order is that of the help.
+MEASUREMENTS = {
+    "serving": ("serving", "a server over HTTP: start, TTFT, inter-token latency, tokens/s, CPU time and memory"),
+    "front-ends": ("front_ends", "throughput of one, two, three front ends that each get a share of a core"),
+    "latency": ("latency", "what front end, tokenizer and scheduler add to each token of a stream"),
+    "turns": ("turns", "time to first token of a chat's second turn behind long histories"),
+    "speculation": ("speculation", "requests to a server with --speculate and to one without"),
+    "scheduler": ("scheduler", "the scheduler's pass for one step, and the prefix cache"),
+    "sampling": ("sampling", "a step from logits to tokens, by logits processor"),
+    "kernels": ("kernels", "matrix products of the CPU kernels and of oneDNN"),
+    "step": ("step", "the parts of a decode step on the CPU kernels, next to the memory floor"),
+    "lora": ("lora", "decode steps with LoRA adapters"),
+    "gpu": ("gpu", "decode and prefill on a GPU, next to its peaks"),
+    "quality": ("quality", "perplexity of quantized weights and of an 8-bit KV cache"),
+}
+
+HELP = """usage: scripts/bench [MEASUREMENT] [OPTIONS]
+
+Without MEASUREMENT the options are those of `serving`: `scripts/bench --scripted --concurrency 64`.
+`scripts/bench MEASUREMENT --help` explains one.
+Comparison with other servers: `scripts/bench --against vllm,llama.cpp`.
+
+measurements:
+"""
+
+
+def main() -> None:
+    """Runs a measurement with the rest of the command line, or prints what can be measured."""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in ("-h", "--help"):
+        width = max(map(len, MEASUREMENTS))
+        print(HELP + "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in MEASUREMENTS.items()))
+        return
+    name = "serving"
+    if first and not first.startswith("-"):
+        if first not in MEASUREMENTS:
+            sys.exit(f"There is no measurement {first!r}. Choose one of {', '.join(MEASUREMENTS)}.")
+        name = first
+        del sys.argv[1]
+    sys.argv[0] = f"scripts/bench {name}"
+    importlib.import_module(f"scripts.benchmarks.{MEASUREMENTS[name][0]}").main()
+
+
+if __name__ == "__main__":
+    main()

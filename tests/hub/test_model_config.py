@@ -1,0 +1,234 @@
+"""Reading a model directory: configuration, defaults, chat templates, and the directories that are rejected."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import model
+from tgi.hub.model_config import read_model_config, read_sampling_defaults
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of a model that the test may change."""
+    return Path(shutil.copytree(model("llama"), tmp_path / "model"))
+
+
+def change(path: Path, **values: Any) -> None:
+    """Sets keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_model_config_of_each_kind(kind: str) -> None:
+    card = read_model_config(model(kind, dtype="bfloat16"))
+    assert card.model_type == kind
+    assert card.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    assert (card.vocab_size, card.max_position_embeddings) == (512, 2048)
+    assert (card.hidden_size, card.num_layers, card.num_heads) == (64, 3, 4)
+    assert card.num_kv_heads == (4 if kind == "gpt2" else 2)
+    assert card.head_dim == (32 if kind in ("mistral", "qwen3") else 16)
+    assert card.dtype == "bfloat16"
+    assert card.eos_token_ids == (2,)
+    assert (card.bos_token, card.eos_token) == ("<|bos|>", "<|eos|>")
+    assert card.tokenizer_json == card.directory / "tokenizer.json"
+    assert "add_generation_prompt" in card.chat_templates["default"]
+    assert [path.name for path in card.weights] == ["model.safetensors"]
+
+
+def test_the_fingerprint_depends_on_configuration_and_tokenizer(copy: Path) -> None:
+    original = read_model_config(model("llama"))
+    assert read_model_config(copy).fingerprint == original.fingerprint
+    (copy / "README.md").write_text("words")
+    assert read_model_config(copy).fingerprint == original.fingerprint
+    change(copy / "tokenizer_config.json", eos_token="<|pad|>")
+    assert read_model_config(copy).fingerprint != original.fingerprint
+
+
+def test_eos_tokens_come_from_the_generation_config_first(copy: Path) -> None:
+    change(copy / "generation_config.json", eos_token_id=[7, 3, 7])
+    assert read_model_config(copy).eos_token_ids == (7, 3)
+    change(copy / "generation_config.json", eos_token_id=9)
+    assert read_model_config(copy).eos_token_ids == (9,)
+    change(copy / "generation_config.json", eos_token_id=None)
+    change(copy / "tokenizer_config.json", eos_token={"content": "<|user|>"})
+    assert read_model_config(copy).eos_token_ids == (3,)
+    change(copy / "tokenizer_config.json", eos_token=None)
+    change(copy / "config.json", eos_token_id=[4, 5])
+    assert read_model_config(copy).eos_token_ids == (4, 5)
+    change(copy / "config.json", eos_token_id=None)
+    assert read_model_config(copy).eos_token_ids == ()
+
+
+def test_sampling_defaults_come_from_the_generation_config(copy: Path) -> None:
+    assert read_sampling_defaults(copy) == SamplingDefaults()
+    qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}
+    change(copy / "generation_config.json", **qwen3)
+    assert read_sampling_defaults(copy) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    (copy / "generation_config.json").write_text('{"temperature": null, "top_k": -1, "repetition_penalty": 1}')
+    assert read_sampling_defaults(copy) == SamplingDefaults(top_k=-1, repetition_penalty=1)
+    (copy / "generation_config.json").write_text('{"do_sample": false, "temperature": 0, "max_new_tokens": 5}')
+    assert read_sampling_defaults(copy) == SamplingDefaults(temperature=0)
+    (copy / "generation_config.json").unlink()
+    assert read_sampling_defaults(copy) == SamplingDefaults()
+
+
+def test_every_sampling_default_is_a_field_of_requests_with_a_range() -> None:
+    for name in SamplingDefaults._fields:
+        assert PARAMETERS[name].openai_range is not None
+        assert PARAMETERS[name].openai is not None
+        assert not PARAMETERS[name].openai.name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("temperature", "-1", "a number >= 0"),
+        ("temperature", '"0.6"', "a number >= 0"),
+        ("temperature", "true", "a number >= 0"),
+        ("temperature", "NaN", "a number >= 0"),
+        ("temperature", "1e39", "a number >= 0"),
+        ("temperature", "1" + "0" * 400, "a number >= 0"),
+        ("top_k", "-2", "a whole number >= -1"),
+        ("top_k", "20.5", "a whole number >= -1"),
+        ("top_k", "4294967296", "a whole number >= -1"),
+        ("top_p", "0", "a number > 0 and <= 1"),
+        ("top_p", "[0.9]", "a number > 0 and <= 1"),
+        ("min_p", "1.5", "a number >= 0 and <= 1"),
+        ("repetition_penalty", "0", "a number > 0"),
+    ],
+)
+def test_an_invalid_sampling_default_is_rejected(copy: Path, name: str, value: str, expected: str) -> None:
+    (copy / "generation_config.json").write_text(f'{{"{name}": {value}}}')
+    with pytest.raises(UserError, match=rf"generation_config\.json: {name} is .*; {expected} was expected"):
+        read_sampling_defaults(copy)
+
+
+def test_chat_templates_are_found_in_every_location(copy: Path) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    change(copy / "tokenizer_config.json", chat_template=named)
+    assert dict(read_model_config(copy).chat_templates) == {"default": "a", "tool_use": "b"}
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": "c"}))
+    assert read_model_config(copy).chat_templates["default"] == "c"
+    (copy / "chat_template.jinja").write_text("d")
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "rag.jinja").write_text("e")
+    assert dict(read_model_config(copy).chat_templates) == {"default": "d", "tool_use": "b", "rag": "e"}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "limit"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 2048),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 2048),
+        ({"type": "linear", "factor": 2.0}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+    ],
+)
+def test_the_context_length_includes_rope_scaling(copy: Path, scaling: dict[str, Any], limit: int) -> None:
+    change(copy / "config.json", rope_scaling=scaling, rope_parameters=None)
+    assert read_model_config(copy).max_position_embeddings == limit
+    change(copy / "config.json", rope_scaling=None, rope_parameters=scaling)
+    assert read_model_config(copy).max_position_embeddings == limit
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "bart", "whisper"])
+def test_encoder_decoders_are_rejected_by_name(copy: Path, kind: str) -> None:
+    change(copy / "config.json", model_type=kind)
+    with pytest.raises(UserError, match=f"{kind} is an encoder-decoder"):
+        read_model_config(copy)
+
+
+def test_an_unknown_encoder_decoder_is_rejected(copy: Path) -> None:
+    change(copy / "config.json", model_type="novel", is_encoder_decoder=True)
+    with pytest.raises(UserError, match="novel is an encoder-decoder"):
+        read_model_config(copy)
+
+
+@pytest.mark.parametrize(
+    "values", [{"model_type": "mamba"}, {"model_type": "rwkv"}, {"model_type": None, "ssm_cfg": {}}]
+)
+def test_state_space_models_are_rejected_by_name(copy: Path, values: dict[str, Any]) -> None:
+    change(copy / "config.json", **values)
+    with pytest.raises(UserError, match=f"{values['model_type'] or 'ssm'} is a state-space"):
+        read_model_config(copy)
+
+
+def test_models_with_other_layers_than_attention_are_rejected(copy: Path) -> None:
+    change(copy / "config.json", model_type="qwen3_next", layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UserError, match="qwen3_next has layers of kind linear_attention"):
+        read_model_config(copy)
+    change(copy / "config.json", model_type="qwen2", layer_types=["sliding_attention", "full_attention"])
+    assert read_model_config(copy).model_type == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "damaged"),
+        ("[1]", "JSON object"),
+        ("{", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ("{}", "model_type"),
+        ('{"model_type": "llama"}', "does not say num_attention_heads"),
+        ('{"model_type": "llama", "num_attention_heads": "four"}', "positive whole number"),
+    ],
+)
+def test_a_broken_configuration_is_rejected(copy: Path, content: str, words: str) -> None:
+    (copy / "config.json").write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_model_config(copy)
+
+
+def test_what_is_not_a_model_directory_is_rejected(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a directory"):
+        read_model_config(tmp_path / "none")
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_model_config(copy)
+
+
+def test_missing_weights_are_rejected(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no weights"):
+        read_model_config(copy)
+    (copy / "training_args.safetensors").touch()
+    with pytest.raises(UserError, match="no weights"):
+        read_model_config(copy)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_rejected_with_a_conversion_command(copy: Path, name: str) -> None:
+    (copy / "model.safetensors").rename(copy / name)
+    with pytest.raises(UserError, match=f"only as {name}.*save_pretrained"):
+        read_model_config(copy)
+
+
+def test_damaged_weights_are_rejected(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    for content in (b"", whole[:5], whole[:100], whole[:-1], whole + b"x", b"\xff" * 200):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+            read_model_config(copy)
+
+
+def test_an_index_names_the_weight_files(copy: Path) -> None:
+    index = copy / "model.safetensors.index.json"
+    (copy / "model.safetensors").rename(copy / "model-1.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(UserError, match=r"lacks 1 of the 2 .*model-2\.safetensors"):
+        read_model_config(copy)
+    shutil.copy(copy / "model-1.safetensors", copy / "model-2.safetensors")
+    (copy / "consolidated.safetensors").write_bytes(b"of another program")
+    assert [path.name for path in read_model_config(copy).weights] == ["model-1.safetensors", "model-2.safetensors"]
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(UserError, match="damaged"):
+        read_model_config(copy)

@@ -1,0 +1,41 @@
+"""The heartbeat that a process and its supervisor share, and the id of a served model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tgi.microkernel.process import Heartbeat, served_model_id
+
+WRITER = """
+import sys
+from pathlib import Path
+from tgi.microkernel.process import Heartbeat
+beat = Heartbeat(Path(sys.argv[1]))
+beat.set_deadline(1.0)
+print(flush=True)
+while True:
+    beat.set_deadline(2.0)
+    beat.set_deadline(3.0)
+"""
+
+
+def test_heartbeat_is_never_read_half_written(tmp_path: Path) -> None:
+    """A supervisor that read a wrong deadline would kill a healthy process."""
+    beat = Heartbeat(tmp_path / "beat")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "beat")], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        seen: set[float] = set()
+        while not seen >= {2.0, 3.0}:
+            seen |= {beat.read_deadline() for _ in range(200_000)}
+        process.kill()
+    assert seen <= {1.0, 2.0, 3.0}
+
+
+def test_model_id_depends_on_quantization() -> None:
+    assert served_model_id("abc", "int8") == served_model_id("abc", "eetq") != served_model_id("abc", "int4")
+    assert "abc" == served_model_id("abc", None) == served_model_id("abc", "gptq") != served_model_id("abc", "int8")
+    assert len({served_model_id("abc", made, cache) for made in ("int8", None) for cache in ("fp8_e5m2", None)}) == 4
+    assert served_model_id("", "int8", "fp8_e5m2") == ""  # unknown

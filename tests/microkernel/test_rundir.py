@@ -1,0 +1,216 @@
+"""The run directory: exclusive locks of supervisors, state files, and protection against other users."""
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from tgi.microkernel import rundir
+from tgi.microkernel.errors import UserError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    rundir.create_run_dir(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_run_dir_is_private(run: Path) -> None:
+    assert run.stat().st_mode & 0o777 == 0o700
+
+
+def test_lock_is_exclusive_and_names_its_holder(run: Path) -> None:
+    lock = rundir.RunDirLock(run, "api")
+    assert list(rundir.lock_holders(run)) == ["api"]
+    with pytest.raises(UserError, match=r"Another tgi \(pid \d+\) runs `api`"):
+        rundir.RunDirLock(run, "api")
+    lock.release()
+    assert rundir.lock_holders(run) == {}
+    rundir.RunDirLock(run, "api").release()
+
+
+def test_states_round_trip(run: Path) -> None:
+    state = rundir.ProcessState("worker", 0, 42, "ab", "starting", "loading weights", 40)
+    rundir.write_state(run, state)
+    (found,) = rundir.read_states(run)
+    assert (found.name, found.stage, found.percent) == ("worker-0", "loading weights", 40)
+    rundir.remove_state(run, "worker-0")
+    assert rundir.read_states(run) == []
+
+
+def test_directory_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="TGI_RUN"):
+        rundir.create_run_dir(tmp_path / "file" / "run")
+
+
+def test_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o755)
+    rundir.create_run_dir(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
+
+
+def plant(kind: str, path: Path, victim: Path) -> None:
+    """Creates `path` as another user could have left it in a directory that all users can write to."""
+    if kind == "link":
+        path.symlink_to(victim, target_is_directory=True)
+        return
+    path.mkdir()
+    if kind == "owner":
+        if os.getuid():
+            pytest.skip("only root can give a directory to another user")
+        os.chown(path, 4711, -1)
+    else:
+        path.chmod({"group": 0o770, "world": 0o707}[kind])
+
+
+REASONS = {
+    "link": "is a symbolic link",
+    "owner": f"belongs to user 4711, and this is user {os.getuid()}",
+    "group": "can be written by others (its mode is 0770)",
+    "world": "can be written by others (its mode is 0707)",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("where", ["base", "run", "state", "metrics"])
+def test_directory_writable_by_others_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
+) -> None:
+    """In the fallback location, below a directory that all users can write to."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("TGI_RUN", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (victim := tmp_path / "victim").mkdir()
+    base = tmp_path / f"tgi-{os.getuid()}"
+    run = rundir.default_run_dir(3000)
+    assert run == base / "3000"
+    planted = {"base": base, "run": run, "state": run / "state", "metrics": run / "metrics"}[where]
+    for parent in (base, run):
+        if parent in planted.parents:
+            parent.mkdir(mode=0o700)
+    plant(kind, planted, victim)
+    message = re.escape(f"The run directory {planted} {REASONS[kind]}, so another user could redirect")
+    if kind == "link" and where != "base":
+        message = re.escape(
+            f"The run directory {planted.parent} contains the symbolic link {planted.name}, which tgi does"
+        )
+    with pytest.raises(UserError, match=message):
+        rundir.create_run_dir(run)
+    with pytest.raises(UserError, match=message):  # `tgi down` would signal pids that are named there
+        rundir.check_run_dir(run)
+    if where == "base":
+        with pytest.raises(UserError, match=message):
+            rundir.user_run_dirs()
+    assert list(victim.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["worker.lock", "permits", "worker-0.beat", "state/api-0.json", "metrics/sums_1.db"])
+def test_symbolic_link_in_run_directory_is_rejected(run: Path, tmp_path: Path, name: str) -> None:
+    (victim := tmp_path / "victim").write_text("precious")
+    (run / name).symlink_to(victim)
+    with pytest.raises(UserError, match=f"contains the symbolic link {Path(name).name}, which tgi does not make"):
+        rundir.create_run_dir(run)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["worker.lock", "state/api-0.json"])
+def test_named_pipe_in_run_directory_is_rejected(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Opening it would block forever."""
+    monkeypatch.setenv("TGI_RUN", str(run))
+    os.mkfifo(run / name)
+    for looks in (lambda: rundir.create_run_dir(run), lambda: rundir.check_run_dir(run), rundir.user_run_dirs):
+        with pytest.raises(UserError, match=f"contains the named pipe {Path(name).name}, which tgi does not make"):
+            looks()
+
+
+def test_fallback_directory_and_its_parent_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("TGI_RUN", raising=False)
+    with tempfile.TemporaryDirectory(prefix="tgi") as folder:  # a short path: sockets have at most 100 bytes
+        monkeypatch.setenv("TMPDIR", folder)
+        before = os.umask(0)
+        try:
+            rundir.create_run_dir(run := rundir.default_run_dir(3000))
+        finally:
+            os.umask(before)
+        modes = [path.stat().st_mode & 0o777 for path in (run.parent, run, run / "state", run / "metrics")]
+    assert modes == [0o700] * 4
+
+
+def test_xdg_runtime_dir_of_another_user_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid():
+        pytest.skip("only root can write to a directory of another user")
+    (runtime := tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert rundir.user_base_dir() == runtime / "tgi"
+    os.chown(runtime, 4711, -1)
+    assert rundir.user_base_dir() == tmp_path / "tgi-0"
+
+
+@pytest.mark.parametrize("command", ["up", "ps", "down"])
+def test_commands_reject_an_exposed_directory(tmp_path: Path, command: str) -> None:
+    (tmp_path / f"tgi-{os.getuid()}").symlink_to(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name not in ("TGI_RUN", "XDG_RUNTIME_DIR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tgi", command, *(["--port", "3000"] if command == "down" else [])],
+        env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert "is a symbolic link" in message
+    assert "Traceback" not in done.stderr
+
+
+def test_too_long_path_is_rejected_before_anything_is_created(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="TGI_RUN to a shorter one"):
+        rundir.create_run_dir(tmp_path / ("x" * 120))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_holders_does_not_block_a_lock(run: Path) -> None:
+    path = run / "api.lock"
+    path.touch()
+    with path.open() as glance:
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        threading.Timer(0.1, lambda: fcntl.flock(glance, fcntl.LOCK_UN)).start()
+        rundir.RunDirLock(run, "api").release()
+
+
+def test_down_waits_for_a_holder_without_a_pid(run: Path) -> None:
+    lock = rundir.RunDirLock(run, "api")
+    lock.path.write_text("")  # as between taking the lock and writing the pid
+    down = subprocess.run(
+        [sys.executable, "-m", "tgi", "down", "--timeout", "0.2"],
+        env=os.environ | {"TGI_RUN": str(run)}, start_new_session=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert down.returncode == 1
+    assert "did not end within 0.2 s" in down.stderr
+    lock.release()
+
+
+def test_run_directory_is_listed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TGI_RUN", str(tmp_path / "tgi" / "3000"))
+    rundir.create_run_dir(tmp_path / "tgi" / "3000")
+    assert rundir.user_run_dirs() == [tmp_path / "tgi" / "3000"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"role": "api", "place": 0}'])
+def test_unreadable_state_files_are_skipped_with_a_warning(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rundir.create_run_dir(tmp_path / "run")
+    state = rundir.ProcessState("worker", 0, 1, "ab", "ready")
+    rundir.write_state(tmp_path / "run", state)
+    (tmp_path / "run" / "state" / "api-0.json").write_text(content)
+    assert [one.name for one in rundir.read_states(tmp_path / "run")] == ["worker-0"]
+    assert "api-0.json, which another version of tgi has written, or which is damaged" in caplog.text

@@ -1,0 +1,270 @@
+"""Settings: names of TGI's launcher, precedence of sources, and error messages."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.options import resolve_value
+from tgi.microkernel.settings import (
+    DEFAULTS,
+    HIDDEN,
+    OPTIONS,
+    Settings,
+    count_visible_devices,
+    ineffective_flags,
+    load_settings,
+    named_adapters,
+    non_default_settings,
+    warn_of_unused_devices,
+)
+
+# TGI's names without a flag, and those that are read for a flag: variable, text, setting, value.
+# fmt: off
+VARIABLES = [
+    ("HF_MODEL_ID", "a/b", "model_id", "a/b"),
+    ("HF_MODEL_REVISION", "v1", "revision", "v1"),
+    ("HF_MODEL_TRUST_REMOTE_CODE", "true", "trust_remote_code", True),
+    ("SM_NUM_GPUS", "1", "num_shard", 1),
+    ("AIP_HTTP_PORT", "8080", "port", 8080),
+    ("AIP_PREDICT_ROUTE", "/predict", "aip_predict_route", "/predict"),
+    ("AIP_HEALTH_ROUTE", "/alive", "aip_health_route", "/alive"),
+    ("DOCKER_LABEL", "sha-1", "docker_label", "sha-1"),
+    ("VERGEN_GIT_SHA", "abc", "git_sha", "abc"),
+    ("REQUEST_LOGPROBS", "1", "enable_prefill_logprobs", True),
+    ("PREFIX_CACHING", "0", "prefix_caching", False),
+    ("PREFILL_CHUNKING", "0", "prefill_chunking", False),
+    ("USE_FLASH_ATTENTION", "False", "use_flash_attention", False),
+    ("ATTENTION", "flashinfer", "attention", "flashinfer"),
+    ("TGI_WIGGLE_ROOM", "0.8", "memory_fraction", 0.8),
+    ("CUDA_MEMORY_FRACTION", "0.5", "cuda_memory_fraction", 0.5),
+    ("COMPUTE_TYPE", "cpu", "compute_type", "cpu"),
+    ("LOG_LEVEL", "warn", "log_level", "warn"),
+    ("LOG_COLORIZE", "1", "log_colorize", True),
+    ("MAX_IMAGE_FETCH_SIZE", "9", "max_image_fetch_size", 9),
+    ("WEIGHTS_CACHE_OVERRIDE", "/w", "weights_cache_override", "/w"),
+    ("TGI_HOSTNAME", "127.0.0.1", "hostname", "127.0.0.1"),
+    ("TGI_KSERVE", "true", "kserve", True),
+    ("CUDA_GRAPHS", "1,2, 4", "cuda_graphs", (1, 2, 4)),
+    ("CORS_ALLOW_ORIGIN", "http://a, http://b", "cors_allow_origin", ("http://a", "http://b")),
+    ("API_KEY", "one, two", "api_key", ("one, two",)),
+    ("API_KEY", "one\ntwo\n", "api_key", ("one", "two")),
+    ("JSON_OUTPUT", "TRUE", "json_output", True),
+]
+REFUSED = [
+    ({"max_input_tokens": 10, "max_total_tokens": 10}, "`max_input_tokens`(10) must be < `max_total_tokens`(10)"),
+    ({"max_input_length": 10, "max_total_tokens": 9}, "`max_input_tokens`(10) must be < `max_total_tokens`(9)"),
+    ({"max_input_tokens": 1, "max_input_length": 2},
+     "Both `max_input_tokens` (1) and `max_input_length` (2) are set. Please define only `max_input_tokens` as "),
+    ({"max_total_tokens": 10, "max_batch_total_tokens": 9},
+     "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 10 and 9"),
+    ({"max_total_tokens": 1}, "`max_total_tokens` must be >= 2"),
+    ({"validation_workers": 0}, "`validation_workers` must be > 0"),
+    ({"max_top_n_tokens": 1025}, "`max_top_n_tokens` must be <= 1024. Given: 1025"),
+    ({"sharded": "true", "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),
+    ({"num_shard": 0}, "`num_shard` cannot be < 1"),
+    ({"num_shard": 2}, "tensor parallelism is not supported"),
+    ({"num_shard": 2, "quantize": "exl2"}, "Sharding is currently not supported with `exl2` quantization"),
+    ({"ngrok": True}, "`ngrok-authtoken` must be set when using ngrok tunneling"),
+    ({"ngrok": True, "ngrok_authtoken": "t"}, "`ngrok-edge` must be set when using ngrok tunneling"),
+    ({"ngrok": True, "ngrok_authtoken": "t", "ngrok_edge": "e"}, "ngrok tunnels are not supported"),
+    ({"lora_adapters": "a, b=c=d"}, "Invalid LoRA adapter format: b=c=d"),
+    ({"lora_adapters": "a@b@c"}, "Invalid LoRA adapter format: a@b@c"),
+    ({"lora_adapters": "a,"}, "Invalid LoRA adapter format: an empty name. Give ID, "),
+    ({"lora_adapters": "a= @c"}, "Invalid LoRA adapter format: a= @c"),
+    ({"lora_adapters": "tgi=/lora"}, "A LoRA adapter cannot be called tgi"),
+    ({"lora_adapters": "a=b,c,a@d"}, "Two LoRA adapters are called a"),
+    ({"quantize": "exl2"}, "not supported"),
+    ({"speculate": 17}, r"`speculate` must be <= 16. Given: 17"),
+    ({"speculate": 0, "draft_model_id": "small"}, "the draft model would draft nothing"),
+    ({"draft_model_revision": "main"}, "no `draft_model_id` is given"),
+    ({"rope_scaling": "dynamic"}, "Use --rope-scaling linear"),
+    ({"rope_factor": 0.5}, "`rope_factor` must be >= 1"),
+    ({"aip_health_route": "health"}, "`aip_health_route` must begin with a slash"),
+    ({"api_key_file": "/nowhere/keys"}, "`api_key_file` /nowhere/keys cannot be read"),
+]
+UNREADABLE = [
+    ("MAX_BATCH_SIZE", "many", "'many' is not a whole number"),
+    ("MAX_BATCH_SIZE", "-1", "'-1' is not above 0"),
+    ("MAX_STOP_SEQUENCES", "-1", "'-1' is below 0"),
+    ("MAX_CONCURRENT_REQUESTS", "0", "'0' is not above 0"),
+    ("DTYPE", "int3", "'int3' is not one of auto, float32"),
+    ("SHARDED", "maybe", "'maybe' is not one of true, false"),
+    ("TRUST_REMOTE_CODE", "perhaps", "'perhaps' is neither true nor false"),
+    ("TGI_HOSTNAME", "localhost", "'localhost' is not an IP address"),
+    ("PORT", "tcp://10.0.0.1:80", "is not a whole number"),
+    ("PORT", "70000", "'70000' is not a port number: they go from 0 to 65535"),
+    ("PORT", "-1", "'-1' is not a port number"),
+    ("GRACEFUL_TERMINATION_TIMEOUT", "inf", "'inf' is not a number"),
+    ("TGI_START_TIMEOUT", "0", "'0' is not a number of seconds above 0"),
+    ("TGI_STEP_TARGET", "nan", "'nan' is not a number"),
+    ("TGI_WIGGLE_ROOM", "1.5", "'1.5' is not above 0 and at most 1"),
+    ("CUDA_GRAPHS", "1,two", "'two' is not a whole number; give numbers above 0 with commas between them"),
+    ("CUDA_GRAPHS", "-1", "'-1' is not above 0"),
+    ("CUDA_GRAPHS", "4,0", "'0' is not above 0; give numbers above 0 with commas between them, or 0 alone for none"),
+    ("OTLP_ENDPOINT", "http://collector", "'http://collector' is not an address of a collector"),
+    ("OTLP_ENDPOINT", "grpc://collector:4317", "is not an address of a collector, such as http://127.0.0.1:4317"),
+    ("OTLP_ENDPOINT", "http://collector:4318/v1/traces", "is not an address of a collector"),
+    ("OTLP_ENDPOINT", "collector:70000", "is not an address of a collector"),
+    ("WATERMARK_GAMMA", "1", "'1' is not above 0 and below 1"),
+    ("WATERMARK_DELTA", "inf", "'inf' is not a number"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://collector:4317/", "http://collector:4317"),
+        ("HTTPS://collector", "https://collector"),
+        ("collector:4317", "http://collector:4317"),
+        ("[::1]:4317", "http://[::1]:4317"),
+    ],
+)
+def test_forms_of_otlp_endpoint(text: str, address: str) -> None:
+    assert load_settings({}, {"OTLP_ENDPOINT": text}).otlp_endpoint == address
+
+
+def test_flag_overrides_environment_overrides_default() -> None:
+    assert load_settings({}, {}) == Settings(run_dir=load_settings({}, {}).run_dir)
+    assert load_settings({}, {"MAX_INPUT_TOKENS": "7"}).max_input_tokens == 7
+    assert load_settings({"max_input_tokens": 9}, {"MAX_INPUT_TOKENS": "7"}).max_input_tokens == 9
+    assert load_settings({"prefix_caching": True}, {"PREFIX_CACHING": "0"}).prefix_caching
+
+
+@pytest.mark.parametrize(("variable", "text", "name", "value"), VARIABLES)
+def test_variables_of_tgi(variable: str, text: str, name: str, value: Any) -> None:
+    assert getattr(load_settings({}, {variable: text}), name) == value
+
+
+def test_hub_variables_have_lower_precedence() -> None:
+    assert load_settings({}, {"HF_MODEL_ID": "a/b", "MODEL_ID": "c/d"}).model_id == "c/d"
+    assert load_settings({}, {"MAX_INPUT_LENGTH": "7"}).max_input_tokens == 7
+    assert load_settings({"port": 1}, {"AIP_HTTP_PORT": "8080", "PORT": "2"}).port == 8080
+
+
+def test_forms_of_lora_adapters() -> None:
+    text = "owner/a, owner/b@v1 , c=/lora/c,d = /lora/d@main"
+    assert load_settings({}, {"LORA_ADAPTERS": text}).lora_adapters == text
+    assert named_adapters(text) == [
+        ("owner/a", None, None),
+        ("owner/b", None, "v1"),
+        ("c", "/lora/c", None),
+        ("d", "/lora/d", "main"),
+    ]
+    assert named_adapters(None) == []
+
+
+def test_hostname_and_honcho_port_are_ignored() -> None:
+    assert load_settings({}, {"HOSTNAME": "3f2a"}).hostname == "0.0.0.0"
+    assert load_settings({}, {"ENV": "production"}).env is False
+    assert load_settings({}, {"PORT": "80"}).port == 80
+    assert load_settings({}, {"PORT": "5000", "HONCHO_PROCESS_NAME": "api.1"}).port == 3000
+
+
+def test_empty_variable_counts_as_not_set_except_api_key() -> None:
+    assert load_settings({}, {"REVISION": "", "PORT": " ", "JSON_OUTPUT": ""}) == load_settings({}, {})
+    with pytest.raises(UserError, match="API_KEY is empty"):
+        load_settings({}, {"API_KEY": ""})
+    assert load_settings({"api_key": ("k",)}, {"API_KEY": ""}).api_key == ("k",)
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_contradictory_or_unsupported_settings_are_rejected(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match="Invalid argument: ") as caught:
+        load_settings(flags, {})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("variable", "text", "said"), UNREADABLE)
+def test_invalid_variable_is_named(variable: str, text: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"The environment variable {variable} cannot be used") as caught:
+        load_settings({}, {variable: text})
+    assert said in str(caught.value)
+
+
+def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
+    load_settings({"sharded": "false", "num_shard": 1, "speculate": 0, "rope_scaling": "linear"}, {})
+
+
+def test_sharded_counts_devices() -> None:
+    for environ, said in [({}, "only found 0"), ({"CUDA_VISIBLE_DEVICES": "3"}, "only found 1 CUDA devices")]:
+        with pytest.raises(UserError, match="not enough cuda devices: `sharded` is true but") as caught:
+            load_settings({"sharded": "true"}, environ)
+        assert said in str(caught.value)
+    with pytest.raises(UserError, match="`num_shard` is 2"):
+        load_settings({"sharded": "true"}, {"NVIDIA_VISIBLE_DEVICES": "0,1"})
+    load_settings({}, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert count_visible_devices({"CUDA_VISIBLE_DEVICES": "1", "NVIDIA_VISIBLE_DEVICES": "0,1"}) == 1
+    assert count_visible_devices({"ZE_AFFINITY_MASK": "0,1,2"}) == 3
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_visible_devices({"NVIDIA_VISIBLE_DEVICES": "all"}) == 0
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
+    program.chmod(0o755)
+    assert count_visible_devices({"NVIDIA_VISIBLE_DEVICES": "all"}) == 2
+    caplog.clear()
+    warn_of_unused_devices(Settings(), {"CUDA_VISIBLE_DEVICES": "0"})
+    warn_of_unused_devices(Settings(num_shard=1), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert not caplog.records
+    warn_of_unused_devices(Settings(), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert "2 devices are visible, but only one is used" in caplog.text
+
+
+def test_api_keys_from_flags_variables_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("two\n\n three \n")
+    assert load_settings({"api_key": ("one",)}, {"TGI_API_KEY_FILE": str(file)}).api_key == ("one", "two", "three")
+    file.write_bytes("\ufeffone\r\n\r\ntwo\r\n".encode())  # as editors of Windows write it
+    assert load_settings({"api_key_file": str(file)}, {}).api_key == ("one", "two")
+    for empty in ("\n \n", "\ufeff"):
+        file.write_text(empty)
+        with pytest.raises(UserError, match="holds no key"):
+            load_settings({"api_key_file": str(file)}, {})
+
+
+def test_non_default_settings_hide_secrets() -> None:
+    given = {"api_key": ("sesame",), "ngrok_authtoken": "sesame", "model_id": "m", "max_best_of": DEFAULTS.max_best_of}
+    assert non_default_settings(load_settings(given, {})) == {
+        "model_id": "m",
+        "api_key": HIDDEN,
+        "ngrok_authtoken": HIDDEN,
+    }
+    assert non_default_settings(Settings()) == {}
+
+
+def test_ineffective_flags() -> None:
+    assert ineffective_flags(Settings()) == {}
+    asked = Settings(max_waiting_tokens=3, master_addr="10.0.0.1", max_best_of=3)
+    assert ineffective_flags(asked) == {
+        "--max-waiting-tokens": OPTIONS["max_waiting_tokens"].ignored,
+        "--master-addr": "there is one shard",
+    }
+
+
+def test_settings_json_round_trip() -> None:
+    given = {"api_key": ("k",), "max_input_length": 5, "port": 1234, "cuda_graphs": (1, 2), "log_colorize": False}
+    settings = replace(load_settings(given, {}), adapters=(("a", "/lora/a"), ("b", "/lora/b")))
+    assert Settings.from_json(settings.to_json()) == settings
+    drafting = replace(settings, draft_model_dir=Path("/models/small"))
+    assert Settings.from_json(drafting.to_json()) == drafting
+
+
+def test_default_of_speculate_with_a_draft_model() -> None:
+    assert load_settings({}, {}).speculate is None
+    assert load_settings({"draft_model_id": "small"}, {}).speculate == 4
+    assert load_settings({"draft_model_id": "small", "speculate": 2}, {}).speculate == 2
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_defaults_are_valid_values(name: str) -> None:
+    default, option = getattr(DEFAULTS, name), OPTIONS[name]
+    if default in (None, ()):
+        return
+    for variable in option.over + option.variables(name):
+        assert resolve_value(name, option, None, None, {variable: str(default)}) == default

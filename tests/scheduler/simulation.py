@@ -1,0 +1,361 @@
+"""The scheduler in one thread, between simulated tokenizers that check every message and a strict fake worker.
+
+Time is virtual. Nothing happens unless a test asks for it: `plan` lets the scheduler send steps, `compute` lets the
+worker run the oldest one, `deliver` passes its result to the scheduler.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from tests.scheduler.adapter_updates import PATHS, AdapterUpdates
+from tests.scheduler.simulated_tokenizers import GREEDY, SimulatedTokenizer, SubmittedRequest
+from tests.tops import Tops, split_tops
+from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column, unpack_float32, unpack_int32
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import (
+    PROTOCOL,
+    AdapterUpdated,
+    Add,
+    Cancel,
+    FinishReason,
+    Hello,
+    LoadedAdapter,
+    SlotAssignment,
+    Step,
+    StepResult,
+    Stop,
+    decode,
+    encode,
+)
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
+from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
+
+
+class Simulation:
+    """Its methods may be called in any order, `check` at any time."""
+
+    def __init__(
+        self,
+        worker_config: FakeWorkerConfig,
+        config: SchedulerConfig = SchedulerConfig(),  # noqa: B008
+        tokenizers: int = 1,
+    ) -> None:
+        self.worker_config = worker_config
+        self.scheduler = Scheduler(config)
+        self.journal: list[tuple[Any, ...]] = []  # the calls of this scheduler: name of the method, arguments
+        self.now = 0.0
+        self.lives = 0  # processes that were started
+        self.rids = 0
+        self.tokenizers: dict[int, SimulatedTokenizer] = {}
+        self.worker: PeerId | None = None
+        self.engine = FakeWorker(worker_config)
+        self.steps: deque[Step] = deque()  # on their way to the worker
+        self.results: deque[StepResult] = deque()  # on their way to the scheduler
+        self.sent: list[Step] = []  # all steps of this scheduler
+        self.received: list[tuple[PeerId, Any]] = []  # all other messages of this scheduler, with their receivers
+        self.poison: set[int] = set()  # the worker crashes when it computes a prompt with such a first id
+        self.broken: set[int] = set()  # a step fails when it computes a prompt with such a first id
+        self.first_ids: dict[int, int] = {}  # the first id of the prompt in each slot
+        self.position_us = 10  # what each position adds to the 1000 µs of a step
+        self.commits_after_plan = True  # as the scheduler's loop does
+        self.adapters = AdapterUpdates(self)
+        self.failed_epoch = 0  # steps of this epoch are answered with nonsense
+        for index in range(tokenizers):
+            self.tokenizer_up(index)
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def tokenizer_up(self, index: int) -> SimulatedTokenizer:
+        """Starts a tokenizer; the previous one of this index, if any, is gone."""
+        if index in self.tokenizers:
+            self.handle(PeerDisconnected(), self.tokenizers[index].peer)
+        self.lives += 1
+        tokenizer = self.tokenizers[index] = SimulatedTokenizer(index, self.lives)
+        self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
+        self.adapters.request_again(index)
+        return tokenizer
+
+    def worker_up(self, worker_config: FakeWorkerConfig | None = None) -> None:
+        """Starts a worker, which is ready at once; the previous one, if any, is gone."""
+        if self.worker is not None:
+            self.worker_down()
+        self.lives += 1
+        self.worker = PeerId("worker", 0, f"boot-{self.lives}".encode())
+        self.engine = FakeWorker(worker_config or self.worker_config)
+        self.first_ids.clear()
+        self.adapters.worker_started()
+        self.handle(Hello(PROTOCOL, *self.worker), self.worker)
+        self.handle(self.adapters.worker_status(), self.worker)
+
+    def worker_down(self) -> None:
+        """The worker crashes; messages in both directions are lost."""
+        assert self.worker is not None
+        worker, self.worker = self.worker, None
+        self.steps.clear()
+        self.results.clear()
+        self.adapters.queued_updates.clear()
+        self.handle(PeerDisconnected(), worker)
+
+    def restart_scheduler(self) -> None:
+        """The scheduler crashes. All processes connect to the new one, and tokenizers submit their requests again."""
+        self.scheduler = Scheduler(self.scheduler.config)
+        self.adapters.scheduler_restarted()
+        self.journal.clear()
+        self.sent.clear()
+        self.received.clear()
+        self.steps.clear()
+        self.results.clear()
+        self.engine.reset()
+        self.failed_epoch = 0
+        for tokenizer in self.tokenizers.values():
+            self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
+        if self.worker is not None:
+            self.handle(Hello(PROTOCOL, *self.worker), self.worker)
+            self.handle(self.adapters.worker_status(), self.worker)
+        for index, tokenizer in self.tokenizers.items():
+            for rid, request in tokenizer.requests.items():
+                if request.end is None:
+                    self.submit(index, rid, request)
+                    if request.cancelled_by_client:
+                        self.handle(Cancel(rid), tokenizer.peer)
+            self.adapters.request_again(index)
+
+    # --- tokenizers ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: list[int],
+        new: int = 4,
+        *,
+        tokenizer: int = 0,
+        stop_ids: list[int] | None = None,
+        seed: int | None = None,
+        resume: list[int] | None = None,
+        top_n: int = 0,
+        choice: int = 0,
+        prompt_top_n: int | None = None,
+        adapter: LoadedAdapter | None = None,
+    ) -> SubmittedRequest:
+        """Submits a request. `seed`: None means greedy."""
+        sampling = GREEDY if seed is None else SamplingParams(seed, do_sample=True)
+        sampling = sampling._replace(top_n=top_n, choice=choice)
+        if adapter is not None:
+            sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
+        request = SubmittedRequest(prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n)
+        self.rids += 1
+        self.tokenizers[tokenizer].requests[self.rids] = request
+        self.submit(tokenizer, self.rids, request)
+        return request
+
+    def submit(self, tokenizer: int, rid: int, request: SubmittedRequest) -> None:
+        columns = [pack_column(INT32, values) for values in (request.prompt, request.stop_ids, request.ids)]
+        request.resumed = len(request.ids)
+        add = Add(rid, columns[0], request.new, request.sampling, columns[1], columns[2], request.cache_salt)
+        if request.prompt_top_n is not None:
+            add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
+        self.handle(add, self.tokenizers[tokenizer].peer)
+
+    def cancel(self, request: SubmittedRequest, kind: Any = Cancel) -> None:
+        for tokenizer in self.tokenizers.values():
+            for rid, other in tokenizer.requests.items():
+                if other is request:
+                    self.handle(kind(rid), tokenizer.peer)
+                    request.cancelled_by_client = True
+
+    def stop(self, request: SubmittedRequest) -> None:
+        self.cancel(request, Stop)
+
+    # --- scheduler and worker -----------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, source: PeerId) -> None:
+        self.now += 0.001
+        self.journal.append(("handle", message, source, self.now))
+        self.scheduler.handle(message, source, self.now)
+        self._pass_outgoing()
+
+    def plan(self) -> int:
+        """Lets the scheduler send all steps that it plans. Returns how many."""
+        self.now += 0.001
+        count = 0
+        while True:
+            self.journal.append(("plan", self.now))
+            step = self.scheduler.plan(self.now)
+            if step is None:
+                break
+            assert self.worker is not None
+            self.sent.append(step)
+            self.steps.append(step)
+            count += 1
+        if self.commits_after_plan:
+            self.commit()
+        in_flight = [one for one in (*self.steps, *self.results) if one.epoch == self.scheduler.pipeline.epoch]
+        assert len(in_flight) <= 2
+        assert not any(isinstance(one, Step) and one.drafts for one in in_flight) or len(in_flight) == 1
+        return count
+
+    def commit(self) -> None:
+        self.journal.append(("commit",))
+        self.scheduler.commit()
+
+    def compute(self) -> StepResult | None:
+        """The worker runs the next step. None if there is none, or the worker crashes."""
+        if not self.steps:
+            return None
+        step = self.steps.popleft()
+        self.first_ids |= {slot.slot: unpack_int32(slot.token_ids)[0] for slot in step.slots}
+        computed = {self.first_ids[slot] for slot in unpack_int32(step.rows)}
+        if computed & self.poison:
+            self.worker_down()
+            return None
+        if step.epoch == self.failed_epoch:
+            result = self._nonsense(step)
+        elif computed & self.broken:
+            self.failed_epoch = step.epoch
+            result = StepResult(step.number, step.epoch, b"", b"", b"", error="ValueError: broken")
+        else:
+            result = self.engine.run_step(step)
+            assert result.error == "", result.error
+        self.results.append(
+            result._replace(
+                forward_us=1000 + self.position_us * sum(unpack_int32(step.counts) + unpack_int32(step.drafts))
+            )
+        )
+        return result
+
+    def _nonsense(self, step: Step) -> StepResult:
+        """What a worker may answer to a step that builds on a failed one."""
+        rows = sum(step.draws)
+        return StepResult(
+            step.number, step.epoch, b"\1" * rows, pack_column(INT32, [1] * rows), pack_column(FLOAT32, [0.0] * rows)
+        )
+
+    def deliver(self) -> bool:
+        """The oldest result reaches the scheduler. Returns whether there was one."""
+        if not self.results:
+            return False
+        assert self.worker is not None
+        self.handle(self.results.popleft(), self.worker)
+        return True
+
+    def advance_time(self, seconds: float = 0.0) -> None:
+        """Time passes; the scheduler may report its status."""
+        self.now += seconds
+        self.journal.append(("report_status", self.now))
+        self.scheduler.report_status(self.now)
+        self._pass_outgoing()
+
+    def _pass_outgoing(self) -> None:
+        for peer, message in self.scheduler.outgoing():
+            message = decode(encode(message))
+            self.received.append((peer, message))
+            if peer == self.worker:
+                self.adapters.queued_updates.append(message)
+            for index, tokenizer in self.tokenizers.items():
+                if tokenizer.peer == peer and isinstance(message, AdapterUpdated):
+                    self.adapters.receive_answer(index, message)
+                elif tokenizer.peer == peer:
+                    tokenizer.receive(message)
+
+    def step(self) -> bool:
+        """One result, with the next step planned ahead. Returns whether anything happened."""
+        planned = self.plan() + self.adapters.apply_next_update()
+        self.compute()
+        if self.worker is None and self.scheduler.counters.worker_losses:
+            return True
+        return self.deliver() or planned > 0
+
+    def run(self, steps: int = 10_000) -> int:
+        """Steps until nothing is left to do, and restarts the worker when it crashes. Returns the number of steps."""
+        for count in range(steps):
+            if self.worker is None:
+                self.worker_up()
+            if not self.step():
+                self.check()
+                return count
+        raise AssertionError(f"not finished after {steps} steps")
+
+    def check(self) -> None:
+        self.scheduler.check()
+
+    @property
+    def requests(self) -> list[SubmittedRequest]:
+        return [request for tokenizer in self.tokenizers.values() for request in tokenizer.requests.values()]
+
+
+class ExpectedAnswer(NamedTuple):
+    """What a request must receive, whatever the schedule."""
+
+    ids: list[int]
+    tops: list[Tops]  # of each id
+    prompt_logprobs: list[float]  # from the prompt's second token on
+    prompt_tops: Tops
+
+
+def expected_ids(request: SubmittedRequest, worker_config: FakeWorkerConfig) -> list[int]:
+    return expected_answer(request, worker_config).ids
+
+
+def expected_answer(request: SubmittedRequest, worker_config: FakeWorkerConfig) -> ExpectedAnswer:
+    """The reference: the request is computed alone, one token per step, without limits."""
+    worker = FakeWorker(worker_config)
+    if request.cache_salt:
+        worker.adapters.add_adapter(worker.adapters.fetch_adapter("", PATHS[request.cache_salt]))
+    size = worker_config.page_size
+    known = len(request.prompt)
+    expected = ExpectedAnswer([], [], [], [])
+    asks = () if request.prompt_top_n is None or known == 1 else (1, request.prompt_top_n)
+    prompt_only = not request.new and asks
+    while (prompt_only and not expected.prompt_logprobs) or (
+        len(expected.ids) < request.new and known < worker_config.limits().max_total_tokens
+    ):
+        first = not expected.ids
+        slots = [SlotAssignment(0, pack_column(INT32, request.prompt), known, request.sampling, *asks)] if first else []
+        start = 0 if first else known - 1
+        held = 0 if first else -(-start // size)
+        pages = list(range(held, -(-known // size)))
+        step = Step(
+            number=len(expected.ids) + 1, epoch=1, slots=slots,
+            page_slots=pack_column(INT32, [0] * len(pages)), page_ids=pack_column(INT32, pages),
+            rows=pack_column(INT32, [0]), starts=pack_column(INT32, [start]),
+            counts=pack_column(INT32, [known - start]),
+            draws=pack_column(UINT8, [not prompt_only]),
+        )  # fmt: skip
+        worker.limits = worker.limits._replace(max_batch_prefill_tokens=1 << 30)
+        result = worker.run_step(step)
+        assert not result.error, result.error
+        drawn = unpack_int32(result.token_ids)
+        expected.ids.extend(drawn)
+        expected.tops.extend(split_tops(result) or [[]] * len(drawn))
+        expected.prompt_logprobs.extend(unpack_float32(result.prompt_logprobs))
+        expected.prompt_tops.extend(
+            zip(unpack_int32(result.prompt_top_ids), unpack_float32(result.prompt_top_logprobs), strict=True)
+        )
+        known += 1
+        if expected.ids and expected.ids[-1] in request.stop_ids:
+            break
+    return expected
+
+
+def replay(journal: list[tuple[Any, ...]], config: SchedulerConfig) -> tuple[list[tuple[PeerId, Any]], list[Step]]:
+    """The messages and steps of a new scheduler that gets the recorded calls."""
+    scheduler = Scheduler(config)
+    messages: list[tuple[PeerId, Any]] = []
+    steps: list[Step] = []
+    for method, *arguments in journal:
+        answer = getattr(scheduler, method)(*arguments)
+        if method == "plan" and answer is not None:
+            steps.append(answer)
+        messages += scheduler.outgoing()
+    return messages, steps
+
+
+def assert_as_if_alone(request: SubmittedRequest, worker_config: FakeWorkerConfig) -> None:
+    """Asserts that a request has ended with the same answer as if it had been computed alone."""
+    assert request.end is not None
+    expected = expected_answer(request, worker_config)
+    assert request.ids == expected.ids
+    assert request.tops == expected.tops[len(expected.ids) - len(request.tops) :]
+    assert (request.prompt_logprobs, request.prompt_tops) == (expected.prompt_logprobs, expected.prompt_tops)
+    by_length = len(expected.ids) == request.new
+    assert request.end.reason == (FinishReason.LENGTH if by_length else FinishReason.EOS)

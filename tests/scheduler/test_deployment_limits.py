@@ -1,0 +1,40 @@
+"""The limits that a restarted worker must meet: some at least, some exactly."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.scheduler.simulation import Simulation
+from tgi.scheduler.peers import EQUAL_LIMITS, MINIMUM_LIMITS, limits_shortfall
+from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
+
+LIMITS = FakeWorkerConfig().limits()
+
+
+@pytest.mark.parametrize("name", MINIMUM_LIMITS)
+def test_a_restarted_worker_may_offer_more_and_not_less(name: str) -> None:
+    held = getattr(LIMITS, name)
+    assert limits_shortfall(LIMITS, LIMITS._replace(**{name: held + 1})) == ""
+    assert (
+        limits_shortfall(LIMITS, LIMITS._replace(**{name: held - 1}))
+        == f"{name} is {held - 1}, at least {held} is needed"
+    )
+
+
+@pytest.mark.parametrize(("name", "other"), [("page_size", 32), ("vocab_size", 50_000), ("dtype", "bfloat16")])
+def test_some_limits_must_be_equal(name: str, other: Any) -> None:
+    assert name in EQUAL_LIMITS
+    found = limits_shortfall(LIMITS, LIMITS._replace(**{name: other}))
+    assert found == f"{name} is {other} instead of {getattr(LIMITS, name)}"
+
+
+def test_a_worker_with_another_page_size_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    """Workers that compute differently have different page sizes: see tests/worker/test_native_models.py."""
+    sim = Simulation(FakeWorkerConfig())
+    sim.worker_up()
+    with caplog.at_level(logging.ERROR):
+        sim.worker_up(FakeWorkerConfig(page_size=32))
+    assert "page_size is 32 instead of 16" in caplog.text
+    sim.add([1, 2, 3])
+    assert sim.plan() == 0

@@ -1,0 +1,270 @@
+"""Crashes of the worker, a tokenizer or the scheduler: requests continue, and one that crashes workers is isolated."""
+
+import logging
+
+import pytest
+
+from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, Status, StepResult
+from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
+
+WORKER_CONFIG = FakeWorkerConfig(
+    pages=64, page_size=4, slots=8, vocab_size=128, max_total_tokens=64, max_batch_prefill_tokens=256
+)
+
+
+def running_simulation(requests: int = 8, new: int = 20, worker_config: FakeWorkerConfig = WORKER_CONFIG) -> Simulation:
+    made = Simulation(worker_config, tokenizers=2)
+    made.worker_up()
+    for n in range(requests):
+        made.add([n, 2, 3], new, tokenizer=n % 2, seed=n if n % 2 else None)
+    return made
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def test_generated_ids_are_prefilled_after_a_crash() -> None:
+    sim = running_simulation()
+    for _ in range(10):
+        sim.step()
+    shown = [len(request.ids) for request in sim.requests]
+    assert min(shown) >= 8
+    sent = len(sim.sent)
+    sim.worker_up()
+    assert sim.scheduler.counters.recomputed_tokens == sum(shown)
+    sim.run()
+    prefill, *decode = sim.sent[sent:]
+    assert sum(unpack_int32(prefill.counts)) == sum(shown) + 8 * 3
+    assert sum(sum(unpack_int32(step.counts)) for step in decode) == sum(20 - count - 1 for count in shown)
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_restarted_worker_starts_a_new_epoch_at_step_one() -> None:
+    sim = running_simulation()
+    sim.step()
+    old = sim.sent[-1]
+    late = FakeWorker(WORKER_CONFIG).run_step(sim.sent[0])
+    sim.worker_up()
+    sim.plan()
+    assert sim.sent[-2].epoch == old.epoch + 1
+    assert [step.number for step in sim.sent[-2:]] == [1, 2]
+    before = [list(request.ids) for request in sim.requests]
+    assert sim.worker is not None
+    sim.handle(late, sim.worker)
+    assert [request.ids for request in sim.requests] == before
+
+
+def test_requests_wait_while_there_is_no_worker() -> None:
+    sim = Simulation(WORKER_CONFIG)
+    request = sim.add([1, 2, 3])
+    assert sim.plan() == 0
+    sim.worker_up()
+    sim.run()
+    assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_the_culprit_is_computed_alone_and_fails_and_others_are_not_affected() -> None:
+    sim = running_simulation(requests=5)
+    for _ in range(6):
+        sim.step()
+    sim.poison.add(99)
+    culprit = sim.add([99, 2, 3], 20)
+    sim.run()
+    assert culprit.end is not None
+    assert culprit.end.reason == FinishReason.FAILED
+    assert culprit.end.message == "Server error: the worker died while it computed this request alone"
+    assert sim.scheduler.counters.worker_losses == 3
+    for request in sim.requests:
+        if request is not culprit:
+            assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_suspects_that_make_progress_alone_are_cleared() -> None:
+    sim = running_simulation(requests=3)
+    for _ in range(2):
+        sim.step()
+        sim.worker_up()
+    alone = []
+    while sim.requests[0].end is None and len(alone) < 12:
+        sent = len(sim.sent)
+        sim.plan()
+        alone += [unpack_int32(step.rows) for step in sim.sent[sent:]]
+        sim.compute()
+        sim.deliver()
+    assert [len(rows) for rows in alone[:6]] == [1] * 6
+    while sim.scheduler.queued:
+        sim.step()
+    sim.step()
+    sim.worker_up()  # their first strike again
+    sim.plan()
+    assert len(unpack_int32(sim.sent[-2].rows)) == 3
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_requests_that_progress_between_crashes_are_never_suspects() -> None:
+    sim = running_simulation(requests=8)
+    for _ in range(4):
+        for _ in range(3):
+            sim.step()
+        sim.worker_up()
+        sim.plan()
+        assert len(unpack_int32(sim.sent[-1].rows)) == 8
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_request_that_crashes_the_worker_in_decode_is_found() -> None:
+    sim = running_simulation(requests=3)
+    for _ in range(4):
+        sim.step()
+    culprit = sim.add([99, 2, 3], 20)
+    while culprit.end is None:
+        if sim.worker is None:
+            sim.worker_up()
+        sim.plan()
+        step = sim.steps[0]
+        rows = zip(unpack_int32(step.rows), unpack_int32(step.counts), strict=True)
+        if any(count == 1 and sim.first_ids.get(slot) == 99 for slot, count in rows):
+            sim.worker_down()
+        else:
+            sim.compute()
+            sim.deliver()
+    assert culprit.end.reason == FinishReason.FAILED
+    assert sim.scheduler.counters.worker_losses == 3
+    sim.run()
+    for request in sim.requests:
+        if request is not culprit:
+            assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_waiting_requests_are_not_blamed() -> None:
+    worker_config = WORKER_CONFIG._replace(slots=1)
+    sim = running_simulation(requests=3, worker_config=worker_config)
+    sim.poison.add(0)
+    sim.run()
+    first, *others = sim.requests
+    assert first.end is not None
+    assert first.end.reason == FinishReason.FAILED
+    for request in others:
+        assert_as_if_alone(request, worker_config)
+    assert sim.scheduler.counters.worker_losses == 3
+
+
+def test_requests_of_a_failed_step_are_retried_alone_and_the_cause_is_reported() -> None:
+    sim = running_simulation(requests=4)
+    sim.broken.add(99)
+    culprit = sim.add([99, 2, 3], 20)
+    sim.run()
+    assert culprit.end is not None
+    assert (culprit.end.reason, culprit.end.message) == (FinishReason.FAILED, "Server error: ValueError: broken")
+    for request in sim.requests:
+        if request is not culprit:
+            assert_as_if_alone(request, WORKER_CONFIG)
+    assert sim.scheduler.counters.worker_losses == 0
+
+
+def test_a_crash_by_the_step_after_a_failed_one_is_not_blamed_on_requests() -> None:
+    sim = running_simulation(requests=2)
+    sim.plan()
+    failing, later = sim.steps
+    assert sim.worker is not None
+    sim.handle(StepResult(failing.number, failing.epoch, b"", b"", b"", error="ValueError: broken"), sim.worker)
+    assert sim.plan() == 0  # the later step is still at the worker
+    sim.worker_up()
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+    assert later.epoch < sim.scheduler.pipeline.epoch
+
+
+def test_a_result_of_the_wrong_shape_counts_as_a_failed_step() -> None:
+    sim = running_simulation(requests=2)
+    sim.plan()
+    sim.compute()
+    result = sim.results.popleft()
+    assert sim.worker is not None
+    sim.handle(result._replace(counts=b"\1", token_ids=b"\0" * 4, logprobs=b"\0" * 4), sim.worker)
+    sim.failed_epoch = result.epoch
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_worker_with_smaller_limits_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    sim = running_simulation(requests=1)
+    sim.step()
+    with caplog.at_level(logging.ERROR):
+        sim.worker_up(WORKER_CONFIG._replace(pages=32))
+    assert "pages is 32, at least 64 is needed" in caplog.text
+    assert sim.plan() == 0
+    status = sim.tokenizers[0].statuses[-1]
+    assert (status.ready, status.healthy) == (False, False)
+    sim.worker_up()
+    sim.run()
+    assert_as_if_alone(sim.requests[0], WORKER_CONFIG)
+
+
+def test_larger_limits_of_a_restarted_worker_are_not_used() -> None:
+    sim = running_simulation()
+    sim.worker_up(WORKER_CONFIG._replace(pages=128, slots=100))
+    assert sim.scheduler.worker.limits == WORKER_CONFIG.limits()
+    sim.run()
+    assert max(page for step in sim.sent for page in unpack_int32(step.page_ids)) < 64
+
+
+def test_a_second_worker_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    sim = running_simulation(requests=1)
+    second = PeerId("worker", 1, b"second")
+    with caplog.at_level(logging.ERROR):
+        sim.handle(Hello(PROTOCOL, *second), second)
+    assert "is ignored" in caplog.text
+    sim.handle(Status(ready=False, healthy=False, stage="broken", percent=0), second)
+    sim.handle(PeerDisconnected(), second)
+    sim.run()
+    assert_as_if_alone(sim.requests[0], WORKER_CONFIG)
+
+
+# --- tokenizers and the scheduler itself ------------------------------------------------------------------------------
+
+
+def test_the_requests_of_a_dead_tokenizer_are_cancelled() -> None:
+    sim = running_simulation()
+    sim.step()
+    assert sim.scheduler.running == 8
+    sim.tokenizer_up(0)
+    assert sim.scheduler.running == 4
+    sim.check()
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_restarted_scheduler_continues_resumed_requests() -> None:
+    sim = running_simulation()
+    for _ in range(7):
+        sim.step()
+    shown = sum(len(request.ids) for request in sim.requests)
+    sim.restart_scheduler()
+    assert sim.scheduler.counters.recomputed_tokens == shown
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+        assert request.end is not None
+        assert request.end.generated_tokens == 20
+
+
+@pytest.mark.parametrize(("new", "stop_ids", "reason"), [(3, [], FinishReason.LENGTH), (9, [42], FinishReason.EOS)])
+def test_a_resumed_request_that_is_complete_ends_at_once(new: int, stop_ids: list[int], reason: FinishReason) -> None:
+    sim = Simulation(WORKER_CONFIG)
+    request = sim.add([1, 2], new, stop_ids=stop_ids, resume=[40, 41, 42])
+    assert isinstance(request.end, End)
+    assert request.end.reason == reason
+    assert request.end.generated_tokens == 3
+    sim.check()

@@ -1,0 +1,155 @@
+"""AnswerParser: parts do not depend on token boundaries, and never contain markers or stop strings."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tokenizer.answer.dialogue import (
+    accepts,
+    harness_of,
+    merge_parts,
+    parsed_answer,
+    play_answer,
+    submit_valid_chat,
+)
+from tests.tokenizer.answer.model_families import FAMILIES, MARKERS, NOW, SUN, VOCABULARIES, chat
+from tests.tokenizer.harness import API, ids_of
+from tests.tokenizer.vocabularies import byte_level
+from tgi.microkernel.protocol import FinishReason, Stop
+from tgi.tokenizer.answer_formats import (
+    FALLBACK_FORMATS,
+    REASONING_TAGS,
+    AnswerFormat,
+    FormatTokens,
+    detect_tool_call_format,
+)
+from tgi.tokenizer.answer_parser import AnswerParser
+
+TEXTS = st.lists(
+    st.sampled_from(["Hi", " ", "\n", "<", "<tool", "[", "{", '{"', "é", "</think>", "}", '"']), max_size=6
+)
+ANSWERS = {
+    key: AnswerFormat(
+        FALLBACK_FORMATS if (format := detect_tool_call_format(family.template)) is None else (format,),
+        REASONING_TAGS[0],
+    )
+    for key, family in FAMILIES.items()
+}
+
+
+def parts(answer: AnswerFormat, pieces: list[str], over: bool = True) -> list[tuple[str, str]]:
+    parser = AnswerParser(answer, FormatTokens(byte_level()))
+    found: list[tuple[Any, str]] = []
+    for piece in pieces:
+        found += parser.parse_piece(piece)
+    return merge_parts(found + (parser.finish() if over else []))
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[one:other] for one, other in pairwise(edges)]
+
+
+@given(st.sampled_from(list(FAMILIES)), TEXTS, TEXTS, st.booleans(), st.integers(0, 2), st.lists(st.integers(0, 400)))
+def test_parts_do_not_depend_on_token_boundaries(
+    key: str, thought: list[str], before: list[str], thinks: bool, calls: int, places: list[int]
+) -> None:
+    family = FAMILIES[key]
+    reasoning = "".join(thought).replace("</think>", "")
+    text = "".join(before) if family.mixes else ""
+    written = family.write(*[SUN, NOW][:calls]) if calls else ""
+    whole = (f"<think>\n{reasoning}\n</think>\n\n" if thinks else "") + text + written
+    pieces = cut(whole, places)
+    found = parts(ANSWERS[key], pieces)
+    assert found == parts(ANSWERS[key], list(whole)) == parts(ANSWERS[key], [whole])
+    assert [part for part in found if part[0] in ("call", "arguments")] == [
+        part for name, arguments in [SUN, NOW][:calls] for part in (("call", name), ("arguments", arguments))
+    ]
+    if thinks:
+        stripped = reasoning.strip("\n")
+        assert [text for kind, text in found if kind == "reasoning"] == ([stripped] if stripped else [])
+    # Shown text is never retracted.
+    seen = ""
+    for at in range(len(pieces)):
+        shown = "".join(text for _, text in parts(ANSWERS[key], pieces[:at], over=False))
+        assert shown.startswith(seen)
+        seen = shown
+    assert "".join(text for _, text in found).startswith(seen)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
+def test_text_is_shown_as_soon_as_it_cannot_be_a_call(vocabulary: Any) -> None:
+    harness = harness_of(vocabulary(), FAMILIES["hermes"].template)
+    add = submit_valid_chat(harness, 1, chat())
+    shown = []
+    for piece in ["a", " ", "b", "<", "t", "x", "\n"]:
+        harness.send_tokens((add.rid, ids_of(piece, vocabulary())))
+        shown.append("".join(text for _, text in parsed_answer(harness.received_by(API)).parts))
+    harness.send_end(add.rid)
+    # White space may precede a call; "<" may begin a marker only if markers are text.
+    special = vocabulary is VOCABULARIES["special"]
+    assert shown == (["a", "", " b", "<", "t", "x", ""] if special else ["a", "", " b", "", "", "<tx", ""])
+    assert parsed_answer(harness.received_by(API)).parts == [("text", "\n")]
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(list(FAMILIES)), st.sampled_from(list(VOCABULARIES)), st.data())
+def test_stop_strings_cut_the_answer_and_are_not_shown(key: str, kind: str, data: st.DataObject) -> None:
+    family, vocabulary = FAMILIES[key], VOCABULARIES[kind]()
+    harness = harness_of(vocabulary, family.template)
+    answer = ("One two <three. " if family.mixes else "") + family.write(SUN, NOW)
+    begins = data.draw(st.integers(0, len(answer) - 1))
+    stop = answer[begins : begins + data.draw(st.integers(1, 12))]
+    add = submit_valid_chat(harness, 1, chat(), stop_strings=[stop], hide_stop=True)
+    ids = ids_of(answer, vocabulary)
+    messages = []
+    for number in ids:
+        harness.send_tokens((add.rid, [number]))
+        messages += harness.received_by(API)
+        if harness.received_by(harness.scheduler) == [Stop(add.rid)]:
+            break
+    harness.send_end(add.rid, FinishReason.STOP)
+    found, end = parsed_answer(messages + harness.received_by(API))
+    assert end is not None
+    assert end.reason == FinishReason.STOP
+    uncut = parsed_answer(play_answer(harness, submit_valid_chat(harness, 1, chat()), ids)).parts
+    for mine, whole in zip(found[:-1], uncut, strict=False):
+        assert mine == whole
+    if found and found[-1][0] != "text":
+        assert uncut[len(found) - 1][1].startswith(found[-1][1])
+    for part_kind, text in found:
+        if part_kind == "text":
+            assert stop not in text
+            assert not any(marker in text for marker in MARKERS)
+
+
+def test_format_violations_are_text() -> None:
+    hermes = AnswerFormat((detect_tool_call_format(FAMILIES["hermes"].template),))  # type: ignore[arg-type]
+    assert parts(hermes, ["a <tool_call>nonsense"]) == [("text", "anonsense")]
+    assert parts(hermes, ['<tool_call>{"name": "\\q"}</tool_call>']) == [("text", "}</tool_call>")]
+    assert parts(hermes, [FAMILIES["hermes"].write(NOW) + "\nThat was it."])[-1] == ("text", "That was it.")
+    assert parts(AnswerFormat(FALLBACK_FORMATS), ['{"name": "Bob"}'])[:1] == [("call", "Bob")]
+    assert parts(AnswerFormat(FALLBACK_FORMATS), ['{"names": []}']) == [("text", '{"names": []}')]
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_truncated_second_call_is_not_text(key: str) -> None:
+    family = FAMILIES[key]
+    one, two = family.write(SUN), family.write(SUN, NOW)
+    whole = parts(ANSWERS[key], [one])
+    for size in range(len(one), len(two)):
+        found = parts(ANSWERS[key], [two[:size]])
+        assert found[: len(whole)] == whole or family.after
+        assert {kind for kind, _ in found} == {"call", "arguments"}, two[:size]
+
+
+@pytest.mark.parametrize("key", ["llama", "named", "tgi"])
+def test_no_bare_call_after_a_special_token(key: str) -> None:
+    """Neither in the grammar, which allows any text there, nor in the parser."""
+    harness, answer = harness_of(byte_level(), FAMILIES[key].template), "<|user|>" + FAMILIES[key].write(("none", "[]"))
+    add = submit_valid_chat(harness, 1, chat())
+    assert accepts(add, answer, byte_level())
+    assert parsed_answer(play_answer(harness, add, ids_of(answer))).parts == [("text", answer.removeprefix("<|user|>"))]

@@ -1,0 +1,150 @@
+"""Text to ids, byte offsets, and loading of vocabularies."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from scripts.make_model import TEXT
+from tests.tokenizer.vocabularies import KINDS, byte_level, sentencepiece
+from tgi.hub.model_config import read_model_config
+from tgi.hub.tokenizer_files import special_tokens
+from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.errors import UserError
+from tgi.tokenizer import encoder
+from tgi.tokenizer.vocabulary import Vocabulary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_are_bytes_of_the_input(kind: str) -> None:
+    vocabulary = KINDS[kind]()
+    text = "Le garçon naïf → 今天 👍🏽 ok\0!"
+    found = encoder.tokenize_text(vocabulary, 7, text, True)
+    assert (found.rid, found.error) == (7, "")
+    data = text.encode()
+    reference = vocabulary.tokenizer.encode(text)
+    assert unpack_int32(found.token_ids) == reference.ids
+    slices = [
+        data[a:b].decode() for a, b in zip(unpack_int32(found.byte_starts), unpack_int32(found.byte_stops), strict=True)
+    ]
+    assert slices == [text[a:b] for a, b in reference.offsets]
+    assert [*found.special] == [number in vocabulary.special_ids for number in reference.ids]
+
+
+def test_special_tokens_added_or_not() -> None:
+    with_them = encoder.tokenize_text(sentencepiece(), 1, "Hello", True)
+    without = encoder.tokenize_text(sentencepiece(), 1, "Hello", False)
+    assert unpack_int32(with_them.token_ids) == [1, *unpack_int32(without.token_ids)]
+    assert (unpack_int32(with_them.byte_starts)[0], unpack_int32(with_them.byte_stops)[0], with_them.special[0]) == (
+        0,
+        0,
+        1,
+    )
+
+
+def test_special_token_in_text_is_encoded_as_special() -> None:
+    found = encoder.tokenize_text(byte_level(), 1, "é<|eos|>x", True)
+    at = unpack_int32(found.token_ids).index(2)
+    assert (unpack_int32(found.byte_starts)[at], unpack_int32(found.byte_stops)[at], found.special[at]) == (2, 9, 1)
+
+
+@pytest.mark.parametrize("truncate", [None, 1, 5, 10_000])
+def test_truncate_keeps_the_end(truncate: int | None) -> None:
+    ids = byte_level().tokenizer.encode(TEXT).ids
+    prompt = encoder.encode_prompt(byte_level(), TEXT, True, truncate)
+    expected = ids if truncate is None else ids[-truncate:]
+    assert (unpack_int32(prompt.ids), prompt.token_count) == (expected, len(expected))
+
+
+def test_lone_surrogates_are_rejected() -> None:
+    with pytest.raises(encoder.EncodeError, match="tokenizer error"):
+        encoder.encode_prompt(byte_level(), "a\ud800b", True, None)
+    assert encoder.tokenize_text(byte_level(), 3, "a\ud800b", True).error.startswith("tokenizer error")
+
+
+def test_empty_text() -> None:
+    assert encoder.encode_prompt(byte_level(), "", True, None).token_count == 0
+    assert encoder.tokenize_text(byte_level(), 1, "", True).token_ids == b""
+
+
+def directory_with(directory: Path, base: Path, **config: object) -> Path:
+    """Copies a model directory and changes settings of its tokenizer."""
+    for path in base.iterdir():
+        (directory / path.name).symlink_to(path)
+    (directory / "tokenizer_config.json").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_truncation_and_padding_of_tokenizer_json_are_disabled(tmp_path: Path, tiny_llama: Path) -> None:
+    directory = directory_with(tmp_path, tiny_llama)
+    tokenizer = Tokenizer.from_file(str(tiny_llama / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    (directory / "tokenizer.json").unlink()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    vocabulary = Vocabulary.load(read_model_config(directory))
+    assert encoder.encode_prompt(vocabulary, TEXT, True, None).token_count > 100
+    assert encoder.encode_prompt(vocabulary, "a", True, None).token_count == 1
+
+
+def test_special_tokens_of_tokenizer_config(tmp_path: Path, tiny_llama: Path) -> None:
+    vocabulary = Vocabulary.load(read_model_config(tiny_llama))
+    number = vocabulary.tokenizer.token_to_id("a")
+    assert number not in vocabulary.special_ids
+    directory = directory_with(tmp_path, tiny_llama, unk_token={"content": "a"}, additional_special_tokens=["nowhere"])
+    assert special_tokens(directory) == {"unk_token": "a", "nowhere": "nowhere"}
+    named = Vocabulary.load(read_model_config(directory))
+    assert number in named.special_ids
+    assert len(named.pieces) == len(vocabulary.pieces)
+
+
+def test_eos_ids_come_from_the_model_config(tiny_llama: Path) -> None:
+    assert Vocabulary.load(read_model_config(tiny_llama)).eos_ids == {2}
+
+
+def test_damaged_or_missing_tokenizer_raises_user_error(tmp_path: Path, tiny_llama: Path) -> None:
+    directory = directory_with(tmp_path, tiny_llama)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        Vocabulary.load(read_model_config(directory))
+    (directory / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(UserError, match="damaged"):
+        Vocabulary.load(read_model_config(directory))
+
+
+def vllms_bad_words(encoded: Callable[[str], list[int]], words: list[str]) -> list[list[int]]:
+    """Bad words as in vLLM's SamplingParams.update_from_tokenizer."""
+    found: list[list[int]] = []
+    for word in words:
+        plain, spaced = encoded(word.lstrip()), encoded(" " + word.lstrip())
+        found.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_words_match_vllm(kind: str) -> None:
+    vocabulary = KINDS[kind]()
+    words = [*[*dict.fromkeys(TEXT.split())][:60], "a", " the", "\n the", "naïve 👍", "of the", "zzz ", "."]
+
+    def encoded(text: str) -> list[int]:
+        return list(vocabulary.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    found = encoder.encode_bad_words(vocabulary, words)
+    assert found == vllms_bad_words(encoded, words)
+    if vocabulary is byte_level():  # other vocabularies have one form for both, or a token before the space
+        assert len(words) < len(found) < 2 * len(words)
+
+
+def test_bad_word_without_tokens_or_with_surrogates() -> None:
+    vocabulary = KINDS["wordpiece"]()
+    assert (
+        encoder.encode_bad_words(vocabulary, ["\u200b" * 3, "the"])[-1]
+        == encoder.encode_bad_words(vocabulary, ["the"])[-1]
+    )
+    with pytest.raises(encoder.EncodeError, match="tokenizer error"):
+        encoder.encode_bad_words(byte_level(), ["a\ud800b"])

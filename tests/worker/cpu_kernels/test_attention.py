@@ -1,0 +1,138 @@
+"""Attention on the CPU kernels: correct, and the same bits for every chunking, batch and number of threads."""
+
+import math
+import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.cpu_kernels.available import library
+from tests.worker.cpu_kernels.test_linear import VARIANTS
+from tests.worker.test_attention import CPU, Sequence, expected, run, split
+from tgi.worker.attention import build_attention, page_bytes, page_size
+from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.cpu_kernels.arena import LARGE_PAGE
+from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, CpuKernels
+
+CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def shape(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    variant: str = "best",
+    window: int | None = None,
+    cap: float | None = None,
+    threads: int = 1,
+) -> KVCacheSpec:
+    kernels = CpuKernels(library(*VARIANTS[variant]), threads)
+    return KVCacheSpec(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap, kernels)
+
+
+class Case(NamedTuple):
+    """The sizes of a model, some sequences, and the expected attention of each layer for each of them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    cap: float | None
+    sequences: tuple[Sequence, ...]
+    right: list[list[Tensor]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (4, 4, 32, None, None),
+        (9, 3, 64, 40, None),
+        (8, 2, 128, 64, 0.5),
+        (40, 1, 32, 700, None),
+        (4, 2, 256, 513, 30.0),
+    ],
+    ids=str,
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    """Cached, since float64 takes far longer than the kernels; both variants are compared with it."""
+    heads, kv_heads, head_dim, window, cap = request.param
+    kv = shape(heads, kv_heads, head_dim, "best", window, cap)
+    sequences = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
+    right = [[expected(one, window=sees, cap=cap) for one in sequences] for sees in kv.sliding_windows]
+    return Case(heads, kv_heads, head_dim, window, cap, sequences, right)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, case: Case) -> None:
+    kv = shape(case.heads, case.kv_heads, case.head_dim, variant, case.window, case.cap, threads=2)
+    long, short, other = case.sequences
+    for layer, right in enumerate(case.right):
+        attention = build_attention(kv, 300, CPU)
+        assert isinstance(attention, CpuKernelAttention)
+        whole = [run(attention, (one, 0, len(one.query)), layer=layer)[0] for one in (long, short, other)]
+        for found, wanted in zip(whole, right, strict=True):
+            torch.testing.assert_close(found.double(), wanted, **CLOSE)
+        again = build_attention(kv, 300, CPU)
+        for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1090), (1090, 1099)):
+            assert torch.equal(run(again, (long, start, stop), layer=layer)[0], whole[0][start:stop])
+        run(again, (short, 0, 33), (other, 0, 380), layer=layer)
+        decode, chunk, few = run(again, (long, 1099, 1100), (short, 33, 150), (other, 380, 400), layer=layer)
+        assert torch.equal(decode, whole[0][1099:])
+        assert torch.equal(chunk, whole[1][33:])
+        assert torch.equal(few, whole[2][380:])
+        one, two = run(again, (long, 600, 601), (short, 149, 150), layer=layer)
+        assert torch.equal(one, whole[0][600:601])
+        assert torch.equal(two, whole[1][149:])
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    sequence = Sequence(600, shape(6, 1, 64), 0)
+    one, four = (build_attention(shape(6, 1, 64, threads=threads), 200, CPU) for threads in (1, 4))
+    assert torch.equal(split(four, sequence, [599, 1]), split(one, sequence, [600]))
+
+
+def test_an_overflow_does_not_reach_the_next_owner_of_a_page() -> None:
+    kv = shape(4, 2, 32)
+    attention = build_attention(kv, 100, CPU)
+    broken = Sequence(96, kv, 0)
+    broken.key.fill_(math.inf)
+    broken.value.fill_(math.nan)
+    run(attention, (broken, 0, 96))
+    sequence = Sequence(35, kv, 0)
+    (found,) = run(attention, (sequence, 0, 35))
+    torch.testing.assert_close(found.double(), expected(sequence), **CLOSE)
+
+
+def test_a_page_takes_the_declared_bytes() -> None:
+    kv = shape(4, 2, 64)
+    assert page_size(kv, CPU) == PAGE_SIZE
+    assert page_bytes(kv, CPU) == 2 * 2 * 2 * 64 * 2 * PAGE_SIZE
+
+
+def test_pre_faulting_maps_memory_ahead_and_keeps_pages_in_use() -> None:
+    kv = shape(2, 1, 64)
+    attention = CpuKernelAttention(kv, 2000, kv.cpu_kernels)  # 8 KB a page and layer: 256 pages are a large one
+    used = [cache[:300] for cache in attention._cache]
+    for pages in used:
+        pages.fill_(1.0)
+    before = resident()
+    calls = 0
+    while attention.prefault_pages(300, 600):
+        calls += 1
+    assert calls == 2 * 2  # pages 512 to 1024 of two layers; those up to 512 came with the ones in use
+    assert resident() - before >= 4 * LARGE_PAGE
+    assert all(bool((pages == 1.0).all()) for pages in used)
+    assert all(not cache[300:].any() for cache in attention._cache)
+    # Further pages have been used meanwhile, up to the last one.
+    assert attention.prefault_pages(1025, 600)
+    while attention.prefault_pages(1025, 10_000):
+        pass
+    assert not attention.prefault_pages(2000, 600)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

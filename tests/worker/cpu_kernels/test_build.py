@@ -1,0 +1,142 @@
+"""The build of the CPU kernels, and the reasons why they are unavailable. Runs on any machine."""
+
+import errno
+import os
+import platform
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tgi.worker import host_cpu
+from tgi.worker.cpu_kernels import build
+from tgi.worker.cpu_kernels.build import REQUIRED_INSTRUCTION_SETS, KernelsUnavailable, build_library
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.cpu_kernels.selection import select_cpu_kernels
+
+
+@pytest.fixture(autouse=True)
+def capable_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates a machine that can run the kernels; tests remove a part of it."""
+    cpuinfo = tmp_path / "able"
+    cpuinfo.write_text(f"model name : new\nflags\t\t: sse {' '.join(REQUIRED_INSTRUCTION_SETS)}\n")
+    monkeypatch.setattr(host_cpu, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(host_cpu.CPU_VARIABLE, raising=False)
+    monkeypatch.setenv("CXX", "c++")
+
+
+def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is a script that only records its arguments."""
+    (compiler := tmp_path / "compiler").write_text(
+        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\ncp "$0" "$last"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = build_library()
+    assert path.read_bytes() == compiler.read_bytes()
+    assert build_library() == path
+    (call,) = (tmp_path / "compiler.calls").read_text().splitlines()
+    assert call.startswith(" ".join(build.FLAGS))
+    assert sorted(one.suffix for one in path.parent.iterdir()) == [".lock", ".so"]
+    assert build_library("-g") != path
+    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
+
+
+def test_concurrent_builds_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (compiler := tmp_path / "compiler").write_text(
+        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\nsleep 0.3\ncp "$0" "$last"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with ThreadPoolExecutor(4) as pool:
+        (path,) = set(pool.map(lambda _: build_library(), range(4)))
+    assert path.read_bytes() == compiler.read_bytes()
+    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 1
+
+
+def test_a_missing_or_failing_compiler_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    with pytest.raises(KernelsUnavailable, match="cannot be run"):
+        build_library()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(KernelsUnavailable, match="false failed"):
+        build_library()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+        build_library()
+
+
+def test_a_failed_build_is_logged_as_a_warning_on_a_capable_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On another processor nothing is logged: a compiler would not help."""
+    caplog.set_level("WARNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for compiler, said in (("false", "false failed"), (str(tmp_path / "none"), "cannot be run")):
+        monkeypatch.setenv("CXX", compiler)
+        kernels, reason = select_cpu_kernels([], "cpu")
+        assert kernels is None
+        assert said in reason
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert reason in caplog.messages[0]
+        caplog.clear()
+    monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "none")
+    kernels, reason = select_cpu_kernels([], "cpu")
+    assert kernels is None
+    assert "this processor has no avx512_bf16" in reason
+    assert not caplog.records
+
+
+def test_cxx_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "env false")
+    with pytest.raises(KernelsUnavailable, match="env failed"):
+        build_library()
+
+
+def test_a_full_disk_or_a_missing_home_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    with pytest.raises(KernelsUnavailable, match="No space left"):
+        build_library()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(KernelsUnavailable, match="Set XDG_CACHE_HOME"):
+        build_library()
+
+
+def test_missing_instruction_sets_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("model name : old\nflags\t\t: sse avx2 avx512f\n")
+    monkeypatch.setattr(host_cpu, "CPUINFO", cpuinfo)
+    with pytest.raises(KernelsUnavailable, match=r"no avx512_bf16, avx512_vnni, avx512bw, avx512vbmi, avx512vl$"):
+        build_library()
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(
+        KernelsUnavailable, match=r"no avx512_bf16, avx512_vnni, avx512bw, avx512f, avx512vbmi, avx512vl$"
+    ):
+        build_library()
+
+
+def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tgi").mkdir()
+    os.chmod(tmp_path / "tgi", 0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match="can be written by others"):
+        build_library()
+
+
+def test_a_broken_library_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    with pytest.raises(KernelsUnavailable, match="cannot be loaded"):
+        CpuKernels(tmp_path / "broken.so", 1)

@@ -1,0 +1,136 @@
+"""Products with integer weights: exact sums, so the same bits for any kernel, close to the dequantized weight."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.cpu_kernels.available import library
+from tests.worker.cpu_kernels.test_linear import VARIANTS, numbers
+from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
+from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
+
+SHAPES = ((64, 384), (33, 1184), (7, 96), (100, 288), (40, 4896))
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(library(*VARIANTS[request.param]), 2)
+
+
+def whole(bits: int, outputs: int, inputs: int) -> QuantizedWeight:
+    """A weight with all codes and factors."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    codes = torch.randint(0, 256, (outputs, inputs * bits // 8), generator=generator).to(torch.uint8)
+    scales = (torch.rand(outputs, 1, generator=generator) / 100).half()
+    if bits == 8:
+        return QuantizedWeight(codes.view(torch.int8), scales, None)
+    factors = torch.randint(0, len(CODEBOOK), (outputs, inputs // 32), generator=generator).to(torch.uint8)
+    return QuantizedWeight(codes, scales, None, factors)
+
+
+def exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """The definition of `CpuKernels.linear`, float32 [rows, outputs]."""
+    largest = x.float().abs().amax(1, keepdim=True)
+    given = torch.where(
+        largest == 0, 0, torch.tensor(32767.0) / largest
+    )  # a division, not a product with the reciprocal
+    wanted = (x.float() * given).round().double() + 32768  # float64 represents the integers and their sums exactly
+    each = weight.decoded().double().T
+    upper, lower = (wanted // 256) @ each - 128 * each.sum(0), (wanted % 256) @ each
+    sums = (upper.float().double() * 256 + lower.float().double()).float()
+    return sums * weight.scales.float().T * (largest / 32767)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_are_exact_for_any_number_of_rows(kernels: CpuKernels, bits: int, shape: tuple[int, int]) -> None:
+    weight = whole(bits, *shape)
+    assert weight.is_integer
+    packed = kernels.pack_weight(weight)
+    x = numbers(620, shape[1], seed=1)
+    expected = exactly(x, weight)
+    for count in (*range(1, 36), 47, 48, 49, 64, 65, 100, 257, 300, 513, 620):
+        assert torch.equal(kernels.linear(x[:count], packed, wide=True), expected[:count])
+    assert torch.equal(kernels.linear(x[600:], packed, wide=True), expected[600:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_results_are_close_to_the_dequantized_weight(kernels: CpuKernels, bits: int) -> None:
+    weight, x = whole(bits, 64, 1184), numbers(20, 1184)
+    expected = x.double() @ weight.dequantized(torch.float32).double().T
+    off = (kernels.linear(x, kernels.pack_weight(weight), wide=True) - expected).norm() / expected.norm()
+    assert float(off) < 1e-4  # much less than the rounding of a result to bfloat16, about 1.7e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("then", EPILOGUES)
+def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str, bits: int) -> None:
+    weight = whole(bits, 100, 160)
+    packed = kernels.pack_weight(weight)
+    x, other, bias, plus = numbers(40, 160), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
+    found = kernels.linear(x, packed, bias, EPILOGUES[then], other, plus)
+    for count in (1, 17):
+        assert torch.equal(
+            kernels.linear(x[:count], packed, bias, EPILOGUES[then], other[:count], plus[:count]), found[:count]
+        )
+    sums = exactly(x, weight) + bias + plus
+    expected = {
+        "none": lambda: sums,
+        "silu": lambda: torch.nn.functional.silu(sums),
+        "gelu": lambda: torch.nn.functional.gelu(sums),
+        "gelu_tanh": lambda: torch.nn.functional.gelu(sums, approximate="tanh"),
+        "add": lambda: sums + other,
+        "mul": lambda: sums * other,
+    }[then]()
+    torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_zeros_and_extreme_or_invalid_activations(kernels: CpuKernels, bits: int) -> None:
+    """Zeros, the largest and smallest numbers, infinity and NaN do not change other rows."""
+    weight = whole(bits, 64, 192)
+    packed, x = kernels.pack_weight(weight), numbers(9, 192)
+    expected = exactly(x, weight)
+    x[1] = 0
+    x[3] = 2.0**-120
+    x[5, 7], x[6, 0], x[7, 191] = torch.nan, torch.inf, -torch.inf
+    x[8] = torch.where(x[8] > 0, 3e38, -3e38)
+    for count in (9, 40):
+        y = kernels.linear(torch.cat([x] * 5)[:count], packed, wide=True)[:9]
+        assert torch.equal(y[[0, 2, 4]], expected[[0, 2, 4]])
+        assert not y[[1, 3]].any()
+        assert y[5:8].isnan().all()
+        assert torch.equal(y[8], exactly(x[8:], weight)[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_outputs_of_zeros_are_zero(kernels: CpuKernels, bits: int) -> None:
+    weight = whole(bits, 40, 160)
+    weight.scales[3] = 0
+    y = kernels.linear(numbers(20, 160), kernels.pack_weight(weight), wide=True)
+    assert not y[:, 3].any()
+    assert torch.equal(y, exactly(numbers(20, 160), weight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: int, shape: tuple[int, int]) -> None:
+    weight = whole(bits, *shape)
+    packed, plain = kernels.pack_weight(weight), weight.dequantized(torch.bfloat16)
+    several = torch.arange(100).mul(29).remainder(shape[0])
+    for ids in (torch.arange(shape[0]), several, several[:0]):
+        assert torch.equal(kernels.gather_rows(packed, ids).view(torch.int16), plain[ids].view(torch.int16))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None:
+    weight, x = whole(bits, 96, 192), numbers(3, 192)
+    parts = [kernels.linear(x, kernels.pack_weight(part)) for part in weight.split([40, 56])]
+    assert torch.equal(torch.cat(parts, 1), kernels.linear(x, kernels.pack_weight(weight)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_packed_weight_takes_little_more_than_its_columns(kernels: CpuKernels, bits: int) -> None:
+    """Panels add float32 scales and the corrections of sums."""
+    weight = whole(bits, 64, 1152)
+    assert kernels.pack_weight(weight).memory.nbytes < 1.02 * weight.nbytes

@@ -1,0 +1,84 @@
+"""Whole models on the CPU kernels: as close to float32 as on torch's kernels, and the same bits in any batch."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import model as make
+from tests.worker.batches import Row, make_batch
+from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.driving import drive, make_engine
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.attention import build_attention, page_size
+from tgi.worker.attention.cpu_kernels import CpuKernelAttention
+from tgi.worker.cpu_kernels import selection
+from tgi.worker.cpu_kernels.selection import select_cpu_kernels
+from tgi.worker.models.families import FAMILIES
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model, read_model_spec
+
+LENGTHS = (90, 1, 17, 44)  # the windows of the models have 40 tokens
+
+
+@cache
+def directory(kind: str) -> Path:
+    return make(kind, hidden=128, intermediate=192)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def load(kind: str, dtype: str = "bfloat16", native: bool = False) -> Model:
+    path = directory(kind)
+    kernels = our_kernels(read_model_spec(path, dtype)) if native else None
+    return build_model(path, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
+
+
+def logprobs(model: Model) -> torch.Tensor:
+    """Logits after each prompt, [prompts, vocab]."""
+    attention = build_attention(model.kv, 100, model.device)
+    rows = [Row(ids, 0, list(range(20 * row, 20 * row + 20))) for row, ids in enumerate(prompts())]
+    return model.forward(make_batch(rows, attention.page_size), attention).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: str) -> None:
+    ours = load(kind, native=True)
+    engine = make_engine(ours, pages=64)
+    assert isinstance(engine._attention, CpuKernelAttention)
+    exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind))
+    off, allowed = (logprobs(ours) - exact).abs(), (torchs - exact).abs()
+    assert off.mean() <= 1.25 * allowed.mean() + 1e-4
+    # A batch of greedy rows only computes no logits.
+    samplings = [SamplingParams(0), SamplingParams(7, temperature=0.8), SamplingParams(3, top_k=5), SamplingParams(0)]
+    together = drive(engine, prompts(), 8, samplings, chunk=23, stagger=1)
+    alone = [drive(engine, [ids], 8, [asked])[0] for ids, asked in zip(prompts(), samplings, strict=True)]
+    assert together == alone
+
+
+def test_models_that_do_not_fit_are_left_to_torch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "require_instruction_sets", lambda: None)
+    recipe = read_model_spec(directory("llama"), "bfloat16")
+    small = read_model_spec(make("llama"), "bfloat16")  # head_dim 16
+    assert select_cpu_kernels([recipe], "cuda")[0] is None
+    for recipes, reason in (
+        ([recipe, small], "head_dim of 16"),
+        ([read_model_spec(directory("llama"), "float32")], "in float32"),
+        ([read_model_spec(make("gpt2"), "bfloat16")], "through transformers"),
+    ):
+        kernels, told = select_cpu_kernels(recipes, "cpu")
+        assert kernels is None
+        assert reason in told
+    assert not caplog.messages
+
+
+def test_the_page_size_differs_from_torchs() -> None:
+    """So the scheduler rejects a restarted worker with other kernels, whose results differ in the last bits."""
+    one, other = load("llama", native=True), load("llama")
+    assert page_size(one.kv, one.device) != page_size(other.kv, other.device)

@@ -1,0 +1,110 @@
+"""Programs compute the same bits as their operations called one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.worker.batches import Row, make_batch
+from tests.worker.cpu_kernels.test_models import directory, load
+from tests.worker.loras import make_adapter
+from tgi.worker.attention import build_attention
+from tgi.worker.attention.interface import ForwardBatch
+from tgi.worker.cpu_kernels.program import Program
+from tgi.worker.lora.deltas import AdapterSpan
+from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.families import FAMILIES
+
+
+class Blocks:
+    """A Reader of all tokens but the first, with the logits that it gets."""
+
+    def __init__(self, tokens: int) -> None:
+        self.blocks = torch.arange(1, tokens).split(13)
+        self.logits: list[torch.Tensor] = []
+
+    def read_logits(self, logits: torch.Tensor) -> None:
+        self.logits.append(logits.clone())
+
+
+def decoder(kind: str) -> DecoderModel:
+    model = load(kind, native=True)
+    assert isinstance(model, DecoderModel)
+    return model
+
+
+def without_program(model: DecoderModel) -> DecoderModel:
+    """The same model without a program: it calls each operation."""
+    plain = object.__new__(DecoderModel)
+    plain.__dict__.update(model.__dict__, _program=None)
+    return plain
+
+
+def steps(page_size: int) -> list[ForwardBatch]:
+    """Steps: prompts of many lengths in chunks, decode rows next to chunks, and a row that draws several tokens."""
+    ids = torch.randint(3, 512, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+    a, b, c = list(range(10)), list(range(10, 14)), list(range(20, 30))
+    first = [Row(ids[:90], 0, a), Row(ids[:1], 0, b), Row(ids[7:40], 0, c)]
+    second = [Row(ids[90:91], 90, a), Row(ids[200:215], 1, b), Row(ids[40:250], 33, c)]
+    third = [Row(ids[91:96], 91, a), Row(ids[215:216], 16, b), Row(ids[250:251], 243, c)]
+    drafted = make_batch(third, page_size)._replace(logits_indices=torch.arange(7))
+    return [make_batch(first, page_size), make_batch(second, page_size), drafted]
+
+
+def run(model: DecoderModel, adapters: tuple[object, ...] = ()) -> list[torch.Tensor]:
+    """All logits of these steps."""
+    attention = build_attention(model.kv, 30, model.device)
+    found = []
+    for batch in steps(attention.page_size):
+        reader = Blocks(len(batch.tokens))
+        bounds = batch.cu_query_lens.tolist()
+        spans = [
+            AdapterSpan(adapter, *bounds[row : row + 2]) for row, adapter in enumerate(adapters) if adapter is not None
+        ]
+        inputs = batch._replace(lora_spans=spans), attention
+        logits, best = model.forward(*inputs, reader), model.forward_greedy(*inputs)
+        assert model.kv.cpu_kernels is not None
+        assert all(map(torch.equal, best, model.kv.cpu_kernels.greedy_tokens(logits)))
+        found += [logits, *reader.logits]
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_program_matches_its_operations(kind: str) -> None:
+    model = decoder(kind)
+    if model._program is None:
+        assert any(layer.routed for layer in model._config.layers)
+        return
+    found = run(model)
+    assert same(found, run(without_program(model)))
+    assert same(found, run(model))  # with scratch buffers of an earlier step
+
+
+# Fused projections, no gate, norms after the blocks, and the usual layer.
+@pytest.mark.parametrize("kind", ["llama", "phi3", "starcoder2", "gemma2"])
+def test_a_program_applies_adapters(kind: str, tmp_path: Path) -> None:
+    model = decoder(kind)
+    all_of_it = model.load_adapter(make_adapter(tmp_path / "a", directory(kind), 16, seed=1))
+    projections = ("q_proj", "v_proj", "qkv_proj")
+    some_of_it = model.load_adapter(make_adapter(tmp_path / "b", directory(kind), 8, projections, seed=2))
+    plain = run(model)
+    for adapters in ((all_of_it, None, some_of_it), (None, some_of_it, None), (all_of_it, all_of_it, all_of_it)):
+        found = run(model, adapters)
+        assert not same(found, plain)
+        assert same(found, run(without_program(model), adapters))
+
+
+def test_the_clock_measures_each_operation() -> None:
+    model = decoder("llama")
+    program, attention = model._program, build_attention(model.kv, 30, model.device)
+    assert isinstance(program, Program)
+    layers = len(model._config.layers)
+    assert program.operations.count("attention") == layers
+    assert program.operations.count("linear") == 4 * layers
+    program.clock = torch.zeros(len(program.operations), dtype=torch.float64)
+    model.forward(steps(attention.page_size)[0], attention)
+    assert (program.clock > 0).all()

@@ -1,0 +1,136 @@
+"""Products with weights in groups: the same bits as with the dequantized weight."""
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.worker.cpu_kernels.available import library
+from tests.worker.cpu_kernels.test_linear import VARIANTS, numbers
+from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, PackedWeight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(library(*VARIANTS[request.param]), 2)
+
+
+def quantized(bits: int, group: int, shifts: bool, outputs: int, inputs: int) -> QuantizedWeight:
+    """A random weight; it has every code if it is large enough."""
+    count = outputs * inputs * bits // 8
+    codes = torch.arange(count).mul(37).to(torch.uint8).view(outputs, -1)
+    scales, more = (numbers(outputs, inputs // group, seed=seed).half() for seed in (3, 4))
+    return QuantizedWeight(codes.view(torch.int8) if bits == 8 else codes, scales, more if shifts else None)
+
+
+def assert_as_dequantized(kernels: CpuKernels, weight: QuantizedWeight, counts: tuple[int, ...]) -> None:
+    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(weight.dequantized(torch.bfloat16))
+    x = numbers(max(counts), weight.shape[1], seed=1)
+    for count in counts:
+        y = kernels.linear(x[:count], packed, wide=True)
+        torch.testing.assert_close(y, kernels.linear(x[:count], plain, wide=True), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_match_the_dequantized_weight(kernels: CpuKernels, bits: int, group: int, shifts: bool) -> None:
+    assert_as_dequantized(kernels, quantized(bits, group, shifts, 64, 384), tuple(range(1, 71)))
+    assert_as_dequantized(kernels, quantized(bits, group, shifts, 33, 1152), (1, 17, 32, 300))
+    assert_as_dequantized(kernels, quantized(bits, group, shifts, 7, 256), (1, 33))
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: int, group: int, shifts: bool) -> None:
+    for outputs, inputs in ((1, 128), (33, 384), (71, 1152)):
+        weight = quantized(bits, group, shifts, outputs, inputs)
+        assert_rows(kernels, kernels.pack_weight(weight), weight.dequantized(torch.bfloat16))
+
+
+def test_gathered_rows_of_a_plain_weight_are_exact(kernels: CpuKernels) -> None:
+    for outputs, inputs in ((1, 32), (33, 96), (71, 1152)):
+        assert_rows(kernels, kernels.pack_weight(numbers(outputs, inputs)), numbers(outputs, inputs))
+
+
+def assert_rows(kernels: CpuKernels, packed: PackedWeight, weight: Tensor) -> None:
+    """One row, all rows, repeated rows, a strided list of ids, and no row."""
+    several = torch.arange(100).mul(29).remainder(len(weight))
+    for ids in (torch.tensor([len(weight) - 1]), torch.arange(len(weight)), several, several[::2], several[:0]):
+        assert torch.equal(kernels.gather_rows(packed, ids).view(torch.int16), weight[ids].view(torch.int16))
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 16)])
+def test_inputs_need_not_be_a_multiple_of_128(kernels: CpuKernels, bits: int, group: int) -> None:
+    assert_as_dequantized(kernels, quantized(bits, group, True, 40, 288), (1, 40))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("then", EPILOGUES)
+def test_epilogues_match_the_dequantized_weight(kernels: CpuKernels, then: str, bits: int) -> None:
+    weight = quantized(bits, 32, bits == 4, 100, 64)
+    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(weight.dequantized(torch.bfloat16))
+    x, other, bias, plus = numbers(40, 64), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
+    first, second = (kernels.linear(x, one, bias, EPILOGUES[then], other, plus) for one in (packed, plain))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scales_of_any_magnitude(kernels: CpuKernels, bits: int, shifts: bool) -> None:
+    # Zero, the smallest subnormal float16, the smallest normal one, the largest; then infinity and NaN.
+    sizes = torch.tensor([0.0, 2**-24, -(2**-24), 2**-14, 1e-6, 65504.0, -65504.0, 1.0], dtype=torch.float16)
+    weight = quantized(bits, 32, shifts, 32, 512)
+    scales = sizes.repeat(64).view(32, 16)
+    assert_as_dequantized(
+        kernels, QuantizedWeight(weight.codes, scales, scales.flip(0, 1) if shifts else None), (1, 40)
+    )
+    for odd in (torch.inf, torch.nan):
+        scales = torch.ones(32, 16, dtype=torch.float16)
+        scales[5, 3] = odd
+        assert_as_dequantized(kernels, QuantizedWeight(weight.codes, scales, scales if shifts else None), (1, 40))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None:
+    whole = quantized(bits, 64, True, 96, 128)
+    x, y = numbers(3, 128), kernels.linear(numbers(3, 128), kernels.pack_weight(whole))
+    parts = [kernels.linear(x, kernels.pack_weight(part)) for part in whole.split([40, 56])]
+    assert torch.equal(torch.cat(parts, 1), y)
+
+
+@pytest.mark.parametrize(("bits", "group", "shifts"), [(8, 32, False), (4, 32, True), (4, 128, False)])
+def test_a_packed_weight_takes_no_more_than_its_columns(
+    kernels: CpuKernels, bits: int, group: int, shifts: bool
+) -> None:
+    weight = quantized(bits, group, shifts, 64, 256)
+    assert kernels.pack_weight(weight).memory.nbytes == weight.nbytes
+
+
+def test_an_unsupported_group_size_is_rejected(kernels: CpuKernels) -> None:
+    odd: Tensor = torch.zeros(32, 96, dtype=torch.int8)
+    with pytest.raises(AssertionError):
+        kernels.pack_weight(QuantizedWeight(odd, torch.ones(32, 2).half(), None))
+
+
+def test_packed_weights_take_their_size_and_are_freed() -> None:
+    kernels = CpuKernels(library(), 1)
+    weight = torch.ones(1 << 13, 1 << 10, dtype=torch.bfloat16)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    kernels.pack_weight(weight[:32])
+    before = resident()
+    small, large = (
+        [kernels.pack_weight(weight[: 1 << 12]) for _ in range(9)],
+        kernels.pack_weight(torch.cat([weight] * 4)),
+    )
+    taken = sum(one.memory.nbytes for one in (*small, large))
+    assert abs(resident() - before - taken) < 0.1 * taken
+    del small, large
+    assert resident() - before < 0.7 * (64 << 20)

@@ -1,0 +1,21 @@
+"""Kernels are computed by Triton's interpreter here, on CPU; tests/conftest.py asks for it. With a GPU it does not, and
+these tests are left out unless TRITON_INTERPRET=1 is set."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> Iterator[None]:
+    """Fixes the interpreter, and limits the splits: each idle split takes it a millisecond."""
+    from tests.worker.gpu_kernels.interpreter_fixes import fix_interpreter
+    from tgi.worker.gpu_kernels import paged_attention
+
+    fix_interpreter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "MAX_SPLITS", 2)
+        yield

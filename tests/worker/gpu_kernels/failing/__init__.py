@@ -1,0 +1,1 @@
+"""Kernels that fail their self-tests."""

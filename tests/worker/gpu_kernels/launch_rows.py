@@ -1,0 +1,30 @@
+"""Launches the row-wise kernels with the sizes of real models."""
+
+import torch
+
+from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.gpu_kernels.gated_activation import gated_activation
+from tgi.worker.gpu_kernels.norm import norm, norm_in_place
+from tgi.worker.gpu_kernels.rope import apply_rope
+
+
+def launches(dtype: torch.dtype) -> None:
+    """See compile_launches.py. How many tokens there are, and where a step puts their positions, compiles nothing
+    more."""
+    for tokens in (3, 1, 16):
+        _of_a_step(tokens, dtype)
+
+
+def _of_a_step(tokens: int, dtype: torch.dtype) -> None:
+    x, qkv = torch.empty(tokens, 2048, dtype=dtype), torch.empty(tokens, 48 * 128, dtype=dtype)
+    norm(x, torch.empty(2048), None, 1e-5, False)
+    norm(x, torch.empty(2048), torch.empty(2048), 1e-5, True)
+    norm_in_place(qkv[:, 4096:5120], torch.empty(1024), None, 1e-5, False)
+    for head_dim in (64, 128):
+        part = qkv[:, : 40 * head_dim].unflatten(1, (40, head_dim))
+        norm_in_place(part, torch.empty(40, head_dim), None, 1e-5, head_dim == 64)
+    positions = torch.zeros(2 * tokens, dtype=torch.int64)[tokens:]
+    for head_dim, turned, neighbours in ((64, 64, False), (128, 128, True), (80, 32, False)):
+        apply_rope(torch.empty(tokens, 48, head_dim, dtype=dtype), 40, torch.empty(9, 2, turned), positions, neighbours)
+    for then in ACTIVATIONS:
+        gated_activation(torch.empty(tokens, 2 * 8192, dtype=dtype), then)

@@ -1,0 +1,97 @@
+"""Whole models with the GPU kernels, in Triton's interpreter, compared with torch's kernels."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import model as make
+from tests.worker.batches import Row, make_batch, moved
+from tests.worker.gpu_kernels.count_operations import counted
+from tests.worker.loras import make_adapter
+from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention.interface import ForwardBatch
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.lora.deltas import AdapterSpan
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model
+
+CPU = torch.device("cpu")
+GPU = GpuKernels((9, 0))
+# Norms of heads, gelu and norms behind parts; layer norms, neighbouring pairs and one input for both parts; a bias, no
+# gate; part of a head turned, joined matrices; experts.
+KINDS = ("gemma3_text", "cohere", "starcoder2", "phi3", "qwen3_moe")
+
+
+def load(directory: Path, gpu: GpuKernels | None, device: str = "cpu", dtype: str = "float32") -> Model:
+    return build_model(directory, dtype, device, lambda stage, percent: None, gpu=gpu)
+
+
+def logprobs(model: Model, adapters: tuple[Any, ...] = (None, None)) -> Tensor:
+    """Logits after two prompts, [2, vocab]."""
+    attention = CudaAttention(model.kv, 12, CPU, "plain")
+    batch = make_batch([Row([5, 9, 3, 7, 7], 0, range(4)), Row([8, 30], 0, range(4, 8))], attention.page_size)
+    spans = [AdapterSpan(one, *ends) for one, ends in zip(adapters, ((0, 5), (5, 7)), strict=True) if one is not None]
+    return model.forward(batch._replace(lora_spans=spans), attention).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_matches_torch(kind: str) -> None:
+    ours, torchs = (load(make(kind), gpu) for gpu in (GPU, None))
+    torch.testing.assert_close(logprobs(ours), logprobs(torchs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [("gate_proj", "up_proj", "down_proj", "q_proj"), ("up_proj",)])
+def test_adapters_change_gate_and_up_before_the_activation(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Rows with and without an adapter. A row without has the same bits as alone."""
+    directory = make("llama")
+    path = make_adapter(tmp_path / "adapter", directory, targets=targets)
+    ours, torchs = (load(directory, gpu) for gpu in (GPU, None))
+    for adapted in ((True, False), (True, True)):
+        found, expected = (
+            logprobs(model, tuple(adapter if one else None for one in adapted))
+            for model, adapter in ((model, model.load_adapter(path)) for model in (ours, torchs))
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+        assert adapted[1] or torch.equal(found[1], logprobs(ours)[1])
+    assert (logprobs(ours)[0] - found[0]).abs().max() > 0.1
+
+
+class Absent:
+    """Attention without any operation."""
+
+    page_size = 16
+
+    def __init__(self, model: Model) -> None:
+        self._shape = model.kv.heads, model.kv.head_dim
+
+    def plan(self, batch: ForwardBatch) -> None:
+        return None
+
+    def write_and_attend(self, plan: None, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        return qkv.new_empty(len(qkv), *self._shape)
+
+
+def of_a_layer(kind: str, gpu: GpuKernels | None) -> Counter[str]:
+    """The operations of one more layer in a decode step, without attention."""
+    batch = make_batch([Row([5], 3, [0]), Row([8], 9, [1])])
+    there = moved(batch, "meta")
+    found = []
+    for layers in (3, 2):
+        model = load(make(kind, layers=layers), gpu, "meta", "bfloat16")
+        step = partial(model.forward, there, Absent(model))
+        counted(step)  # creates what is cached
+        found.append(counted(step))
+    return found[0] - found[1]
+
+
+def test_a_layer_takes_few_operations_besides_attention() -> None:
+    """Norms, products and residuals, and a norm of heads that llama does without: 21 and 26 of torch's alone."""
+    ours = {"mm": 4, "add_": 2, "_norm": 2, "_rope": 1, "_gated_activation": 1}
+    assert of_a_layer("llama", GPU) == ours
+    assert of_a_layer("qwen3", GPU) == {**ours, "_norm": 3}
+    assert of_a_layer("llama", None).total() == 21

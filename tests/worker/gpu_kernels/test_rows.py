@@ -1,0 +1,103 @@
+"""Row-wise kernels in Triton's interpreter, compared with torch.
+
+Both compute in float32. The interpreter cuts bfloat16 off where a GPU rounds: a unit in the last place, 1 / 128, apart.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.gpu_kernels.self_test import random_tensor
+from tgi.worker.layers.linear import Linear
+from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+
+CPU = torch.device("cpu")
+GPU = GpuKernels((9, 0))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def near(found: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    assert found.dtype == expected.dtype
+    tolerance = roundings * {torch.bfloat16: 1 / 128, torch.float16: 1 / 1024, torch.float32: 2e-6}[found.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centred", [False, True])
+def test_norms_match_torch(centred: bool, dtype: torch.dtype) -> None:
+    """Whole rows of any length with a mean far from 0, and parts of rows with scales of their own."""
+    for size in (7, 64, 300):
+        x = (4 * random_tensor(CPU, 3, size) + 2).to(dtype)
+        for bias in (None, random_tensor(CPU, size, seed=2)) if centred else (None,):
+            norm = Norm(random_tensor(CPU, size, seed=1), bias, 1e-5, centred)
+            near(norm._replace(kernels=GPU)(x), norm(x))
+    for shape in ((3, 20), (9, 256)):
+        parts = random_tensor(CPU, 2, *shape, dtype=dtype)
+        norm = Norm(random_tensor(CPU, *shape, seed=1), None, 1e-6, centred)
+        near(norm._replace(kernels=GPU)(parts), norm(parts))
+        assert norm._replace(kernels=GPU)(parts[:0]).shape == (0, *shape)
+
+
+@pytest.mark.parametrize("shape", [(60,), (3, 20)])
+def test_a_norm_in_place_changes_no_other_columns(shape: tuple[int, ...]) -> None:
+    norm = Norm(random_tensor(CPU, *shape, seed=1), None, 1e-6, False)
+    found, expected = (random_tensor(CPU, 4, 100, dtype=torch.bfloat16) for _ in range(2))
+    norm._replace(kernels=GPU).normalize_in_place(found[:, 9:69].unflatten(1, shape))
+    norm.normalize_in_place(expected[:, 9:69].unflatten(1, shape))
+    near(found, expected)
+    assert torch.equal(found[:, 69:], random_tensor(CPU, 4, 100, dtype=torch.bfloat16)[:, 69:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "head_dim"), [(16, 16), (12, 20), (2, 8)])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_rope_matches_torch(neighbours: bool, dim: int, head_dim: int, dtype: torch.dtype) -> None:
+    """A whole head or its first elements, at any position, for queries and keys but not values."""
+    rope = RopeConfig(dim, {"rope_theta": 10000.0}, neighbours)
+    positions = torch.tensor([0, 5, 2049, 5])
+    turned = []
+    for kernels in (GPU, None):
+        rotary = RotaryEmbedding(rope, CPU, kernels)
+        qkv = random_tensor(CPU, 4, 11, head_dim, dtype=dtype)
+        rotary.rotate(qkv, 9, rotary.angles(positions, 2050, 9))
+        turned.append(qkv)
+    near(*turned)
+    assert torch.equal(turned[0][:, 9:], random_tensor(CPU, 4, 11, head_dim, dtype=dtype)[:, 9:])
+
+
+def test_more_heads_than_one_program_rotates() -> None:
+    rope = RopeConfig(128, {"rope_theta": 10000.0})
+    turned = []
+    for kernels in (GPU, None):
+        rotary = RotaryEmbedding(rope, CPU, kernels)
+        qkv = random_tensor(CPU, 1, 44, 128)
+        rotary.rotate(qkv, 40, rotary.angles(torch.tensor([77]), 78, 40))
+        turned.append(qkv)
+    near(*turned)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("then", ACTIVATIONS)
+def test_gated_activation_matches_torch(then: str, dtype: torch.dtype) -> None:
+    """The activation is rounded before the multiplication. Far from 0 it is 0 or the number itself."""
+    gate, up = random_tensor(CPU, 3, 1030, dtype=dtype), random_tensor(CPU, 3, 1030, dtype=dtype, seed=1)
+    gate[0, :7] = torch.tensor([0, -0.0, 100, -100, 30000, -30000, 1e-6], dtype=dtype)
+    found = GPU.gated_activation(torch.cat((gate, up), 1), then)
+    near(found, ACTIVATIONS[then](gate) * up, roundings=2)
+    assert GPU.gated_activation(found[:0], then).shape == (0, 515)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_are_one_layer(bias: bool) -> None:
+    first, second = random_tensor(CPU, 24, 16), random_tensor(CPU, 24, 16, seed=1)
+    offsets = random_tensor(CPU, 48, seed=2) if bias else None
+    linear = Linear(first, offsets, "silu", gated=second, gpu=GPU)
+    x = random_tensor(CPU, 5, 16, seed=3)
+    left, right = F.linear(x, torch.cat((first, second)), offsets).chunk(2, 1)
+    torch.testing.assert_close(linear(x), F.silu(left) * right)
+    torch.testing.assert_close(linear.without_epilogue()(x), torch.cat((left, right), 1))

@@ -1,0 +1,300 @@
+"""CUDA graphs, tested on CPU with a capturer that records torch's operations and replays them on the same memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.models import model as make
+from tests.worker.driving import Drawn, drive, make_engine
+from tests.worker.test_attention import reference
+from tests.worker.test_fake_worker import slot, step
+from tgi.microkernel.codec import unpack_float32, unpack_int32
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.protocol import DeploymentLimits, encode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.attention import cuda
+from tgi.worker.attention.cuda import CudaAttention
+from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
+from tgi.worker.engine.cuda_graphs import DecodeGraphs, Replay, graph_batch_sizes
+from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS
+from tgi.worker.layers import rotary
+from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model
+from tgi.worker.sampling.watermark import Watermark
+
+CPU, PAGES = torch.device("cpu"), 64
+PROMPTS = [[5, 9, 3], [7] * 20, list(range(40)), [1], [8, 8, 30, 2]]
+
+
+class Tape(TorchDispatchMode):
+    """Records operations with their arguments and results, whose memory stays in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+    def play(self) -> None:
+        """Repeats all operations. Tensors that an operation created get the new content in the same memory."""
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and not old.is_mkldnn and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Tapes:
+    """A GraphCapturer that records tapes and counts the replays."""
+
+    def __init__(self) -> None:
+        self.recorded = self.played = 0
+
+    def capture(self, run: Replay) -> Replay:
+        tape = Tape()
+        with tape:
+            run()
+        self.recorded += 1
+
+        def play() -> None:
+            self.played += 1
+            tape.play()
+
+        return play
+
+
+class Again:
+    """A GraphCapturer that calls the function again, for steps that a tape cannot record."""
+
+    def capture(self, run: Replay) -> Replay:
+        return run
+
+
+def build(kind: str, **options: Any) -> Model:
+    return build_model(make(kind, **options), "float32", "cpu", lambda stage, percent: None)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Model:
+    return build("llama")
+
+
+def engines(model: Model, way: str, recorder: Any, rows: Sequence[int]) -> tuple[TorchEngine, TorchEngine]:
+    """Two engines with the CUDA attention backend: one without graphs, one with."""
+    plain, attention = (CudaAttention(model.kv, PAGES, CPU, way) for _ in range(2))
+    recording = GraphCaptureConfig(recorder, attention, list(rows))
+    recorded = make_engine(model, slots=8, pages=PAGES, attention=attention, recording=recording)
+    recorded.capture_decode_graphs()
+    return make_engine(model, slots=8, pages=PAGES, attention=plain), recorded
+
+
+def compare(one: Sequence[Drawn], other: Sequence[Drawn]) -> None:
+    """Compares with a tolerance: torch's matrix products round differently for other numbers of rows."""
+    for a, b in zip(one, other, strict=True):
+        assert a.ids == b.ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        for listed, others in zip(a.tops, b.tops, strict=True):
+            assert [token for token, _ in listed] == [token for token, _ in others]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_replayed_steps_sample_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows arrive one by one, cross pages and context bounds, end, and are padded to the next size. gemma2 has
+    sliding windows and a softcap, llama neither."""
+    monkeypatch.setattr(cuda, "SHORTEST_CAPTURE", 32)
+    model, tapes = build(kind), Tapes()
+    plain, recorded = engines(model, "plain", tapes, [1, 4, 8])
+    samplings = [
+        SamplingParams(0),
+        SamplingParams(1, do_sample=True),
+        WARMUP_SAMPLING_PARAMS,
+        SamplingParams(2, top_n=3),
+        SamplingParams(0),
+    ]
+    expected, found = (drive(one, PROMPTS, 12, samplings, stagger=2) for one in (plain, recorded))
+    compare(expected, found)
+    assert tapes.recorded == 3 * len(cuda.padded_context_bounds(model.kv, 1, recorded.limits.max_total_tokens, 16))
+    assert tapes.played > tapes.recorded + 8  # each once to be checked; steps with a prompt are computed
+
+
+@pytest.mark.parametrize("way", ["paged", "packed"])
+def test_with_a_reference_in_place_of_flash_attention(way: str, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layouts of Flash Attention 3 and 2."""
+    monkeypatch.setattr(cuda, "varlen_attn", reference([], None))
+    plain, recorded = engines(llama, way, Again(), [2, 8])
+    compare(drive(plain, PROMPTS, 6), drive(recorded, PROMPTS, 6))
+
+
+def test_steps_without_a_fitting_graph_are_computed(llama: Model) -> None:
+    """A prompt, a row that does not sample, drafts, and more rows or tokens than any graph has."""
+    tapes = Tapes()
+    _, engine = engines(llama, "plain", tapes, [2])
+    tapes.played = 0
+
+    def run(rows: list[tuple[int, int, int, int]], *more: Any) -> list[int]:
+        result = engine.collect(engine.launch(step(1, rows, *more)))
+        assert result.error == ""
+        return unpack_int32(result.token_ids)
+
+    new = [slot(at, [4, 5, 6], encode(SamplingParams(0))) for at in range(3)]
+    run([(0, 0, 3, 1), (1, 0, 3, 1), (2, 0, 2, 0)], new, [(at, at) for at in range(3)])
+    run([(0, 3, 1, 1), (2, 2, 1, 1)])
+    assert tapes.played == 1
+    run([(0, 4, 1, 1), (1, 3, 1, 1), (2, 3, 1, 1)])
+    run([(0, 5, 1, 1), (1, 4, 1, 1)], [], [], 1, [1, 0], [9])
+    run([(2, 4, 1, 1)])
+    assert tapes.played == 2
+
+
+def test_padding_rows_write_to_no_page_of_a_request(llama: Model) -> None:
+    """The request of the first slot has ended and its page was given to another, but the page table still has it."""
+    found = []
+    for engine in engines(llama, "plain", Tapes(), [4]):
+        old, new = slot(0, [4, 5, 6], encode(SamplingParams(0))), slot(1, [9, 8, 7, 6], encode(SamplingParams(0)))
+        engine.collect(engine.launch(step(1, [(0, 0, 3, 1)], [old], [(0, 5)])))
+        ids = unpack_int32(engine.collect(engine.launch(step(2, [(1, 0, 4, 1)], [new], [(1, 5)]))).token_ids)
+        results = [engine.collect(engine.launch(step(3 + at, [(1, 4 + at, 1, 1)]))) for at in range(4)]
+        found.append(
+            Drawn(
+                ids + [unpack_int32(one.token_ids)[0] for one in results],
+                [unpack_float32(one.logprobs)[0] for one in results],
+                [],
+            )
+        )
+    compare(found[:1], found[1:])
+
+
+def test_memory_read_by_a_graph_stays_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context is longer than those of all graphs, within the limit of requests."""
+    monkeypatch.setattr(rotary, "TABLE_BLOCK", 16)
+    monkeypatch.setattr(cuda, "SHORTEST_CAPTURE", 16)
+    monkeypatch.setattr(cuda, "MAX_GATHER_BYTES", 1 << 14)
+    model = build("llama")
+    assert isinstance(model, DecoderModel)
+    _, engine = engines(model, "plain", Tapes(), [1])
+    table = model._rotaries[0]._table
+    drive(engine, [[3] * 500], 2)
+    assert model._rotaries[0]._table is table
+
+
+def test_rows_with_adapters_are_computed_without_graphs(llama: Model) -> None:
+    tapes = Tapes()
+    _, engine = engines(llama, "plain", tapes, [2])
+    tapes.played = 0
+    new = [slot(at, [4, 5, 6], encode(SamplingParams(0))) for at in range(2)]
+    engine.collect(engine.launch(step(1, [(0, 0, 3, 1), (1, 0, 3, 1)], new, [(0, 0), (1, 1)])))
+    engine._slots.adapters[1] = None  # whatever it is: nobody is to ask it anything here
+    engine.collect(engine.launch(step(2, [(0, 3, 1, 1)])))
+    assert tapes.played == 1
+    assert engine._decode_graphs is not None
+    rows = engine._slots.validate_rows(step(3, [(0, 4, 1, 1), (1, 3, 1, 1)]))
+    assert engine._decode_graphs.try_replay(rows) is None
+
+
+class Wrong:
+    """A capturer whose replays do nothing."""
+
+    def capture(self, run: Replay) -> Replay:
+        return lambda: None
+
+
+class Broken:
+    """A capturer that raises the device's error."""
+
+    def capture(self, run: Replay) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(("recorder", "words"), [(Wrong(), "differs by"), (Broken(), "not permitted")])
+def test_a_graph_that_fails_or_differs_is_an_error(llama: Model, recorder: Any, words: str) -> None:
+    with pytest.raises(UserError, match=f"{words}.* --cuda-graphs 0"):
+        engines(llama, "plain", recorder, [2])
+
+
+def test_models_without_graphs_name_the_obstacle() -> None:
+    moe = build("mixtral")
+    assert moe.cuda_graph_obstacle is not None
+    assert "experts" in moe.cuda_graph_obstacle
+
+
+@pytest.mark.parametrize(
+    ("asked", "most", "expected"),
+    [
+        ((), 8, [1, 2, 4, 8]),
+        ((), 20, [1, 2, 4, 8, 16, 20]),
+        ((), 1, [1]),
+        ((0,), 8, []),
+        ((4, 1, 4, 64), 8, [1, 4]),
+    ],
+)
+def test_graph_batch_sizes(asked: tuple[int, ...], most: int, expected: list[int]) -> None:
+    assert graph_batch_sizes(asked, most) == expected
+
+
+def test_context_bounds_of_graphs() -> None:
+    """Each is twice the previous one, up to the longest in whole pages, while copies of the keys fit in memory."""
+    kv = KVCacheSpec(2, 32, 8, 128, torch.bfloat16)
+    assert cuda.padded_context_bounds(kv, 1, 4000, 16) == [512, 1024, 2048, 4000]
+    assert cuda.padded_context_bounds(kv, 1, 100, 16) == [112]
+    assert cuda.padded_context_bounds(kv, 32, 131072, 16) == [512, 1024, 2048]
+    assert cuda.padded_context_bounds(kv, 256, 131072, 16) == []
+    paged = CudaAttention(KVCacheSpec(1, 2, 1, 8, torch.bfloat16), 2, CPU, "paged")
+    assert isinstance(paged, CapturableBackend)
+    assert paged.capture_context_bounds(64, 131072) == [131072]
+
+
+class RaiseOnWait(TorchDispatchMode):
+    """Fails on blocking copies between devices. Reading values of a tensor on torch's "meta" device raises anyway."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+        asynchronous = (
+            args[2:] == (True,) if func is torch.ops.aten.copy_.default else (kwargs or {}).get("non_blocking")
+        )
+        assert len(devices) < 2 or asynchronous, f"{func} waits"
+        return result
+
+
+@pytest.mark.parametrize("way", ["paged", "packed"])
+@pytest.mark.parametrize("rows", [[], [4]], ids=["computed", "recorded"])
+def test_launching_a_step_does_not_wait_for_the_device(
+    way: str, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole engine on torch's "meta" device: steps with all logits processors but watermarks, new pages and top-n
+    logprobs, then a prompt with logprobs and drafts. Each is launched before the previous one is collected."""
+    device = torch.device("meta")
+    model = build_model(make("llama"), "float32", "meta", lambda stage, percent: None)
+    attention = CudaAttention(model.kv, PAGES, device, way)
+    limits = DeploymentLimits(200, 199, PAGES * 16, 256, 8, PAGES, 16, model.vocab_size, "float32", "cuda")
+    recording = GraphCaptureConfig(Again(), attention, rows) if rows else None
+    mark = Watermark(model.vocab_size, CPU)
+    engine = TorchEngine(model, attention, limits, watermark=mark, graph_capture=recording)
+    monkeypatch.setattr(DecodeGraphs, "_check", lambda self, rows, expected: None)  # there is nothing to compare
+    assert engine.capture_decode_graphs() == len(rows)
+    samplings = [
+        SamplingParams(0),
+        WARMUP_SAMPLING_PARAMS._replace(watermark=False),
+        SamplingParams(3, do_sample=True, top_n=4),
+    ]
+    new = [slot(at, [1] * 16, encode(sampling)) for at, sampling in enumerate(samplings)]
+    engine.launch(step(1, [(at, 0, 16, 1) for at in range(3)], new, [(0, 0), (1, 1), (2, 2)]))
+    with RaiseOnWait():
+        decoded = engine.launch(step(2, [(at, 16, 1, 1) for at in range(3)], [], [(0, 3), (1, 4), (2, 5)]))
+        told = slot(3, [2] * 20, encode(SamplingParams(0)))._replace(prompt_logprobs_from=1, prompt_top_n=2)
+        rows = [(0, 17, 1, 1), (1, 17, 1, 1), (3, 0, 20, 1)]
+        mixed = engine.launch(step(3, rows, [told], [(3, 6), (3, 7)], 1, [2, 0, 0], [5, 6]))
+    assert decoded.sampled.ids.shape == (3,)
+    assert mixed.sampled.ids.shape == (5,)
+    assert mixed.prompt_logprobs is not None

@@ -1,0 +1,227 @@
+"""What the generation routes share: from a decoded request to its generations, and from those to the response."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from falcon.asgi import Request, Response
+
+from tgi.api import errors, request_metrics
+from tgi.api.asgi import is_probe
+from tgi.api.errors import ApiError
+from tgi.api.request_metrics import RequestTimings
+from tgi.api.request_parameters import RequestedSampling, encode_grammar
+from tgi.api.requests import Generation, WakeEvent
+from tgi.api.service import Service
+from tgi.api.shapes.native import GenerateParameters
+from tgi.api.sse import EventFormatter, EventStream
+from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.protocol import End, Generate
+from tgi.microkernel.sampling_params import SamplingParams
+
+
+class PromptInput(NamedTuple):
+    """A prompt: a text, or a chat as JSON (tokenizer/chat.py), or token ids. The others are empty."""
+
+    inputs: str
+    chat: bytes = b""
+    ids: Sequence[int] | None = None
+    add_special_tokens: bool = True  # to a text
+
+
+class FinishedGeneration(NamedTuple):
+    """A generation that has ended successfully."""
+
+    generation: Generation
+    end: End
+
+
+# Returns the error to answer with in place of a successful generation, or None.
+ResultCheck = Callable[[Generation, End], ApiError | None]
+
+
+def create_generations(
+    service: Service,
+    req: Request,
+    prompts: Sequence[PromptInput],
+    parameters: GenerateParameters,
+    *,
+    stream: bool,
+    choices: int = 1,
+    hide_stop: bool = False,
+    sampling: RequestedSampling | None = None,
+    prompt_top_n: int | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
+    echo: bool = False,
+) -> list[Generation]:
+    """Validates a request, acquires its permits and creates its generations: `choices` for each prompt, in order.
+
+    `sampling` defaults to that of `parameters`. With `prompt_top_n` the prompt's tokens are returned too, each with
+    this many top tokens at its position. With `echo` the prompt is part of the answer, and `max_new_tokens` may be 0.
+    `names` maps TGI's parameter names to those of the request, for error messages.
+
+    Raises ApiError: 422 for a broken rule, 429 and 503 as Router.acquire_permits.
+    """
+    limits = service.router.limits
+    sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
+    contexts = [
+        RuleContext(
+            inputs=None if prompt.chat or prompt.ids else prompt.inputs,
+            parameters=parameters,
+            stream=stream,
+            settings=service.settings,
+            max_input_tokens=limits.max_input_tokens if limits else 0,
+            vocab_size=limits.vocab_size if limits else 0,
+            sampling=sampling,
+            adapters=service.router.adapters,
+            ids=prompt.ids or (),
+            echo=echo,
+        )
+        for prompt in prompts
+    ]
+    check_rules(contexts[0], RULES_BEFORE_ADMISSION, names)
+    best_of = max(1, parameters.best_of or 1)
+    probe = is_probe(req)
+    if not probe:
+        acquire_permits(service, len(prompts) * best_of * choices)
+    for context in contexts:
+        check_rules(context, RULES_AFTER_ADMISSION, names)
+    wake_event = WakeEvent()
+    grammar_json = encode_grammar(parameters.grammar)
+    adapter = None if parameters.adapter_id is None else service.router.adapters[parameters.adapter_id]
+    generations = []
+    for prompt in prompts:
+        seed = service.seed_or_random(parameters.seed)
+        for index in range(best_of * choices):
+            if index and best_of > 1:
+                seed = service.seed_or_random(None)  # the choices of one seed differ by `choice`, those of best_of not
+            params = sampling.to_params(seed, index if choices > 1 else 0)
+            if adapter is not None:
+                params = params._replace(adapter=adapter.name, adapter_digest=adapter.digest)
+            if not probe:
+                request_metrics.count_generation()
+            message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json)
+            if prompt_top_n is not None:
+                message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
+            generations.append(Generation(message, stream, wake_event, probe))
+    return generations
+
+
+def acquire_permits(service: Service, count: int) -> None:
+    """Acquires permits for this many generations. Raises ApiError: 422 if the server has fewer, 429 if too few are
+    free, 503 before the readiness probe has passed."""
+    limit = service.settings.max_concurrent_requests
+    if count > limit:
+        raise errors.validation_error(f"at most {limit} texts can be generated at once. Given: {count}")
+    service.router.acquire_permits(count)
+
+
+def _generate_message(
+    prompt: PromptInput,
+    parameters: GenerateParameters,
+    sampling: RequestedSampling,
+    params: SamplingParams,
+    hide_stop: bool,
+    grammar_json: bytes,
+) -> Generate:
+    """The message to the tokenizer; Generation.to_message completes it."""
+    return Generate(
+        rid=0,
+        inputs=prompt.inputs,
+        sampling=params,
+        max_new_tokens=parameters.max_new_tokens,
+        truncate=parameters.truncate,
+        stop_strings=parameters.stops,
+        add_special_tokens=prompt.add_special_tokens and not prompt.chat,
+        ignore_eos=parameters.ignores_eos,
+        chat=prompt.chat,
+        hide_stop=hide_stop,
+        grammar=grammar_json,
+        stop_token_ids=pack_column(INT32, sampling.stop_token_ids),
+        bad_words=list(sampling.bad_words),
+        skip_special_tokens=sampling.skip_special_tokens,
+        input_ids=pack_column(INT32, prompt.ids or ()),
+    )
+
+
+async def run_generations(
+    service: Service,
+    req: Request,
+    generations: Sequence[Generation],
+    check_result: ResultCheck = lambda generation, end: None,
+) -> list[FinishedGeneration]:
+    """Submits generations and waits for all of them.
+
+    Raises ApiError if one fails or does not pass `check_result`, and ClientDisconnected.
+    """
+    await service.run_requests(generations, req)
+    for generation in generations:
+        if generation.end is not None and (error := errors.from_end(generation.end, streaming=False)):
+            raise error
+    for generation in generations:
+        if generation.end is not None and (error := check_result(generation, generation.end)):
+            raise error
+    finished = []
+    for generation in generations:
+        assert generation.end is not None
+        request_metrics.record_generation(generation)
+        finished.append(FinishedGeneration(generation, generation.end))
+    request_metrics.record_success(generations)
+    return finished
+
+
+def set_result_headers(
+    service: Service, resp: Response, finished: Sequence[FinishedGeneration], choices: int = 1
+) -> None:
+    """Sets the headers of a response that is sent as a whole: durations and counts, summed over its generations. A
+    prompt counts once for all of its `choices`."""
+    timings = RequestTimings.of([generation for generation, _ in finished])
+    prompt_characters = sum(generation.prompt_characters for generation, _ in finished[::choices])
+    resp.content_type = "application/json"
+    resp.set_headers(
+        {
+            "x-compute-type": service.compute_type,
+            "x-compute-time": f"{timings.total:.6f}",
+            "x-compute-characters": str(prompt_characters),
+            "x-total-time": f"{timings.total * 1e3:.0f}",
+            "x-validation-time": f"{timings.validation * 1e3:.0f}",
+            "x-queue-time": f"{timings.queue * 1e3:.0f}",
+            "x-inference-time": f"{timings.inference * 1e3:.0f}",
+            "x-time-per-token": f"{timings.per_token * 1e3:.0f}",
+            "x-prompt-tokens": str(sum(end.prompt_tokens for _, end in finished[::choices])),
+            "x-generated-tokens": str(sum(generation.generated_count for generation, _ in finished)),
+        }
+    )
+
+
+async def stream_generations(
+    service: Service,
+    req: Request,
+    resp: Response,
+    generations: Sequence[Generation],
+    formatter: EventFormatter,
+    choices: int = 1,
+) -> None:
+    """Submits generations and answers with a stream of events; `choices` as in set_result_headers. The length of a
+    chat, or of a prompt of token ids, is part of x-compute-characters if it is known before the stream opens.
+
+    Raises ApiError if one fails before its first token, and ClientDisconnected.
+    """
+    watcher = service.submit(generations, req)
+    event_stream = EventStream(generations, formatter, watcher, service.cancel)
+    try:
+        await event_stream.wait_for_first_token()
+    except BaseException:
+        await event_stream.close()
+        raise
+    resp.content_type = "text/event-stream"
+    resp.set_headers(
+        {
+            "x-compute-type": service.compute_type,
+            "x-compute-characters": str(sum(generation.prompt_characters for generation in generations[::choices])),
+            "x-accel-buffering": "no",
+            "cache-control": "no-cache",
+        }
+    )
+    resp.stream = event_stream

@@ -1,0 +1,232 @@
+"""Live requests of this process to the tokenizers: what was asked, what has been received, and who is woken for it."""
+
+import asyncio
+import time
+from array import array
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
+from tgi.microkernel.codec import ITEM_BYTES
+from tgi.microkernel.protocol import AdapterUpdated, End, FinishReason, Generate, Tokenize, Tokenized, UpdateAdapter
+
+if TYPE_CHECKING:
+    from tgi.microkernel.otlp import Span
+
+SUCCESSES = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
+
+
+class WakeEvent:
+    """An event for one waiting task that clears itself: cheaper than asyncio.Event, and reused for every token."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Sets the event and wakes the waiting task."""
+        self._set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Waits for wake(), unless it was called since the last wait; then clears the event."""
+        if not self._set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._set = False
+
+
+class LiveRequest:
+    """One live request to the tokenizers. The router ends it exactly once, which wakes the route that waits for it."""
+
+    def __init__(self, wake_event: WakeEvent) -> None:
+        self.wake_event = wake_event
+        self.active = True  # neither ended nor cancelled
+        self.tokenizer_losses = 0  # tokenizers that died with this request since its latest token
+        self.span: Span | None = None  # of the HTTP request, if tracing is on
+
+    def to_message(self, rid: int) -> tuple[Any, ...]:
+        """The message that asks a tokenizer for what is still missing."""
+        raise NotImplementedError
+
+    def fail(self, error: str) -> None:
+        """Ends the request with an error of the router."""
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> bool:
+        """Whether the result is complete or the request has failed."""
+        raise NotImplementedError
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        raise NotImplementedError
+
+
+class Generation(LiveRequest):
+    """One sequence to be generated. An HTTP request has one for each prompt and choice.
+
+    `generated_ids` holds all ids received, so that another tokenizer can resume after a loss. With `stream` each
+    arrival of tokens wakes the route, without it the end only. `probe` marks the readiness probe.
+    """
+
+    def __init__(self, message: Generate, stream: bool, wake_event: WakeEvent, probe: bool = False) -> None:
+        super().__init__(wake_event)
+        self.message = message  # without rid, resume_ids and traceparent
+        self.stream = stream
+        self.probe = probe
+        self._has_held = message.hide_stop
+        self._has_tops = message.sampling.top_n > 0
+        self.generated_ids = array("i")
+        self.unread_tokens = NO_TOKENS  # received, and not yet taken by the route
+        self.prompt_columns = PromptColumns.empty()  # complete before the first token
+        self.end: End | None = None
+        # For token ids the tokenizer sends both before the first token (Prompted), for a chat the length only.
+        self.prompt_text = message.inputs
+        self.prompt_characters = len(self.prompt_text)
+        self.has_parts = False  # the answer consists of parts (text, reasoning, tool calls); set by Prompted
+        # time.perf_counter
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.latest_token_time = self.arrival_time
+
+    def to_message(self, rid: int) -> Generate:
+        """The message that submits this request, under `rid`."""
+        traceparent = "" if self.span is None else self.span.traceparent
+        prompt_from = None if self.message.prompt_logprobs_from is None else len(self.prompt_columns.ids)
+        return self.message._replace(
+            rid=rid, resume_ids=self.generated_ids.tobytes(), traceparent=traceparent, prompt_logprobs_from=prompt_from
+        )
+
+    def fail(self, error: str) -> None:
+        """Ends the request with this error and wakes its waiter."""
+        self.complete(End(0, FinishReason.FAILED, error))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request is complete or failed."""
+        return self.end is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request ended with an error."""
+        return self.end is not None and self.end.reason not in SUCCESSES
+
+    @property
+    def generated_count(self) -> int:
+        """Tokens received."""
+        return len(self.generated_ids)
+
+    def add_tokens(self, columns: TextsColumns, start: int, stop: int) -> None:
+        """Appends the tokens `start` to `stop` of a message."""
+        # Called per request and step, so the columns are cut here: a call less.
+        words = slice(ITEM_BYTES * start, ITEM_BYTES * stop)
+        tokens = TokenColumns(
+            array("i", columns.ids[words]), array("f", columns.logprobs[words]), bytearray(columns.special[start:stop]),
+            columns.texts[start:stop],
+        )  # fmt: skip
+        if self._has_held or self._has_tops or self.has_parts:
+            tokens = self._with_optional_columns(tokens, columns, start, stop)
+        self.tokenizer_losses = 0
+        self.generated_ids += tokens.ids
+        if not self.unread_tokens.texts:  # the usual case of a stream: the route has taken all earlier tokens
+            self.unread_tokens = tokens
+        else:
+            for column, more in zip(self.unread_tokens, tokens, strict=True):
+                column.extend(more)  # type: ignore[attr-defined]
+        if self.stream:
+            self.wake_event.wake()
+
+    def _with_optional_columns(
+        self, tokens: TokenColumns, columns: TextsColumns, start: int, stop: int
+    ) -> TokenColumns:
+        """Adds the optional columns of this request. In the message such a column is empty if no request needs it."""
+        count = stop - start
+        held = array("I")
+        if self._has_held:
+            held.frombytes(columns.held[ITEM_BYTES * start : ITEM_BYTES * stop] or bytes(ITEM_BYTES * count))
+        return tokens._replace(
+            held=held,
+            tops=(columns.tops[start:stop] or [[] for _ in range(count)]) if self._has_tops else [],
+            parts=(columns.parts[start:stop] or [[] for _ in range(count)]) if self.has_parts else [],
+        )
+
+    def complete(self, end: End) -> None:
+        """Ends the request."""
+        self.end = end
+        self.wake_event.wake()
+
+    def take_tokens(self, max_count: int | None = None) -> TokenColumns:
+        """Removes and returns the unread tokens, at most the first `max_count`."""
+        tokens, self.unread_tokens = self.unread_tokens, NO_TOKENS
+        if max_count is None or len(tokens.texts) <= max_count:
+            return tokens
+        self.unread_tokens = tokens.select(slice(max_count, None))
+        return tokens.select(slice(max_count))
+
+
+ResultMessage = TypeVar("ResultMessage", Tokenized, AdapterUpdated)
+
+
+class SingleReplyRequest(LiveRequest, Generic[ResultMessage]):
+    """A request that one message answers."""
+
+    def __init__(self, wake_event: WakeEvent) -> None:
+        super().__init__(wake_event)
+        self.result: ResultMessage | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request is complete or failed."""
+        return self.result is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request ended with an error."""
+        return self.result is not None and bool(self.result.error)
+
+    def complete(self, result: ResultMessage) -> None:
+        """Ends the request."""
+        self.result = result
+        self.wake_event.wake()
+
+
+class TokenizationRequest(SingleReplyRequest[Tokenized]):
+    """Asks for the token ids of a text, or of a chat."""
+
+    def __init__(self, wake_event: WakeEvent, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> None:
+        super().__init__(wake_event)
+        self.inputs = inputs
+        self.add_special_tokens = add_special_tokens
+        self.chat = chat
+
+    def to_message(self, rid: int) -> Tokenize:
+        """The message that submits this request, under `rid`."""
+        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat)
+
+    def fail(self, error: str) -> None:
+        """Ends the request with this error and wakes its waiter."""
+        self.complete(Tokenized(0, b"", b"", b"", b"", error=error))
+
+
+class AdapterUpdateRequest(SingleReplyRequest[AdapterUpdated]):
+    """Asks to load the adapter in the directory `path` under a name, or to unload it if `path` is empty."""
+
+    def __init__(self, wake_event: WakeEvent, name: str, path: str) -> None:
+        super().__init__(wake_event)
+        self.name = name
+        self.path = path
+        self.lost = False  # no process answered: the error in `result` is the router's, a 500
+
+    def to_message(self, rid: int) -> UpdateAdapter:
+        """The message that submits this request, under `rid`."""
+        return UpdateAdapter(rid, self.name, self.path)
+
+    def fail(self, error: str) -> None:
+        """Ends the request with this error and wakes its waiter."""
+        self.lost = True
+        self.complete(AdapterUpdated(0, error))

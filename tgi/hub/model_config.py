@@ -1,0 +1,306 @@
+"""Model configuration: what every role needs to know about a model directory, read without torch."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tgi.hub import adapter_files
+from tgi.hub.weight_files import weight_files
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
+
+# fmt: off
+ENCODER_DECODERS = {
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt", "led", "longt5", "m2m_100",
+    "marian", "mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers",
+    "t5", "t5gemma", "udop", "umt5", "whisper",
+}
+STATE_SPACE = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "minimax",
+    "nemotron_h", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "ssm", "xlstm", "zamba", "zamba2",
+}
+# fmt: on
+ATTENTION = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
+
+FINGERPRINTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
+# Names of the same number in different model families, the usual one first.
+CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+
+# Nonzero magnitudes that a float32 request field can carry.
+_TINY, _HUGE = 1e-30, 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model directory that can be served. Paths are absolute; None if the model lacks the file or token."""
+
+    directory: Path
+    model_type: str
+    architecture: str  # the class in config.json, "" if absent
+    vocab_size: int
+    max_position_embeddings: int  # longest sequence, rope scaling included
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16", "float16": the type of the saved weights
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tokenizer_json: Path | None
+    chat_templates: Mapping[str, str]  # by name; the main one is "default"
+    bos_token: str | None
+    eos_token: str | None
+    weights: tuple[Path, ...]
+    fingerprint: str  # digest of configuration and tokenizer files: equal on hosts that serve the same model
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Reads a model directory. Raises UserError if it is not one, is damaged, or cannot be served."""
+    directory = Path(directory).absolute()
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
+    if not (directory / "config.json").is_file() and (directory / adapter_files.CONFIG).is_file():
+        raise adapter_files.not_a_model_error(str(directory), directory)
+    config = _json(directory / "config.json", required=True)
+    text = config.get("text_config")
+    text = config | text if isinstance(text, dict) else config
+    _refuse_other_kinds(directory, config, text)
+    tokenizer_config = _json(directory / "tokenizer_config.json")
+    tokenizer = directory / "tokenizer.json"
+    numbers = _Numbers(directory / "config.json", text)
+    heads = numbers.first(HEADS)
+    kv_heads = 1 if text.get("multi_query") else numbers.first(KV_HEADS, heads)
+    hidden = numbers.first(HIDDEN)
+    return ModelConfig(
+        directory=directory,
+        model_type=str(config.get("model_type", "")),
+        architecture=str((config.get("architectures") or [""])[0]),
+        vocab_size=numbers.first(("vocab_size",)),
+        max_position_embeddings=_context(numbers, text),
+        eos_token_ids=_eos(directory, text, tokenizer_config),
+        dtype=_dtype(config, text),
+        hidden_size=hidden,
+        num_layers=numbers.first(LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=numbers.first(("head_dim",), hidden // heads),
+        tokenizer_json=tokenizer if tokenizer.is_file() else None,
+        chat_templates=MappingProxyType(_chat_templates(directory, tokenizer_config)),
+        bos_token=_token_text(tokenizer_config.get("bos_token")),
+        eos_token=_token_text(tokenizer_config.get("eos_token")),
+        weights=weight_files(directory),
+        fingerprint=_fingerprint(directory),
+    )
+
+
+def read_sampling_defaults(directory: Path) -> SamplingDefaults:
+    """The values of the model's generation_config.json. `do_sample` is not read: as in vLLM, requests sample, and a
+    temperature of 0 means greedy. Raises UserError for an invalid value."""
+    path = directory / "generation_config.json"
+    config = _json(path)
+    found = {name: config[name] for name in SamplingDefaults._fields if config.get(name) is not None}
+    for name, value in found.items():
+        parameter = PARAMETERS[name]
+        allowed, whole = parameter.openai_range, parameter.json_type == "i32"
+        assert allowed is not None
+        if not _is_number(value, whole) or not allowed.contains(value):
+            raise UserError(
+                f"{path}: {name} is {value!r}; a {'whole ' if whole else ''}number {allowed.bounds} was expected. "
+                "Correct it, or start with --generation-config tgi, which does not read it."
+            )
+    return SamplingDefaults(**found)
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    """Whether a request can carry this number, as int32 if `whole`, otherwise as float32."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return False
+    return -(2**31) <= value < 2**31 if whole else value == 0 or _TINY <= abs(value) <= _HUGE
+
+
+class _Numbers:
+    """Reads positive integers of a configuration that may have one of several names."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+
+    def first(self, names: tuple[str, ...], default: int | None = None) -> int:
+        for name in names:
+            value = self.config.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise UserError(f"{self.path}: {name} is {value!r}; a positive whole number was expected.")
+            return value
+        if default is None:
+            raise UserError(f"{self.path} does not say {names[0]}. Is it the configuration of a language model?")
+        return default
+
+
+def _refuse_other_kinds(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        kind = "ssm" if "ssm_cfg" in config else None
+    if kind is None:
+        raise UserError(f"{directory / 'config.json'} does not say its model_type. Is it a model's configuration?")
+    if kind in ENCODER_DECODERS or config.get("is_encoder_decoder"):
+        raise UserError(f"{kind} is an encoder-decoder model. Only decoder-only language models are served.")
+    layers = text.get("layer_types")
+    others = {str(layer) for layer in layers} - ATTENTION if isinstance(layers, list) else set()
+    if others:
+        raise UserError(
+            f"{kind} has layers of kind {min(others)}. Only models with attention in every layer are served."
+        )
+    if kind in STATE_SPACE or "ssm_cfg" in config:
+        raise UserError(f"{kind} is a state-space or recurrent model. Only models with attention are served.")
+
+
+def _context(numbers: _Numbers, config: dict[str, Any]) -> int:
+    """The longest sequence. Linear, dynamic and yarn scaling multiply the trained length; others, and configurations
+    that name the original length, already include it."""
+    trained = numbers.first(CONTEXT)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return trained
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or factor <= 0:
+        return trained
+    original = scaling.get("original_max_position_embeddings")
+    if isinstance(original, int):
+        return max(trained, int(original * factor))
+    return int(trained * factor)
+
+
+def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+    for source in (config, text):
+        name = source.get("dtype") or source.get("torch_dtype")
+        if isinstance(name, str):
+            return name.removeprefix("torch.")
+    return "float32"
+
+
+def _eos(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[int, ...]:
+    """EOS ids: from generation_config.json, else from the tokenizer, else from config.json."""
+    generation = _ids(_json(directory / "generation_config.json").get("eos_token_id"))
+    if generation:
+        return generation
+    token = _token_text(tokenizer_config.get("eos_token"))
+    if token is not None:
+        known = tokenizer_config.get("added_tokens_decoder")
+        listed = known.items() if isinstance(known, dict) else ()
+        for number, entry in listed:
+            if _token_text(entry) == token and number.isdecimal():
+                return (int(number),)
+        tokenizer = _json(directory / "tokenizer.json")
+        for entry in tokenizer.get("added_tokens", ()):
+            if entry.get("content") == token:
+                return (entry["id"],)
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+        if isinstance(vocabulary, dict) and token in vocabulary:
+            return (vocabulary[token],)
+    return _ids(config.get("eos_token_id"))
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    listed = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(item for item in listed if isinstance(item, int) and not isinstance(item, bool)))
+
+
+def _token_text(entry: Any) -> str | None:
+    """The text of a special token, which is stored as text or as an object with `content`."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Later sources override: tokenizer_config.json, chat_template.json, .jinja files."""
+    found: dict[str, str] = {}
+    for source in (tokenizer_config, _json(directory / "chat_template.json")):
+        template = source.get("chat_template")
+        if isinstance(template, str):
+            found["default"] = template
+        elif isinstance(template, list):
+            for entry in template:
+                if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                    found[str(entry.get("name", "default"))] = entry["template"]
+    main = directory / "chat_template.jinja"
+    named = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    for name, path in [("default", main), *((path.stem, path) for path in named)]:
+        if path.is_file():
+            found[name] = _text(path)
+    return found
+
+
+def _fingerprint(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for name in FINGERPRINTED:
+        path = directory / name
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{name} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def _json(path: Path, required: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; {} if the file is optional and missing."""
+    if not required and not path.is_file():
+        return {}
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}, so it is not a model directory. Name another, or a Hub id.")
+    try:
+        value = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: it does not hold a JSON object. Download the model again.")
+    return value
+
+
+# --- the source of a snapshot ---
+
+_TAG = re.compile(r"^pipeline_tag:\s*[\"']?([\w-]+)", re.MULTILINE)
+
+
+def snapshot_commit(directory: Path) -> str | None:
+    """The commit of a directory in the Hub's cache; None for other directories."""
+    return directory.name if directory.parent.name == "snapshots" else None
+
+
+def pipeline_tag(directory: Path) -> str | None:
+    """The `pipeline_tag` in the front matter of a snapshot's README.md ("text-generation"); None if absent."""
+    if snapshot_commit(directory) is None:
+        return None
+    try:
+        card = (directory / "README.md").read_text(errors="replace")
+    except OSError:
+        return None
+    head = card.split("---", 2)[1] if card.startswith("---") else ""
+    found = _TAG.search(head)
+    return found[1] if found else None

@@ -1,0 +1,145 @@
+"""Resolves `--model-id` (a directory, a GGUF file, a Hub id, or nothing) and adapter names to directories.
+
+What is already on disk is found without network and without heavy imports.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from tgi.hub import adapter_files, default_model, gguf_import
+from tgi.hub.gguf_import import ProgressCallback, cached_directory, default_cache, import_gguf
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.settings import NamedAdapter
+
+log = logging.getLogger(__name__)
+
+__all__ = ["DEFAULT_MODEL", "adapter_directory", "import_gguf", "model_directory"]
+
+DEFAULT_MODEL = default_model.SMOLLM2.name
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HASHED_BYTES = 1 << 20
+
+
+def _no_progress(stage: str, percent: float, size: int = 0, /) -> None:
+    """Ignores progress."""
+
+
+def model_directory(
+    model_id: str | None,
+    revision: str | None = None,
+    cache: Path | None = None,
+    *,
+    hub_cache: Path | None = None,
+    token: str | None = None,
+    offline: bool | None = None,
+    weights: bool = True,
+    code: bool = False,
+    progress: ProgressCallback = _no_progress,
+) -> Path:
+    """The directory of the model that `model_id` names, downloaded or imported if necessary.
+
+    `cache` holds imported models ($TGI_CACHE, ~/.cache/tgi), `hub_cache` Hub snapshots (default: huggingface_hub's
+    directory). `offline` defaults to HF_HUB_OFFLINE. From the Hub, `weights` are downloaded unless they are elsewhere,
+    and Python `code` only if the model is trusted. A `revision` for other sources only causes a warning.
+
+    Raises UserError if the model does not exist or cannot be downloaded.
+    """
+    cache = cache or default_cache()
+    if offline is None:
+        offline = _offline()
+    if model_id is None:
+        _warn_of_revision("the demo model", revision)
+        return _log_block_types(default_model.default_model(cache, progress, offline=offline))
+    path = Path(model_id).expanduser()
+    if model_id and path.is_dir():
+        _warn_of_revision(f"the directory {path}", revision)
+        return path.absolute()
+    if path.suffix.lower() == ".gguf":
+        _warn_of_revision(f"the file {path}", revision)
+        return _log_block_types(_imported(path.absolute(), cache, progress))
+    if path.is_file():
+        raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
+    if path.is_absolute() or not HUB_ID.fullmatch(model_id):
+        raise UserError(f"{model_id!r} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
+    from tgi.hub.hub_download import SnapshotContent, snapshot
+
+    wanted = SnapshotContent(weights, code)
+    return snapshot(model_id, revision, hub_cache, wanted, token=token, offline=offline, progress=progress)
+
+
+def adapter_directory(
+    adapter: NamedAdapter,
+    *,
+    hub_cache: Path | None = None,
+    token: str | None = None,
+    progress: ProgressCallback = _no_progress,
+) -> Path:
+    """The directory of an adapter's files: a local one, or one in the Hub's cache, downloaded if necessary.
+
+    Raises UserError if the directory or repository does not exist or has no adapter.
+    """
+    directory = Path(adapter.path or adapter.name).expanduser()
+    if directory.is_dir():
+        if problem := adapter_files.missing_files_problem([path.name for path in directory.iterdir()]):
+            raise UserError(f"The directory {directory} {problem}")
+        return directory.absolute()
+    if adapter.path is not None or not HUB_ID.fullmatch(adapter.name):
+        raise UserError(
+            f"There is no directory {directory} for the LoRA adapter {adapter.name}. Name a directory (NAME=PATH) or a "
+            "Hub id (owner/name)."
+        )
+    from tgi.hub.hub_download import SnapshotContent, snapshot
+
+    wanted = SnapshotContent(adapter=True)
+    return snapshot(
+        adapter.name, adapter.revision, hub_cache, wanted, token=token, offline=_offline(), progress=progress
+    )
+
+
+def _offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def _warn_of_revision(what: str, revision: str | None) -> None:
+    """Warns that a revision has no effect: start scripts pass one with any kind of model."""
+    if revision is not None:
+        log.warning("Revision %s has no effect: only models of the Hub have revisions, and this is %s", revision, what)
+
+
+def _log_block_types(directory: Path) -> Path:
+    """Logs which block types of an imported GGUF file kept their bits; returns the directory."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError):  # read_model_config reports the problem
+        return directory
+    kept, others = (
+        ", ".join(f"{name} ({count})" for name, count in found[key].items()) for key in ("kept", "made_bfloat16")
+    )
+    log.debug("weights keep the bits of the GGUF file where its tensors are %s; bfloat16 stands for %s", kept, others)
+    return directory
+
+
+def _imported(file: Path, cache: Path, progress: ProgressCallback) -> Path:
+    """The directory to which a GGUF file was imported, now or earlier."""
+    try:
+        status = file.stat()
+        with file.open("rb") as opened:
+            head = opened.read(HASHED_BYTES)
+            opened.seek(max(0, status.st_size - HASHED_BYTES))
+            tail = opened.read(HASHED_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist. Name a GGUF file, a model directory or a Hub id.") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error}.") from error
+    # Hashing gigabytes at every start would take seconds: size, modification time and both ends identify the file.
+    identity = f"{status.st_size} {status.st_mtime_ns} ".encode() + head + tail
+    name = f"{file.stem}-{hashlib.sha256(identity).hexdigest()[:12]}-{default_model.IMPORTER}"
+
+    def build(temporary: Path) -> None:
+        gguf_import.convert_in_child(file, temporary, progress, packed=True)
+
+    return cached_directory(cache / "models" / name, build, progress)

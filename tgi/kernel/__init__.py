@@ -1,1 +1,0 @@
-"""The ground floor: messages, links, supervision, settings, logs and metrics. Knows no HTTP and no model."""

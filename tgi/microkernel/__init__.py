@@ -1,0 +1,30 @@
+"""Messages, links, supervision, settings, logs and metrics: what all processes share. Knows no HTTP and no model.
+
+Read first: protocol (all messages), then link (how they travel) and process (the loop of every role).
+
+Messages
+    protocol         every message, the states of a request, finish reasons
+    sampling_params  the table of generation parameters
+    codec            typed messages to msgpack frames and back; packed columns of numbers
+    link             message channels between processes, with connect and disconnect events
+
+Processes
+    process          the child side: entry point, poll loop, heartbeat, state file
+    supervisor       the parent side: start, restart, drain
+    rundir           the run directory: sockets, locks, state files
+    permits          the limit of concurrent requests, shared by all front ends
+    interpreter      how child processes of the same Python are started
+
+Configuration
+    settings         the table of settings; loading and checking them
+    options          what a setting consists of, and the parsers of values
+
+Observability
+    log              text and JSON logs
+    metrics          the table of metric series; recording and rendering them
+    metric_store     samples in memory-mapped files that processes of a host share
+    tracing, otlp    OpenTelemetry; otlp is imported only with --otlp-endpoint
+    progress         the progress bar and the summary at start
+
+errors               UserError and ProtocolError
+"""

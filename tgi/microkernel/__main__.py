@@ -1,0 +1,6 @@
+"""The entry point of a supervised process: `python -P -m tgi.microkernel ROLE REPLICA`."""
+
+from tgi.microkernel.process import run_role
+
+if __name__ == "__main__":
+    run_role()

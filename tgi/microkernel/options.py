@@ -1,0 +1,208 @@
+"""What a setting consists of (SettingOption), and the parsers of its value."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from ipaddress import ip_address
+from math import inf
+from typing import Any, NamedTuple
+
+HIDDEN = "(hidden)"  # shown instead of a secret
+OPTION = "option"  # the key of a dataclass field's metadata
+_ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?", re.IGNORECASE)
+
+
+class SettingOption(NamedTuple):
+    """One setting. Its flag is the name of its dataclass field with dashes."""
+
+    group: str  # heading in the help
+    help: str
+    read: Callable[[str], Any]  # parses text; raises ValueError with a message for the user
+    env: tuple[str, ...] | None = None  # environment variables; None: the flag's name in upper case
+    also: tuple[str, ...] = ()  # further variables, read if none of those is set
+    over: tuple[str, ...] = ()  # variables that override even the flag
+    choices: tuple[str, ...] = ()
+    short: str = ""
+    separator: str = ""  # set: the flag is repeatable, and its variable is a list with this separator
+    ignored: str = ""  # why the setting is accepted but has no effect
+    secret: bool = False  # never shown
+    unset: str = ""  # describes a default of None or ()
+    hidden: bool = False  # listed only by --help-all, as are ignored settings
+
+    def variables(self, name: str) -> tuple[str, ...]:
+        """The environment variables of the setting `name`, in order of precedence after the flag."""
+        return ((name.upper(),) if self.env is None else self.env) + self.also
+
+    @property
+    def meaning(self) -> str:
+        """The help text, with the reason if the setting has no effect."""
+        return f"{self.help} No effect: {self.ignored}." if self.ignored else self.help
+
+    def default(self, value: Any) -> str:
+        """The default as text."""
+        if value is None or value == ():
+            return self.unset
+        return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+    def parse(self, text: str) -> Any:
+        """Parses one value. Raises ValueError with a message for the user."""
+        value = self.read(text)
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(self.choices)}")
+        return value
+
+
+def setting(group: str, default: Any, help: str, read: Callable[[str], Any], **more: Any) -> Any:
+    """A dataclass field for a setting; `more` are further fields of SettingOption."""
+    return field(default=default, metadata={OPTION: SettingOption(group, help, read, **more)})
+
+
+def flag(name: str) -> str:
+    """The command line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def without_secrets(arguments: Sequence[str], options: Mapping[str, SettingOption]) -> list[str]:
+    """The command line with secrets hidden: `--api-key KEY` and `--api-key=KEY` without the key."""
+    secret = {flag(name) for name, option in options.items() if option.secret}
+    shown = []
+    for number, argument in enumerate(arguments):
+        name, given, _ = argument.partition("=")
+        if number and arguments[number - 1] in secret:
+            argument = HIDDEN
+        elif given and name in secret:
+            argument = f"{name}={HIDDEN}"
+        shown.append(argument)
+    return shown
+
+
+# --- parsers of values. Their names are shown as the types of settings. ---
+
+
+def text(value: str) -> str:
+    """Any text that is not blank."""
+    if not value.strip():
+        raise ValueError("it is empty")
+    return value
+
+
+def boolean(value: str) -> bool:
+    """true or false in any common spelling."""
+    if value.lower() in ("1", "true", "yes", "on"):
+        return True
+    if value.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _whole(value: str) -> int:
+    """An integer."""
+    if not (value.isascii() and value.removeprefix("-").isdecimal()):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value)
+
+
+def integer(value: str) -> int:
+    """An integer >= 0."""
+    if (found := _whole(value)) < 0:
+        raise ValueError(f"{value!r} is below 0")
+    return found
+
+
+def count(value: str) -> int:
+    """An integer >= 1."""
+    if (found := _whole(value)) <= 0:
+        raise ValueError(f"{value!r} is not above 0")
+    return found
+
+
+def counts(value: str) -> tuple[int, ...]:
+    """A comma-separated list of integers >= 1."""
+    return tuple(count(part.strip()) for part in value.split(","))
+
+
+def batch_sizes(value: str) -> tuple[int, ...]:
+    """A comma-separated list of integers >= 1, or 0."""
+    if value.strip() == "0":
+        return (0,)
+    try:
+        return counts(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; give numbers above 0 with commas between them, or 0 alone for none") from error
+
+
+def number(value: str) -> float:
+    """A finite number."""
+    try:
+        found = float(value)
+    except ValueError:
+        found = inf
+    if not -inf < found < inf:
+        raise ValueError(f"{value!r} is not a number")
+    return found
+
+
+def seconds(value: str) -> float:
+    """A duration > 0 in seconds."""
+    if (found := number(value)) <= 0:
+        raise ValueError(f"{value!r} is not a number of seconds above 0")
+    return found
+
+
+def share(value: str) -> float:
+    """A fraction: > 0, <= 1."""
+    if not 0 < (found := number(value)) <= 1:
+        raise ValueError(f"{value!r} is not above 0 and at most 1")
+    return found
+
+
+def proper_share(value: str) -> float:
+    """A fraction: > 0, < 1."""
+    if not 0 < (found := number(value)) < 1:
+        raise ValueError(f"{value!r} is not above 0 and below 1")
+    return found
+
+
+def tcp_port(value: str) -> int:
+    """A TCP port; 0 means any free port."""
+    if not 0 <= (found := _whole(value)) <= 65535:
+        raise ValueError(f"{value!r} is not a port number: they go from 0 to 65535")
+    return found
+
+
+def address(value: str) -> str:
+    """An IP address to listen on."""
+    try:
+        ip_address(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is not an IP address, such as 127.0.0.1") from None
+    return value
+
+
+def endpoint(value: str) -> str:
+    """The gRPC address of a collector: http://HOST:PORT, https://HOST:PORT, or HOST:PORT, which means http. Only https
+    may omit the port, since gRPC's default, 443, is the port of TLS."""
+    found = _ENDPOINT.fullmatch(value.strip())
+    scheme, host, port = found.groups() if found else ("", "", "")
+    secure = (scheme or "").lower() == "https"
+    if not host or (port is None and not secure) or not 0 < int(port or 443) <= 65535:
+        raise ValueError(f"{value!r} is not an address of a collector, such as http://127.0.0.1:4317")
+    return f"{'https' if secure else 'http'}://{host}" + (f":{port}" if port else "")
+
+
+def resolve_value(name: str, option: SettingOption, given: Any, default: Any, environ: Mapping[str, str]) -> Any:
+    """A setting's value: the flag's if it was `given` (not None), else the environment's, else `default`.
+
+    An empty environment variable counts as not set. Raises ValueError, naming the variable.
+    """
+    for variable in option.over + (option.variables(name) if given is None else ()):
+        if not (content := environ.get(variable, "")).strip():
+            continue
+        try:
+            if not option.separator:
+                return option.parse(content)
+            parts = (part.strip() for part in content.split(option.separator))
+            return tuple(option.parse(part) for part in parts if part)
+        except ValueError as error:
+            raise ValueError(f"The environment variable {variable} cannot be used: {error}.") from error
+    return default if given is None else given

@@ -1,0 +1,249 @@
+"""The child side of supervision: the entry point of every child process, its poll loop, state file and heartbeat.
+
+The supervisor starts `python -m tgi.microkernel ROLE REPLICA`; `run_role` then calls `tgi.ROLE.main.main(process)`.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from tgi.microkernel import interpreter, log, metrics, rundir
+from tgi.microkernel.errors import FATAL, UserError
+from tgi.microkernel.link import Link
+from tgi.microkernel.protocol import PROTOCOL, Hello
+from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
+
+# Interval of the wake-ups of an idle loop, its only CPU cost.
+HEARTBEAT_SECONDS = 2.0
+
+# Environment variables that the supervisor passes to a child.
+SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+class Process:
+    """One supervised process. A role gets it as the argument of its `main` and drives its loop with `wait`."""
+
+    def __init__(
+        self, settings: Settings, role: str, replica: int, *, listen_fd: int | None = None, parent_fd: int | None = None
+    ) -> None:
+        self.settings = settings
+        self.role = role
+        self.replica = replica
+        self.listen_fd = listen_fd
+        self.boot = os.urandom(8)
+        self.stopping = False
+        self.run_dir = settings.run_dir
+        self.facts: dict[str, Any] = {}  # published with the state; to be set before "ready"
+        self._state = ("", "", -1)
+        self._heartbeat = Heartbeat(self.run_dir / f"{self.name}.beat")
+        self._parent_fd = parent_fd
+        self._links: list[Link] = []
+        self._monitored: dict[Any, Link] = {}
+        self._poller = zmq.Poller()
+        self._wake, write = socket.socketpair()
+        self._wake.setblocking(False)
+        write.setblocking(False)
+        self._wake_write = write
+        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        # Ctrl-C reaches the whole process group; the supervisor handles it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for fd in self.wakeup_fds:
+            self._poller.register(fd, zmq.POLLIN)
+        self.extend_deadline(settings.start_timeout)
+
+    @property
+    def name(self) -> str:
+        """Role and replica, such as `api-0`."""
+        return f"{self.role}-{self.replica}"
+
+    @property
+    def wakeup_fds(self) -> list[int]:
+        """File descriptors that an event loop polls besides the links: signals and the supervisor's exit. When one is
+        readable, call `handle_wakeup`."""
+        return [self._wake.fileno()] + ([self._parent_fd] if self._parent_fd is not None else [])
+
+    def hello(self, model: str = "") -> Hello:
+        """The Hello of this process. `model` is the fingerprint of its model directory, "" while unknown."""
+        model = served_model_id(model, self.settings.quantize, self.settings.kv_cache_dtype)
+        return Hello(protocol=PROTOCOL, role=self.role, replica=self.replica, boot=self.boot, model=model)
+
+    def link_address(self, name: str) -> str:
+        """The address of a link of this deployment; `name` is e.g. "tok-0.front"."""
+        return f"ipc://{self.run_dir / name}"
+
+    def watch_link(self, link: Link) -> None:
+        """Lets `wait` poll this link."""
+        self._links.append(link)
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+        self._monitored[link.monitor] = link
+
+    def wait(self, timeout: float) -> None:
+        """Blocks until a watched link is readable, a signal arrives, or `timeout` seconds have passed."""
+        if any(link.has_pending_work for link in self._links):
+            timeout = 0.0
+        timeout = max(0.0, min(timeout, HEARTBEAT_SECONDS))
+        self.extend_deadline(timeout + self.settings.hang_timeout)
+        ready = self._poller.poll(int(timeout * 1000 + 0.999))
+        if ready:
+            self.extend_deadline(self.settings.hang_timeout)
+        for source, _ in ready:
+            if isinstance(source, int):
+                self.handle_wakeup()
+            elif source in self._monitored:
+                self._monitored[source].detect_disconnects()
+
+    def handle_wakeup(self) -> None:
+        """Handles readable `wakeup_fds`. Exits if the supervisor has ended; a signal has already set `stopping`."""
+        try:
+            while self._wake.recv(64):
+                pass
+        except BlockingIOError:
+            pass
+        if self._parent_fd is not None and _at_eof(self._parent_fd):
+            sys.exit(f"tgi {self.role} {self.replica}: the supervisor has ended")
+
+    def wake_loop(self) -> None:
+        """Ends a `wait` early. Thread-safe."""
+        with contextlib.suppress(BlockingIOError):  # the socket is full of wake-ups already
+            self._wake_write.send(b"\0")
+
+    def stop(self) -> None:
+        """Asks the loop to drain and return."""
+        self.stopping = True
+
+    def heartbeat(self, seconds: float = HEARTBEAT_SECONDS) -> None:
+        """For loops that do not use `wait`: announces the next heartbeat within `seconds`."""
+        self.extend_deadline(seconds + self.settings.hang_timeout)
+
+    def extend_deadline(self, seconds: float) -> None:
+        """Moves the watchdog's deadline to `seconds` from now (before loading, or a step of unusual size)."""
+        self._heartbeat.set_deadline(time.monotonic() + seconds)
+
+    def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
+        """Writes the state file: "starting", "ready" or "draining", with stage and percentage of start-up."""
+        if (state, stage, percent) != self._state:
+            self._state = (state, stage, percent)
+            rundir.write_state(
+                self.run_dir,
+                rundir.ProcessState(
+                    role=self.role,
+                    replica=self.replica,
+                    pid=os.getpid(),
+                    boot=self.boot.hex(),
+                    state=state,
+                    stage=stage,
+                    percent=percent,
+                    facts=self.facts,
+                ),
+            )
+
+
+class Heartbeat:
+    """A deadline in shared memory, by time.monotonic, which is the same clock in all processes of a host.
+
+    The child moves it before it passes; the supervisor replaces a child whose deadline has passed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        if path.stat().st_size != 8:
+            path.write_bytes(struct.pack("d", 0.0))
+        with path.open("r+b") as file:
+            # One 8-byte store and one load, so a reader never sees half a number (struct.pack_into writes zeros first).
+            self._deadline = memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
+
+    def set_deadline(self, deadline: float) -> None:
+        """Called by the child."""
+        self._deadline[0] = deadline
+
+    def read_deadline(self) -> float:
+        """Read by the supervisor."""
+        return self._deadline[0]
+
+
+def _at_eof(fd: int) -> bool:
+    """Whether the other end of this pipe, to which nothing is written, is closed."""
+    poll = zmq.Poller()
+    poll.register(fd, zmq.POLLIN)
+    return bool(poll.poll(0)) and os.read(fd, 1) == b""
+
+
+def served_model_id(model: str, quantize: str | None, kv_cache_dtype: str | None = None) -> str:
+    """Hello.model of a model directory with this fingerprint: quantization at load and the type of the KV cache make it
+    a different model. "" if the fingerprint is unknown."""
+    variants = (QUANTIZED_AT_LOAD.get(quantize or ""), kv_cache_dtype)
+    return " in ".join([model, *(name for name in variants if name is not None)]) if model else model
+
+
+# --- start and end of the process ---
+
+
+def run_role() -> None:
+    """Runs the role that the command line names. Exits with FATAL for an error that a restart cannot fix."""
+    role, replica = sys.argv[1], int(sys.argv[2])
+    _die_with_parent(int(os.environ[PARENT_PID]))
+    _name_process(f"tgi {role} {replica}")
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # with `stty tostop` a log line of a background group would stop it
+    faulthandler.enable()
+    settings = Settings.from_json(os.environ.pop(SETTINGS))
+    log.configure_logging(f"{role}-{replica}", settings)
+    metrics.use_directory(settings.run_dir / "metrics")
+    listen = os.environ.pop(LISTEN_FD, "")
+    process = Process(
+        settings, role, replica, listen_fd=int(listen) if listen else None, parent_fd=int(os.environ.pop(PARENT_FD))
+    )
+    process.publish_state("starting")
+    try:
+        importlib.import_module(f"tgi.{role}.main").main(process)
+    except UserError as error:
+        _exit_fatally(process, str(error))
+    except ImportError as error:
+        logging.getLogger(__name__).debug("cannot run", exc_info=True)
+        _exit_fatally(
+            process, f"{process.name} cannot run, since an import fails ({error}): {interpreter.INSTALL_ADVICE}."
+        )
+
+
+def _exit_fatally(process: Process, message: str) -> None:
+    """Exits with FATAL: the supervisor ends the server with this error."""
+    try:
+        fatal_error_path(process.run_dir, process.name).write_text(message)
+    except OSError:
+        logging.getLogger(__name__).error("%s", message)
+    sys.exit(FATAL)
+
+
+def fatal_error_path(run: Path, name: str) -> Path:
+    """The file with the error of a child that exits with FATAL."""
+    return run / "state" / f"{name}.error"
+
+
+def _die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its supervisor ends (Linux; elsewhere it notices the closed pipe)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the supervisor ended before the line above
+        os._exit(1)
+
+
+def _name_process(title: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(title)

@@ -1,0 +1,496 @@
+"""Every message between processes. Read from top to bottom: links, the life of a request, then the messages in the
+order in which a request meets them (api, tokenizer, scheduler, worker, and back).
+
+Requests travel down, tokens travel up:
+
+    api  -- Generate, Tokenize, Cancel -->  tokenizer  -- Add, Cancel, Stop -->  scheduler  -- Step -------->  worker
+    api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
+    (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
+    (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
+    (Hello in both directions of every link; Status travels up whenever something changed)
+
+`rid` numbers a request on one link. The process that sends the request down chooses it, unique within its own lifetime.
+Every link has its own numbering, so a rid means nothing on another link.
+
+Columns (`bytes` fields named in the plural) are packed little-endian numbers, see microkernel/codec.py. Fields are
+appended only, with defaults, and tags are positions in MESSAGES, so peers of different versions understand each other.
+SamplingParams is declared in sampling_params.py.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from tgi.microkernel.codec import Codec
+from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
+
+PROTOCOL = 1
+# Steps that the scheduler may send before the first one is answered. A step with drafts is alone.
+PIPELINE_DEPTH = 2
+# Maximum of SamplingParams.top_n: bounds the size of a StepResult.
+MAX_TOP_TOKENS = 1024
+# Maximum of prompt_top_n. Lower, since one step may compute thousands of prompt tokens.
+MAX_PROMPT_TOP_TOKENS = 20
+# Maximum number of draft tokens per row and step: StepResult.counts (draft tokens + 1) are 8-bit.
+MAX_DRAFT_TOKENS = 254
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+class Hello(NamedTuple):
+    """The first message in each direction of a connection: identifies the process.
+
+    The same role and replica with a new `boot` id means that the process was restarted and has lost its state; its
+    upstream neighbour then resubmits the requests in flight. `model` is a fingerprint of what is served (config,
+    tokenizer, quantization, type of the KV cache), empty while unknown. Neighbours with different fingerprints reject
+    each other.
+    """
+
+    protocol: int
+    role: str
+    replica: int  # index among the processes of its role: 0, 1, …
+    boot: bytes
+    model: str = ""
+    epoch: int = 0
+    rank: int = 0
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # tokenizers only: defaults for requests on /v1
+
+
+class LinkRejected(NamedTuple):
+    """The answer to a Hello whose protocol version or model differs: `message` says why. The link stays unused."""
+
+    message: str
+
+
+class Ping(NamedTuple):
+    """Liveness probe without an answer: a failed send means that the peer has disconnected."""
+
+
+class DeploymentLimits(NamedTuple):
+    """The limits that the worker measured when it was first ready. They hold until the deployment ends."""
+
+    max_total_tokens: int  # prompt and generated tokens of one request
+    max_input_tokens: int  # prompt tokens of one request
+    max_batch_total_tokens: int  # tokens of KV cache: pages * page_size
+    max_batch_prefill_tokens: int  # tokens computed in one step
+    max_batch_size: int  # slots: rows that may run at once
+    pages: int
+    page_size: int  # tokens per page
+    vocab_size: int
+    dtype: str  # "float32", "bfloat16", "float16"
+    device: str  # "cpu", "cuda"
+
+
+class LoadedAdapter(NamedTuple):
+    """A loaded LoRA adapter. `digest` identifies its content: it separates prefix caches, and detects at a replay that
+    another adapter was loaded under the same name."""
+
+    name: str
+    path: str  # its directory
+    digest: bytes
+
+
+class Status(NamedTuple):
+    """The state of the processes below the sender. Sent up at each change; each hop forwards the worst that it knows.
+
+    `ready`: a request that is sent down now would be computed. `healthy` is false while work is in flight and no step
+    has finished within the limit. `stage` and `percent` describe start-up ("loading weights", 40).
+    """
+
+    ready: bool
+    healthy: bool
+    stage: str
+    percent: int
+    limits: DeploymentLimits | None = None
+    queued: int = 0
+    running: int = 0
+    predicted_wait_ms: int = 0  # predicted queue time of a request that arrives now
+    mean_end_interval_ms: int = 0  # recent mean time between the ends of two requests
+    adapters: list[LoadedAdapter] = []  # those that requests may name, in their order of loading
+
+
+# --- the life of a request --------------------------------------------------------------------------------------------
+
+
+class RequestState(StrEnum):
+    """The state of a request in the scheduler. The api and the tokenizer know QUEUED and ENDED only."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+# As module constants for hot loops, where the attribute lookup of an enum is measurable.
+QUEUED, PREFILL, DECODE, ENDED = RequestState
+
+
+class RequestEvent(dict[RequestState, RequestState]):
+    """A transition of the request state machine: `request.state = END[request.state]`.
+
+    Raises ValueError in a state in which the event is illegal: a defect of this program, never a result of input.
+    """
+
+    def __init__(self, name: str, leads: dict[RequestState, RequestState]) -> None:
+        super().__init__(leads)
+        self.name = name
+
+    def __missing__(self, state: RequestState) -> RequestState:
+        raise ValueError(f"illegal transition: {self.name!r} in state {state}")
+
+
+# The single source of legal transitions. ENDED is final and is reached exactly once.
+CHUNK = RequestEvent("chunk", {QUEUED: PREFILL, PREFILL: PREFILL})
+LAST_CHUNK = RequestEvent("last chunk", {QUEUED: DECODE, PREFILL: DECODE})
+PREEMPT = RequestEvent("preempt", {PREFILL: QUEUED, DECODE: QUEUED})
+WORKER_LOST = RequestEvent("worker lost", {PREFILL: QUEUED, DECODE: QUEUED})
+END = RequestEvent("end", {QUEUED: ENDED, PREFILL: ENDED, DECODE: ENDED})
+EVENTS = (CHUNK, LAST_CHUNK, PREEMPT, WORKER_LOST, END)
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The first three are successes with all tokens delivered."""
+
+    LENGTH = "length"
+    EOS = "eos_token"
+    STOP = "stop_sequence"
+    CANCELLED = "cancelled"  # the client disconnected or cancelled the request
+    INVALID = "validation"  # rejected before the first token; `message` is for the client
+    OVERLOADED = "overloaded"
+    FAILED = "generation"  # `message` describes the failure
+    TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
+
+
+# --- api -> tokenizer -------------------------------------------------------------------------------------------------
+
+
+class Generate(NamedTuple):
+    """A generation request. The prompt is `inputs`, or `chat` or `input_ids` if one of these is not empty.
+
+    `chat` is a chat as JSON (keys: `tokenizer/chat.py`). `input_ids` get no special tokens. `resume_ids` are the ids
+    that the client has received before a process was lost: they are not sent again, the stream continues after them.
+
+    With `prompt_logprobs_from` the prompt's tokens are returned (PromptTokens) from this position on; a resumed request
+    leaves out those that the client has. `grammar` is a grammar as JSON (keys:
+    `tokenizer/structured_output/grammar.py`): the tokenizer validates it and puts the worker's form into `sampling`. It
+    also puts the ids of `bad_words`, which are never generated, there. If the answer to a chat may hold reasoning or
+    tool calls, it comes divided into parts.
+
+    `stop_token_ids` end the text like the model's EOS, even with `ignore_eos`. With `hide_stop` the text excludes the
+    stop string or the stop token, and `Texts.held_chars` says what must not be shown yet.
+    """
+
+    rid: int
+    inputs: str
+    sampling: SamplingParams
+    max_new_tokens: int | None = None  # None: up to the context length; 0: only the prompt is computed
+    truncate: int | None = None  # keep the last n prompt tokens
+    stop_strings: list[str] = []
+    add_special_tokens: bool = True
+    ignore_eos: bool = False
+    resume_ids: bytes = b""  # int32
+    traceparent: str = ""  # W3C trace context
+    chat: bytes = b""
+    hide_stop: bool = False
+    prompt_logprobs_from: int | None = None  # 0: from the first token on; None: the prompt's tokens are not returned
+    prompt_top_n: int = 0  # alternatives returned with each prompt token; at most MAX_PROMPT_TOP_TOKENS
+    grammar: bytes = b""
+    stop_token_ids: bytes = b""  # int32
+    bad_words: list[str] = []
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    input_ids: bytes = b""  # int32
+
+
+class Tokenize(NamedTuple):
+    """A request of the tokenize routes. `chat` as in Generate. Answered by Tokenized."""
+
+    rid: int
+    inputs: str
+    add_special_tokens: bool = True
+    chat: bytes = b""
+
+
+class Cancel(NamedTuple):
+    """Ends a request whose result is not needed any more (api-tokenizer and tokenizer-scheduler). Answered by End."""
+
+    rid: int
+
+
+class UpdateAdapter(NamedTuple):
+    """Loads the LoRA adapter in directory `path` under this name, or unloads it if `path` is empty.
+
+    Forwarded hop by hop to the worker; answered by AdapterUpdated under the same rid. Idempotent: loading the same
+    content under the same name does nothing, so the request may be repeated after a restart. Requests that run with an
+    unloaded adapter finish with it.
+    """
+
+    rid: int
+    name: str
+    path: str
+
+
+# --- tokenizer -> scheduler -------------------------------------------------------------------------------------------
+
+
+class Add(NamedTuple):
+    """A tokenized request. `resume_ids` were generated before (by a worker or scheduler that died, or before a
+    preemption): they are computed as prefill and count as generated.
+
+    `sampling` is an encoded SamplingParams, which the scheduler hands on as it is. A sampled id among `stop_ids` ends
+    the request. `max_new_tokens` includes the resumed ids. `cache_salt`, if not empty, is the digest of the adapter
+    that computes the pages: the prefix cache matches pages of equal salt only.
+
+    `prompt_logprobs_from` and `prompt_top_n` as in Generate, answered by PromptLogprobs; 0: not wanted. With
+    `max_new_tokens` 0 they are required, and the request ends when all prompt logprobs were sent.
+    """
+
+    rid: int
+    prompt_ids: bytes  # int32
+    max_new_tokens: int
+    sampling: bytes
+    stop_ids: bytes = b""  # int32
+    resume_ids: bytes = b""  # int32
+    cache_salt: bytes = b""
+    traceparent: str = ""
+    epoch: int = 0
+    prompt_logprobs_from: int = 0
+    prompt_top_n: int = 0
+
+
+class Stop(NamedTuple):
+    """A stop string was found in the text: ends the request with FinishReason.STOP and drops its steps in flight."""
+
+    rid: int
+
+
+# --- scheduler -> worker, and back ------------------------------------------------------------------------------------
+
+
+class SlotAssignment(NamedTuple):
+    """Puts a request into a slot of the worker. `token_ids` are all ids known so far: prompt, then generated.
+
+    With `prompt_logprobs_from` > 0, a row that computes position p also returns the logprob of the token at p + 1 if
+    that belongs to the prompt and p + 1 >= prompt_logprobs_from. No row then starts after prompt_logprobs_from - 1.
+    """
+
+    slot: int
+    token_ids: bytes  # int32
+    prompt_tokens: int
+    sampling: bytes  # encoded SamplingParams
+    prompt_logprobs_from: int = 0
+    prompt_top_n: int = 0
+
+
+class Step(NamedTuple):
+    """One forward pass: changes to the worker's slots, then the rows to compute.
+
+    The worker keeps token ids, page table and sampling parameters of each slot. It applies `slots` (new requests with
+    empty page tables), appends the pages `page_ids` to the tables of `page_slots` in order, and computes the rows. Row
+    k computes the tokens at positions starts[k] .. starts[k] + counts[k] - 1 of slot rows[k] and writes their keys and
+    values to the pages of those positions. If draws[k] is 1, it then samples the token at position starts[k] +
+    counts[k]. The worker appends it to the slot's ids, so the next step can read it on the device before the scheduler
+    has received it.
+
+    Speculation: row k also computes drafts[k] draft tokens after the known ones. It samples after each draft token as
+    long as the draft matches the sampled token, so it yields 1 to drafts[k] + 1 tokens (StepResult.counts). The length
+    of the row is unknown until then: the step after a step with drafts is sent only when that has been answered.
+    """
+
+    number: int  # counts up from 1 in an epoch
+    epoch: int  # number of this worker's life, by the scheduler; a StepResult of another epoch is dropped
+    slots: list[SlotAssignment]
+    page_slots: bytes  # int32
+    page_ids: bytes  # int32, same length
+    rows: bytes  # int32: slot of each row
+    starts: bytes  # int32: first position of each row
+    counts: bytes  # int32: tokens that each row computes, >= 1
+    draws: bytes  # uint8
+    drafts: bytes = b""  # int32, one per row; empty: none has any. A row with drafts has draws = 1
+    draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model proposes them
+
+
+class StepResult(NamedTuple):
+    """The tokens of a step: one entry per row with draws = 1, in the order of `Step.rows`.
+
+    A non-empty `error`: the step failed as a whole, no token was sampled, and the worker continues.
+    """
+
+    number: int
+    epoch: int
+    counts: bytes  # uint8: tokens per sampling row (more than one with speculation)
+    token_ids: bytes  # int32, sum(counts)
+    logprobs: bytes  # float32, sum(counts)
+    forward_us: int = 0
+    error: str = ""
+    top_counts: bytes = b""  # top columns as in Texts
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    prompt_logprobs: bytes = b""  # float32: of the prompt tokens that this step computed, row by row
+    prompt_top_ids: bytes = b""  # int32: with each of them min(SlotAssignment.prompt_top_n, vocabulary) alternatives
+    prompt_top_logprobs: bytes = b""  # float32, same length
+    row_errors: list[str] = []  # empty, or per row why it cannot continue (then its tokens are invalid), or ""
+
+
+# --- scheduler -> tokenizer -------------------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """The tokens of one step for one tokenizer: request rids[k] got counts[k] tokens. Top columns as in Texts."""
+
+    rids: bytes  # uint32
+    counts: bytes  # uint32
+    token_ids: bytes  # int32, sum(counts)
+    logprobs: bytes  # float32, sum(counts)
+    top_counts: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class PromptLogprobs(NamedTuple):
+    """Logprobs of the next tokens of a prompt: in order, each once, from `Add.prompt_logprobs_from` to the end of the
+    prompt, all before the request's first Tokens. Top columns as in PromptTokens."""
+
+    rid: int
+    logprobs: bytes  # float32
+    top_ids: bytes = b""  # int32
+    top_logprobs: bytes = b""  # float32
+
+
+# --- tokenizer -> api -------------------------------------------------------------------------------------------------
+
+
+class Prompted(NamedTuple):
+    """The scheduler admitted a request whose prompt is a chat or ids. Sent before its first token, and again after a
+    process was lost."""
+
+    rid: int
+    prompt_tokens: int
+    characters: int  # of the prompt's text
+    in_parts: bool = False  # the client is shown `Texts.parts`, not `Texts.texts`
+    text: str = ""  # the decoded prompt, if it came as ids
+
+
+class PromptTokens(NamedTuple):
+    """Some tokens of a prompt, in order, from `Generate.prompt_logprobs_from` to its end; all before the first Texts.
+
+    Logprobs are the model's, before the request's sampling parameters apply. Each token has min(prompt_top_n,
+    vocabulary) alternatives: highest logprob first, then lowest id. The first token of a prompt has none, and a logprob
+    of NaN.
+    """
+
+    rid: int
+    token_ids: bytes  # int32
+    logprobs: bytes  # float32, same length
+    char_starts: bytes  # int32, same length: characters of the prompt's text before each token
+    texts: list[str]  # same length: each token decoded by itself
+    top_ids: bytes = b""  # int32
+    top_logprobs: bytes = b""  # float32, same length
+    top_texts: list[str] = []  # same length
+
+
+class PartKind(StrEnum):
+    """The kind of a part of a chat's answer."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"  # begins a tool call; the text is the complete name of the tool
+    ARGUMENTS = "arguments"  # more of the latest call's arguments, as JSON text
+
+
+class AnswerPart(NamedTuple):
+    """A piece of an answer in parts (Prompted.in_parts). Contains no special tokens, and nothing of it is held back."""
+
+    token_index: int  # index of the token in its Texts that completes this piece; meaningless in an End
+    kind: str  # a PartKind
+    text: str
+
+
+class Texts(NamedTuple):
+    """The tokens of one step for one front end, in columns: request rids[k] got counts[k] tokens, in order.
+
+    `held_chars` is empty if nothing is held back. `top_counts` is empty if no request asks for top_n; else token j has
+    top_counts[j] entries in the other top columns, highest logprob first.
+    """
+
+    rids: bytes  # uint32
+    counts: bytes  # uint32
+    token_ids: bytes  # int32, sum(counts)
+    logprobs: bytes  # float32, sum(counts)
+    special: bytes  # uint8, sum(counts): 1 if the token's text is not part of the answer (most special tokens)
+    texts: list[str]  # sum(counts); "" while a character is incomplete
+    held_chars: bytes = b""  # uint32, sum(counts): characters at the text's end that may belong to a stop string
+    top_counts: bytes = b""  # uint32, sum(counts)
+    top_ids: bytes = b""  # int32, sum(top_counts)
+    top_logprobs: bytes = b""  # float32, sum(top_counts)
+    top_special: bytes = b""  # uint8, sum(top_counts)
+    top_texts: list[str] = []  # sum(top_counts): each token decoded by itself
+    parts: list[AnswerPart] = []  # of the requests whose answers come in parts, in order
+
+
+class End(NamedTuple):
+    """The end of a request, sent exactly once, on the links scheduler-tokenizer and tokenizer-api.
+
+    Durations are microseconds measured within one process, since clocks of different processes are not compared.
+    """
+
+    rid: int
+    reason: str  # a FinishReason
+    message: str = ""
+    text: str = ""  # api link only: the whole generated text without special tokens
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    validation_us: int = 0  # tokenizer: received -> sent to the scheduler
+    queue_us: int = 0  # scheduler: received -> first planned into a step
+    inference_us: int = 0  # scheduler: first planned -> last token
+    parts: list[AnswerPart] = []  # api link only: parts that the end of the text completes, after those of its tokens
+
+
+class Tokenized(NamedTuple):
+    """The answer to Tokenize. `error` is "" on success."""
+
+    rid: int
+    token_ids: bytes  # int32
+    byte_starts: bytes  # int32: offset of each token in the UTF-8 bytes of the text
+    byte_stops: bytes  # int32
+    special: bytes  # uint8
+    error: str = ""
+    text: str = ""  # the rendered chat; "" for a Tokenize without a chat
+    reason: str = FinishReason.INVALID  # the kind of the error: INVALID or TEMPLATE
+
+
+class AdapterUpdated(NamedTuple):
+    """The answer to UpdateAdapter. On success the Status with the new list of adapters was sent before."""
+
+    rid: int
+    error: str = ""  # for the client; "" on success
+
+
+# The tag of a message is its index in this list: append only.
+MESSAGES: list[type] = [
+    Hello,
+    Status,
+    SamplingParams,
+    End,
+    Generate,
+    Texts,
+    Tokenize,
+    Tokenized,
+    Cancel,
+    Add,
+    Stop,
+    Tokens,
+    Step,
+    StepResult,
+    LinkRejected,
+    Prompted,
+    Ping,
+    PromptTokens,
+    PromptLogprobs,
+    UpdateAdapter,
+    AdapterUpdated,
+]
+
+codec = Codec(MESSAGES)
+encode = codec.encode
+decode = codec.decode

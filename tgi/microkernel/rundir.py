@@ -1,0 +1,222 @@
+"""The run directory of a deployment: its sockets, locks, state files and metrics."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import stat
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from tgi.microkernel.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# A sockaddr_un holds 108 bytes on Linux and 104 on macOS, of which libzmq needs a few.
+MAX_SOCKET_PATH = 100
+LONGEST_SOCKET_NAME = "sched-0.front"
+# The pid of a lock holder that has not written it yet, or has erased it.
+UNKNOWN_PID = 0
+# How long to retry a lock: lock_holders() takes shared locks for a moment.
+LOCK_RETRY_SECONDS = 0.5
+
+
+def user_base_dir() -> Path:
+    """The directory that contains this user's run directories. An XDG_RUNTIME_DIR of another user (inherited through su
+    or sudo) is not used."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK) and os.stat(runtime).st_uid == os.getuid():
+        return Path(runtime) / "tgi"
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"tgi-{os.getuid()}"
+
+
+def default_run_dir(port: int) -> Path:
+    """The run directory of the deployment on `port`: TGI_RUN, or one per user and port."""
+    return Path(os.environ["TGI_RUN"]).absolute() if os.environ.get("TGI_RUN") else user_base_dir() / str(port)
+
+
+def user_run_dirs() -> list[Path]:
+    """All run directories of this user. Raises UserError if another user can write to one of them."""
+    found = []
+    if os.path.lexists(user_base_dir()):
+        _reject_exposed(user_base_dir())
+        found = sorted(user_base_dir().iterdir())
+    if os.environ.get("TGI_RUN"):
+        found.append(default_run_dir(0))
+    runs = [path for path in dict.fromkeys(found) if path.is_dir()]
+    for run in runs:
+        check_run_dir(run)
+    return runs
+
+
+def exposure(status: os.stat_result) -> str:
+    """Why files in a directory may come from another user, or "" if only this user (or root) can write there.
+
+    `status` is the directory's, from `lstat` if a symbolic link is to be reported, too.
+    """
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a directory"
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}, and this is user {os.getuid()}"
+    if status.st_mode & 0o022:
+        return f"can be written by others (its mode is {stat.S_IMODE(status.st_mode):04o})"
+    return ""
+
+
+def check_run_dir(path: Path) -> None:
+    """Raises UserError if another user can have written to an existing run directory: a link could redirect sockets
+    and overwrite files, a lock file could name any pid to be signalled."""
+    for directory in _directories(path):
+        if os.path.lexists(directory):
+            _reject_exposed(directory)
+
+
+def create_run_dir(path: Path) -> None:
+    """Creates the directory, private to this user; an existing one keeps its mode. Raises UserError if it cannot be
+    created, or as `check_run_dir`."""
+    socket = str(path / LONGEST_SOCKET_NAME)
+    if len(socket.encode()) > MAX_SOCKET_PATH:
+        raise UserError(
+            f"The run directory {path} has too long a name: sockets in it may have {MAX_SOCKET_PATH} bytes, and "
+            f"{len(socket.encode())} would be needed. Set TGI_RUN to a shorter one."
+        )
+    try:
+        directories = _directories(path)
+        directories[0].parent.mkdir(parents=True, exist_ok=True)
+        for directory in directories:  # each is checked before anything is created in it
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _reject_exposed(directory)
+    except OSError as error:
+        raise UserError(
+            f"Cannot use the run directory {path}: {error.strerror}. Set TGI_RUN to another one."
+        ) from error
+
+
+def _directories(path: Path) -> list[Path]:
+    """The directories that must be private: the run directory, its subdirectories, and user_base_dir() if it is the
+    parent."""
+    return [*([user_base_dir()] if path.parent == user_base_dir() else []), path, path / "state", path / "metrics"]
+
+
+def _reject_exposed(directory: Path) -> None:
+    reason = exposure(directory.lstat())
+    if not reason:
+        for path in directory.iterdir():
+            if path.is_symlink() or path.is_fifo():  # opening a pipe blocks until its other end is opened
+                kind = "symbolic link" if path.is_symlink() else "named pipe"
+                reason = f"contains the {kind} {path.name}, which tgi does not make"
+    if reason:
+        raise UserError(
+            f"The run directory {directory} {reason}, so another user could redirect what is written there. Remove it, "
+            "or set TGI_RUN to a directory that only you can write to."
+        )
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """The state file of a process, for `tgi ps` and the progress bar."""
+
+    role: str
+    replica: int
+    pid: int
+    boot: str
+    state: str  # starting, ready, draining
+    stage: str = ""
+    percent: int = 0
+    since: float = 0.0  # unix seconds of the last change
+    facts: dict[str, Any] = field(default_factory=dict)  # of its role, when it is ready: see progress.WorkerFacts
+
+    @property
+    def name(self) -> str:
+        """Role and replica, such as `api-0`."""
+        return f"{self.role}-{self.replica}"
+
+
+def write_state(run: Path, state: ProcessState) -> None:
+    """Replaces the state file of a process atomically."""
+    path = run / "state" / f"{state.name}.json"
+    draft = path.with_suffix(f".{state.pid}")
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed; the supervisor ends the server
+        draft.write_text(json.dumps(asdict(state) | {"since": time.time()}))
+        draft.replace(path)
+
+
+def read_states(run: Path) -> list[ProcessState]:
+    """The state files of a run directory, by name. Skips, with a warning, those that this version cannot read."""
+    states = []
+    for path in sorted((run / "state").glob("*.json")):
+        try:
+            states.append(ProcessState(**json.loads(path.read_text())))
+        except FileNotFoundError:
+            continue  # the process has just ended
+        except (ValueError, TypeError) as error:
+            log.warning("skipped %s, which another version of tgi has written, or which is damaged: %s", path, error)
+    return states
+
+
+def remove_state(run: Path, name: str) -> None:
+    """Removes the state file of an ended process."""
+    (run / "state" / f"{name}.json").unlink(missing_ok=True)
+
+
+def remove_states(run: Path, role: str) -> None:
+    """Removes the state files of a role, which a killed supervisor may have left. Call it with the role's lock held,
+    before processes are started."""
+    for path in (run / "state").glob(f"{role}-*.json"):
+        path.unlink(missing_ok=True)
+
+
+class RunDirLock:
+    """A supervisor's exclusive lock on one role of a run directory. The kernel releases it when the process ends.
+
+    Raises UserError if another process holds it.
+    """
+
+    def __init__(self, run: Path, name: str) -> None:
+        self.path = run / f"{name}.lock"
+        try:
+            self._file = self.path.open("a+")
+        except OSError as error:
+            raise UserError(f"Cannot use {self.path}: {error.strerror}. Set TGI_RUN to another directory.") from error
+        end = time.monotonic() + LOCK_RETRY_SECONDS
+        while not _locked(self._file, fcntl.LOCK_EX):
+            if time.monotonic() < end:
+                time.sleep(0.01)
+                continue
+            holder = self.path.read_text().strip() or "unknown"
+            raise UserError(
+                f"Another tgi (pid {holder}) runs `{name}` in {run}. "
+                "Stop it with `tgi down`, or choose another --port or TGI_RUN."
+            )
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Releases the lock and empties the file, so that it contains no outdated pid."""
+        self._file.truncate(0)
+        self._file.close()
+
+
+def lock_holders(run: Path) -> dict[str, int]:
+    """The running supervisors of a run directory: role -> pid, or UNKNOWN_PID."""
+    found = {}
+    for path in sorted(run.glob("*.lock")):
+        with path.open() as file:
+            if not _locked(file, fcntl.LOCK_SH):
+                found[path.stem] = int(path.read_text() or UNKNOWN_PID)
+    return found
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    """Tries to lock the file without waiting. Returns whether it did."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,731 @@
+"""Every setting of the program, declared once in Settings: flag, environment variables, type, default and meaning.
+
+`load_settings` reads flags and environment and rejects contradictions. To add a setting: a field of Settings, and
+docs/configuration.md from scripts/configuration.py. Imported by scripts/install.py before any package is installed.
+"""
+
+import json
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tgi.microkernel import rundir
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.options import (
+    HIDDEN,
+    OPTION,
+    SettingOption,
+    address,
+    batch_sizes,
+    boolean,
+    count,
+    endpoint,
+    flag,
+    integer,
+    number,
+    proper_share,
+    resolve_value,
+    seconds,
+    setting,
+    share,
+    tcp_port,
+    text,
+)
+from tgi.microkernel.sampling_params import SamplingDefaults
+
+log = logging.getLogger(__name__)
+
+GENERATION_CONFIGS = ("auto", "tgi")  # values of --generation-config other than a directory
+
+# The headings of the help and of docs/configuration.md, in order.
+GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION, OPERATIONS, COMPATIBILITY = (
+    "Model",
+    "Serving",
+    "Limits",
+    "Performance",
+    "Quantization",
+    "Adapters",
+    "Speculation",
+    "Operations",
+    "Compatibility",
+)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+# Values of --quantize that quantize weights at load -> format. Names of other libraries mean the nearest format.
+QUANTIZED_AT_LOAD = {
+    "int8": "int8",
+    "int4": "int4",
+    "eetq": "int8",
+    "bitsandbytes": "int8",
+    "bitsandbytes-nf4": "int4",
+    "bitsandbytes-fp4": "int4",
+    "fp8": "fp8",
+}
+
+# All values of --quantize. The others name the format of a pre-quantized checkpoint; fp8 may be either.
+QUANTIZATIONS = (*QUANTIZED_AT_LOAD, "awq", "compressed-tensors", "exl2", "gptq", "marlin")
+
+CHUNKED = "prompts are always computed in chunks, together with decode steps"
+
+KERNEL = "the device determines the attention kernel"
+
+ONE_SHARD = "there is one shard"
+
+NO_IMAGES = "images are not served yet"
+
+# Draft tokens per step: the default with a draft model, and the maximum (longer drafts gain little).
+DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS = 4, 16
+
+# Defaults per device. Steps are not interrupted: on CPU a long prefill would delay the next token of all requests.
+DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
+
+DEFAULT_BATCH_SIZE = {"cpu": 128, "cuda": 256}
+
+# Environment variables that list the devices of a container; the first that is set counts.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+EVERY = ("all", "void")  # values of NVIDIA_VISIBLE_DEVICES that are not lists
+
+_ITEM = re.compile(r"(?P<name>[^=@]+)(?:=(?P<path>[^=@]+))?(?:@(?P<revision>[^=@]+))?")
+
+
+def _per_device(defaults: dict[str, int]) -> str:
+    return f"{defaults['cpu']} on CPU, {defaults['cuda']} on a GPU"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `tgi up` and of every role. Names are TGI's flag names; None means "measured" or "not set"."""
+
+    # Model
+    model_id: str | None = setting(
+        MODEL, None, "Hub id, local directory or .gguf file.", text, also=("HF_MODEL_ID",), unset="a small demo model"
+    )
+    revision: str | None = setting(
+        MODEL, None, "Branch, tag or commit on the Hub.", text, also=("HF_MODEL_REVISION",), unset="main"
+    )
+    dtype: str = setting(
+        MODEL,
+        "auto",
+        "Type of weights and activations; auto: the model's, or float32 on a CPU that emulates it.",
+        text,
+        choices=DTYPES,
+    )
+    device: str = setting(
+        MODEL,
+        "auto",
+        "Device of the model; auto: a GPU if there is one.",
+        text,
+        env=("TGI_DEVICE",),
+        choices=("auto", "cpu", "cuda"),
+    )
+    trust_remote_code: bool = setting(
+        MODEL,
+        False,
+        "Run the Python code of a model that transformers does not know.",
+        boolean,
+        also=("HF_MODEL_TRUST_REMOTE_CODE",),
+    )
+    tokenizer_config_path: str | None = setting(
+        MODEL,
+        None,
+        "A tokenizer_config.json whose entries replace the model's (the chat template, say), or a .jinja file.",
+        text,
+        unset="the model's own",
+    )
+    generation_config: str = setting(
+        MODEL,
+        "auto",
+        "Sampling defaults on /v1: auto takes those of the model's generation_config.json, tgi those of TGI. Or a "
+        "directory with a generation_config.json, whose entries replace the model's.",
+        text,
+        env=("TGI_GENERATION_CONFIG",),
+    )
+    huggingface_hub_cache: str | None = setting(
+        MODEL, None, "Cache directory for Hub models.", text, unset="that of the Hub's library"
+    )
+    weights_cache_override: str | None = setting(
+        MODEL, None, "Directory to read the weight files from.", text, unset="the model's own"
+    )
+    rope_scaling: str | None = setting(
+        MODEL,
+        None,
+        "Kind of rotary scaling; dynamic is not supported.",
+        text,
+        choices=("linear", "dynamic"),
+        unset="the model's own",
+    )
+    rope_factor: float | None = setting(
+        MODEL,
+        None,
+        "Factor of the rotary scaling; without --rope-scaling it means linear.",
+        number,
+        unset="1.0 with --rope-scaling, else the model's own",
+    )
+
+    # Serving
+    hostname: str = setting(SERVING, "0.0.0.0", "Address to listen on.", address, env=("TGI_HOSTNAME",))
+    port: int = setting(SERVING, 3000, "Port to listen on.", tcp_port, over=("AIP_HTTP_PORT",), short="-p")
+    api_key_file: str | None = setting(
+        SERVING,
+        None,
+        "File with the keys that clients must send (Authorization: Bearer KEY), one per line.",
+        text,
+        env=("TGI_API_KEY_FILE",),
+        unset="no key is asked for",
+    )
+    api_key: tuple[str, ...] = setting(
+        SERVING,
+        (),
+        "The same on the command line, where other users of the host can see it for a moment at start: prefer the file "
+        "or the variable API_KEY. Repeatable; in the variable one per line.",
+        text,
+        separator="\n",
+        secret=True,
+        unset="no key is asked for",
+    )
+    cors_allow_origin: tuple[str, ...] = setting(
+        SERVING, (), "Origins that browsers may call from. Repeatable.", text, separator=",", unset="all"
+    )
+    api_workers: int = setting(SERVING, 1, "Front end processes on the port.", count, env=("TGI_API_WORKERS",))
+    validation_workers: int = setting(SERVING, 2, "Tokenizer processes.", integer)
+    prometheus_port: int | None = setting(
+        SERVING, None, "Additional port for /metrics.", tcp_port, unset="none; /metrics is on --port"
+    )
+    reuse_port: bool = setting(
+        SERVING,
+        False,
+        "Let separately started front ends share the port (SO_REUSEPORT).",
+        boolean,
+        env=("TGI_REUSE_PORT",),
+        hidden=True,
+    )
+    disable_grammar_support: bool = setting(SERVING, False, "Reject requests with a grammar.", boolean)
+    watermark_gamma: float = setting(
+        SERVING, 0.5, "Share of green tokens of the vocabulary in a watermark.", proper_share
+    )
+    watermark_delta: float = setting(SERVING, 2.0, "Added to the logits of green tokens by a watermark.", number)
+
+    # Limits
+    max_concurrent_requests: int = setting(LIMITS, 128, "Concurrent requests; more are rejected with 429.", count)
+    max_input_tokens: int | None = setting(LIMITS, None, "Longest prompt.", count, unset="--max-total-tokens less 1")
+    max_total_tokens: int | None = setting(
+        LIMITS, None, "Longest prompt plus generated tokens.", count, unset="what model and memory allow"
+    )
+    max_batch_size: int | None = setting(
+        LIMITS, None, "Requests computed concurrently.", count, unset=_per_device(DEFAULT_BATCH_SIZE)
+    )
+    max_batch_prefill_tokens: int | None = setting(
+        LIMITS,
+        None,
+        "Tokens computed in one step; at least one per running request.",
+        count,
+        unset=_per_device(DEFAULT_PREFILL_TOKENS),
+    )
+    max_batch_total_tokens: int | None = setting(
+        LIMITS, None, "Size of the KV cache in tokens.", count, unset="what the memory allows"
+    )
+    max_client_batch_size: int = setting(LIMITS, 4, "Prompts in one /v1/completions call.", count)
+    max_best_of: int = setting(LIMITS, 2, "Largest best_of.", count)
+    max_stop_sequences: int = setting(LIMITS, 4, "Stop strings per request.", integer)
+    max_top_n_tokens: int = setting(LIMITS, 5, "Largest top_n_tokens.", integer)
+    payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", count)
+
+    # Performance
+    memory_fraction: float = setting(
+        PERFORMANCE,
+        0.9,
+        "Share of the memory left after loading that the KV cache may take on CUDA.",
+        share,
+        env=("TGI_WIGGLE_ROOM",),
+    )
+    cuda_memory_fraction: float = setting(PERFORMANCE, 1.0, "Share of the GPU's memory that may be used.", share)
+    cuda_graphs: tuple[int, ...] = setting(
+        PERFORMANCE,
+        (),
+        "Batch sizes whose decode steps are captured as CUDA graphs; 0: none.",
+        batch_sizes,
+        unset="powers of two up to --max-batch-size",
+    )
+    prefix_caching: bool = setting(PERFORMANCE, True, "Share the KV pages of equal prefixes.", boolean)
+    step_target: float = setting(
+        PERFORMANCE,
+        0.2,
+        "Target duration in seconds of a step with running requests; limits prefill chunks.",
+        seconds,
+        env=("TGI_STEP_TARGET",),
+    )
+    disable_custom_kernels: bool = setting(
+        PERFORMANCE,
+        False,
+        "Compute with torch only, without this server's kernels, on CPU or CUDA.",
+        boolean,
+    )
+    cpu: str | None = setting(
+        PERFORMANCE,
+        None,
+        "Limits the instruction set of CPU kernels.",
+        text,
+        env=("TGI_CPU",),
+        choices=("avx2",),
+        unset="the best that the processor has",
+    )
+
+    # Quantization
+    quantize: str | None = setting(
+        QUANTIZATION,
+        None,
+        "int8, int4 (also by the names eetq, bitsandbytes…) and, on a GPU with 8-bit floats, fp8 quantize at load; the "
+        "others name the format of a pre-quantized checkpoint.",
+        text,
+        also=("HF_MODEL_QUANTIZE",),
+        choices=QUANTIZATIONS,
+        unset="weights as they are stored",
+    )
+    kv_cache_dtype: str | None = setting(
+        QUANTIZATION,
+        None,
+        "8-bit type of the KV cache, on a GPU: twice as many tokens.",
+        text,
+        choices=("fp8_e4m3fn", "fp8_e5m2"),
+        unset="the type of the activations",
+    )
+
+    # Adapters
+    lora_adapters: str | None = setting(
+        ADAPTERS,
+        None,
+        "LoRA adapters to load at start: Hub ids (ID or ID@REVISION) or directories (NAME=PATH), with commas between.",
+        text,
+        unset="none",
+    )
+    allow_adapter_updates: bool = setting(
+        ADAPTERS,
+        False,
+        "Let clients load adapters from directories of this host, and unload them, while the server runs.",
+        boolean,
+        env=("TGI_ALLOW_ADAPTER_UPDATES",),
+    )
+
+    # Speculation
+    speculate: int | None = setting(
+        SPECULATION,
+        None,
+        f"Maximum of draft tokens per request and step, up to {MAX_SPECULATED_TOKENS}.",
+        integer,
+        unset=f"{DEFAULT_SPECULATED_TOKENS} with a draft model, else 0",
+    )
+    draft_model_id: str | None = setting(
+        SPECULATION,
+        None,
+        "Draft model with the same vocabulary: Hub id, local directory or .gguf file. Without it, n-grams of the "
+        "request are drafted.",
+        text,
+        env=("TGI_DRAFT_MODEL_ID",),
+        unset="none",
+    )
+    draft_model_revision: str | None = setting(
+        SPECULATION,
+        None,
+        "Branch, tag or commit of the draft model on the Hub.",
+        text,
+        env=("TGI_DRAFT_MODEL_REVISION",),
+        unset="main",
+    )
+
+    # Operations
+    json_output: bool = setting(OPERATIONS, False, "Log in JSON, one object per line.", boolean)
+    log_level: str = setting(
+        OPERATIONS, "info", "debug, info, warn, error or off; with commas also TARGET=LEVEL.", text
+    )
+    log_colorize: bool | None = setting(OPERATIONS, None, "Colour levels in logs.", boolean, unset="on a terminal")
+    env: bool = setting(OPERATIONS, False, "Log the runtime environment at start.", boolean, env=(), short="-e")
+    otlp_endpoint: str | None = setting(
+        OPERATIONS, None, "OTLP collector (gRPC) that traces go to: http://HOST:4317.", endpoint, unset="no traces"
+    )
+    otlp_service_name: str = setting(
+        OPERATIONS, "text-generation-inference.router", "service.name of the traces.", text
+    )
+    graceful_termination_timeout: float = setting(
+        OPERATIONS, 90.0, "Seconds that requests in flight have to finish after SIGTERM.", seconds, short="-g"
+    )
+    start_timeout: float = setting(
+        OPERATIONS, 600.0, "Seconds that a process may take to start.", seconds, env=("TGI_START_TIMEOUT",)
+    )
+    hang_timeout: float = setting(
+        OPERATIONS,
+        120.0,
+        "Seconds without a heartbeat after which a process is restarted.",
+        seconds,
+        env=("TGI_HANG_TIMEOUT",),
+    )
+    stall_limit: float = setting(
+        OPERATIONS,
+        60.0,
+        "Seconds without a finished step, with requests in flight, after which /health fails.",
+        seconds,
+        env=("TGI_STALL_LIMIT",),
+    )
+    worker: str = setting(
+        OPERATIONS,
+        "torch",
+        "torch, or a fake worker with scripted tokens and no model.",
+        text,
+        env=("TGI_WORKER",),
+        choices=("torch", "scripted"),
+        hidden=True,
+    )
+    scripted_step_us: int = setting(
+        OPERATIONS,
+        0,
+        "Microseconds per step of the scripted worker.",
+        integer,
+        env=("TGI_SCRIPTED_STEP_US",),
+        hidden=True,
+    )
+
+    # Compatibility
+    kserve: bool = setting(COMPATIBILITY, False, "Serve KServe's v2 routes too.", boolean, env=("TGI_KSERVE",))
+    aip_predict_route: str | None = setting(
+        COMPATIBILITY, None, "Path of Vertex AI's prediction route.", text, unset="none"
+    )
+    aip_health_route: str | None = setting(COMPATIBILITY, None, "Path of Vertex AI's health route.", text, unset="none")
+    compute_type: str | None = setting(
+        COMPATIBILITY, None, "Value of the header x-compute-type.", text, unset="number and kind of the GPUs"
+    )
+    docker_label: str | None = setting(COMPATIBILITY, None, "docker_label of /info.", text, unset="none")
+    git_sha: str | None = setting(COMPATIBILITY, None, "sha of /info.", text, env=("VERGEN_GIT_SHA",), unset="none")
+    max_input_length: int | None = setting(
+        COMPATIBILITY, None, "Old name of --max-input-tokens.", count, unset="none", hidden=True
+    )
+    sharded: str | None = setting(
+        COMPATIBILITY,
+        None,
+        "Run on several devices. Not supported: only false is accepted.",
+        text,
+        choices=("true", "false"),
+        unset="false",
+        hidden=True,
+    )
+    num_shard: int | None = setting(
+        COMPATIBILITY,
+        None,
+        "Number of devices. Not supported: only 1 is accepted.",
+        integer,
+        also=("SM_NUM_GPUS",),
+        unset="1",
+        hidden=True,
+    )
+    ngrok: bool = setting(COMPATIBILITY, False, "Not supported: rejected.", boolean, hidden=True)
+    ngrok_authtoken: str | None = setting(
+        COMPATIBILITY, None, "For --ngrok.", text, secret=True, unset="none", hidden=True
+    )
+    ngrok_edge: str | None = setting(COMPATIBILITY, None, "For --ngrok.", text, unset="none", hidden=True)
+    attention: str | None = setting(
+        COMPATIBILITY,
+        None,
+        "Attention kernels.",
+        text,
+        choices=("paged", "flashdecoding", "flashdecoding-ipex", "flashinfer"),
+        ignored=KERNEL,
+        unset="determined by the device",
+    )
+    use_flash_attention: bool = setting(COMPATIBILITY, True, "Attention kernels.", boolean, ignored=KERNEL)
+    prefill_chunking: bool = setting(COMPATIBILITY, True, "Compute prompts in chunks.", boolean, ignored=CHUNKED)
+    max_waiting_tokens: int = setting(
+        COMPATIBILITY, 20, "Tokens decoded before waiting requests are admitted.", integer, ignored=CHUNKED
+    )
+    waiting_served_ratio: float = setting(
+        COMPATIBILITY,
+        0.3,
+        "Ratio of waiting to running requests at which a prefill pauses decoding.",
+        number,
+        ignored=CHUNKED,
+    )
+    enable_prefill_logprobs: bool = setting(
+        COMPATIBILITY,
+        False,
+        "Compute logprobs of prompts.",
+        boolean,
+        also=("REQUEST_LOGPROBS",),
+        ignored="computed for requests that ask for them",
+    )
+    allow_image_urls: tuple[str, ...] = setting(
+        COMPATIBILITY,
+        (),
+        "Hosts that images may be fetched from. Repeatable.",
+        text,
+        env=("TGI_ALLOW_IMAGE_URLS",),
+        separator=",",
+        ignored=NO_IMAGES,
+        unset="none",
+    )
+    max_image_fetch_size: int = setting(
+        COMPATIBILITY, 1_073_741_824, "Maximum size of a fetched image in bytes.", count, ignored=NO_IMAGES
+    )
+    shard_uds_path: str | None = setting(
+        COMPATIBILITY,
+        None,
+        "Socket of the shards.",
+        text,
+        ignored="sockets are in the run directory (TGI_RUN)",
+        unset="none",
+    )
+    master_addr: str = setting(COMPATIBILITY, "localhost", "Where the shards meet.", text, ignored=ONE_SHARD)
+    master_port: int = setting(COMPATIBILITY, 29500, "Where the shards meet.", tcp_port, ignored=ONE_SHARD)
+    usage_stats: str = setting(
+        COMPATIBILITY,
+        "off",
+        "Usage statistics.",
+        text,
+        choices=("on", "off", "no-stack"),
+        ignored="nothing is ever sent",
+    )
+
+    # Derived at start, not options
+    run_dir: Path = field(default=Path("."))
+    model_dir: Path = field(default=Path("."))  # the resolved model_id
+    model_sha: str | None = None  # its commit, if it came from the Hub
+    model_source: str = ""  # its origin, as text
+    model_pipeline_tag: str | None = None
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # resolved from `generation_config`
+    draft_model_dir: Path | None = None  # the resolved draft_model_id
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of each of lora_adapters
+
+    def to_json(self) -> str:
+        """Serializes the settings for the environment of a child process."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Settings":
+        """The inverse of to_json."""
+        values: dict[str, Any] = json.loads(text)
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        paths = ("run_dir", "model_dir", "draft_model_dir")
+        values |= {name: Path(values[name]) for name in paths if values.get(name) is not None}
+        values["sampling_defaults"] = SamplingDefaults(*values["sampling_defaults"])
+        values["adapters"] = tuple((name, directory) for name, directory in values["adapters"])
+        return cls(**values)
+
+
+OPTIONS: dict[str, SettingOption] = {
+    item.name: item.metadata[OPTION] for item in fields(Settings) if OPTION in item.metadata
+}
+
+DEFAULTS = Settings()
+
+
+# --- loading: flags and environment to Settings ---
+
+
+def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from the given command line flags, then the environment, then defaults.
+
+    Raises UserError for a value that cannot be parsed, for contradictions, and for features that are not supported.
+    """
+    if "HONCHO_PROCESS_NAME" in environ:  # honcho sets another PORT for each of its processes
+        environ = {name: content for name, content in environ.items() if name != "PORT"}
+    _reject_empty_key(flags, environ)
+    values: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        given = None if flags.get(name) == () else flags.get(name)
+        try:
+            values[name] = resolve_value(name, option, given, getattr(DEFAULTS, name), environ)
+        except ValueError as error:
+            raise UserError(str(error), code=2) from error
+    settings = Settings(**values, run_dir=rundir.default_run_dir(values["port"]))
+    _reject_contradictions(settings)
+    reject_sharding(settings, environ)
+    _reject_unsupported(settings)
+    return _with_derived_values(settings)
+
+
+def non_default_settings(settings: Settings) -> dict[str, Any]:
+    """The settings other than the defaults, by name, with secrets hidden."""
+    return {name: HIDDEN if OPTIONS[name].secret else value for name, value in _non_defaults(settings).items()}
+
+
+def ineffective_flags(settings: Settings) -> dict[str, str]:
+    """Flags with values other than the defaults that have no effect -> reason."""
+    return {flag(name): reason for name in _non_defaults(settings) if (reason := OPTIONS[name].ignored)}
+
+
+def _non_defaults(settings: Settings) -> dict[str, Any]:
+    """The settings other than the defaults, by name."""
+    return {name: value for name in OPTIONS if (value := getattr(settings, name)) != getattr(DEFAULTS, name)}
+
+
+def _reject_empty_key(flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Empty variables count as not set, but an empty API_KEY would serve without authentication by mistake."""
+    for variable in OPTIONS["api_key"].variables("api_key"):
+        if variable in environ and not environ[variable].strip() and not flags.get("api_key"):
+            raise UserError(f"The environment variable {variable} is empty. Give it a key, or unset it.", code=2)
+
+
+def _invalid(text: str) -> UserError:
+    return UserError(f"Invalid argument: {text}")
+
+
+def _reject_contradictions(settings: Settings) -> None:
+    """Raises UserError for settings that contradict each other, with TGI's messages if it has them."""
+    from tgi.microkernel.protocol import MAX_TOP_TOKENS  # scripts/install.py imports this module without msgpack
+
+    tokens, length, total = settings.max_input_tokens, settings.max_input_length, settings.max_total_tokens
+    if tokens is not None and length is not None:
+        raise _invalid(
+            f"Both `max_input_tokens` ({tokens}) and `max_input_length` ({length}) are set. Please define only "
+            "`max_input_tokens` as `max_input_length is deprecated for naming consistency."
+        )
+    tokens = tokens or length
+    if tokens is not None and total is not None and tokens >= total:
+        raise _invalid(f"`max_input_tokens`({tokens}) must be < `max_total_tokens`({total})")
+    if total == 1:
+        raise _invalid("`max_total_tokens` must be >= 2: a prompt and what is generated have a token each. Given: 1")
+    if settings.validation_workers == 0:
+        raise _invalid("`validation_workers` must be > 0")
+    batch = settings.max_batch_total_tokens
+    if total is not None and batch is not None and total > batch:
+        raise _invalid(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {batch}")
+    for given, name in ((settings.ngrok_authtoken, "ngrok-authtoken"), (settings.ngrok_edge, "ngrok-edge")):
+        if settings.ngrok and given is None:
+            raise _invalid(f"`{name}` must be set when using ngrok tunneling")
+    try:
+        named_adapters(settings.lora_adapters)
+    except ValueError as error:
+        raise _invalid(str(error)) from error
+    if settings.rope_factor is not None and settings.rope_factor < 1:
+        raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
+    if settings.max_top_n_tokens > MAX_TOP_TOKENS:
+        raise _invalid(f"`max_top_n_tokens` must be <= {MAX_TOP_TOKENS}. Given: {settings.max_top_n_tokens}")
+    if settings.speculate is not None and settings.speculate > MAX_SPECULATED_TOKENS:
+        raise _invalid(f"`speculate` must be <= {MAX_SPECULATED_TOKENS}. Given: {settings.speculate}")
+    if settings.draft_model_id is not None and settings.speculate == 0:
+        raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
+    if settings.draft_model_revision is not None and settings.draft_model_id is None:
+        raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
+    for name in ("aip_predict_route", "aip_health_route"):
+        if (route := getattr(settings, name)) is not None and not route.startswith("/"):
+            raise _invalid(f"`{name}` must begin with a slash. Given: {route}")
+
+
+def _reject_unsupported(settings: Settings) -> None:
+    """Raises UserError for features of TGI that this server does not have."""
+    if settings.ngrok:
+        raise _invalid("ngrok tunnels are not supported. Leave out --ngrok and run the tunnel separately.")
+    if settings.quantize == "exl2":
+        raise _invalid(
+            "`quantize` is exl2, whose bit widths differ between layers: not supported. Serve the "
+            "original weights with --quantize int4 or int8, or a GPTQ or AWQ checkpoint."
+        )
+    if settings.rope_scaling == "dynamic":
+        raise _invalid(
+            "`rope_scaling` is dynamic, which scales by the longest sequence of a batch: not supported. "
+            "Use --rope-scaling linear."
+        )
+
+
+def _with_derived_values(settings: Settings) -> Settings:
+    """Resolves deprecated names, the default of speculate, and the file of keys."""
+    limit = settings.max_input_tokens or settings.max_input_length
+    speculate = settings.speculate
+    if speculate is None and settings.draft_model_id is not None:
+        speculate = DEFAULT_SPECULATED_TOKENS
+    keys = settings.api_key + _read_keys(settings.api_key_file)
+    return replace(settings, max_input_tokens=limit, speculate=speculate, api_key=keys)
+
+
+def _read_keys(file: str | None) -> tuple[str, ...]:
+    """The keys of a key file, one per line."""
+    if file is None:
+        return ()
+    try:
+        # utf-8-sig: with or without a byte order mark.
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise _invalid(f"`api_key_file` {file} cannot be read: {error.strerror}. Name a file with keys.") from error
+    except UnicodeDecodeError as error:
+        raise _invalid(f"`api_key_file` {file} is not text in UTF-8. Write one key per line.") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise _invalid(f"`api_key_file` {file} holds no key. Write one per line.")
+    return keys
+
+
+# --- LoRA adapters ---
+
+
+class NamedAdapter(NamedTuple):
+    """One item of --lora-adapters: an adapter in the directory `path`, or, without it, on the Hub."""
+
+    name: str  # its name in requests
+    path: str | None
+    revision: str | None
+
+
+def named_adapters(text: str | None) -> list[NamedAdapter]:
+    """Parses a comma-separated list of `id`, `id@revision`, `name=path` or `name=path@revision`.
+
+    Raises ValueError with a message for the user.
+    """
+    found: dict[str, NamedAdapter] = {}
+    for item in text.split(",") if text is not None else ():
+        matched = _ITEM.fullmatch(item)
+        if matched is None or not all(part is None or part.strip() for part in matched.groups()):
+            forms = "ID, ID@REVISION, NAME=PATH or NAME=PATH@REVISION, with commas between them"
+            raise ValueError(f"Invalid LoRA adapter format: {item.strip() or 'an empty name'}. Give {forms}")
+        name, path, revision = (part and part.strip() for part in matched.group("name", "path", "revision"))
+        if name == "tgi":
+            raise ValueError("A LoRA adapter cannot be called tgi: this model name means the base model")
+        if name in found:
+            raise ValueError(f"Two LoRA adapters are called {name}. Give them different names: NAME=PATH")
+        found[name] = NamedAdapter(name, path, revision)
+    return [*found.values()]
+
+
+# --- devices ---
+
+
+def reject_sharding(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Raises UserError for settings that need more than one device or none, with TGI's messages if it has them."""
+    sharded, count = settings.sharded == "true", settings.num_shard
+    if sharded and count is None:
+        count = count_visible_devices(environ)
+        if count <= 1:
+            raise UserError(f"not enough cuda devices: `sharded` is true but only found {count} CUDA devices")
+    elif sharded and count is not None and count <= 1:
+        raise UserError("Invalid argument: `sharded` is true but `num_shard` <= 1")
+    if count == 0:
+        raise UserError("Invalid argument: `num_shard` cannot be < 1")
+    if count is not None and count > 1 and settings.quantize == "exl2":
+        raise UserError("Invalid argument: Sharding is currently not supported with `exl2` quantization")
+    if count is not None and count > 1:
+        raise UserError(
+            f"Invalid argument: `num_shard` is {count}, but tensor parallelism is not supported. "
+            "Use --num-shard 1 and a model that fits one device."
+        )
+
+
+def count_visible_devices(environ: Mapping[str, str]) -> int:
+    """The number of devices that the environment makes visible."""
+    named = next((environ[name] for name in VISIBLE if environ.get(name, "").strip()), "")
+    if named.strip() not in EVERY:
+        return len(named.split(",")) if named else 0
+    try:
+        listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("nvidia-smi cannot count the devices: %s", error)
+        return 0
+    return len(listing.stdout.splitlines())
+
+
+def warn_of_unused_devices(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Warns if several devices are visible, all of which TGI would use by default."""
+    seen = next((environ[name] for name in VISIBLE if environ.get(name, "").strip()), "").split(",")
+    if settings.sharded is None and settings.num_shard is None and settings.device != "cpu" and len(seen) > 1:
+        log.warning("%d devices are visible, but only one is used: tensor parallelism is not supported", len(seen))

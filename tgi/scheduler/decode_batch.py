@@ -1,0 +1,216 @@
+"""The running batch: requests that hold a slot of the worker, and the columns of those that decode."""
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tgi.microkernel.codec import INT32, UINT32
+from tgi.scheduler.columns import increment_each
+from tgi.scheduler.request import NO_SLOT, NO_STEP, Request, TokenizerClient
+
+
+class RunningBatch:
+    """A request holds a slot from admission until it ends or is preempted. In between it prefills, then decodes; once
+    all its tokens are planned it only waits for results.
+
+    A step plan decides which requests decode from the next step on and which no longer do; `commit` applies that.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.early_exits = 0  # requests that have left before their last token, perhaps with rows in flight
+        self.prefilling: dict[Request, None] = {}  # in the order of admission
+        self.lanes: dict[TokenizerClient, DecodeLane] = {}  # the decoding requests; no lane is empty
+        self.prefilled: list[Request] = []  # their last prefill chunk is planned: they decode from the next step on
+        self.finishing: list[Request] = []  # their last token is planned: they decode no longer
+        self.free_slots = list(range(slots - 1, -1, -1))
+        self._slots: list[Request | None] = [None] * slots
+
+    def __len__(self) -> int:
+        return len(self._slots) - len(self.free_slots)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for request in self._slots if request is not None)
+
+    @property
+    def decoding(self) -> list[Request]:
+        """In the order of a step's rows."""
+        return [request for lane in self.lanes.values() for request in lane.requests]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any slot is held."""
+        return len(self.free_slots) < len(self._slots)
+
+    @property
+    def full(self) -> bool:
+        """Whether no slot is free."""
+        return not self.free_slots
+
+    def assign_slot(self, request: Request) -> int:
+        """Gives a free slot to a request that is to be prefilled, and returns it. Raises IndexError if none is free."""
+        request.slot = slot = self.free_slots.pop()
+        self._slots[slot] = request
+        return slot
+
+    def commit(self) -> None:
+        """Moves requests into and out of the lanes as the last step plan decided. To be called before the next one."""
+        for request in self.finishing:
+            if request.lane is not None:  # else it has ended
+                self._leave_lane(request)
+        for request in self.prefilled:
+            if request.slot != NO_SLOT:  # else it has ended
+                lane = self.lanes.get(request.client)
+                if lane is None:
+                    lane = self.lanes[request.client] = DecodeLane()
+                lane.add(request)
+        self.finishing, self.prefilled = [], []
+
+    def due(self) -> tuple[list[Request], list[Request]]:
+        """Decoding requests whose next row needs a page, and those whose next row draws the last token."""
+        need_page: list[Request] = []
+        finishing: list[Request] = []
+        for lane in self.lanes.values():
+            lane.collect_due(need_page, finishing)
+        return need_page, finishing
+
+    def _leave_lane(self, request: Request) -> None:
+        lane = self.lanes[request.client]
+        lane.remove(request)
+        if not lane.requests:
+            del self.lanes[request.client]
+
+    def release_slots(self, requests: list[Request]) -> None:
+        """Takes the slots from these requests."""
+        slots, free, prefilling = self._slots, self.free_slots, self.prefilling
+        for request in requests:
+            if len(request.token_ids) < request.max_total_tokens:
+                self.early_exits += 1
+            slot = request.slot
+            slots[slot] = None
+            free.append(slot)
+            if request.lane is not None:
+                self._leave_lane(request)
+            elif prefilling:
+                prefilling.pop(request, None)
+            request.slot = NO_SLOT
+            request.valid_from_step = NO_STEP
+
+    def latest_arrival(self, excluding: Request) -> Request | None:
+        """The last to arrive of all other requests that still need steps: the first to be preempted."""
+        candidates = [request for request in (*self.prefilling, *self.decoding) if request is not excluding]
+        return max(candidates, key=lambda request: request.arrival) if candidates else None
+
+
+class LaneRows(NamedTuple):
+    """The rows of a step that are a whole lane, with its columns as they were when the step was planned."""
+
+    client: TokenizerClient
+    begin: int  # index of the first of them among the drawing rows
+    end: int
+    rids: bytes  # uint32
+    token_ids: "list[array[int]]"
+    stop_ids: list[frozenset[int]]
+    stop_id_union: set[int]
+
+
+class DecodeLane:
+    """The decoding requests of one tokenizer, as columns: item k of each column belongs to request k.
+
+    All requests have a row in nearly every step, and columns are handled in C. Python code handles a single request
+    only when it is due: when its next row needs a page or draws the last token. All positions advance by one in each
+    step, so the step in which a request is due is known ahead. This also avoids cache misses: the Request objects of a
+    large batch do not fit into a processor's caches.
+    """
+
+    __slots__ = ("_due", "_steps", "requests", "rids", "slots", "starts", "stop_id_union", "stop_ids", "token_ids")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.token_ids: list[array[int]] = []
+        self.stop_ids: list[frozenset[int]] = []
+        self.stop_id_union: set[int] = set()  # a superset of all `stop_ids`: it may keep those of former requests
+        self.rids = array(UINT32)
+        self.slots = array(INT32)
+        self.starts = array(INT32)  # the position that the next row computes
+        self._steps = 0  # steps in which all requests had a row
+        self._due: dict[int, dict[Request, None]] = {}  # by the value of `_steps` at which they are due
+
+    def add(self, request: Request) -> None:
+        """Adds a request, whose next row starts at `request.planned`."""
+        start = request.planned
+        request.lane = self
+        request.lane_index = len(self.requests)
+        self.requests.append(request)
+        self.token_ids.append(request.token_ids)
+        self.stop_ids.append(request.stop_ids)
+        self.stop_id_union |= request.stop_ids
+        self.rids.append(request.rid)
+        self.slots.append(request.slot)
+        self.starts.append(start)
+        self._schedule(request, start)
+
+    def remove(self, request: Request) -> None:
+        """Removes a request; the last one moves to its index."""
+        self._unschedule(request)
+        index = request.lane_index
+        request.planned = self.starts[index]
+        request.lane = None
+        last = self.requests.pop()
+        token_ids, stop_ids = self.token_ids.pop(), self.stop_ids.pop()
+        rid, slot, start = self.rids.pop(), self.slots.pop(), self.starts.pop()
+        if last is not request:
+            last.lane_index = index
+            self.requests[index], self.token_ids[index], self.stop_ids[index] = last, token_ids, stop_ids
+            self.rids[index], self.slots[index], self.starts[index] = rid, slot, start
+
+    def collect_due(self, need_page: list[Request], finishing: list[Request]) -> None:
+        """Appends requests whose next row needs a page, and requests whose next row draws the last token. Updates
+        `planned` of both."""
+        starts = self.starts
+        for request in self._due.get(self._steps, ()):
+            request.planned = start = starts[request.lane_index]
+            if start == request.capacity:
+                need_page.append(request)
+            if start == request.last_start:
+                finishing.append(request)
+
+    def plan_rows(self, client: TokenizerClient, begin: int) -> LaneRows:
+        """Plans one row for each request; the first is at index `begin` among the step's drawing rows. All positions
+        advance by one."""
+        rows = LaneRows(
+            client=client,
+            begin=begin,
+            end=begin + len(self.requests),
+            rids=self.rids.tobytes(),
+            token_ids=self.token_ids.copy(),
+            stop_ids=self.stop_ids.copy(),
+            stop_id_union=self.stop_id_union,
+        )
+        self.starts = increment_each(self.starts)
+        self._due.pop(self._steps, None)
+        self._steps += 1
+        return rows
+
+    def set_start(self, request: Request, start: int) -> None:
+        """Sets the position that the request's next row computes."""
+        self._unschedule(request)
+        request.planned = self.starts[request.lane_index] = start
+        self._schedule(request, start)
+
+    def page_added(self, request: Request) -> None:
+        """To be called when the request has got another page."""
+        self._unschedule(request)
+        self._schedule(request, self.starts[request.lane_index])
+
+    def _schedule(self, request: Request, start: int) -> None:
+        """Computes when the request is due."""
+        capacity, last = request.capacity, request.last_start
+        request.due_step = step = self._steps + (capacity if capacity < last else last) - start
+        if (others := self._due.get(step)) is None:
+            self._due[step] = {request: None}
+        else:
+            others[request] = None
+
+    def _unschedule(self, request: Request) -> None:
+        if (others := self._due.get(request.due_step)) is not None:
+            others.pop(request, None)

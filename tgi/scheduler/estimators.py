@@ -1,0 +1,151 @@
+"""Running estimates: the prefill budget of a step, a linear fit of step times, the waiting time of a new request."""
+
+from math import exp
+
+# --- prefill budget ---------------------------------------------------------------------------------------------------
+
+# Weight of the newest step in the moving averages.
+STEP_COST_WEIGHT = 0.2
+# A step is worthwhile when its prompt tokens take this many times what a decode step takes: a larger one saves little
+# more.
+WORTHWHILE_RATIO = 16
+
+
+class PrefillBudget:
+    """How many prompt tokens go into a step, from moving averages of two costs: a step of decode rows alone, and each
+    prompt token on top of it. Times are microseconds."""
+
+    def __init__(self, target_us: float) -> None:
+        """`target_us`: how long a step may take that has decode rows, too."""
+        self._target_us = target_us
+        self._decode_us = 0.0  # a step of decode rows alone; 0: not measured yet
+        self._token_us = 0.0  # a prompt token on top of it; 0: not measured yet
+
+    def record_step(self, decode_rows: int, prefill_tokens: int, step_us: int) -> None:
+        """Updates the averages with a finished step. `step_us` is 0 if the worker did not measure it."""
+        if step_us <= 0:
+            return
+        if not prefill_tokens:
+            self._decode_us = _average(self._decode_us, step_us)
+            return
+        base = self._decode_us if decode_rows else 0.0
+        self._token_us = _average(self._token_us, max(step_us - base, 0.0) / prefill_tokens)
+
+    def target_tokens(self, at_least: int, at_most: int) -> int:
+        """Prompt tokens with which a step that has decode rows meets the target time, within the bounds."""
+        if not self._token_us:
+            return at_most
+        return int(min(at_most, max(at_least, (self._target_us - self._decode_us) / self._token_us)))
+
+    def worthwhile_tokens(self, at_most: int) -> int:
+        """Prompt tokens that make a step worth its fixed cost: at least 1, so that the first prompt is computed;
+        `at_most` until both costs are measured."""
+        if not self._token_us or not self._decode_us:
+            return at_most
+        return int(min(at_most, WORTHWHILE_RATIO * self._decode_us / self._token_us)) or 1
+
+
+def _average(old: float, new: float) -> float:
+    return new if not old else old + STEP_COST_WEIGHT * (new - old)
+
+
+# --- linear fit -------------------------------------------------------------------------------------------------------
+
+# Weight of the newest point.
+FIT_WEIGHT = 0.05
+# Variance of x at which the slope is halved (ridge regression). Old points fade, so a slope that no recent point shows
+# shrinks towards 0.
+SLOPE_SHRINKAGE = 0.05
+
+
+class LinearFit:
+    """Exponentially weighted least squares, y = intercept + slope * x, in O(1) time and memory."""
+
+    def __init__(self) -> None:
+        self._x = self._y = 0.0  # weighted means
+        self._variance = self._covariance = 0.0  # of x, and of x with y
+
+    def add(self, x: float, y: float) -> None:
+        """Adds a point."""
+        if not self._y:
+            self._x, self._y = x, y
+            return
+        dx, dy = x - self._x, y - self._y
+        self._x += FIT_WEIGHT * dx
+        self._y += FIT_WEIGHT * dy
+        self._variance = (1 - FIT_WEIGHT) * (self._variance + FIT_WEIGHT * dx * dx)
+        self._covariance = (1 - FIT_WEIGHT) * (self._covariance + FIT_WEIGHT * dx * dy)
+
+    @property
+    def slope(self) -> float:
+        """Increase of y per x, at least 0."""
+        return max(0.0, self._covariance / (self._variance + SLOPE_SHRINKAGE))
+
+    def at(self, x: float) -> float:
+        """The value at x, with an intercept of at least 0; 0 without points."""
+        slope = self.slope
+        return max(self._y + slope * (x - self._x), slope * x)
+
+
+# --- waiting time -----------------------------------------------------------------------------------------------------
+
+# Time constant of the moving averages: an event of this age has a weight of 1/e.
+MEMORY_SECONDS = 30.0
+# Upper bound of an interval, for a queue that does not move.
+MAX_INTERVAL_SECONDS = 3600.0
+
+
+class MeanInterval:
+    """Mean seconds between events: total time over number of events, both exponentially faded."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events = 0.0
+
+    def record(self, seconds: float, events: int) -> None:
+        """Adds a period and the number of events in it."""
+        kept = exp(-seconds / MEMORY_SECONDS)
+        self._seconds = self._seconds * kept + seconds
+        self._events = self._events * kept + events
+
+    @property
+    def interval(self) -> float:
+        """Mean seconds from one event to the next; before the first event, the time that has passed."""
+        interval = self._seconds / self._events if self._events else self._seconds
+        return min(interval, MAX_INTERVAL_SECONDS)
+
+
+class WaitEstimator:
+    """Predicts the waiting time of a request that arrives now, by Little's law: queue length times the mean interval
+    between admissions. Only time in which requests wait (for admissions) or run (for completions) counts. Times are
+    seconds."""
+
+    def __init__(self) -> None:
+        self._admissions = MeanInterval()  # while requests wait
+        self._completions = MeanInterval()  # while requests run
+        self._admitted = self._completed = 0
+        self._queued = self._running = 0
+        self._observed_at = 0.0
+
+    def observe(self, admitted: int, completed: int, queued: int, running: int, now: float) -> None:
+        """To be called when all steps are planned. `admitted` and `completed` are totals since start; `queued` and
+        `running` are the requests that wait and run from now on."""
+        seconds, self._observed_at = now - self._observed_at, now
+        if self._queued:
+            self._admissions.record(seconds, admitted - self._admitted)
+        if self._running:
+            self._completions.record(seconds, completed - self._completed)
+        self._admitted, self._completed = admitted, completed
+        self._queued, self._running = queued, running
+
+    def wait_seconds(self, queued: int, full: bool) -> float:
+        """Predicted waiting time of a request that arrives now, behind `queued` others. `full`: no slot is free, so
+        that the first request in an empty queue waits for a completion, too."""
+        if queued:
+            return (queued + 1) * self._admissions.interval
+        return self._completions.interval if full else 0.0
+
+    @property
+    def completion_interval(self) -> float:
+        """Mean time from one completion to the next."""
+        return self._completions.interval

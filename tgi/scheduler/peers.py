@@ -1,0 +1,211 @@
+"""The scheduler's neighbours: the tokenizers, the worker, the messages queued for them, and the status report."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+from tgi.microkernel.errors import ProtocolError
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import Add, DeploymentLimits, End, FinishReason, Status, Tokens
+from tgi.scheduler.adapters import WorkerAdapters
+from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
+from tgi.scheduler.request import Request, TokenizerClient
+
+log = logging.getLogger(__name__)
+
+Outgoing = tuple[PeerId, tuple[Any, ...]]  # receiver, message
+
+
+class Outbox:
+    """Outgoing messages other than steps, in order: tokens, ends and status for tokenizers, adapter updates for the
+    worker."""
+
+    def __init__(self) -> None:
+        self._messages: list[Iterable[Outgoing]] = []
+
+    def append(self, peer: PeerId, message: tuple[Any, ...]) -> None:
+        """Queues a message."""
+        self._messages.append([(peer, message)])
+
+    def extend(self, messages: Iterable[Outgoing]) -> None:
+        """Queues several messages. An iterator is consumed when they are sent, so that the worker does not wait until
+        they are made."""
+        self._messages.append(messages)
+
+    def take_all(self) -> Iterator[Outgoing]:
+        """Returns all messages and clears the outbox."""
+        messages, self._messages = self._messages, []
+        return chain.from_iterable(messages)
+
+
+# --- status report ----------------------------------------------------------------------------------------------------
+
+WAITING_FOR_WORKER = Status(ready=False, healthy=True, stage="waiting for the worker", percent=0)
+LOADING_ADAPTERS = Status(ready=False, healthy=True, stage="loading adapters", percent=99)
+LIMITS_NOT_MET = Status(ready=False, healthy=False, stage="the worker does not meet the limits", percent=0)
+# Minimum interval between reports in which only the load differs.
+LOAD_REPORT_SECONDS = 0.5
+# A prediction is reported again when it has changed by more than this share.
+SIGNIFICANT_CHANGE = 0.25
+
+
+class LoadReport(NamedTuple):
+    """The fields of a Status that change with the load."""
+
+    queued: int
+    running: int
+    predicted_wait_ms: int
+    mean_end_interval_ms: int
+
+    def differs_from(self, other: "LoadReport") -> bool:
+        """Whether a tokenizer that knows the other should be told this one."""
+        return (
+            self.queued != other.queued
+            or self.running != other.running
+            or _changed_significantly(self.predicted_wait_ms, other.predicted_wait_ms)
+            or _changed_significantly(self.mean_end_interval_ms, other.mean_end_interval_ms)
+        )
+
+    def add_to(self, status: Status) -> Status:
+        """The status with this load."""
+        return status._replace(
+            queued=self.queued,
+            running=self.running,
+            predicted_wait_ms=self.predicted_wait_ms,
+            mean_end_interval_ms=self.mean_end_interval_ms,
+        )
+
+
+def _changed_significantly(new: int, old: int) -> bool:
+    return abs(new - old) > SIGNIFICANT_CHANGE * max(new, old)
+
+
+class StatusReporter:
+    """Decides when a status is reported. A status here is without load."""
+
+    def __init__(self) -> None:
+        self._reported = WAITING_FOR_WORKER
+        self._reported_load = LoadReport(queued=0, running=0, predicted_wait_ms=0, mean_end_interval_ms=0)
+        self._reported_at = 0.0
+        self.due_at: float | None = None  # when a load that has changed since may be reported
+
+    def should_report(self, status: Status, load: LoadReport, now: float) -> bool:
+        """Whether to report status and load now; if so, they count as reported."""
+        self.due_at = self._reported_at + LOAD_REPORT_SECONDS if load.differs_from(self._reported_load) else None
+        if status == self._reported and (self.due_at is None or now < self.due_at):
+            return False
+        self._reported, self._reported_load = status, load
+        self._reported_at, self.due_at = now, None
+        return True
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+class TokenizerPeers:
+    """The tokenizers that are connected, with their requests. Queues messages for them in the outbox."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.clients: dict[PeerId, TokenizerClient] = {}
+        self.reporter = StatusReporter()
+        self._outbox = outbox
+        self._arrivals = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [request for client in self.clients.values() for request in client.requests.values()]
+
+    def add_request(self, add: Add, client: TokenizerClient, now: float) -> Request | None:
+        """Creates a request. None if its columns are malformed, which is answered with an End, or its rid is in use."""
+        if add.rid in client.requests:
+            # A rid has one End, which belongs to the first request.
+            log.error("%s used rid %d twice; the second request is ignored", client.peer, add.rid)
+            return None
+        try:
+            request = Request(client, add, self._arrivals, now)
+        except (ValueError, ProtocolError) as error:
+            self._outbox.append(client.peer, End(add.rid, FinishReason.INVALID, f"malformed request: {error}"))
+            return None
+        self._arrivals += 1
+        client.requests[add.rid] = request
+        return request
+
+    def queue_tokens(self, make_message: Callable[[DrawnTokens, list[DrawnToken], list[TopTokens]], Tokens]) -> None:
+        """Queues the tokens that each client's requests have drawn. The messages are made when they are sent."""
+        tokens = [
+            (one.peer, one.take_tokens()) for one in self.clients.values() if one.token_rows or one.token_columns.rids
+        ]
+        self._outbox.extend((peer, make_message(*one)) for peer, one in tokens)
+
+    def report_status(self, status: Status, load: LoadReport, now: float) -> None:
+        """Queues the status, given without load, for all tokenizers if it should be reported."""
+        if self.reporter.should_report(status, load, now):
+            for peer in self.clients:
+                self._outbox.append(peer, load.add_to(status))
+
+
+# --- worker -----------------------------------------------------------------------------------------------------------
+
+MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tokens", "max_batch_size", "pages")
+EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
+
+
+class WorkerPeer:
+    """The worker. The limits of the first one hold for the life of the deployment."""
+
+    def __init__(self) -> None:
+        self.peer: PeerId | None = None
+        self.limits: DeploymentLimits | None = None
+        self.adapters = WorkerAdapters()
+        self._reported = WAITING_FOR_WORKER
+
+    @property
+    def status(self) -> Status:
+        """The worker's status as tokenizers see it: it is not ready while it restores its predecessor's adapters."""
+        return LOADING_ADAPTERS if self.adapters.restoring else self._reported
+
+    def connect(self, peer: PeerId) -> None:
+        """Takes a worker that has sent its Hello; a second one is ignored."""
+        if self.peer is not None:
+            log.error("%s is ignored: %s is the worker of this scheduler", peer, self.peer)
+            return
+        self.peer = peer
+
+    def update_status(self, status: Status) -> None:
+        """Stores the worker's status, and its limits if it is the first worker."""
+        if status.ready and status.limits is not None and not self.status.ready:
+            if self.limits is None:
+                self.limits = status.limits
+            elif fault := limits_shortfall(self.limits, status.limits):
+                log.error(
+                    "The restarted worker does not meet this deployment's limits: %s. Free the memory that it lacks, "
+                    "or restart the whole server with smaller limits.",
+                    fault,
+                )
+                status = LIMITS_NOT_MET
+        self._reported = status
+        if status.ready:
+            self.adapters.worker_reported(status.adapters)
+
+    def disconnect(self) -> None:
+        """Clears the state of the worker, which has disconnected."""
+        self.peer = None
+        self._reported = WAITING_FOR_WORKER
+        self.adapters.worker_lost()
+
+
+def limits_shortfall(held: DeploymentLimits, offered: DeploymentLimits) -> str:
+    """Why a restarted worker does not meet the deployment's limits, in words; "" if it does."""
+    faults = [
+        f"{name} is {getattr(offered, name)}, at least {getattr(held, name)} is needed"
+        for name in MINIMUM_LIMITS
+        if getattr(offered, name) < getattr(held, name)
+    ]
+    faults += [
+        f"{name} is {getattr(offered, name)} instead of {getattr(held, name)}"
+        for name in EQUAL_LIMITS
+        if getattr(offered, name) != getattr(held, name)
+    ]
+    return "; ".join(faults)

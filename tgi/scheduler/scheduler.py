@@ -1,0 +1,391 @@
+"""The scheduler without sockets and clocks (sans-IO): messages go in with the time, steps and messages come out."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tgi.microkernel.codec import ITEM_BYTES
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import (
+    DECODE,
+    END,
+    PREFILL,
+    QUEUED,
+    AdapterUpdated,
+    Add,
+    Cancel,
+    DeploymentLimits,
+    FinishReason,
+    Hello,
+    Status,
+    Step,
+    StepResult,
+    Stop,
+    UpdateAdapter,
+)
+from tgi.scheduler.columns import token_runs_message, tokens_message
+from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
+from tgi.scheduler.crash_isolation import CrashIsolation
+from tgi.scheduler.estimators import PrefillBudget, WaitEstimator
+from tgi.scheduler.in_flight import (
+    FinishedRequests,
+    InFlightStep,
+    StepPipeline,
+    distribute_token_runs,
+    distribute_tokens,
+    split_prompt_logprobs,
+)
+from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
+from tgi.scheduler.request import SUSPECT_STRIKES, Request, TokenizerClient, WaitingQueue, validation_error
+from tgi.scheduler.speculation import Speculation
+from tgi.scheduler.step_planner import StepPlanner
+
+log = logging.getLogger(__name__)
+
+
+class SchedulerConfig(NamedTuple):
+    """The scheduler's settings."""
+
+    prefix_caching: bool = True
+    step_target: float = 0.2  # seconds that a step may take that has decode rows and prefill chunks
+    stall_limit: float = 60.0  # seconds without an answer, with steps in flight, until the status is unhealthy
+    max_drafts: int = 0  # draft tokens per row and step; 0: no speculation
+    draft_model: bool = False  # the worker has a draft model
+
+
+class Scheduler:
+    """Owns the requests of all tokenizers and schedules them on one worker.
+
+    In a loop: pass what the links receive to `handle`; send what `plan` returns to `worker.peer` until it returns None;
+    call `report_status`; send what `outgoing` yields; then, while the worker is busy, call `commit`. Deterministic: the
+    same calls give the same outputs.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.worker = WorkerPeer()
+        self.pipeline = StepPipeline(config.stall_limit)
+        self._planner: StepPlanner | None = None  # None until the first worker is ready
+        self._queue = WaitingQueue()
+        self._prefill_budget = PrefillBudget(config.step_target * 1e6)
+        self._speculation = Speculation(config.max_drafts, config.draft_model) if config.max_drafts else None
+        self._outbox = Outbox()
+        self._tokenizers = TokenizerPeers(self._outbox)
+        self._crash_isolation = CrashIsolation()
+        self._wait_estimator = WaitEstimator()
+
+    # --- input --------------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any, source: PeerId, now: float) -> None:
+        """Handles one message or event of a link. `now` is in seconds and never decreases."""
+        if source.role == "worker":
+            self._handle_worker_message(message, source, now)
+        elif isinstance(message, Add) and (client := self._tokenizers.clients.get(source)) is not None:
+            self._add_request(message, client, now)  # the most frequent message
+        else:
+            self._handle_tokenizer_message(message, source, now)
+
+    def _handle_tokenizer_message(self, message: Any, source: PeerId, now: float) -> None:
+        clients = self._tokenizers.clients
+        client = clients.get(source)
+        if isinstance(message, Hello):
+            clients[source] = TokenizerClient(source)
+            self._outbox.append(source, self._load().add_to(self._status(now)))
+        elif client is None:
+            return  # sent before its PeerDisconnected
+        elif isinstance(message, Cancel | Stop):
+            # The rid is unknown if the message crosses the request's End.
+            if (request := client.requests.get(message.rid)) is not None:
+                reason = FinishReason.STOP if isinstance(message, Stop) else FinishReason.CANCELLED
+                self._end_request(request, reason, now)
+        elif isinstance(message, UpdateAdapter):
+            self.worker.adapters.request_update(source, message)
+            self._send_adapter_updates()
+        elif isinstance(message, PeerDisconnected):
+            for request in list(client.requests.values()):
+                self._end_request(request, FinishReason.CANCELLED, now)
+            self.worker.adapters.tokenizer_lost(source)
+            del clients[source]
+        else:
+            log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
+
+    def _handle_worker_message(self, message: Any, source: PeerId, now: float) -> None:
+        if isinstance(message, Hello):
+            self.worker.connect(source)
+        elif source != self.worker.peer:
+            return
+        elif isinstance(message, StepResult):
+            self._handle_result(message, now)
+        elif isinstance(message, Status):
+            self._handle_worker_status(message, now)
+        elif isinstance(message, AdapterUpdated):
+            self._handle_adapter_updated(message, now)
+        elif isinstance(message, PeerDisconnected):
+            self._handle_worker_lost(now)
+        else:
+            log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
+
+    # --- output -------------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Step | None:
+        """The next step for the worker; None if the pipeline is full or there is nothing to compute."""
+        if (planned := self._plan_step(now)) is not None:
+            return planned.message
+        counters = self.counters
+        self._wait_estimator.observe(
+            admitted=counters.admitted_requests,
+            completed=counters.ended_requests,
+            queued=len(self._queue),
+            running=self.running,
+            now=now,
+        )
+        return None
+
+    def _plan_step(self, now: float) -> InFlightStep | None:
+        planner, pipeline, isolation = self._planner, self.pipeline, self._crash_isolation
+        if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
+            return None
+        if isolation.alone is None and (head := self._queue.head()) is not None and head.is_suspect:
+            if pipeline:
+                return None  # the steps in flight must be answered first
+            isolation.alone = head
+        latest, speculation = pipeline.latest, self._speculation
+        if latest is not None and speculation is not None and speculation.should_wait(latest, planner.batch):
+            return None
+        step = planner.plan(
+            pipeline.next_number, pipeline.epoch, alone=isolation.alone, ahead=latest is not None, now=now
+        )
+        if step is None:
+            return None
+        pipeline.add(step, now)
+        self.counters.steps[step.method] += 1
+        if step.admitted:
+            self.counters.admitted_requests += step.admitted
+            self.counters.admissions.append(AdmittedRequests(step.admitted, step.joined))
+        return step
+
+    def outgoing(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
+        """(receiver, message) for all messages since the last call: for tokenizers, and for the worker those that are
+        not steps."""
+        return self._outbox.take_all()
+
+    def commit(self) -> None:
+        """Does the work that no step waits for. To be called when everything is sent; otherwise a later `plan` does
+        it."""
+        if self._planner is not None:
+            self._planner.commit()
+
+    def report_status(self, now: float) -> None:
+        """Queues a status for all tokenizers if it has changed. To be called after every batch of messages, when the
+        steps are sent, and at the `deadline`."""
+        self._tokenizers.report_status(self._status(now), self._load(), now)
+
+    def deadline(self, now: float) -> float:
+        """When `report_status` must be called even if no message comes."""
+        soonest = now + 3600.0
+        for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at):
+            if due_at is not None and due_at < soonest:
+                soonest = due_at
+        return max(now, soonest)
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot of the worker."""
+        return len(self._planner.batch) if self._planner else 0
+
+    @property
+    def pages_used(self) -> int:
+        """Pages of running requests, and of those that ended since the last `commit`."""
+        return self._planner.kv_cache.pool.used if self._planner else 0
+
+    @property
+    def loaded_adapters(self) -> int:
+        """Number of adapters that a request may ask for."""
+        return len(self.worker.adapters.loaded)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be computed now."""
+        return self.worker.status.ready
+
+    def check(self) -> None:
+        """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
+        known = self._tokenizers.requests
+        waiting = self._queue.waiting()
+        assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
+        batch = list(self._planner.batch) if self._planner else []
+        assert set(known) == set(waiting) | set(batch), "a request is lost, or held after its end"
+        assert all(request.state in (PREFILL, DECODE) for request in batch), "a request with a slot is not running"
+        if self._planner:
+            self._planner.check()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _add_request(self, add: Add, client: TokenizerClient, now: float) -> None:
+        if (request := self._tokenizers.add_request(add, client, now)) is None:
+            return
+        if self._speculation is not None:
+            self._speculation.add_request(request)
+        self._queue.append(request)
+        finish_reason = None
+        if add.resume_ids:
+            self.counters.recomputed_tokens += request.generated_tokens
+            finish_reason = request.finish_reason()
+        if fault := validation_error(request, None if finish_reason else self.worker.limits):
+            self._end_request(request, FinishReason.INVALID, now, fault)
+        elif finish_reason:
+            self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
+
+    def _end_request(self, request: Request, reason: FinishReason, now: float, message: str = "") -> None:
+        self._end_requests([(request, reason)], now, message)
+
+    def _end_requests(self, ended: FinishedRequests, now: float, message: str = "") -> None:
+        """Every request ends here, once."""
+        running = []
+        for request, _ in ended:
+            state = request.state
+            if state is not QUEUED:
+                running.append(request)
+            request.state = END[state]
+            if request.strikes:
+                self._crash_isolation.discard(request)
+            del request.client.requests[request.rid]
+        if running and self._planner is not None:
+            self._planner.release(running)
+        self._queue.record_ended(len(ended) - len(running))
+        self.counters.ended_requests += len(ended)
+        self._outbox.extend((one.client.peer, one.end_message(reason, message, now)) for one, reason in ended)
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _handle_result(self, result: StepResult, now: float) -> None:
+        if (answered := self.pipeline.pop_answered(result, now)) is None:
+            return
+        step, seconds = answered
+        planner = self._planner
+        assert planner is not None
+        vocab_size = planner.limits.vocab_size
+        fault = result.error or step.mismatch(result, vocab_size)
+        self.counters.finished_steps.append(
+            FinishedStep(step.method, failed=fault != "", seconds=seconds, forward_seconds=result.forward_us / 1e6)
+        )
+        if fault:
+            # A failed step has one request at fault: isolate its requests at once.
+            guilty = self._crash_isolation.blame([step], strikes=SUSPECT_STRIKES)
+            self.pipeline.step_failed()
+            self._requeue_running(guilty, f"Server error: {fault}", now)
+            return
+        self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
+        if self._speculation is not None:
+            self._speculation.record_step(step, result, now)
+        if result.row_errors:
+            self._end_faulty_rows(step, result, now)
+        if step.prompt_logprob_rows:
+            self._send_prompt_logprobs(step, result, vocab_size, now)
+        if step.drafts:
+            make_message = token_runs_message
+            finished = distribute_token_runs(step, result, planner.kv_cache, self.counters)
+        else:
+            make_message = tokens_message
+            finished = distribute_tokens(step, result, planner.batch.early_exits)
+        self._send_adapter_updates()
+        self._tokenizers.queue_tokens(make_message)
+        if finished:
+            self._end_requests(finished, now)
+        self._crash_isolation.clear_progressed()
+
+    def _end_faulty_rows(self, step: InFlightStep, result: StepResult, now: float) -> None:
+        for request, fault in zip(step.requests_in_row_order, result.row_errors, strict=True):
+            if fault and step.message.number >= request.valid_from_step:
+                self._end_request(request, FinishReason.FAILED, now, fault)
+
+    def _send_prompt_logprobs(self, step: InFlightStep, result: StepResult, vocab_size: int, now: float) -> None:
+        for request, message in split_prompt_logprobs(step.prompt_logprob_rows, result, vocab_size):
+            if step.message.number >= request.valid_from_step:
+                request.prompt_logprobs_from += len(message.logprobs) // ITEM_BYTES
+                self._outbox.append(request.client.peer, message)
+                if request.prompt_only and not request.lacks_prompt_logprobs:
+                    self._end_request(request, FinishReason.LENGTH, now)
+
+    # --- worker -------------------------------------------------------------------------------------------------------
+
+    def _handle_worker_status(self, status: Status, now: float) -> None:
+        self.worker.update_status(status)
+        if self._planner is None and (limits := self.worker.limits) is not None:
+            self._set_limits(limits, now)
+        self._send_adapter_updates()
+        self.report_status(now)
+
+    def _set_limits(self, limits: DeploymentLimits, now: float) -> None:
+        """The first worker's limits hold for the life of the deployment."""
+        self._planner = StepPlanner(
+            limits,
+            prefix_caching=self.config.prefix_caching,
+            prefill_budget=self._prefill_budget,
+            queue=self._queue,
+            counters=self.counters,
+            adapters=self.worker.adapters,
+            speculation=self._speculation,
+        )
+        for request in self._queue.waiting():
+            if fault := validation_error(request, limits):
+                self._end_request(request, FinishReason.INVALID, now, fault)
+
+    def _send_adapter_updates(self) -> None:
+        adapters, worker = self.worker.adapters, self.worker.peer
+        if adapters.has_unsent_updates and not self.pipeline and worker is not None:
+            for update in adapters.take_unsent_updates():
+                self._outbox.append(worker, update)
+
+    def _handle_adapter_updated(self, answer: AdapterUpdated, now: float) -> None:
+        if (forwarded := self.worker.adapters.take_answer(answer)) is not None:
+            self._outbox.append(*forwarded)
+        self.report_status(now)
+
+    def _handle_worker_lost(self, now: float) -> None:
+        self.worker.disconnect()
+        self.counters.worker_losses += 1
+        guilty = self._crash_isolation.blame(self.pipeline.steps, strikes=1)
+        self.pipeline.worker_lost()
+        self._requeue_running(guilty, "Server error: the worker died while it computed this request alone", now)
+        self.report_status(now)
+
+    def _requeue_running(self, guilty: Request | None, message: str, now: float) -> None:
+        """The worker's state is void: ends the guilty request, and returns all other running ones to the queue."""
+        if guilty is not None:
+            self._end_request(guilty, FinishReason.FAILED, now, message)
+        self._send_adapter_updates()
+        if self._planner is not None:
+            self._planner.worker_state_lost()
+
+    # --- status -------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> LoadReport:
+        queued, estimator = self.queued, self._wait_estimator
+        wait = estimator.wait_seconds(queued, full=self._planner is not None and self._planner.batch.full)
+        return LoadReport(
+            queued=queued,
+            running=self.running,
+            predicted_wait_ms=int(wait * 1000),
+            mean_end_interval_ms=int(estimator.completion_interval * 1000),
+        )
+
+    def _status(self, now: float) -> Status:
+        """The status for tokenizers, without load. Unhealthy while steps are in flight and none is answered."""
+        worker, status, stalled = self.worker, self.worker.status, self.pipeline.is_stalled(now)
+        return Status(
+            ready=status.ready,
+            healthy=status.healthy and not stalled,
+            stage="the worker finishes no step" if stalled else status.stage,
+            percent=status.percent,
+            limits=worker.limits,
+            adapters=worker.adapters.loaded,
+        )

@@ -1,0 +1,398 @@
+"""Plans the next step: decode rows first, then prefill chunks in the order of arrival."""
+
+from array import array
+
+from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, pack_int32
+from tgi.microkernel.protocol import (
+    CHUNK,
+    LAST_CHUNK,
+    PREEMPT,
+    PREFILL,
+    QUEUED,
+    WORKER_LOST,
+    DeploymentLimits,
+    RequestEvent,
+    SlotAssignment,
+    Step,
+)
+from tgi.scheduler.adapters import WorkerAdapters
+from tgi.scheduler.columns import ONE
+from tgi.scheduler.counters import Counters
+from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch
+from tgi.scheduler.estimators import PrefillBudget
+from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
+from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.request import NO_SLOT, Request, TokenizerClient, WaitingQueue
+from tgi.scheduler.speculation import NgramProposer, Speculation
+
+# Share of the pages that admission leaves to the running requests, so that they need not be preempted at once.
+SPARE_PAGES_SHARE = 0.01
+
+
+class StepPlanner:
+    """Owns the running batch and the KV cache, and takes requests from the waiting queue.
+
+    A step may be planned while earlier ones are in flight: the worker runs steps in order, so pages that are free at
+    planning time may be used, and a decode row needs only a position, not the token id of the step before.
+    """
+
+    def __init__(
+        self,
+        limits: DeploymentLimits,
+        prefix_caching: bool,
+        prefill_budget: PrefillBudget,
+        queue: WaitingQueue,
+        counters: Counters,
+        adapters: WorkerAdapters,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.limits = limits
+        self.queue = queue
+        self.batch = RunningBatch(limits.max_batch_size)
+        self.kv_cache = KVCacheManager(limits)
+        self._page_size = limits.page_size
+        self._prefix_caching = prefix_caching
+        self._prefill_budget = prefill_budget
+        self._counters = counters
+        self._adapters = adapters
+        self._speculation = speculation
+        self._spare_pages = int(limits.pages * SPARE_PAGES_SHARE)
+        # Each slot as a packed column of one item.
+        self._slot_columns = [pack_column(INT32, [slot]) for slot in range(limits.max_batch_size)]
+
+    def plan(self, number: int, epoch: int, alone: Request | None, ahead: bool, now: float) -> InFlightStep | None:
+        """The next step, or None if there is nothing to compute. `alone`: only this request may have a row. `ahead`:
+        other steps are in flight, so the latest token ids are not known."""
+        kv_cache = self.kv_cache
+        if not kv_cache.committed:
+            self.commit()
+        builder = StepBuilder()
+        running = len(self.batch)
+        self._plan_decode(builder, alone)
+        decode_rows = len(builder.drawing)
+        if self._speculation is not None and not ahead:
+            self._plan_drafts(builder, self._speculation)
+        self._plan_prefill(builder, number, alone, now)
+        kv_cache.begin_step()
+        if not builder.rows and not builder.chunks:
+            return None
+        # This step writes the pages of its prompts; later steps may find them.
+        kv_cache.mark_filled(builder.drawing[decode_rows:] + builder.prefilling)
+        if kv_cache.appended:
+            slots, pages = kv_cache.take_appended()
+            builder.page_slots.insert(0, pack_int32(slots))  # before any other page of the same request
+            builder.page_ids[:0] = pages
+        return builder.build(number, epoch, joined=running > 0, early_exits=self.batch.early_exits, now=now)
+
+    # --- decode -------------------------------------------------------------------------------------------------------
+
+    def _plan_decode(self, builder: "StepBuilder", alone: Request | None) -> None:
+        """One row for each decoding request. Requests for which no page is available have no row."""
+        need_page, finishing = self.batch.due()
+        if alone is not None:
+            need_page = [request for request in need_page if request is alone]
+            finishing = [request for request in finishing if request is alone]
+        without_page: set[Request] = set()
+        if need_page and not self.kv_cache.append_pages(need_page):
+            without_page = self._append_scarce_pages(builder, need_page, alone)
+            finishing = [one for one in finishing if one.lane is not None and one not in without_page]
+        if alone is None and not without_page:
+            for client, lane in self.batch.lanes.items():
+                builder.add_lane(client, lane)
+        else:
+            for request in self.batch.decoding:
+                if request not in without_page and alone in (None, request):
+                    builder.add_decode_row(request)
+        builder.finishing += finishing
+        self.batch.finishing = finishing
+
+    def _append_scarce_pages(
+        self, builder: "StepBuilder", need_page: list[Request], alone: Request | None
+    ) -> set[Request]:
+        """Appends a page to each of these in the order of arrival, and preempts later arrivals for it. Returns the
+        requests that have got none."""
+        without_page = set()
+        for request in sorted(need_page, key=_arrival):
+            if request.slot == NO_SLOT:
+                continue  # it was preempted in this loop
+            if self._free_a_page(request, preempt_any=request is alone):
+                self._append_page(builder, request, *self.kv_cache.pool.allocate(1))
+                self.kv_cache.mark_filled([request])
+            else:
+                without_page.add(request)
+        return without_page
+
+    def _plan_drafts(self, builder: "StepBuilder", speculation: Speculation) -> None:
+        """Adds drafts to the decode rows, within the pages that are available beyond the spare ones. While prompts
+        wait, drafts get at most half of the tokens that a step may compute."""
+        rows = builder.drawing
+        most = self.limits.max_batch_prefill_tokens - len(rows)
+        counts = speculation.draft_counts(rows, most // 2 if self.batch.prefilling or self.queue else most)
+        for request, start, wanted in zip(rows, builder.starts, counts, strict=False):  # no counts: nothing is drafted
+            missing = -(-(start + 1 + wanted - request.capacity) // self._page_size)
+            if missing > 0 and self.kv_cache.ensure_available(missing + self._spare_pages):
+                for page in self.kv_cache.pool.allocate(missing):
+                    self._append_page(builder, request, page)
+            count = min(wanted, request.capacity - start - 1)
+            builder.drafts.append(count)
+            if isinstance(request.drafter, NgramProposer):
+                builder.draft_ids.append(request.drafter.propose(count).tobytes())
+        if not any(builder.drafts):
+            del builder.drafts[:]
+
+    def _free_a_page(self, request: Request, preempt_any: bool) -> bool:
+        """Ensures that a page is available for this request; preempts later arrivals (or any request) until one is.
+        False: none could be freed."""
+        while not self.kv_cache.ensure_available(1):
+            victim = self.batch.latest_arrival(excluding=request)
+            if victim is None or not (preempt_any or victim.arrival > request.arrival):
+                return False
+            self._preempt(victim)
+        return True
+
+    def _append_page(self, builder: "StepBuilder", request: Request, page: int) -> None:
+        request.add_page(page, self._page_size)
+        builder.page_slots.append(self._slot_columns[request.slot])
+        builder.page_ids.append(page)
+
+    def _preempt(self, request: Request) -> None:
+        self._counters.preemptions += 1
+        self._requeue(request, PREEMPT)
+
+    # --- prefill ------------------------------------------------------------------------------------------------------
+
+    def _plan_prefill(self, builder: "StepBuilder", number: int, alone: Request | None, now: float) -> None:
+        """Adds chunks of the prompts that are partly computed, then of waiting requests, in the order of arrival.
+
+        The first prompt gets the whole budget. Another one joins only while the step is smaller than what makes it
+        worthwhile: beyond that a prompt takes the same time in any step, and the mean latency is lowest if prompts
+        finish one after the other.
+        """
+        budget = self.limits.max_batch_prefill_tokens - len(builder.drawing) - sum(builder.drafts)
+        if builder.drawing:
+            budget = self._prefill_budget.target_tokens(min(self.limits.page_size, budget), budget)
+        if alone is not None:
+            if alone.slot == NO_SLOT:
+                self._admit_alone(builder, alone, number, now)
+            if alone.slot != NO_SLOT and alone.state in (QUEUED, PREFILL):
+                self._add_chunk(builder, alone, budget)
+            return
+        if not self.batch.prefilling and not self.queue:
+            return
+        # Prompts are added until the remaining budget is at or below this.
+        stop_at = max(0, budget - self._prefill_budget.worthwhile_tokens(budget))
+        for request in list(self.batch.prefilling):
+            if budget <= stop_at:
+                return
+            budget -= self._add_chunk(builder, request, budget)
+        free, busy = self.batch.free_slots, self.batch.busy
+        while budget > stop_at and free and (head := self.queue.head()) is not None:
+            if not self._admit(builder, head, busy, number, now):
+                return
+            budget -= self._add_chunk(builder, head, budget)
+            busy = True
+
+    def _add_chunk(self, builder: "StepBuilder", request: Request, budget: int) -> int:
+        """Adds a row of at most `budget` prompt tokens. Returns how many it has."""
+        start, known = request.planned, len(request.token_ids)
+        tokens = known - start
+        draws = tokens <= budget
+        if not draws:
+            tokens = budget
+        request.planned = end = start + tokens
+        if request.prompt_logprobs_from < request.prompt_tokens and (row := prompt_logprob_row(request, start, end)):
+            builder.prompt_logprob_rows.append(row)
+        if draws:
+            if request.state is PREFILL:
+                del self.batch.prefilling[request]
+            request.state = LAST_CHUNK[request.state]
+            if end <= request.last_start:
+                builder.drawing.append(request)
+                self.batch.prefilled.append(request)
+            elif request.prompt_only:
+                draws = False
+                builder.prefilling.append(request)
+            else:
+                builder.drawing.append(request)
+                builder.finishing.append(request)
+        else:
+            request.state = CHUNK[request.state]
+            builder.prefilling.append(request)
+            self.batch.prefilling[request] = None
+        builder.chunks.append((request.slot, start, tokens, draws))
+        return tokens
+
+    def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
+        """Moves the head of the queue into a slot, with pages for all its tokens. False: too few pages are available.
+
+        No request is preempted for it, and no pages are reserved for what it may generate. `busy`: other requests hold
+        slots.
+        """
+        kv_cache = self.kv_cache
+        if request.missing_pages and busy and not kv_cache.ensure_available(request.missing_pages):
+            return False  # as many are missing as when it was last tried
+        # The last token is always computed, since its row draws the next one; so is each position that yields a prompt
+        # logprob.
+        prompt_logprobs = request.prompt_logprobs_from < request.prompt_tokens
+        must_compute = request.prompt_logprobs_from if prompt_logprobs else len(request.token_ids)
+        # Without its adapter the worker would fill the pages with other keys and values.
+        request.shares_pages = shares = self._prefix_caching and (
+            not request.cache_salt or self._adapters.is_loaded(request.cache_salt)
+        )
+        column = request.token_ids.tobytes()
+        max_cached = (must_compute - 1) // self._page_size if shares else 0
+        if not kv_cache.allocate(request, column, max_cached, self._spare_pages if busy else 0):
+            return False
+        self.queue.pop_head()
+        slot = self.batch.assign_slot(request)
+        request.valid_from_step = number
+        if found := request.planned:
+            self._counters.cache_hit_tokens += found
+            if request.first_planned_at is None:
+                request.cached_tokens = min(found, request.prompt_tokens)
+        if request.first_planned_at is None:
+            request.first_planned_at = now
+        if self._speculation is not None:
+            self._speculation.slot_assigned(request)
+        assignment = SlotAssignment(slot, column, request.prompt_tokens, request.sampling)
+        if prompt_logprobs:
+            assignment = assignment._replace(
+                prompt_logprobs_from=request.prompt_logprobs_from, prompt_top_n=request.prompt_top_n
+            )
+        builder.slots.append(assignment)
+        builder.page_slots.append(self._slot_columns[slot] * len(request.pages))
+        builder.page_ids += request.pages
+        return True
+
+    def _admit_alone(self, builder: "StepBuilder", request: Request, number: int, now: float) -> None:
+        """Admits a suspect, and preempts any other request for its slot and pages."""
+        while True:
+            request.missing_pages = 0
+            if not self.batch.full and self._admit(builder, request, self.batch.busy, number, now):
+                return
+            victim = self.batch.latest_arrival(excluding=request)
+            if victim is None:
+                return
+            self._preempt(victim)
+
+    # --- between plans ------------------------------------------------------------------------------------------------
+
+    def release(self, requests: list[Request]) -> None:
+        """These requests have ended: takes their slots at once, and their pages with the next commit."""
+        self.batch.release_slots(requests)
+        self.kv_cache.release_later(requests)
+
+    def commit(self) -> None:
+        """Does the work that no step waits for: commits batch and KV cache, and appends the pages that the next rows
+        need if there are enough for all."""
+        self.batch.commit()
+        self.kv_cache.commit()
+        need_page, _ = self.batch.due()
+        if need_page:
+            self.kv_cache.append_pages(need_page)
+        if self._speculation is not None:
+            self._speculation.index_prompts()
+
+    def _requeue(self, request: Request, event: RequestEvent) -> None:
+        """Returns a request to the queue with all its tokens: the generated ones are computed again as prefill."""
+        self.batch.commit()
+        self.kv_cache.commit()
+        self.batch.release_slots([request])
+        self.kv_cache.free(request)
+        request.state = event[request.state]
+        request.missing_pages = 0
+        self._counters.recomputed_tokens += request.generated_tokens
+        self.queue.reinsert(request)
+
+    def worker_state_lost(self) -> None:
+        """The worker's tensors are gone: returns all running requests to the queue and empties the KV cache."""
+        for request in list(self.batch):
+            self._requeue(request, WORKER_LOST)
+        self.kv_cache.worker_state_lost()
+
+    def check(self) -> None:
+        """Raises AssertionError if pages and requests contradict each other. For tests."""
+        self.kv_cache.check(list(self.batch))
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+class StepBuilder:
+    """A step that is being planned: first the decode rows, as columns, then the prefill chunks."""
+
+    def __init__(self) -> None:
+        self.slots: list[SlotAssignment] = []
+        self.page_slots: list[bytes] = []  # int32 columns
+        self.page_ids: list[int] = []
+        self.rows = array(INT32)  # the slots of the decode rows
+        self.starts = array(INT32)  # their positions
+        self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether the row draws
+        self.draft_ids: list[bytes] = []  # of each row in `drafts`: int32
+        # As in InFlightStep:
+        self.drafts: list[int] = []
+        self.drawing: list[Request] = []
+        self.lane_rows: list[LaneRows] = []
+        self.finishing: list[Request] = []
+        self.prefilling: list[Request] = []
+        self.prompt_logprob_rows: list[PromptLogprobRow] = []
+
+    def add_decode_row(self, request: Request) -> None:
+        """A row for one request in a lane."""
+        lane = request.lane
+        assert lane is not None
+        start = lane.starts[request.lane_index]
+        self.drawing.append(request)
+        self.rows.append(request.slot)
+        self.starts.append(start)
+        lane.set_start(request, start + 1)
+
+    def add_lane(self, client: TokenizerClient, lane: DecodeLane) -> None:
+        """A row for each request in a lane."""
+        begin = len(self.drawing)
+        self.drawing += lane.requests
+        self.rows += lane.slots
+        self.starts += lane.starts
+        self.lane_rows.append(lane.plan_rows(client, begin))
+
+    def build(self, number: int, epoch: int, joined: bool, early_exits: int, now: float) -> InFlightStep:
+        """The step to send. `joined`: whether other requests ran before those admitted by this step."""
+        decode_rows, prefill_tokens = len(self.rows), 0
+        rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
+        if self.chunks:
+            chunk_slots, chunk_starts, chunk_tokens, chunk_draws = zip(*self.chunks, strict=True)
+            rows += pack_int32(chunk_slots)
+            starts += pack_int32(chunk_starts)
+            counts += pack_int32(chunk_tokens)
+            draws += bytes(chunk_draws)
+            prefill_tokens = sum(chunk_tokens)
+        step = Step(
+            number=number,
+            epoch=epoch,
+            slots=self.slots,
+            page_slots=b"".join(self.page_slots),
+            page_ids=pack_int32(self.page_ids),
+            rows=rows,
+            starts=starts,
+            counts=counts,
+            draws=draws,
+        )
+        if self.drafts:
+            drafts = pack_int32(self.drafts) + bytes(ITEM_BYTES * len(self.chunks))
+            step = step._replace(drafts=drafts, draft_ids=b"".join(self.draft_ids))
+        return InFlightStep(
+            message=step,
+            drawing=self.drawing,
+            lane_rows=self.lane_rows,
+            finishing=self.finishing,
+            prefilling=self.prefilling,
+            prompt_logprob_rows=self.prompt_logprob_rows,
+            decode_rows=decode_rows,
+            prefill_tokens=prefill_tokens,
+            admitted=len(self.slots),
+            joined=joined and bool(self.slots),
+            sent_at=now,
+            drafts=self.drafts,
+            early_exits=early_exits,
+        )

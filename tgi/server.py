@@ -1,0 +1,228 @@
+"""Starts a server: creates the run directory, listens, resolves model and adapters, then supervises all processes."""
+
+import errno
+import logging
+import os
+import platform
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tgi import __version__
+from tgi.microkernel import interpreter, log, metrics, rundir, tracing
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.progress import Progress, abbreviated_path
+from tgi.microkernel.settings import (
+    GENERATION_CONFIGS,
+    Settings,
+    ineffective_flags,
+    named_adapters,
+    non_default_settings,
+    warn_of_unused_devices,
+)
+from tgi.microkernel.supervisor import ProcessSpec, Supervisor, listening_socket
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("api", "tokenizer", "scheduler", "worker")
+# The packages of requirements/worker.txt.
+WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
+
+
+def run_server(settings: Settings, roles: Sequence[str]) -> None:
+    """Runs these roles until a signal ends them. Raises UserError if they cannot run."""
+    log.configure_logging("tgi", settings)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C until the supervisor handles signals
+        signal.signal(number, signal.default_int_handler)
+    if "worker" in roles and settings.worker == "torch":
+        interpreter.require_packages(WORKER_PACKAGES, "The worker")
+    tracing.check_tracing(settings)
+    rundir.create_run_dir(settings.run_dir)
+    first = not rundir.lock_holders(settings.run_dir)
+    locks = [rundir.RunDirLock(settings.run_dir, role) for role in roles]
+    for role in roles:
+        rundir.remove_states(settings.run_dir, role)
+    if first:
+        metrics.remove_all_samples(settings.run_dir / "metrics")
+    else:
+        metrics.fold_dead_processes(settings.run_dir / "metrics")
+    metrics.use_directory(settings.run_dir / "metrics")
+    specs: list[ProcessSpec] = []
+    progress = Progress(settings, title=" + ".join(roles) if len(roles) < len(ROLES) else "tgi")
+    metrics_server = None
+    if "api" in roles:
+        listener = _listen(settings)
+        settings = replace(settings, port=listener.getsockname()[1])  # port 0: the port that the kernel chose
+        port = listener.detach()  # closed by the supervisor
+        specs += [ProcessSpec("api", replica, listen_fd=port) for replica in range(settings.api_workers)]
+        if settings.prometheus_port is not None:
+            metrics_server = metrics.MetricsServer(
+                settings.hostname, settings.prometheus_port, settings.run_dir / "metrics"
+            )
+    _announce(settings)  # after checks that may reject the start, whose error is then the only output
+    if "api" in roles and settings.compute_type is None:
+        settings = replace(settings, compute_type=compute_type(settings))
+    settings = progress.settings = _with_model(settings, roles, progress)
+    if "tokenizer" in roles:
+        specs += [ProcessSpec("tokenizer", replica) for replica in range(settings.validation_workers)]
+    if "scheduler" in roles:
+        specs.append(ProcessSpec("scheduler", 0))
+    if "worker" in roles:
+        specs.append(ProcessSpec("worker", 0))
+    try:
+        Supervisor(settings, specs, lambda: progress.show_process_states(spec.name for spec in specs)).run()
+    finally:
+        if metrics_server:
+            metrics_server.close()
+        for lock in locks:
+            lock.release()
+
+
+def _announce(settings: Settings) -> None:
+    """Logs settings other than the defaults, and those without effect."""
+    if given := non_default_settings(settings):
+        logger.debug("Arguments other than the defaults", extra=given)
+    if ineffective := ineffective_flags(settings):
+        flags = ", ".join(f"{name} ({reason})" for name, reason in ineffective.items())
+        logger.warning("Accepted for compatibility, without effect: %s", flags)
+    if settings.trust_remote_code:
+        logger.warning("`trust_remote_code` is set: Python code that comes with the model may run")
+    warn_of_unused_devices(settings, os.environ)
+    if settings.env:
+        logger.info(runtime_report(settings))
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        return listening_socket(settings.hostname, settings.port, settings.reuse_port)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "Give --hostname an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all."
+        else:
+            advice = "Choose another port with --port, or stop the program that uses it (`tgi ps` lists your servers)."
+        raise UserError(f"Cannot listen on {settings.hostname}:{settings.port}: {error.strerror}. {advice}") from error
+
+
+def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) -> Settings:
+    """Adds the model directory, which is found, downloaded or imported here once for all roles, and what it implies."""
+    from tgi.hub.model_config import pipeline_tag, read_model_config, read_sampling_defaults, snapshot_commit
+    from tgi.hub.overrides import ModelOverrides, overridden_directory
+    from tgi.hub.resolver import DEFAULT_MODEL, model_directory
+
+    named = replace(settings, model_id=settings.model_id or DEFAULT_MODEL)
+    if not {"tokenizer", "worker"} & set(roles):
+        return named
+    fetch = partial(
+        model_directory,
+        hub_cache=_path(settings.huggingface_hub_cache),
+        code=settings.trust_remote_code,
+        progress=progress.show_stage,
+    )
+    directory = fetch(settings.model_id, settings.revision, weights=settings.weights_cache_override is None)
+    known = replace(
+        named,
+        model_sha=snapshot_commit(directory),
+        model_pipeline_tag=pipeline_tag(directory),
+        model_source=_source(settings, directory, snapshot_commit(directory)),
+    )
+    generation = settings.generation_config
+    changes = ModelOverrides(
+        rope_factor=1.0 if settings.rope_scaling and settings.rope_factor is None else settings.rope_factor,
+        tokenizer_config=_path(settings.tokenizer_config_path),
+        weights=_path(settings.weights_cache_override),
+        generation_config=None if generation in GENERATION_CONFIGS else _path(generation),
+    )
+    directory = overridden_directory(directory, changes, settings.run_dir / "models")
+    read_model_config(directory)  # rejects an unsupported model before any process starts
+    known = replace(known, model_dir=directory)
+    if generation != "tgi":
+        known = replace(known, sampling_defaults=read_sampling_defaults(directory))
+    logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
+    return _with_adapters(_with_draft(known, fetch), progress) if "worker" in roles else known
+
+
+def _source(settings: Settings, directory: Path, sha: str | None) -> str:
+    """The origin of the model, for the summary."""
+    if settings.model_id is None:
+        return f"the demo model, imported to {abbreviated_path(directory)}"
+    if sha is not None:
+        return f"the Hugging Face Hub, commit {sha[:12]}, in {abbreviated_path(directory)}"
+    imported = directory != Path(settings.model_id).expanduser().absolute()
+    return (
+        f"{settings.model_id}, imported to {abbreviated_path(directory)}" if imported else abbreviated_path(directory)
+    )
+
+
+def _with_draft(settings: Settings, fetch: Callable[[str, str | None], Path]) -> Settings:
+    """Adds the directory of the draft model, if one is named."""
+    if settings.draft_model_id is None:
+        return settings
+    from tgi.hub.model_config import read_model_config
+
+    directory = fetch(settings.draft_model_id, settings.draft_model_revision)
+    read_model_config(directory)
+    return replace(settings, draft_model_dir=directory)
+
+
+def _with_adapters(settings: Settings, progress: Progress) -> Settings:
+    """Adds the directories of the named adapters."""
+    from tgi.hub.resolver import adapter_directory
+
+    found = []
+    for adapter in named_adapters(settings.lora_adapters):
+        if adapter.name == settings.model_id:
+            raise UserError(f"The LoRA adapter {adapter.name} has the base model's name. Give it another: NAME=PATH")
+        directory = adapter_directory(
+            adapter, hub_cache=_path(settings.huggingface_hub_cache), progress=progress.show_stage
+        )
+        found.append((adapter.name, str(directory)))
+    return replace(settings, adapters=tuple(found))
+
+
+def _path(name: str | None) -> Path | None:
+    return Path(name).expanduser().absolute() if name else None
+
+
+# --- --env and x-compute-type ---
+
+
+ABSENT = "N/A"
+# TGI misspells this name, and clients expect it.
+TGI_SPELLINGS = {"nvidia-h100-80gb-hbm3": "nvidia-h100-80fb-hbm3"}
+
+
+def runtime_report(settings: Settings) -> str:
+    """The text of --env, in the order of TGI's report."""
+    lines = [
+        "Runtime environment:",
+        f"Target: {platform.machine()}-{platform.system().lower()}",
+        f"Version: {__version__} on Python {platform.python_version()}",
+        f"Commit sha: {settings.git_sha or 'N/A'}",
+        f"Docker label: {settings.docker_label or 'N/A'}",
+        f"nvidia-smi: {nvidia_smi()}",
+    ]
+    return "\n".join(lines)
+
+
+def compute_type(settings: Settings) -> str:
+    """The value of x-compute-type, as TGI computes it: number of GPUs and name of the first, or "gpu+optimized"."""
+    names = nvidia_smi("--query-gpu=name", "--format=csv,noheader").strip()
+    if settings.device == "cpu" or names == ABSENT:
+        return "gpu+optimized"
+    name = names.splitlines()[0].strip().lower().replace(" ", "-")
+    return f"{settings.num_shard or 1}-{TGI_SPELLINGS.get(name, name)}"
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """The output of nvidia-smi after a line break, or ABSENT."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ABSENT
+    return "\n" + done.stdout if done.returncode == 0 and done.stdout.strip() else ABSENT

@@ -1,0 +1,239 @@
+"""Text to token ids: prompts for the model, and tokens with byte offsets for the tokenize routes; token limits."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from tgi.microkernel import tracing
+from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
+from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, Tokenize, Tokenized
+from tgi.tokenizer.answer_formats import AnswerFormat
+from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.chat_template import TemplateError
+from tgi.tokenizer.detokenizer import create_detokenizer
+from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
+from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tgi.microkernel.otlp import Tracer
+
+# TGI generates in chunks of this many tokens, and admits a request if its first chunk fits into the context. This
+# server generates without chunks, but accepts the same requests: one that asks for more than fits gets what fits.
+TGI_CHUNK_TOKENS = 1024
+
+
+class EncodeError(Exception):
+    """The tokenizer could not encode a text. The message is for the client."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids, with its grammar."""
+
+    ids: bytes  # int32
+    token_count: int
+    characters: int  # of the prompt's text
+    token_starts: bytes = b""  # int32, with `prompt_logprobs_from`: number of characters before each token
+    grammar: str = ""  # for the worker
+    grammar_error: str = ""  # why the grammar is rejected, for the client
+    answer_format: AnswerFormat | None = None  # None: the answer is plain text
+    bad_words: list[list[int]] = []  # token sequences of Generate.bad_words
+    text: str = ""  # the decoded text, if the prompt came as ids
+
+
+class PromptRejection(NamedTuple):
+    """Why a prompt was not encoded or not admitted. `reason` is INVALID or TEMPLATE; `message` is for the client."""
+
+    reason: FinishReason
+    message: str
+
+
+class PromptEncoder:
+    """Encodes Generate and Tokenize messages. Thread-safe, except that prompts with a grammar must come from a single
+    thread."""
+
+    def __init__(self, vocabulary: Vocabulary, chats: ChatRenderer, tracer: "Tracer | None" = None) -> None:
+        self._vocabulary = vocabulary
+        self._chats = chats
+        self._tracer = tracer
+        self._grammars = AnswerGrammarBuilder(vocabulary)
+        self.format_tokens = self._grammars.format_tokens
+
+    def encode_generate(self, generate: Generate) -> EncodedPrompt | PromptRejection:
+        """Encodes the prompt of a request. The special tokens of a chat are written by its template."""
+        try:
+            text, add_special_tokens, chat = generate.inputs, generate.add_special_tokens, None
+            if generate.chat:
+                with tracing.trace_span(self._tracer, "apply_chat_template", generate.traceparent):
+                    chat = self._chats.render_chat(generate.chat)
+                text, add_special_tokens = chat.text, False
+            with tracing.trace_span(self._tracer, "tokenize", generate.traceparent):
+                if generate.input_ids:
+                    prompt = prompt_from_ids(self._vocabulary, generate.input_ids, generate.truncate)
+                else:
+                    with_starts = generate.prompt_logprobs_from is not None
+                    prompt = encode_prompt(self._vocabulary, text, add_special_tokens, generate.truncate, with_starts)
+            if chat is not None and chat.answer_format is not None:
+                prompt = prompt._replace(answer_format=chat.answer_format)
+            if generate.bad_words:
+                prompt = prompt._replace(bad_words=encode_bad_words(self._vocabulary, generate.bad_words))
+            if not generate.grammar and not (chat is not None and chat.tools):
+                return prompt
+            with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent):
+                return prompt._replace(grammar=self._grammars.build(generate.grammar, chat))
+        except GrammarError as error:
+            return prompt._replace(grammar_error=str(error))  # reported after errors of the token limits
+        except EncodeError as error:
+            return PromptRejection(FinishReason.INVALID, str(error))
+        except TemplateError as error:
+            return PromptRejection(FinishReason.TEMPLATE, str(error))
+
+    def encode_tokenize(self, tokenize: Tokenize) -> Tokenized:
+        """Returns the answer to a Tokenize message."""
+        if not tokenize.chat:
+            return tokenize_text(self._vocabulary, tokenize.rid, tokenize.inputs, tokenize.add_special_tokens)
+        try:
+            text = self._chats.render_chat(tokenize.chat).text
+        except TemplateError as error:
+            return Tokenized(tokenize.rid, b"", b"", b"", b"", str(error), reason=FinishReason.TEMPLATE)
+        answer = tokenize_text(self._vocabulary, tokenize.rid, text, False)
+        return answer if answer.error else answer._replace(text=text)
+
+
+# Limits on token counts
+
+
+def token_limit_error(limits: DeploymentLimits, prompt_tokens: int, max_new_tokens: int | None) -> str:
+    """Returns TGI's message for a prompt that exceeds the limits, or "". The checks have TGI's order.
+
+    `max_input_tokens` leaves room for a generated token: with `max_new_tokens` 0 the prompt may have one token more.
+    """
+    room = max(limits.max_total_tokens - prompt_tokens, 0)
+    requested = min(room if max_new_tokens is None else max_new_tokens, TGI_CHUNK_TOKENS)
+    if prompt_tokens == 0:
+        return "`inputs` cannot be empty"
+    if prompt_tokens + requested > limits.max_total_tokens:
+        return (
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
+            f"Given: {prompt_tokens} `inputs` tokens and {requested} `max_new_tokens`"
+        )
+    if prompt_tokens - (max_new_tokens == 0) > limits.max_input_tokens:
+        return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {prompt_tokens}"
+    return ""
+
+
+def max_generated_tokens(limits: DeploymentLimits, prompt_tokens: int, max_new_tokens: int | None) -> int:
+    """Maximum number of tokens to generate: `max_new_tokens`, or less if the context has less room."""
+    room = limits.max_total_tokens - prompt_tokens
+    return room if max_new_tokens is None else min(max_new_tokens, room)
+
+
+# Encoding
+
+
+def encode_prompt(
+    vocabulary: Vocabulary, text: str, add_special_tokens: bool, truncate: int | None, with_starts: bool = False
+) -> EncodedPrompt:
+    """Encodes `text`. `truncate` keeps that many last tokens; `with_starts` sets `token_starts`. Raises EncodeError."""
+    starts: list[int] = []
+    try:
+        # encode_batch_fast leaves the offsets out. Unlike `encode`, both release the GIL.
+        if with_starts:
+            (encoding,) = vocabulary.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            ids, starts = pack_column(INT32, encoding.ids), _token_starts(encoding.offsets)
+        elif (cached := vocabulary.segment_cache.encode(text, add_special_tokens)) is not None:
+            ids = cached
+        else:
+            (encoding,) = vocabulary.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = pack_column(INT32, encoding.ids)
+    except Exception as error:  # the package raises plain Exception, and TypeError for a lone surrogate
+        raise EncodeError(f"tokenizer error {error}") from error
+    return _truncate(ids, len(text), starts, truncate)
+
+
+def prompt_from_ids(vocabulary: Vocabulary, ids: bytes, truncate: int | None) -> EncodedPrompt:
+    """Makes a prompt of ids (an int32 column) and decodes its text, with special tokens."""
+    detokenizer = create_detokenizer(vocabulary, [])
+    pieces = [detokenizer.decode_token(token_id) for token_id in unpack_int32(ids)]
+    starts = [*accumulate(map(len, pieces[:-1]), initial=0)]
+    text = "".join(pieces)
+    return _truncate(ids, len(text), starts, truncate)._replace(text=text)
+
+
+def _truncate(ids: bytes, characters: int, starts: list[int], truncate: int | None) -> EncodedPrompt:
+    """Keeps the last `truncate` tokens; all if it is None."""
+    count = len(ids) // 4
+    dropped = 0 if truncate is None else max(0, count - truncate)
+    return EncodedPrompt(
+        ids=ids[ITEM_BYTES * dropped :],
+        token_count=count - dropped,
+        characters=characters,
+        token_starts=pack_column(INT32, starts[dropped:]),
+    )
+
+
+def encode_bad_words(vocabulary: Vocabulary, words: Sequence[str]) -> list[list[int]]:
+    """Encodes bad words as vLLM does. Raises EncodeError.
+
+    Each word gives its token sequence, and that of the word after a space if it has as many tokens and begins with a
+    different one.
+    """
+    forms = [space + word.lstrip() for word in words for space in ("", " ")]
+    try:
+        encodings = vocabulary.tokenizer.encode_batch_fast(forms, add_special_tokens=False)
+    except Exception as error:  # see encode_prompt
+        raise EncodeError(f"tokenizer error {error}") from error
+    sequences: list[list[int]] = []
+    for begin in range(0, len(encodings), 2):
+        bare, after_space = (encoding.ids for encoding in encodings[begin : begin + 2])
+        if bare:
+            sequences.append(bare)
+            if len(after_space) == len(bare) and after_space[0] != bare[0]:
+                sequences.append(after_space)
+    return sequences
+
+
+def _token_starts(offsets: list[tuple[int, int]]) -> list[int]:
+    """Number of characters before each token.
+
+    A token starts where the previous one stopped, since an offset may leave out the token's space. Tokens that share a
+    character have the same start. Tokens that a template has added lie between characters.
+    """
+    starts, reached = [], 0
+    for start, stop in offsets:
+        starts.append(min(start, reached) if stop > start else reached)
+        reached = max(reached, stop)
+    return starts
+
+
+def tokenize_text(vocabulary: Vocabulary, rid: int, text: str, add_special_tokens: bool) -> Tokenized:
+    """Encodes `text` with UTF-8 byte offsets. If that fails, returns a Tokenized with `error`."""
+    try:
+        (encoding,) = vocabulary.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    except Exception as error:  # see encode_prompt
+        return Tokenized(rid, b"", b"", b"", b"", f"tokenizer error {error}")
+    ids, offsets = encoding.ids, encoding.offsets
+    starts = [start for start, _ in offsets]
+    stops = [stop for _, stop in offsets]
+    if not text.isascii():
+        byte_offsets = _byte_offsets(text, starts, stops)
+        starts = [byte_offsets[start] for start in starts]
+        stops = [byte_offsets[stop] for stop in stops]
+    return Tokenized(
+        rid=rid,
+        token_ids=pack_column(INT32, ids),
+        byte_starts=pack_column(INT32, starts),
+        byte_stops=pack_column(INT32, stops),
+        special=pack_column(UINT8, [token_id in vocabulary.special_ids for token_id in ids]),
+    )
+
+
+def _byte_offsets(text: str, *positions: list[int]) -> dict[int, int]:
+    """Maps positions in characters to UTF-8 byte offsets, in one pass over `text`."""
+    offsets = {}
+    before, size = 0, 0
+    for position in sorted(set().union(*positions)):
+        size += len(text[before:position].encode())
+        offsets[position] = size
+        before = position
+    return offsets

@@ -1,0 +1,9 @@
+"""Structured output: checks the grammars that clients request, and writes them as llguidance grammars for the worker.
+
+Read `grammar` first.
+
+- grammar: GrammarValidator, for JSON schemas, regular expressions, Lark and GBNF.
+- json_schema: checks a JSON schema, and rewrites it so that the library enforces all of it.
+- json_schema_lark: writes a JSON schema as Lark rules, with a limit on the digits of numbers.
+- answer_grammar: the grammar of a chat's answer, with reasoning and tool calls.
+"""

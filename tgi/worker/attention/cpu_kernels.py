@@ -1,0 +1,72 @@
+"""Attention on CPU with our own kernels, which read the pages in place; see cpu_kernels/attention.cpp."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.cpu_kernels.arena import LARGE_PAGE, SMALL_PAGE, map_region
+from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, CpuKernels
+
+
+class CpuKernelPlan(NamedTuple):
+    """The rows of a step as the kernel takes them: pointers, and the tensors that they point into."""
+
+    rows: AttentionRows
+    columns: tuple[Tensor, ...]  # keeps the memory of `rows` alive
+
+
+class CpuKernelAttention:
+    """Implements AttentionBackend and PrefaultingBackend.
+
+    The cache of a layer is [pages, kv_heads, 2 * PAGE_SIZE * head_dim], in the layout of the kernel.
+    """
+
+    page_size = PAGE_SIZE
+
+    def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
+        self._kv = kv
+        self._kernels = kernels
+        self._shape = (pages, kv.kv_heads, 2 * PAGE_SIZE * kv.head_dim)
+        self._cache = [self._memory() for _ in range(kv.layers)]
+        # Addresses of the layers' caches, int64 [layers], for a program.
+        self.caches = torch.tensor([cache.data_ptr() for cache in self._cache])
+        self._mapped_bytes = 0  # bytes at the beginning of every layer's cache that are mapped
+        self._next_layer = 0  # layers before this one have one LARGE_PAGE more
+
+    def _memory(self) -> Tensor:
+        """One layer's cache: zeros whose memory is mapped at the first write."""
+        pages, heads, size = self._shape
+        zeros = map_region(pages * heads * size * self._kv.dtype.itemsize)
+        return torch.frombuffer(zeros, dtype=self._kv.dtype).view(self._shape)
+
+    def prefault_pages(self, used: int, further: int) -> bool:
+        """See PrefaultingBackend. One call maps one large page of one layer."""
+        pages, heads, size = self._shape
+        page = heads * size * self._kv.dtype.itemsize
+        if (begun := -(-used * page // LARGE_PAGE) * LARGE_PAGE) > self._mapped_bytes:
+            self._mapped_bytes, self._next_layer = begun, 0
+        if self._mapped_bytes >= min(used + further, pages) * page:
+            return False
+        memory = self._cache[self._next_layer].view(-1).view(torch.uint8)
+        memory[self._mapped_bytes : self._mapped_bytes + LARGE_PAGE : SMALL_PAGE] = 0
+        self._next_layer += 1
+        if self._next_layer == len(self._cache):
+            self._mapped_bytes, self._next_layer = self._mapped_bytes + LARGE_PAGE, 0
+        return True
+
+    def plan(self, batch: ForwardBatch) -> CpuKernelPlan:
+        """See AttentionBackend."""
+        columns = (batch.slot_mapping, batch.cu_query_lens, batch.context_lens, batch.page_table)
+        slot_mapping, cu_query_lens, context_lens, page_table = (column.data_ptr() for column in columns)
+        return CpuKernelPlan(
+            AttentionRows(slot_mapping, cu_query_lens, context_lens, page_table, *batch.page_table.shape), columns
+        )
+
+    def write_and_attend(self, plan: CpuKernelPlan, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """See AttentionBackend; the result is [T, heads * head_dim]."""
+        kv = self._kv
+        return self._kernels.paged_attention(
+            self._cache[layer], qkv, plan.rows, scale, kv.sliding_window(layer), kv.softcap
+        )

@@ -1,0 +1,116 @@
+"""Interface between models, the engine and attention backends.
+
+`ForwardBatch` describes the tokens of one step, `KVCacheSpec` what a model stores per token, and `AttentionBackend`
+what a backend does with both. The other protocols are optional abilities of a backend; the engine checks for them with
+isinstance.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+
+if TYPE_CHECKING:
+    from tgi.worker.lora.deltas import AdapterSpan
+
+
+class ForwardBatch(NamedTuple):
+    """Input of one forward pass: R rows (sequences) with T tokens in all, and D tokens whose logits are wanted.
+
+    Row r computes the tokens cu_query_lens[r] .. cu_query_lens[r + 1] - 1 of the flat tensors. After the step its
+    context has context_lens[r] tokens, whose pages are page_table[r, : ceil(context_lens[r] / page_size)], in order.
+    Tensors are on the model's device.
+    """
+
+    tokens: Tensor  # int64 [T] token ids
+    positions: Tensor  # int64 [T] position of each token in its sequence
+    slot_mapping: Tensor  # int64 [T] where the token's key and value are stored: page * page_size + offset
+    cu_query_lens: Tensor  # int32 [R + 1] cumulative query lengths
+    context_lens: Tensor  # int32 [R] context lengths, including the tokens of this step
+    page_table: Tensor  # int32 [R, P], padded with 0
+    # int64 [D] indices into T: the last token of each row that samples, and, with speculation, the draft tokens before.
+    logits_indices: Tensor
+    query_lens_host: list[int]  # tokens per row, on the host
+    context_lens_host: list[int]  # context_lens on the host
+    lora_spans: "Sequence[AdapterSpan]" = ()  # runs of tokens that use a LoRA adapter
+    # The batch has one token per row, and its operations may be captured as a CUDA graph. Later replays have other
+    # contexts: only the tensors are exact then; context_lens_host and the width of the page table are upper bounds.
+    in_cuda_graph: bool = False
+
+
+class KVCacheSpec(NamedTuple):
+    """What a model stores per token and layer (one key and one value per KV head), and how its queries read it."""
+
+    layers: int
+    heads: int  # query heads; a multiple of kv_heads
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of the model
+    # Per-layer sliding window in positions, including the query's own; None = full attention. Empty = all layers full.
+    sliding_windows: tuple[int | None, ...] = ()
+    softcap: float | None = None  # c: a score s becomes c * tanh(s / c)
+    cpu_kernels: CpuKernels | None = None  # None: torch's kernels
+    gpu_kernels: GpuKernels | None = None  # None: torch's kernels
+    quantized_dtype: torch.dtype | None = None  # 8-bit type of the cache (GPU only); None: the cache has `dtype`
+    # Per-layer (key, value) scales: an 8-bit cache stores key / scale and value / scale. Empty = 1 for all layers.
+    cache_scales: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of the stored keys and values."""
+        return self.quantized_dtype or self.dtype
+
+    def layer_scales(self, layer: int) -> tuple[float, float]:
+        """The (key, value) scales of a layer's cache; (1, 1) for a cache that is not quantized."""
+        return self.cache_scales[layer] if self.cache_scales and self.cache_dtype.itemsize == 1 else (1.0, 1.0)
+
+    def sliding_window(self, layer: int) -> int | None:
+        """The sliding window of a layer; None = full attention."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+
+class AttentionBackend(Protocol):
+    """Owns the KV cache. No other code indexes pages.
+
+    A model calls `plan` once per step, and `write_and_attend` once per layer with that plan.
+    """
+
+    page_size: int  # tokens per page
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Everything that all layers of a step share: kernel arguments, tiles, gather indices, masks."""
+
+    def write_and_attend(self, plan: Any, layer: int, qkv: Tensor, scale: float) -> Tensor:
+        """Stores the step's keys and values, then computes causal attention of its queries over each row's context.
+
+        `qkv` [T, heads + 2 * kv_heads, head_dim] holds queries, keys and values. Returns [T, heads, head_dim] in their
+        dtype.
+        """
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured as CUDA graphs."""
+
+    padding_page: int  # a page that is never allocated to a request; rows that pad a batch write to it
+
+    def capture_context_bounds(self, rows: int, longest: int) -> list[int]:
+        """The context lengths to capture graphs for, ascending: a graph serves contexts up to its bound.
+
+        `rows` is the batch size, `longest` the longest context of a request. Empty if no graph should be captured.
+        """
+
+
+@runtime_checkable
+class PrefaultingBackend(AttentionBackend, Protocol):
+    """A backend whose KV memory is mapped by the operating system at its first write, which is slow."""
+
+    def prefault_pages(self, used: int, further: int) -> bool:
+        """Touches a part of the memory of the `further` pages after the first `used` ones.
+
+        No request has written to pages from `used` on. Returns False once all of that memory is mapped.
+        """

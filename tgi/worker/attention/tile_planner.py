@@ -1,0 +1,235 @@
+"""Divides the rows of a step into tiles for torch_cpu.py, and plans which keys to gather for each."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+
+# Block size of torch's kernel: it iterates over keys in blocks of this many, from the first key that it is given.
+KEY_BLOCK = 512
+# A row with more tiles than this gathers its keys once for all tiles; other rows gather them once per tile.
+FEW_TILES = 4
+# Target size of one gather of keys and values: they should still be in the core's cache when they are used.
+GATHER_BYTES = 1 << 20
+
+
+class TileShapes(NamedTuple):
+    """Sizes whose results agree bit for bit; see torch_cpu.agreeing_shapes."""
+
+    single_rows: int  # rows of a tile that holds one query
+    multi_rows: int  # rows of a tile that holds several queries
+    last_blocks: tuple[int, ...]  # allowed numbers of keys in the last block, ascending
+
+
+class QueryTile(NamedTuple):
+    """Consecutive queries of one row of the batch."""
+
+    row: int
+    first: int  # index of the first query among the T tokens of the batch
+    start: int  # position of the first query in its sequence
+    queries: int
+    begin: int  # position of the first key; a multiple of KEY_BLOCK
+
+
+class TileRun(NamedTuple):
+    """Consecutive tiles of a row that are computed with the same keys."""
+
+    tiles: range
+    begin: int  # position of the first key
+    end: int  # position after the last key
+
+
+class TileGroup(NamedTuple):
+    """Tiles of one kernel call: B tiles of Q queries each, over the same positions of the gathered keys."""
+
+    queries: Tensor | slice  # int64 [B * Q] indices into the T tokens of the batch
+    outputs: Tensor | slice  # int64 [B * Q] indices into the result; T for padding queries
+    mask: Tensor  # float32 [B, 1, rows or 1, keys], 0 or -inf
+    tiles: int  # B
+    rows: int  # of a tile
+    first: int  # the first of the gathered positions
+    keys: int  # number of positions
+
+
+class KeyGather(NamedTuple):
+    """Pages gathered together, and the tiles computed on them: one sequence of keys per tile, or one for all."""
+
+    index: Tensor  # int64 [2 * kv_heads * sequences * pages] rows of the cache, keys before values
+    sequences: int
+    length: int  # positions per sequence
+    groups: list[TileGroup]
+
+
+class TilePlan(NamedTuple):
+    """The plan of one step."""
+
+    writes: Tensor  # int64 [T * 2 * kv_heads] rows of the cache, viewed with one row per position
+    gathers: dict[int | None, list[KeyGather]]  # by sliding window
+    tokens: int  # T
+
+
+class TilePlanner:
+    """Plans steps of one model over a cache of `pages` pages, of which the last stays zero."""
+
+    def __init__(self, kv: KVCacheSpec, pages: int, page_size: int, shapes: TileShapes) -> None:
+        self.page_size = page_size
+        self._kv = kv
+        self._pages = pages
+        self._group = kv.heads // kv.kv_heads
+        self._shapes = shapes
+        self._queries_per_tile = max(1, shapes.multi_rows // self._group)
+        self._page_bytes = 2 * kv.kv_heads * page_size * kv.head_dim * torch.float32.itemsize
+        self._head_pages = torch.arange(2 * kv.kv_heads).view(-1, 1) * pages
+
+    def plan(self, batch: ForwardBatch) -> TilePlan:
+        """The plan of a step, for each sliding window of the model's layers."""
+        writes = (batch.slot_mapping + self._head_pages * self.page_size).t().reshape(-1)
+        windows = {self._kv.sliding_window(layer) for layer in range(self._kv.layers)}
+        gathers = {window: self._gathers(batch, window) for window in windows}
+        return TilePlan(writes, gathers, sum(batch.query_lens_host))
+
+    def _gathers(self, batch: ForwardBatch, window: int | None) -> list[KeyGather]:
+        """Divides the rows into tiles. Short rows are grouped by their number of keys; long rows are planned alone."""
+        short: dict[tuple[int, bool], list[QueryTile]] = {}
+        gathers: list[KeyGather] = []
+        first = 0
+        for row, (count, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
+            start = context - count
+            if count > FEW_TILES * self._queries_per_tile:
+                gathers.append(self._long_row(batch, row, first, start, count, window))
+            else:
+                for done in range(0, count, self._queries_per_tile):
+                    n = min(self._queries_per_tile, count - done)
+                    begin = _first_key(start + done, window)
+                    keys = self._padded_keys(start + done + n - begin)
+                    short.setdefault((keys, n == 1), []).append(QueryTile(row, first + done, start + done, n, begin))
+            first += count
+        for (keys, single), tiles in short.items():
+            at_once = max(1, GATHER_BYTES // (keys // self.page_size * self._page_bytes))
+            groups = (tiles[at : at + at_once] for at in range(0, len(tiles), at_once))
+            gathers.extend(self._group_of_tiles(batch, keys, single, group, window) for group in groups)
+        return gathers
+
+    def _padded_keys(self, keys: int) -> int:
+        """The number of keys that `keys` keys are padded to."""
+        full, rest = divmod(keys, KEY_BLOCK)
+        if not rest:
+            return keys
+        return full * KEY_BLOCK + next(size for size in self._shapes.last_blocks if size >= rest)
+
+    def _index(self, batch: ForwardBatch, rows: list[int], begins: list[int], keys: int) -> Tensor:
+        """KeyGather.index for `keys` positions of each batch row, from `begins` on.
+
+        Positions beyond a row's context are gathered from the zero page.
+        """
+        wanted, first = keys // self.page_size, min(begins) // self.page_size
+        table = batch.page_table.index_select(0, torch.tensor(rows)).to(torch.int64)[:, first:]
+        columns = torch.arange(wanted)
+        if max(begins) > min(begins):
+            columns = columns + (torch.tensor(begins)[:, None] // self.page_size - first)
+            table = table.gather(1, columns.clamp(max=table.shape[1] - 1))
+        else:
+            table = F.pad(table[:, :wanted], (0, wanted - min(wanted, table.shape[1])))
+        used = torch.tensor([-(-batch.context_lens_host[row] // self.page_size) - first for row in rows])
+        table.masked_fill_(columns >= used[:, None], self._pages - 1)
+        return (self._head_pages + table.view(1, -1)).view(-1)
+
+    def _group_of_tiles(
+        self, batch: ForwardBatch, keys: int, single: bool, tiles: list[QueryTile], window: int | None
+    ) -> KeyGather:
+        """A gather for tiles with a sequence of keys each. `single`: the tiles have one query each."""
+        count = 1 if single else self._queries_per_tile
+        rows = self._shapes.single_rows if single else self._shapes.multi_rows
+        firsts = torch.tensor([tile.first for tile in tiles])
+        numbers = torch.tensor([tile.queries for tile in tiles])
+        starts = torch.tensor([tile.start - tile.begin for tile in tiles])
+        offsets = torch.arange(count)
+        mask = self._mask(starts[:, None] + offsets, rows, keys, window)
+        queries: Tensor | slice = slice(tiles[0].first, tiles[-1].first + 1)
+        outputs = queries
+        if not single or tiles[-1].first - tiles[0].first != len(tiles) - 1:
+            missing = offsets >= numbers[:, None]
+            queries = (firsts[:, None] + offsets).masked_fill_(missing, 0).view(-1)
+            outputs = (firsts[:, None] + offsets).masked_fill_(missing, batch.tokens.shape[0]).view(-1)
+        index = self._index(batch, [tile.row for tile in tiles], [tile.begin for tile in tiles], keys)
+        group = TileGroup(queries=queries, outputs=outputs, mask=mask, tiles=len(tiles), rows=rows, first=0, keys=keys)
+        return KeyGather(index=index, sequences=len(tiles), length=keys, groups=[group])
+
+    def _mask(self, positions: Tensor, rows: int, keys: int, window: int | None) -> Tensor:
+        """TileGroup.mask for tiles of `rows` rows, with queries at `positions` [B, Q] relative to the first key."""
+        tiles, count = positions.shape
+        mask = torch.zeros(tiles, count, keys)
+        mask.masked_fill_(_masked(torch.arange(keys), positions[:, :, None], window), float("-inf"))
+        if count > 1:
+            mask = mask.repeat_interleave(self._group, dim=1)
+            mask = F.pad(mask, (0, 0, 0, rows - mask.shape[1]))
+        return mask[:, None]
+
+    def _long_row(
+        self, batch: ForwardBatch, row: int, first: int, start: int, count: int, window: int | None
+    ) -> KeyGather:
+        """A gather for the many tiles of one row, which share its keys."""
+        runs = list(self._tile_runs(start, count, window))
+        lowest = runs[0].begin
+        groups = [self._run_group(batch, first, start, count, run, run.begin - lowest, window) for run in runs]
+        length = runs[-1].end - lowest
+        index = self._index(batch, [row], [lowest], length)
+        return KeyGather(index=index, sequences=1, length=length, groups=groups)
+
+    def _tile_runs(self, start: int, count: int, window: int | None) -> Iterator[TileRun]:
+        """Divides the tiles of a row into runs with the same keys; these end at whole blocks in long contexts."""
+        tiles = -(-count // self._queries_per_tile)
+        run = 0
+        for tile in range(tiles):
+            begin, end = self._key_range(start, count, tile, window)
+            if tile + 1 == tiles or self._key_range(start, count, tile + 1, window) != (begin, end):
+                yield TileRun(range(run, tile + 1), begin, end)
+                run = tile + 1
+
+    def _key_range(self, start: int, count: int, tile: int, window: int | None) -> tuple[int, int]:
+        """The positions of the first key of a tile, and after its last key, padding included."""
+        begin = _first_key(start + tile * self._queries_per_tile, window)
+        keys = start + min((tile + 1) * self._queries_per_tile, count) - begin
+        return begin, begin + (self._padded_keys(keys) if keys <= KEY_BLOCK else -(-keys // KEY_BLOCK) * KEY_BLOCK)
+
+    def _run_group(
+        self, batch: ForwardBatch, first: int, start: int, count: int, run: TileRun, offset: int, window: int | None
+    ) -> TileGroup:
+        """The group of a run of tiles, last tile first, whose keys begin at `offset` among the gathered ones.
+
+        From one tile to the next, the borders between visible and masked keys move by the same number of positions. So
+        all masks are views of one tensor [rows, keys + queries], each beginning further to the right than the one
+        before. Strides cannot be negative, hence the reversed order.
+        """
+        keys = run.end - run.begin
+        total, size, rows = batch.tokens.shape[0], self._queries_per_tile, self._shapes.multi_rows
+        order = torch.arange(run.tiles.stop - 1, run.tiles.start - 1, -1)
+        inside = (order[:, None] * size + torch.arange(size)).view(-1)
+        missing = inside >= count
+        queries = (first + inside).masked_fill_(missing, 0)
+        outputs = (first + inside).masked_fill_(missing, total)
+        # Relative to the first key: the first query of the last tile, whose mask begins at column 0.
+        last = start + (run.tiles.stop - 1) * size - run.begin
+        width = keys + (len(run.tiles) - 1) * size
+        reach = last + torch.arange(rows) // self._group
+        shared = torch.zeros(rows, width)
+        shared.masked_fill_(_masked(torch.arange(width), reach[:, None], window), float("-inf"))
+        mask = shared.as_strided((len(run.tiles), 1, rows, keys), (size, 0, width, 1))
+        return TileGroup(
+            queries=queries, outputs=outputs, mask=mask, tiles=len(run.tiles), rows=rows, first=offset, keys=keys
+        )
+
+
+def _first_key(query: int, window: int | None) -> int:
+    """Position of the first key of a tile whose first query is at position `query`: the start of a key block."""
+    return 0 if window is None else max(0, query - window + 1) // KEY_BLOCK * KEY_BLOCK
+
+
+def _masked(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    """Which keys are masked for a query: later ones, and those before its sliding window."""
+    later = keys > queries
+    return later if window is None else later | (keys <= queries - window)

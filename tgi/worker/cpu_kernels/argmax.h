@@ -1,0 +1,77 @@
+// Greedy tokens and their logprobs from blocks of 32 logits (panels of the output head).
+//
+// The output head keeps the maximum, its token id and the sum of exponentials of each block. Within a block and over
+// the blocks of a row, all reductions have one order, so a row's result has the same bits whether its logits are in
+// memory or come from a product, and for any number of threads. NaN counts as minus infinity.
+#pragma once
+#include <cstdint>
+#include <limits>
+
+#include "packed_weight.h"
+#include "thread_pool.h"
+#include "vector_math.h"
+
+namespace tgi {
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+// For each row the highest logit, its lowest index, and -log(sum over all of e^(logit - highest)), which is NaN if
+// `highest` is infinite.
+struct GreedyTokens {
+    int64_t* at;  // [rows] token ids
+    float* highest;  // [rows]
+    float* logprobs;  // [rows]
+};
+
+// e^x for x <= 0, with an absolute error below 1e-6.
+inline __m512 exp_nonpositive(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f))); }
+
+// For each block of a row: the highest logit, its lowest index in the row, and the sum over the block of e^(logit -
+// highest).
+struct BlockMaxima {
+    // `memory` has BYTES for each block and row.
+    BlockMaxima(void* memory, int64_t rows, int64_t panels)
+        : highest((float*)memory), sums(highest + rows * panels), at((int32_t*)(sums + rows * panels)), rows(rows),
+          panels(panels) {}
+
+    static constexpr int64_t BYTES = sizeof(float) + sizeof(float) + sizeof(int32_t);
+
+    // Sets a block of a row. Elements behind the last logit are LOWEST.
+    void set(int64_t row, int64_t panel, __m512 left, __m512 right) const {
+        const __m512 least = _mm512_set1_ps(LOWEST);
+        // max_ps returns its second operand if one is NaN.
+        left = _mm512_max_ps(left, least), right = _mm512_max_ps(right, least);
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(left, right));
+        const __m512 all = _mm512_set1_ps(most), base = finite(all);
+        const uint32_t equal = _mm512_cmpeq_ps_mask(left, all) | _mm512_cmpeq_ps_mask(right, all) << 16;
+        const int64_t to = panel * rows + row;
+        highest[to] = most;
+        sums[to] = _mm512_reduce_add_ps(_mm512_add_ps(exp_nonpositive(_mm512_sub_ps(left, base)),
+            exp_nonpositive(_mm512_sub_ps(right, base))));
+        at[to] = panel * PANEL + __builtin_ctz(equal);
+    }
+
+    // The number that is subtracted from logits: the highest, or 0 where that is LOWEST, so that the exponentials are
+    // 0.
+    static __m512 finite(__m512 most) {
+        return _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(most, _mm512_set1_ps(LOWEST)), most);
+    }
+
+    float *highest, *sums;  // [panels, rows]
+    int32_t* at;
+    int64_t rows, panels;
+};
+
+// Reduces the blocks of all rows.
+void reduce_blocks(ThreadPool& pool, const BlockMaxima& block_maxima, const GreedyTokens& best);
+
+struct ArgmaxCall {
+    const float* logits;  // [rows, size]
+    BlockMaxima block_maxima;  // memory for all blocks
+    GreedyTokens result;
+    int64_t rows, size;
+};
+
+void argmax(ThreadPool& pool, const ArgmaxCall& call);
+
+}  // namespace tgi

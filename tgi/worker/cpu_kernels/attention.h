@@ -1,0 +1,22 @@
+// Paged attention. See attention.cpp.
+#pragma once
+#include <cstdint>
+
+#include "kv_cache.h"
+#include "thread_pool.h"
+
+namespace tgi {
+
+// y [tokens, heads * head_dim] = softmax(cap(scale * q k)) v, causal. A query sees the last `window` positions, its own
+// included, or all of them if `window` is 0; cap(s) = softcap * tanh(s / softcap), or s if softcap is 0.
+struct AttentionCall {
+    const bf16* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]: the queries, keys and values of each token
+    bf16* y;
+    int64_t window;
+    float scale, softcap;
+};
+
+// Writes the keys and values to their slots, then computes y.
+void attention(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call);
+
+}  // namespace tgi

@@ -1,0 +1,109 @@
+"""Compiles the C++ sources with the compiler of this machine, once for each version of the sources, compiler command
+and processor, and caches the library."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tgi.microkernel.rundir import exposure
+from tgi.worker.host_cpu import instruction_sets
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
+# The sources need these; they use AMX where the processor has it.
+REQUIRED_INSTRUCTION_SETS = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"))
+BUILD_TIMEOUT = 300.0  # seconds; builds of more than 120 were seen on a busy machine
+
+
+class KernelsUnavailable(Exception):
+    """The CPU kernels cannot be used; the text says why."""
+
+
+def build_library(*extra_flags: str) -> Path:
+    """The compiled library, from the cache if it is there. Raises KernelsUnavailable."""
+    require_instruction_sets()
+    compiler = _compiler_command()
+    sources = sorted(Path(__file__).parent.glob("*.cpp"))
+    digest = hashlib.blake2b(digest_size=10)
+    for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
+        digest.update(path.read_bytes())
+    digest.update(" ".join([*compiler, *FLAGS, *extra_flags, *sorted(instruction_sets())]).encode())
+    path = _cache_directory() / f"kernels-{digest.hexdigest()}.so"
+    if not path.exists():
+        with _compile_lock(path):
+            if not path.exists():
+                _compile([*compiler, *FLAGS, *extra_flags, *map(str, sources)], path)
+    return path
+
+
+def require_instruction_sets() -> None:
+    """Raises KernelsUnavailable if the instruction sets in use lack one that the sources need."""
+    if missing := REQUIRED_INSTRUCTION_SETS - instruction_sets():
+        raise KernelsUnavailable(f"this processor has no {', '.join(sorted(missing))}")
+
+
+def _compiler_command() -> list[str]:
+    """The words of the environment variable CXX, or the first compiler that is installed."""
+    if named := os.environ.get("CXX", "").split():
+        return named
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise KernelsUnavailable("there is no C++ compiler")
+
+
+def _cache_directory() -> Path:
+    """The directory of compiled libraries. Only this user may write to it, since the worker runs what is there."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:  # a user without a home directory
+        raise KernelsUnavailable(f"there is no cache directory: {error} Set XDG_CACHE_HOME") from error
+    path = base / "tgi"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise KernelsUnavailable(f"{path} cannot be made: {error}") from error
+    if reason := exposure(status):
+        raise KernelsUnavailable(f"{path} {reason}, so libraries in it are not loaded")
+    return path
+
+
+@contextmanager
+def _compile_lock(path: Path) -> Iterator[None]:
+    """Lets one process compile a library while others wait for it. The kernel releases the lock when a process dies."""
+    try:
+        lock = path.with_suffix(".lock").open("ab")
+    except OSError as error:
+        raise KernelsUnavailable(f"nothing can be written to {path.parent}: {error.strerror}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Runs the compiler and moves its output to `path`, so that no other worker loads an incomplete library."""
+    log.info("compiling the CPU kernels for this processor")
+    try:
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    except OSError as error:
+        raise KernelsUnavailable(f"nothing can be written to {path.parent}: {error.strerror}") from error
+    os.close(handle)
+    try:
+        done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, timeout=BUILD_TIMEOUT)
+        if done.returncode:
+            output = done.stderr.strip().splitlines() or ["no message"]
+            raise KernelsUnavailable(f"{command[0]} failed: {output[0]}")
+        os.replace(unfinished, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(f"{command[0]} cannot be run: {error}") from error
+    finally:
+        Path(unfinished).unlink(missing_ok=True)

@@ -1,0 +1,320 @@
+"""The compiled CPU kernels as functions of tensors. Unless stated otherwise, tensors are bfloat16, on CPU and, except
+for `x`, contiguous.
+
+A call computes on the calling thread and on those of the pool, and returns when the result is complete. Only one thread
+may call. No result depends on the number of threads, nor a row's result on the other rows.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.worker.cpu_kernels.arena import Arena, ScratchBuffer
+from tgi.worker.cpu_kernels.build import KernelsUnavailable
+from tgi.worker.greedy import GreedyTokens
+from tgi.worker.quantization.weight import CODEBOOK, GROUPS, Weight
+
+PANEL = 32  # outputs of a panel (packed_weight.h); the last panel is padded
+INPUT_MULTIPLE = 32
+PAGE_SIZE = 32  # positions of a KV page
+MAX_HEAD_DIM = 256
+MAX_TILE_ROWS = 32  # rows of a tile product (tile_matmul.h)
+INTEGER_FORMAT = 1 << 17  # flag of a format code: integers with one scale for each output
+GATED_FORMAT = 1 << 18  # flag of a format code: a gate and an up projection
+MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within int32
+SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
+
+# By the numbers of `enum class Epilogue` in linear.h.
+EPILOGUES = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "add", "mul"))}
+
+# Argument types of the functions in interface.cpp, without the thread pool, the first argument of all.
+_SIGNATURES = {
+    "tgi_pack": (c_void_p, *[c_int64] * 3, c_void_p, c_int64),
+    "tgi_pack_grouped": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int64),
+    "tgi_pack_integer": (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64),
+    "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
+    "tgi_gather_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 3),
+    "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
+    "tgi_rope": (*[c_void_p] * 3, *[c_int64] * 6),
+    "tgi_argmax": (*[c_void_p] * 5, c_int64, c_int64),
+    "tgi_logits": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, c_void_p),
+    "tgi_greedy_head": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, *[c_void_p] * 4),
+    "tgi_read_memory": (c_void_p, c_int64, c_void_p),
+    "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
+    "tgi_attention": (
+        *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
+        *(c_void_p, c_void_p, c_int64, c_float, c_float),
+    ),
+}
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _columns(weight: Weight) -> tuple[Tensor | None, ...]:
+    return (weight,) if isinstance(weight, Tensor) else tuple(weight)
+
+
+def _format_code(weight: Weight) -> int:
+    """The code of WeightFormat in packed_weight.h."""
+    if isinstance(weight, Tensor):
+        return 16
+    if weight.is_integer:
+        return weight.bits | INTEGER_FORMAT
+    return weight.bits | weight.group << 8 | (weight.shifts is not None) << 16
+
+
+def can_pack_together(one: Weight, other: Weight) -> bool:
+    """Whether two weights have the same shape and format, as `pack_weight` needs of a gate and an up projection."""
+    return one.shape == other.shape and _format_code(one) == _format_code(other)
+
+
+class PackedWeight(NamedTuple):
+    """A weight [outputs, inputs] in the layout of packed_weight.h, or a gate and an up projection, each of this
+    shape."""
+
+    memory: Tensor  # uint8 [bytes]
+    outputs: int
+    inputs: int
+    form: int  # the code of its WeightFormat in packed_weight.h
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Outputs, inputs and format code."""
+        return self.outputs, self.inputs, self.form
+
+
+class AttentionRows(NamedTuple):
+    """The attention batch of a step: addresses and sizes of its columns (AttentionBatch in kv_cache.h)."""
+
+    slots: int  # int64 [T] slot mapping: where each token's key and value go, page * PAGE_SIZE + offset
+    bounds: int  # int32 [R + 1]: row r has the tokens bounds[r] to bounds[r + 1] - 1
+    context_lengths: int  # int32 [R]: context lengths
+    pages: int  # int32 [R, width]: page tables
+    rows: int
+    width: int
+
+
+class LoraTiles(NamedTuple):
+    """The tokens of a step that have an adapter, in tiles of up to MAX_TILE_ROWS tokens of one adapter; all int64."""
+
+    tokens: Tensor  # [S] sorted by adapter
+    bounds: Tensor  # [tiles + 1]: tile t has tokens[bounds[t]] to tokens[bounds[t + 1] - 1]
+    owners: Tensor  # [tiles]: number of the tile's adapter
+
+
+class CpuKernels:
+    """A loaded library with its thread pool. Raises KernelsUnavailable if it cannot be used."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelsUnavailable(f"{path} cannot be loaded: {error}") from error
+        library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_void_p
+        library.tgi_stop.argtypes, library.tgi_stop.restype = (c_void_p,), None
+        library.tgi_block_maximum_bytes.argtypes, library.tgi_block_maximum_bytes.restype = (), c_int64
+        library.tgi_packed_bytes.argtypes, library.tgi_packed_bytes.restype = (c_int64,) * 3, c_int64
+        thread_pool = library.tgi_start(threads, SPIN_COUNT)
+        if thread_pool is None:
+            raise KernelsUnavailable("the system does not let this process use AMX")
+        weakref.finalize(self, library.tgi_stop, thread_pool)
+        self.library, self.thread_pool, self.threads = library, thread_pool, threads
+        functions = {}
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = (c_void_p, *arguments), None
+            functions[name] = partial(function, thread_pool)
+        self._pack, self._pack_integer = functions["tgi_pack"], functions["tgi_pack_integer"]
+        self._pack_grouped, self._linear = functions["tgi_pack_grouped"], functions["tgi_linear"]
+        self._gather_rows, self._norm = functions["tgi_gather_rows"], functions["tgi_norm"]
+        self._rope, self._argmax = functions["tgi_rope"], functions["tgi_argmax"]
+        self._logits, self._greedy_head = functions["tgi_logits"], functions["tgi_greedy_head"]
+        self._read_memory, self._lora = functions["tgi_read_memory"], functions["tgi_lora"]
+        self._attention = functions["tgi_attention"]
+        self._arena = Arena()
+        self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
+        self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
+
+    def pack_weight(self, *weights: Weight) -> PackedWeight:
+        """Packs a weight [outputs, inputs] for `linear`; or two that `can_pack_together`: a gate and an up projection.
+        `inputs` is a multiple of INPUT_MULTIPLE. Quantized codes are not converted.
+
+        With scales of groups, or shifts, `linear` computes exactly as with `weight.dequantized(torch.bfloat16)`. With
+        one scale for each output it quantizes the activations to 16-bit integers, with an error of at most half a unit:
+        1 / 65,534 of the largest magnitude of the row.
+        """
+        (outputs, inputs), form = weights[0].shape, _format_code(weights[0])
+        assert inputs % INPUT_MULTIPLE == 0
+        packed = self._empty_packed(outputs, inputs, form | GATED_FORMAT if len(weights) > 1 else form)
+        for part, weight in enumerate(weights):
+            assert can_pack_together(weight, weights[0])
+            columns = [None if one is None else one.contiguous() for one in _columns(weight)]  # referenced until packed
+            to = *packed.shape, packed.memory.data_ptr(), part
+            if isinstance(weight, Tensor):
+                self._pack(*map(_address, columns), *to)
+            elif weight.is_integer:
+                assert inputs <= MAX_INTEGER_INPUTS
+                codes, scales, _, factors = columns
+                self._pack_integer(
+                    *map(_address, (codes, scales, factors, CODEBOOK if weight.bits == 4 else None)), *to
+                )
+            else:
+                assert weight.group in GROUPS
+                assert weight.factors is None
+                assert not weight.floating
+                self._pack_grouped(*map(_address, columns[:3]), *to)
+        return packed
+
+    def _empty_packed(self, outputs: int, inputs: int, form: int) -> PackedWeight:
+        """Uninitialized memory for a packed weight."""
+        return PackedWeight(
+            self._arena.allocate(self.library.tgi_packed_bytes(outputs, inputs, form)), outputs, inputs, form
+        )
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        then: int = 0,
+        other: Tensor | None = None,
+        plus: Tensor | None = None,
+        wide: bool = False,
+    ) -> Tensor:
+        """epilogue(x @ weight.T + bias + plus), [rows, outputs]; in float32 if `wide`.
+
+        `bias` [outputs] is float32. `plus` [rows, outputs], float32, may be some columns of a larger matrix: the sums
+        of LoRA adapters. `then` is one of EPILOGUES, `other` [rows, outputs] the operand of "add" and "mul". With a
+        gate and an up projection: epilogue(x @ gate.T + bias + plus), rounded, times x @ up.T + bias + plus, where bias
+        and plus have the gate's outputs first and then the up projection's; `wide` is not supported.
+        """
+        x = x.contiguous()
+        rows, inputs = x.shape
+        memory, outputs, _, form = weight
+        y = torch.empty(rows, outputs, dtype=torch.float32 if wide else torch.bfloat16)
+        self._linear(
+            x.data_ptr(), memory.data_ptr(), form, _address(bias), _address(plus), _address(other),
+            None if wide else y.data_ptr(), y.data_ptr() if wide else None,
+            rows, inputs, outputs, 0 if plus is None else plus.stride(0), then,
+        )  # fmt: skip
+        return y
+
+    def gather_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        """Embedding rows: the rows `ids` (int64 [n], all below its outputs) of a weight, [n, inputs]. Exactly as picked
+        from the tensor that was packed, or from `dequantized(torch.bfloat16)` of a quantized weight."""
+        ids = ids.contiguous()
+        y = torch.empty(len(ids), weight.inputs, dtype=torch.bfloat16)
+        self.row_gatherer(weight, ids, y)()
+        return y
+
+    def row_gatherer(self, weight: PackedWeight, ids: Tensor, y: Tensor) -> Callable[[], None]:
+        """A function that writes the rows whose numbers are in `ids` at the time of the call to `y` [n, inputs]. The
+        caller keeps both tensors alive."""
+        memory, outputs, inputs, form = weight
+        addresses = memory.data_ptr(), form, ids.data_ptr(), y.data_ptr()
+        return partial(self._gather_rows, *addresses, len(ids), inputs, outputs)
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
+        """RMS norm of x [rows, size] or [rows, parts, size] over its last dimension; layer norm if `centred`. `weight`
+        and `bias` are float32, [size] or [parts, size]."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        parts = 1 if x.ndim == 2 else x.shape[1]
+        self._norm(
+            x.data_ptr(), weight.data_ptr(), _address(bias), y.data_ptr(), len(x), parts, x.shape[-1], centred, epsilon
+        )
+        return y
+
+    def apply_rope(self, x: Tensor, heads: int, angles: Tensor, positions: Tensor, neighbours: bool) -> None:
+        """Applies rotary position embedding to the first `heads` heads of x [T, H, head_dim], in place. `angles` is a
+        table of the cos and the sin of each position, float32 [.., 2, rotary_dim], `positions` int64 [T]. `neighbours`:
+        pairs are elements 2 i and 2 i + 1, else i and i + rotary_dim / 2."""
+        tokens, all_heads, head_dim = x.shape
+        self._rope(
+            x.data_ptr(), angles.data_ptr(), positions.data_ptr(), tokens, all_heads * head_dim, heads, head_dim,
+            angles.shape[2], neighbours,
+        )  # fmt: skip
+
+    def greedy_tokens(self, logits: Tensor) -> GreedyTokens:
+        """The greedy tokens of logits float32 [n, vocabulary]. NaN counts as minus infinity."""
+        rows, size = logits.shape
+        best, peaks = GreedyTokens.empty(rows), self.block_maxima_memory(rows, size)
+        self._argmax(logits.data_ptr(), peaks.data_ptr(), *map(_address, best), rows, size)
+        return best
+
+    def logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
+        """Logits: cap * tanh(y / cap), or y without a cap, where y = scale * (x @ weight.T + bias): float32 [rows,
+        outputs]. Their memory is reused by the next call once no tensor refers to it."""
+        x = x.contiguous()
+        rows, (memory, outputs, inputs, form) = len(x), weight
+        y = self._logits_buffer.allocate(4 * rows * outputs).view(torch.float32).view(rows, outputs)
+        self._logits(
+            x.data_ptr(),
+            memory.data_ptr(),
+            form,
+            _address(bias),
+            scale,
+            cap or 0.0,
+            rows,
+            inputs,
+            outputs,
+            y.data_ptr(),
+        )
+        return y
+
+    def greedy_head(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, scale: float, cap: float | None
+    ) -> GreedyTokens:
+        """`greedy_tokens` of these `logits`, bit for bit, without storing the logits."""
+        x = x.contiguous()
+        rows, (memory, outputs, inputs, form) = len(x), weight
+        best, peaks = GreedyTokens.empty(rows), self.block_maxima_memory(rows, outputs)
+        self._greedy_head(
+            x.data_ptr(), memory.data_ptr(), form, _address(bias), scale, cap or 0.0, rows, inputs, outputs,
+            peaks.data_ptr(), *map(_address, best),
+        )  # fmt: skip
+        return best
+
+    def block_maxima_memory(self, rows: int, size: int) -> Tensor:
+        """Scratch memory in which the greedy tokens of logits [rows, size] are found."""
+        return self._block_maxima_buffer.allocate(self._block_maximum_bytes * rows * -(-size // PANEL))
+
+    def read_memory(self, memory: Tensor) -> int:
+        """Reads a tensor of any dtype, of a multiple of 64 bytes, to measure the memory bandwidth. Returns the sum of
+        its bytes, taken as int64 numbers."""
+        total = torch.empty(1, dtype=torch.int64)
+        self._read_memory(memory.data_ptr(), memory.nbytes, total.data_ptr())
+        return int(total)
+
+    def lora(self, x: Tensor, plus: Tensor, tiles: LoraTiles, adapters: int, bounds: Tensor) -> None:
+        """Writes the LoRA sums of projections of x [T, inputs] to the rows of plus (float32 [T, width]) whose token has
+        an adapter. Projection p has the columns from bounds[p] on (int64 [parts + 1]). `adapters` is the address of an
+        array with the address of each adapter's pairs (LoraPair in lora.h), in the order of LoraTiles.owners."""
+        self._lora(
+            x.data_ptr(), plus.data_ptr(), *(column.data_ptr() for column in tiles), adapters, bounds.data_ptr(),
+            x.shape[1], plus.shape[1], len(tiles.owners), len(bounds) - 1,
+        )  # fmt: skip
+
+    def paged_attention(
+        self, cache: Tensor, qkv: Tensor, rows: AttentionRows, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache` [pages, kv_heads, 2 *
+        PAGE_SIZE * head_dim], and returns the attention of its queries, [T, heads * head_dim]."""
+        tokens, all_heads, head_dim = qkv.shape
+        kv_heads = cache.shape[1]
+        heads = all_heads - 2 * kv_heads
+        y = torch.empty(tokens, heads * head_dim, dtype=torch.bfloat16)
+        self._attention(
+            cache.data_ptr(), heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(), window or 0, scale,
+            softcap or 0.0,
+        )  # fmt: skip
+        return y

@@ -1,0 +1,39 @@
+// A linear layer with a packed weight. See linear.cpp.
+#pragma once
+#include <cstdint>
+
+#include "packed_weight.h"
+#include "argmax.h"
+#include "thread_pool.h"
+
+namespace tgi {
+
+enum class Epilogue : int64_t { none, silu, gelu, gelu_tanh, add, mul, logit };
+
+// Turns the sums of the output head into logits: cap * tanh(scale * sum / cap), or scale * sum if cap is 0.
+struct LogitScale {
+    float scale, cap;
+};
+
+// One matrix product. Matrices are row-major, contiguous except for `plus` [rows, outputs], and bfloat16 except for
+// `plus`, `bias` [outputs] and `wide`. The result goes to one of `y`, `wide` [rows, outputs] and `block_maxima`. `plus`
+// and `bias` may be null. With a gate and an up projection y = epilogue(x gate^T + plus + bias) * (x up^T + plus +
+// bias), where plus and bias have the gate's outputs first and then the up projection's.
+struct LinearCall {
+    const bf16* x;  // [rows, inputs]
+    PackedWeight weight;
+    const float* bias;
+    const float* plus;  // LoRA sums, with a stride of `plus_step` elements
+    const bf16* other;  // [rows, outputs], the operand of add and mul
+    bf16* y;
+    float* wide;
+    int64_t rows, plus_step;
+    Epilogue epilogue;
+    LogitScale logit_scale;  // of Epilogue::logit
+    const BlockMaxima* block_maxima;
+    const PackedWeight* next = nullptr;  // the weight of the next product, if that is known
+};
+
+void linear(ThreadPool& pool, const LinearCall& call);
+
+}  // namespace tgi

@@ -1,0 +1,41 @@
+// See memory_read.h.
+#include "memory_read.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "tile_matmul.h"
+
+namespace tgi {
+namespace {
+
+struct ReadMemoryJob final : Job {
+    ReadMemoryJob(const void* at, int64_t bytes) : at((const char*)at), bytes(bytes) {}
+
+    int64_t chunks() const { return (bytes + CHUNK - 1) / CHUNK; }
+
+    void run(int64_t chunk, int64_t) const override {
+        __m512i sum = _mm512_setzero_si512();
+        const int64_t last = std::min((chunk + 1) * CHUNK, bytes);
+        for (int64_t from = chunk * CHUNK; from < last; from += CACHE_LINE) {
+            prefetch_l2((const uint8_t*)at + from + PREFETCH_DISTANCE, 1);
+            sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + from));
+        }
+        total.fetch_add(_mm512_reduce_add_epi64(sum), std::memory_order_relaxed);
+    }
+
+    static constexpr int64_t CHUNK = 1 << 18;  // bytes of a chunk
+    const char* const at;
+    const int64_t bytes;
+    mutable std::atomic<int64_t> total{0};
+};
+
+}  // namespace
+
+int64_t read_memory(ThreadPool& pool, const void* at, int64_t bytes) {
+    const ReadMemoryJob job(at, bytes);
+    pool.run(job, job.chunks());
+    return job.total;
+}
+
+}  // namespace tgi

@@ -1,0 +1,170 @@
+// Packs weights. See packed_weight.h.
+//
+// 32 inputs of a panel of 32 outputs are two AMX tiles, one for 16 outputs each. Row j of a tile has the inputs 2 j and
+// 2 j + 1 of each output next to each other. 8-bit codes are stored in the same order. 4-bit codes are stored in groups
+// of four rows, as 16 words of 32 bits: word i has the eight codes that become lane i of eight vectors. Of row q,
+// outputs 0 to 7 are in bits 8 q to 8 q + 3 of the words and outputs 8 to 15 in bits 8 q + 4 to 8 q + 7; lane i is
+// input i % 2 of output i / 2.
+#include "packed_weight.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace tgi {
+namespace {
+
+constexpr int64_t TILE = 16;  // outputs of an AMX tile, and pairs of inputs
+
+struct PackJob final : Job {
+    PackJob(const bf16* weight, const PackedWeight& packed, int64_t part) : weight(weight), packed(packed),
+        part(part) {}
+
+    void run(int64_t chunk, int64_t) const override {
+        const int64_t first = chunk * PANEL, count = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
+        auto* to = (bf16*)packed.panel(chunk * packed.form.weights + part);
+        if (count < PANEL) memset(to, 0, packed.form.panel_bytes(inputs));
+        for (int64_t from = 0; from < inputs; from += 32, to += 32 * PANEL)
+            for (int64_t n = 0; n < count; n++)
+                for (int64_t j = 0; j < TILE; j++)
+                    memcpy(to + n / TILE * 512 + j * 32 + n % TILE * 2, weight + (first + n) * inputs + from + 2 * j,
+                        4);
+    }
+
+    const bf16* weight;
+    const PackedWeight packed;
+    const int64_t part;
+};
+
+struct PackGroupedJob final : Job {
+    PackGroupedJob(const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts, const PackedWeight& packed,
+        int64_t part)
+        : codes(codes), scales(scales), shifts(shifts), packed(packed), form(packed.form), part(part) {}
+
+    void run(int64_t chunk, int64_t) const override {
+        const int64_t first = chunk * PANEL, count = std::min(packed.outputs - first, PANEL);
+        auto* to = (uint8_t*)packed.panel(chunk * packed.form.weights + part);
+        if (count < PANEL) memset(to, 0, form.panel_bytes(packed.inputs));
+        for (int64_t from = 0; from < packed.inputs; from += form.unit()) {
+            for (int64_t group = from; group < from + form.unit(); group += form.group)
+                for (const uint16_t* column : {scales, shifts}) {
+                    if (!column) continue;
+                    const int64_t groups = packed.inputs / form.group;
+                    for (int64_t n = 0; n < count; n++)
+                        memcpy(to + 2 * n, column + (first + n) * groups + group / form.group, 2);
+                    to += 2 * PANEL;
+                }
+            for (int64_t k = from; k < from + form.unit(); k += 32)
+                for (int64_t n = 0; n < PANEL; n += TILE, to += TILE * 4 * form.bits)
+                    if (form.bits == 8) eight_bit_tile(first + n, std::min(count - n, TILE), k, to);
+                    else four_bit_tile(first + n, std::min(count - n, TILE), k, (uint32_t*)to);
+        }
+    }
+
+    // 8-bit codes of 32 inputs.
+    void eight_bit_tile(int64_t first, int64_t count, int64_t k, uint8_t* to) const {
+        for (int64_t n = 0; n < count; n++)
+            for (int64_t j = 0; j < TILE; j++)
+                memcpy(to + j * 2 * TILE + 2 * n, codes + (first + n) * packed.inputs + k + 2 * j, 2);
+    }
+
+    // 4-bit codes of 32 inputs.
+    void four_bit_tile(int64_t first, int64_t count, int64_t k, uint32_t* to) const {
+        for (int64_t rows = 0; rows < TILE; rows += 4, to += TILE) {
+            uint32_t each[TILE] = {};  // eight codes of each output, for consecutive inputs
+            for (int64_t n = 0; n < count; n++)
+                memcpy(&each[n], codes + ((first + n) * packed.inputs + k) / 2 + rows, 4);
+            for (int64_t i = 0; i < TILE; i++) {
+                const uint32_t left = each[i / 2] >> i % 2 * 4, right = each[8 + i / 2] >> i % 2 * 4;
+                to[i] = (left & 0x0f0f0f0f) | (right & 0x0f0f0f0f) << 4;
+            }
+        }
+    }
+
+    const uint8_t* codes;
+    const uint16_t *scales, *shifts;
+    const PackedWeight packed;
+    const WeightFormat form;
+    const int64_t part;
+};
+
+// Integers are packed 64 inputs at a time. Row j of a tile has the inputs 4 j to 4 j + 3 of each output next to each
+// other: 8-bit numbers as such, 4-bit codes with those of the other tile in the upper halves of the bytes. Before them
+// are the scales of the outputs (float32), the corrections of the sums of upper bytes (int32), and the factors: one
+// byte of each output for 64 inputs, with the factor of the first 32 in its lower half.
+struct PackIntegerJob final : Job {
+    PackIntegerJob(const uint8_t* codes, const uint16_t* scales, const uint8_t* factors, const int8_t* table,
+        const PackedWeight& packed,
+             int64_t part)
+        : codes(codes), scales(scales), factors(factors), table(table), packed(packed), part(part) {}
+
+    void run(int64_t chunk, int64_t) const override {
+        const int64_t first = chunk * PANEL, count = std::min(packed.outputs - first, PANEL), inputs = packed.inputs;
+        auto* const at = (uint8_t*)packed.panel(chunk * packed.form.weights + part);
+        memset(at, 0, packed.form.panel_bytes(inputs));
+        auto* const to = at + packed.form.header_bytes(inputs);
+        if (packed.form.bits == 4) memset(to, ZERO << 4 | ZERO, packed.form.padded_inputs(inputs) * PANEL / 2);
+        for (int64_t n = 0; n < count; n++) {
+            const bool eight = packed.form.bits == 8;
+            const int64_t sum = eight ? eight_bit_output(first + n, n, to) : four_bit_output(first + n, n,
+                at + WeightFormat::SCALES, to);
+            ((float*)at)[n] = _cvtsh_ss(scales[first + n]);
+            ((int32_t*)at)[PANEL + n] = -128 * sum;
+        }
+    }
+
+    // Each packs output n of a panel and returns the sum of its numbers.
+    int64_t eight_bit_output(int64_t output, int64_t n, uint8_t* to) const {
+        const auto* from = (const int8_t*)codes + output * packed.inputs;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < packed.inputs; k++) sum += from[k];
+        for (int64_t k = 0; k < packed.inputs; k += 4)
+            memcpy(to + k / 64 * 2048 + n / TILE * 1024 + k % 64 * TILE + n % TILE * 4, from + k, 4);
+        return sum;
+    }
+
+    int64_t four_bit_output(int64_t output, int64_t n, uint8_t* its_factors, uint8_t* to) const {
+        const uint8_t *from = codes + output * packed.inputs / 2, *factor = factors + output * packed.inputs / 32;
+        const int64_t shift = n / TILE * 4;
+        int32_t sum = 0;
+        for (int64_t k = 0; k < packed.inputs; k += 2, from++) {
+            const int8_t* numbers = table + factor[k / 32] * 16;
+            const uint8_t low = *from & 15, high = *from >> 4;
+            sum += numbers[low] + numbers[high];
+            uint8_t* at = to + k / 64 * 1024 + k % 64 / 4 * 64 + n % TILE * 4 + k % 4;
+            at[0] ^= (low ^ ZERO) << shift, at[1] ^= (high ^ ZERO) << shift;
+        }
+        for (int64_t k = 0; k < packed.inputs; k += 32) its_factors[k / 64 * PANEL +
+            n] |= factor[k / 32] << k % 64 / 32 * 4;
+        return sum;
+    }
+
+    static constexpr uint8_t ZERO = 8;  // the 4-bit code of 0 for every factor
+    const uint8_t* codes;
+    const uint16_t* scales;
+    const uint8_t* factors;
+    const int8_t* table;
+    const PackedWeight packed;
+    const int64_t part;
+};
+
+}  // namespace
+
+void pack(ThreadPool& pool, const bf16* weight, const PackedWeight& packed, int64_t part) {
+    pool.run(PackJob(weight, packed, part), packed.output_blocks());
+}
+
+void pack_grouped(ThreadPool& pool, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
+                    const PackedWeight& packed, int64_t part) {
+    pool.run(PackGroupedJob(codes, scales, shifts, packed, part), packed.output_blocks());
+}
+
+void pack_integer(ThreadPool& pool, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors,
+    const int8_t* table,
+                const PackedWeight& packed, int64_t part) {
+    if (packed.form.table_bytes()) memcpy((uint8_t*)packed.at, table, WeightFormat::TABLE);
+    pool.run(PackIntegerJob(codes, scales, factors, table, packed, part), packed.output_blocks());
+}
+
+}  // namespace tgi

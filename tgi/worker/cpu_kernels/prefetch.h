@@ -1,0 +1,42 @@
+// Cache lines, and prefetch instructions for memory that is needed soon.
+#pragma once
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace tgi {
+
+constexpr int64_t CACHE_LINE = 64;  // bytes
+
+// Prefetches a cache line into the L1 cache.
+inline void prefetch_l1(const uint8_t* at) { _mm_prefetch((const char*)at, _MM_HINT_T0); }
+
+// Prefetches consecutive cache lines into the L2 cache.
+inline void prefetch_l2(const uint8_t* at, int64_t lines) {
+    for (; lines > 0; lines--, at += CACHE_LINE) _mm_prefetch((const char*)at, _MM_HINT_T1);
+}
+
+// Memory that a thread will read next. The thread prefetches it while it waits for the others, when the memory bus
+// would be idle.
+class PrefetchRange {
+  public:
+    PrefetchRange() = default;
+    PrefetchRange(const uint8_t* at, const uint8_t* end) : at_(at), end_(end) {}
+
+    explicit operator bool() const { return at_ < end_; }
+
+    // Prefetches a few lines, so that a waiting thread polls again soon: a core has about 16 requests in flight at
+    // once.
+    void prefetch_some() {
+        const int64_t lines = std::min(LINES_AT_ONCE, (end_ - at_ + CACHE_LINE - 1) / CACHE_LINE);
+        prefetch_l2(at_, lines);
+        at_ += lines * CACHE_LINE;
+    }
+
+  private:
+    static constexpr int64_t LINES_AT_ONCE = 8;
+    const uint8_t *at_ = nullptr, *end_ = nullptr;
+};
+
+}  // namespace tgi

@@ -1,0 +1,147 @@
+// A step is one call. An operation is recorded as a call without the addresses and the number of its rows. Operations
+// run one after the other; each divides its work among the thread pool.
+#include "program.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "vector_math.h"
+
+namespace tgi {
+namespace {
+
+constexpr int64_t ALIGNED = 32;  // elements of a cache line
+
+struct AddJob final : Job {
+    AddJob(const bf16* x, bf16* y, int64_t size, float scale) : x(x), y(y), size(size), scale(_mm512_set1_ps(scale)) {}
+
+    int64_t chunks() const { return (size + CHUNK - 1) / CHUNK; }
+
+    void run(int64_t chunk, int64_t) const override {
+        const int64_t last = std::min((chunk + 1) * CHUNK, size);
+        for (int64_t at = chunk * CHUNK; at < last; at += 16) {
+            alignas(32) bf16 scaled[16];  // rounded to bfloat16, as a separate tensor would be
+            store(scaled, _mm512_mul_ps(load(x + at), scale));
+            store(y + at, _mm512_add_ps(load(y + at), load(scaled)));
+        }
+    }
+
+    static constexpr int64_t CHUNK = 16384;  // elements of a chunk
+    const bf16* x;
+    bf16* y;
+    const int64_t size;  // a multiple of 16
+    const __m512 scale;
+};
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+Program::Program(std::vector<int64_t> widths) : widths_(std::move(widths)), buffers_(widths_.size()) {}
+
+void Program::norm(Buffer x, Buffer y, int64_t from, NormCall call) {
+    call.step = widths_[x];
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x] + from, call.y = run.buffers[y] + from, call.rows = run.tokens;
+        tgi::norm(run.pool, call);
+    });
+}
+
+void Program::linear(Buffer x, Buffer other, Buffer y, int64_t place, int64_t column, LinearCall call) {
+    operations_.push_back([=, product = weights_.size()](const Run& run) mutable {
+        call.x = run.buffers[x], call.other = run.buffers[other], call.y = run.buffers[y], call.rows = run.tokens;
+        call.next = run.next_weight(product);
+        call.plus = nullptr;
+        if (place >= 0 && run.inputs.lora_step && run.inputs.lora_step->slots[place].plus) {
+            call.plus = run.inputs.lora_step->slots[place].plus + column;
+            call.plus_step = run.inputs.lora_step->slots[place].width;
+        }
+        tgi::linear(run.pool, call);
+    });
+    weights_.push_back(call.weight);
+}
+
+void Program::lora(Buffer x, int64_t place, int64_t layer) {
+    operations_.push_back([=, inputs = widths_[x]](const Run& run) {
+        if (!run.inputs.lora_step) return;
+        const LoraStep& all = *run.inputs.lora_step;
+        const LoraSlot& here = all.slots[place];
+        if (!here.plus) return;
+        tgi::lora(run.pool, {run.buffers[x], here.plus, all.tokens, all.tiles, all.owners,
+                             here.adapters + layer * all.adapters, here.bounds, inputs, here.width, all.count,
+                                 here.parts});
+    });
+}
+
+void Program::rope(Buffer x, int64_t rope, RopeCall call) {
+    call.stride = widths_[x];
+    operations_.push_back([=](const Run& run) mutable {
+        call.x = run.buffers[x], call.tokens = run.tokens;
+        call.angles = run.inputs.angles[rope], call.positions = run.inputs.positions;
+        tgi::rope(run.pool, call);
+    });
+}
+
+void Program::attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call) {
+    operations_.push_back([=](const Run& run) mutable {
+        cache.at = run.inputs.caches[layer];
+        call.qkv = run.buffers[qkv], call.y = run.buffers[y];
+        tgi::attention(run.pool, cache, run.inputs.step, call);
+    });
+}
+
+void Program::add(Buffer x, Buffer y, float scale) {
+    operations_.push_back([=, width = widths_[x]](const Run& run) {
+        const AddJob job(run.buffers[x], run.buffers[y], run.tokens * width, scale);
+        run.pool.run(job, job.chunks());
+    });
+}
+
+void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
+    operations_.push_back([=, width = widths_[x], product = weights_.size()](const Run& run) mutable {
+        if (!run.inputs.greedy_rows) return;
+        const GreedyRows& greedy_rows = *run.inputs.greedy_rows;
+        bf16* const rows = run.buffers[y];
+        for (int64_t row = 0; row < greedy_rows.count; row++)
+            std::copy_n(run.buffers[x] + greedy_rows.at[row] * width, width, rows + row * width);
+        norm.x = norm.y = rows, norm.rows = greedy_rows.count, norm.step = width;
+        tgi::norm(run.pool, norm);
+        head.x = rows, head.rows = greedy_rows.count, head.next = run.next_weight(product);
+        tgi::greedy_head(run.pool, head, BlockMaxima(greedy_rows.room, greedy_rows.count, head.weight.panels()),
+            greedy_rows.best);
+    });
+    weights_.push_back(head.weight);
+}
+
+void Program::run(ThreadPool& pool, const StepInputs& inputs, double* clock) {
+    const int64_t tokens = inputs.step.bounds[inputs.step.rows];
+    reserve(tokens);
+    buffers_[0] = inputs.rows;
+    const Run run{pool, inputs, buffers_, weights_, tokens};
+    double before = clock ? seconds() : 0;
+    for (const Operation& operation : operations_) {
+        operation(run);
+        if (!clock) continue;
+        const double now = seconds();
+        *clock++ += now - before;
+        before = now;
+    }
+}
+
+// Makes room for this many tokens.
+void Program::reserve(int64_t tokens) {
+    if (tokens <= capacity_) return;
+    capacity_ = (tokens + ALIGNED - 1) / ALIGNED * ALIGNED;  // a multiple of ALIGNED keeps every buffer aligned
+    int64_t size = ALIGNED;
+    for (size_t buffer = 1; buffer < widths_.size(); buffer++) size += capacity_ * widths_[buffer];
+    scratch_.reset();
+    scratch_.reset(new bf16[size]);
+    const auto start = reinterpret_cast<uintptr_t>(scratch_.get());
+    bf16* next = scratch_.get() + (64 - start % 64) % 64 / sizeof(bf16);
+    for (size_t buffer = 1; buffer < widths_.size(); buffer++) {
+        buffers_[buffer] = next;
+        next += capacity_ * widths_[buffer];
+    }
+}
+
+}  // namespace tgi

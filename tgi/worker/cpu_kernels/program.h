@@ -1,0 +1,100 @@
+// The layers of a model, recorded once as operations and run for each step. See program.cpp.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "head.h"
+#include "linear.h"
+#include "lora.h"
+#include "norm.h"
+#include "thread_pool.h"
+#include "rope.h"
+
+namespace tgi {
+
+// What the adapters of a step add to the projections of one input, in every layer. `plus` is null if no adapter changes
+// them.
+struct LoraSlot {
+    float* plus;  // [tokens, width]
+    const LoraPair* const* adapters;  // [layers, adapters]
+    const int64_t* bounds;  // [parts + 1] as in LoraCall
+    int64_t width, parts;
+};
+
+// The tokens of a step that have an adapter, as in LoraCall, and their LoRA sums.
+struct LoraStep {
+    const int64_t* tokens;
+    const int64_t* tiles;
+    const int64_t* owners;
+    int64_t count, adapters;
+    LoraSlot slots[4];
+};
+
+// The tokens whose greedy successors are computed.
+struct GreedyRows {
+    const int64_t* at;  // [count]
+    int64_t count;
+    void* room;  // of the BlockMaxima
+    GreedyTokens best;
+};
+
+struct StepInputs {
+    bf16* rows;  // buffer 0: input of the first layer, output of the last one
+    const int64_t* positions;  // [tokens]
+    const float* const* angles;  // of each rope, as in RopeCall
+    bf16* const* caches;  // of each layer
+    const LoraStep* lora_step;  // may be null
+    const GreedyRows* greedy_rows;  // may be null
+    AttentionBatch step;
+};
+
+// Operations read and write buffers, which have a row of fixed width for each token. The calls that are recorded have
+// the addresses of weights; `run` fills in the addresses of the step.
+class Program {
+  public:
+    using Buffer = int64_t;
+
+    // Buffers of these widths. Buffer 0 belongs to the caller, the others are scratch memory.
+    explicit Program(std::vector<int64_t> widths);
+
+    void norm(Buffer x, Buffer y, int64_t from, NormCall call);  // of the columns from `from` on
+    // Adds the LoRA sums of a slot from column `column` on; place -1: none.
+    void linear(Buffer x, Buffer other, Buffer y, int64_t place, int64_t column, LinearCall call);
+    void lora(Buffer x, int64_t place, int64_t layer);  // recorded before the products that add its sums
+    void rope(Buffer x, int64_t rope, RopeCall call);
+    void attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
+    void add(Buffer x, Buffer y, float scale);  // y += scale * x
+
+    // Of the tokens of `greedy_rows`, if not null; y is scratch
+    void head(Buffer x, Buffer y, NormCall norm, HeadCall head);
+
+    // `clock`, if not null, is an array to which the seconds of each operation are added.
+    void run(ThreadPool& pool, const StepInputs& inputs, double* clock);
+
+  private:
+    struct Run {
+        ThreadPool& pool;
+        const StepInputs& inputs;
+        const std::vector<bf16*>& buffers;
+        const std::vector<PackedWeight>& weights;
+        int64_t tokens;
+
+        // The weight of the product after this one; the last product is followed by the next step.
+        const PackedWeight* next_weight(size_t product) const { return &weights[(product + 1) % weights.size()]; }
+    };
+    using Operation = std::function<void(const Run&)>;
+
+    void reserve(int64_t tokens);
+
+    std::vector<int64_t> widths_;
+    std::vector<Operation> operations_;
+    std::vector<PackedWeight> weights_;  // of the products, in their order
+    std::unique_ptr<bf16[]> scratch_;
+    int64_t capacity_ = 0;  // tokens
+    std::vector<bf16*> buffers_;
+};
+
+}  // namespace tgi

@@ -1,0 +1,209 @@
+"""The layers of a model as one call: operations are recorded once, at load, and run for each step.
+
+The operations are those of kernels.py and compute the same bits. They read and write rows of numbered buffers. See
+program.h.
+"""
+
+import weakref
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.worker.cpu_kernels.kernels import AttentionRows, CpuKernels, LoraTiles, PackedWeight
+from tgi.worker.greedy import GreedyTokens
+
+# Argument types of the functions in interface.cpp, without the program, the first argument of all.
+_SIGNATURES = {
+    "tgi_program_norm": (*[c_int64] * 3, c_void_p, c_void_p, *[c_int64] * 3, c_float),
+    "tgi_program_linear": (*[c_int64] * 5, c_void_p, c_int64, c_void_p, *[c_int64] * 3),
+    "tgi_program_lora": (c_int64, c_int64, c_int64),
+    "tgi_program_rope": (*[c_int64] * 6,),
+    "tgi_program_attention": (*[c_int64] * 7, c_float, c_float),
+    "tgi_program_add": (c_int64, c_int64, c_float),
+    "tgi_program_head": (
+        *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
+        *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float),
+    ),
+    "tgi_program_run": (*[c_void_p] * 10, c_int64, c_int64, c_void_p, c_void_p),
+}
+NO_TARGET = -1
+
+
+class LoraTarget(NamedTuple):
+    """Where the sums of adapters for a linear operation are: a slot of LoraStep, and its first column there."""
+
+    place: int
+    column: int = 0
+
+
+class LoraStep(NamedTuple):
+    """What adapters add in a step: struct LoraStep of program.h."""
+
+    fields: Tensor  # the struct, as int64 numbers
+    referenced: object  # keeps the memory alive whose addresses are in the struct
+
+
+def lora_step(tiles: LoraTiles, adapters: int, slots: Sequence["tuple[Tensor, Tensor, Tensor] | None"]) -> LoraStep:
+    """The struct of a step whose tokens have `adapters` different adapters. `slots` has an entry for each slot of the
+    struct: the addresses of the adapters' pairs, int64 [layers, adapters], with `bounds` and `plus` as CpuKernels.lora
+    takes them; None where no adapter adds anything."""
+    fields = [*(column.data_ptr() for column in tiles), len(tiles.owners), adapters]
+    for slot in slots:
+        if slot is None:
+            fields += [0] * 5
+            continue
+        pairs, bounds, plus = slot
+        fields += [plus.data_ptr(), pairs.data_ptr(), bounds.data_ptr(), plus.shape[1], len(bounds) - 1]
+    return LoraStep(torch.tensor(fields), (tiles, slots))
+
+
+_GreedyRows = c_int64 * 6  # struct GreedyRows of program.h
+
+
+class PreparedStep(NamedTuple):
+    """The arguments of `Program.run`. They may be used again after the tensors have been filled with another step."""
+
+    best: GreedyTokens | None
+    arguments: tuple[object, ...]
+    referenced: object  # keeps the memory alive whose addresses are in the arguments
+
+
+class Program:
+    """Recorded operations on buffers of these widths. Buffer 0 belongs to the caller; the others are scratch memory
+    that grows to the largest step. The caller keeps all recorded weights alive."""
+
+    def __init__(self, kernels: CpuKernels, widths: Sequence[int]) -> None:
+        library = kernels.library
+        library.tgi_program.argtypes, library.tgi_program.restype = (c_void_p, c_int64), c_void_p
+        library.tgi_program_free.argtypes, library.tgi_program_free.restype = (c_void_p,), None
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = (c_void_p, *arguments), None
+        self._outputs = 0  # logits of a token
+        self.operations: list[str] = []  # names, in the order of execution
+        self.clock: Tensor | None = None  # float64 [operations]: each run adds the seconds of each operation
+        self._library = library
+        self._thread_pool = kernels.thread_pool
+        self._kernels = kernels  # keeps the thread pool alive
+        self._widths = list(widths)
+        self._handle = library.tgi_program((c_int64 * len(widths))(*widths), len(widths))
+        weakref.finalize(self, library.tgi_program_free, self._handle)
+
+    def norm(
+        self, x: int, y: int, start: int, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool
+    ) -> None:
+        """CpuKernels.norm of the columns of x from `start` on, written to the same columns of y, which is as wide."""
+        assert self._widths[x] == self._widths[y]
+        parts = 1 if weight.ndim == 1 else len(weight)
+        at = None if bias is None else bias.data_ptr()
+        self._record("norm", x, y, start, weight.data_ptr(), at, parts, weight.shape[-1], centred, epsilon)
+
+    def linear(
+        self,
+        x: int,
+        y: int,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        then: int = 0,
+        other: int = 0,
+        delta: LoraTarget | None = None,
+    ) -> None:
+        """CpuKernels.linear; `other`, which may be y, is read only for the epilogues "add" and "mul"."""
+        memory, outputs, inputs, form = weight
+        assert (self._widths[x], self._widths[y]) == (inputs, outputs)
+        place, column = delta or (NO_TARGET, 0)
+        at = None if bias is None else bias.data_ptr()
+        self._record("linear", x, other, y, place, column, memory.data_ptr(), form, at, inputs, outputs, then)
+
+    def lora(self, x: int, place: int, layer: int) -> None:
+        """CpuKernels.lora for one slot of the step's LoraStep. Recorded before the linear operations that add its
+        sums."""
+        self._record("lora", x, place, layer)
+
+    def rope(self, x: int, rope: int, heads: int, head_dim: int, rotary_dim: int, neighbours: bool) -> None:
+        """CpuKernels.apply_rope, with one of the tables of angles of the step."""
+        self._record("rope", x, rope, heads, head_dim, rotary_dim, neighbours)
+
+    def attention(
+        self,
+        qkv: int,
+        y: int,
+        layer: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """CpuKernels.paged_attention on the cache of a layer; `heads` are the numbers of query and KV heads."""
+        assert self._widths[y] == heads[0] * head_dim
+        self._record("attention", qkv, y, layer, *heads, head_dim, window or 0, scale, softcap or 0.0)
+
+    def add(self, x: int, y: int, scale: float) -> None:
+        """y += scale * x, with scale * x rounded to bfloat16 first."""
+        assert self._widths[x] == self._widths[y]
+        self._record("add", x, y, scale)
+
+    def head(
+        self,
+        x: int,
+        y: int,
+        norm: tuple[Tensor, Tensor | None, float, bool],
+        weight: PackedWeight,
+        bias: Tensor | None,
+        scale: float,
+        cap: float | None,
+    ) -> None:
+        """CpuKernels.greedy_head of the tokens in `draw_at` of `prepare`, normed as by CpuKernels.norm; y is
+        scratch."""
+        scales, shifts, epsilon, centred = norm
+        memory, self._outputs, inputs, form = weight
+        assert self._widths[x] == self._widths[y] == inputs
+        addresses = [None if one is None else one.data_ptr() for one in (scales, shifts, memory, bias)]
+        self._record(
+            "head", x, y, *addresses[:2], inputs, centred, epsilon, addresses[2], form, addresses[3], self._outputs,
+            scale, cap or 0.0,
+        )  # fmt: skip
+
+    def prepare(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        caches: Tensor,
+        step: AttentionRows,
+        lora: LoraStep | None = None,
+        draw_at: Tensor | None = None,
+    ) -> PreparedStep:
+        """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
+        (Rotary.angles), `caches` (int64 [layers]) the addresses of the layers' KV caches. If draw_at (int64 [D], token
+        numbers) is given, `run` returns the greedy tokens of those tokens."""
+        assert rows.is_contiguous()
+        best = peaks = drawing = None
+        if draw_at is not None:
+            best, peaks = (
+                GreedyTokens.empty(len(draw_at)),
+                self._kernels.block_maxima_memory(len(draw_at), self._outputs),
+            )
+            columns = (column.data_ptr() for column in (peaks, *best))
+            drawing = _GreedyRows(draw_at.data_ptr(), len(draw_at), *columns)
+        tables = (c_void_p * len(angles))(*(table.data_ptr() for table, _ in angles))
+        arguments = (
+            rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(),
+            None if lora is None else lora.fields.data_ptr(), *step, drawing,
+        )  # fmt: skip
+        return PreparedStep(best, arguments, (rows, positions, angles, caches, lora, draw_at, peaks))
+
+    def run(self, ready: PreparedStep) -> GreedyTokens | None:
+        """Runs the operations on the current contents of the prepared tensors. Each run of the same arguments writes
+        its greedy tokens to the same memory."""
+        clock = None if self.clock is None else self.clock.data_ptr()
+        self._library.tgi_program_run(self._handle, self._thread_pool, *ready.arguments, clock)
+        return ready.best
+
+    def _record(self, name: str, *arguments: object) -> None:
+        self.operations.append(name)
+        getattr(self._library, f"tgi_program_{name}")(self._handle, *arguments)

@@ -1,0 +1,24 @@
+// Quantizes weights at load. See quantize_weights.cpp.
+#pragma once
+#include <cstdint>
+
+#include "thread_pool.h"
+
+namespace tgi {
+
+using bf16 = uint16_t;
+
+// The tables are those of quantization/quantize.py, with a row of 8 numbers for each grid point.
+struct QuantizeCall {
+    const bf16* weight;  // [outputs, inputs], `inputs` a multiple of 32
+    const float* grid_errors;  // GRID_ERRORS
+    const uint8_t* grid_codes;  // GRID_CODES, and three bytes of padding
+    uint16_t* scales;  // float16 [outputs]
+    uint8_t* codes;  // [outputs, inputs], or two in each byte
+    uint8_t* factors;  // [outputs, inputs / 32]; null: 8 bits
+    int64_t outputs, inputs;
+};
+
+void quantize(ThreadPool& pool, const QuantizeCall& call);
+
+}  // namespace tgi

@@ -1,0 +1,91 @@
+"""Decides whether the CPU kernels compute the models of this worker, and loads them if so."""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, build_library, require_instruction_sets
+from tgi.worker.cpu_kernels.kernels import INPUT_MULTIPLE, MAX_HEAD_DIM, CpuKernels
+from tgi.worker.host_cpu import threads_from_environment, usable_cores
+
+log = logging.getLogger(__name__)
+
+
+class _Experts(Protocol):
+    @property
+    def intermediate(self) -> int: ...
+
+
+class _DecoderConfig(Protocol):
+    """The sizes that are needed of models.config.DecoderConfig."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def experts(self) -> _Experts | None: ...
+
+
+class CpuModelCandidate(Protocol):
+    """What is needed of a model to decide; models.loader.ModelSpec has it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        ...
+
+    @property
+    def decoder(self) -> _DecoderConfig | None:
+        """None: the model runs through transformers."""
+
+
+def select_cpu_kernels(models: Sequence[CpuModelCandidate], device: str) -> tuple[CpuKernels | None, str]:
+    """The CPU kernels if they can compute all of these models on this device, or None and the reason. All or none,
+    since models that share KV pages share their layout. Logs a warning where the processor is capable and something
+    else is missing.
+
+    With the CPU kernels torch has little left to compute, and gets one thread: more would spin next to the kernels'
+    threads and cost more than they gain."""
+    if device != "cpu":
+        return None, "they are for CPU"
+    try:
+        require_instruction_sets()
+        for model in models:
+            _require_fit(model)
+    except KernelsUnavailable as reason:
+        return None, str(reason)
+    threads = threads_from_environment() or usable_cores()
+    try:
+        found = CpuKernels(build_library(), threads)
+    except KernelsUnavailable as reason:
+        log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
+        return None, str(reason)
+    torch.set_num_threads(1)
+    return found, ""
+
+
+def _require_fit(model: CpuModelCandidate) -> None:
+    """Raises KernelsUnavailable if the CPU kernels cannot compute this model."""
+    config = model.decoder
+    if config is None:
+        raise KernelsUnavailable("the model runs through transformers")
+    if model.dtype is not torch.bfloat16:
+        raise KernelsUnavailable(f"the model runs in {str(model.dtype).removeprefix('torch.')}, they are for bfloat16")
+    for name, size in _input_sizes(config).items():
+        if size % INPUT_MULTIPLE:
+            raise KernelsUnavailable(f"the model's {name} of {size} is no multiple of {INPUT_MULTIPLE}")
+    if config.head_dim > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"the model's head_dim of {config.head_dim} is over {MAX_HEAD_DIM}")
+
+
+def _input_sizes(config: _DecoderConfig) -> dict[str, int]:
+    """The numbers of inputs of all matrix products, by name."""
+    sizes = {"hidden size": config.hidden, "intermediate size": config.intermediate, "head_dim": config.head_dim}
+    if config.experts is not None:
+        sizes["width of an expert"] = config.experts.intermediate
+    return sizes

@@ -1,0 +1,110 @@
+"""DecoderConfig: the architecture of a decoder as data, one record for all model families.
+
+With x the hidden state of a token and r the residual scale, a layer computes
+
+    x = x + r * attention_after(attention(attention_before(x)))
+    x = x + r * mlp_after(mlp(mlp_before(x)))
+
+Each of the four norms may be absent.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tgi.worker.layers.rotary import RopeConfig
+
+
+class UnsupportedConfig(Exception):
+    """DecoderModel does not implement something that this config.json requires; the message names it."""
+
+
+class LayerConfig(NamedTuple):
+    """What may differ between layers."""
+
+    window: int | None = None  # sliding window in tokens, including the query's own; None = full attention
+    rope: int | None = 0  # index into DecoderConfig.ropes; None = no rotary embedding
+    routed: bool = False  # the MLP is a mixture of experts
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts: with p = softmax(router(x)) over `count` MLPs, y = sum of w_e * mlp_e(x) over the `top_k`
+    largest p, where w is p or, if `normalized`, p divided by the sum of the chosen p."""
+
+    count: int
+    top_k: int
+    intermediate: int  # width of one expert
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of a layer's tensors in the checkpoint, after the prefix `model.layers.N.`.
+
+    Matrices of the same name are fused: its tensor holds them one after the other along the outputs.
+    """
+
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    # "{}" stands for the number of the expert.
+    expert_gate: str = "mlp.experts.{}.gate_proj"
+    expert_up: str = "mlp.experts.{}.up_proj"
+    expert_down: str = "mlp.experts.{}.down_proj"
+    # Norms before and after each part; None = absent.
+    attention_before: str | None = "input_layernorm"
+    attention_after: str | None = None
+    mlp_before: str | None = "post_attention_layernorm"
+    mlp_after: str | None = None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder-only transformer: layers of grouped-query attention with rotary positions, each followed by an MLP."""
+
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_length: int  # maximal tokens of a sequence
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]
+    tied: bool  # the output head shares the weight of the embedding
+    names: TensorNames
+
+    # Norms; see layers/norm.py.
+    norm_epsilon: float
+    norm_centred: bool = False  # layer norm instead of RMS norm
+    norm_bias: bool = False
+    norm_offset: float = 0.0  # added to the norm weights of the checkpoint
+    # Norms of queries and keys before the rotary embedding. "head": per head, with one weight for all query heads and
+    # one for all key heads; "each": per head, with a weight per head; "all": over all query heads, and all key heads.
+    query_key_norm: str | None = None
+
+    # Attention: softmax(cap(attention_scale * q k)) v, where cap(s) = c * tanh(s / c) with c = attention_cap, if set.
+    attention_scale: float = 1.0
+    attention_cap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the output projection
+
+    # MLP: down(f(gate(x)) * up(x)) or, if not gated, down(f(up(x))). f is an epilogue of layers.linear.Linear.
+    activation: str = "silu"
+    gated: bool = True
+    mlp_bias: bool = False
+    experts: ExpertsConfig | None = None  # of the routed layers
+
+    # Residual stream and logits.
+    parallel: bool = False  # x + attention(n) + mlp(n) with n = attention_before(x)
+    embedding_scale: float = 1.0  # the embedding is multiplied by this
+    residual_scale: float = 1.0  # r above
+    logit_scale: float = 1.0  # logits = logit_scale * head(norm(x)),
+    logit_cap: float | None = None  # then c * tanh(logits / c), if set

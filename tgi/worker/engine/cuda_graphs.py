@@ -1,0 +1,194 @@
+"""CUDA graphs: decode steps on a GPU whose hundreds of kernels the host launches with one call.
+
+A step in which each row computes one token is padded to the next captured batch size. A graph reads fixed memory: the
+slot and position of each row, which are written before the replay, the ids and page tables of all slots, the weights
+and the KV cache. It writes the logits to fixed memory too. A stream executes in order, so a step may be launched before
+the previous one has finished.
+
+Padding rows belong to a slot that is never occupied. They compute token 0 at position 0 and write to a padding page.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tgi.microkernel.errors import UserError
+from tgi.worker.attention.interface import CapturableBackend, ForwardBatch
+from tgi.worker.device_copies import pin_for_copy
+from tgi.worker.engine.input_batch import Slots, StepRows
+from tgi.worker.models.interface import Model
+
+log = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+# Largest difference between the logits of a graph and those of the same step without, as a share of the largest logit.
+# They should be equal.
+TOLERANCE = 0.05
+
+
+class GraphCapturer(Protocol):
+    """Captures graphs."""
+
+    def capture(self, run: Replay) -> Replay:
+        """Returns a function that repeats, on the same memory, what `run` does on the device. `run` has run before."""
+
+
+class CudaGraphCapturer:
+    """Captures CUDA graphs that share the memory pool for intermediate results: no two are replayed concurrently. If
+    the largest graph is captured first, the others need no more memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Replay) -> Replay:
+        """See GraphCapturer."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay
+
+
+class CapturedGraph(NamedTuple):
+    """A decode step of `rows` rows with contexts of up to `max_context` tokens."""
+
+    rows: int
+    max_context: int
+    inputs: Tensor  # int64 [2, rows]: slots and positions, read at replay
+    replay: Replay
+
+
+def graph_batch_sizes(requested: tuple[int, ...], max_rows: int) -> list[int]:
+    """The batch sizes to capture, ascending; empty if 0 is requested, which is always alone.
+
+    By default powers of two up to the `max_rows` of a step. Up to some hundred rows, reading the weights takes most of
+    a decode step's time, so padding rows cost little, while each graph costs memory and time at start.
+    """
+    if 0 in requested:
+        return []
+    if requested:
+        return sorted({rows for rows in requested if rows <= max_rows})
+    return [*(1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows), max_rows]
+
+
+class DecodeGraphs:
+    """The captured decode steps of an engine. Requests have at most `max_total_tokens` tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        attention: CapturableBackend,
+        slots: Slots,
+        batch_sizes: list[int],
+        max_total_tokens: int,
+        capturer: GraphCapturer,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._slots = slots
+        self._max_total_tokens = max_total_tokens
+        self._capturer = capturer
+        self._page_table = slots.mirror_page_table(attention.padding_page)
+        self._shapes = [
+            (size, bound) for size in batch_sizes for bound in attention.capture_context_bounds(size, max_total_tokens)
+        ]
+        self._logits = torch.empty(0, model.vocab_size, device=model.device)
+        self._graphs: list[CapturedGraph] = []  # ascending: the first that is large enough is replayed
+
+    def __len__(self) -> int:
+        """The number of graphs if all are captured."""
+        return len(self._shapes)
+
+    @torch.inference_mode()
+    def capture(self, limit: int | None = None) -> None:
+        """Captures the graphs, the largest first; with `limit`, only that many. Raises UserError if a graph cannot be
+        captured or gives other logits than the same step without it."""
+        began, rows = time.monotonic(), max((size for size, _ in self._shapes), default=0)
+        self._logits = torch.zeros(rows, self._model.vocab_size, device=self._model.device)
+        self._graphs = []
+        for size, bound in sorted(self._shapes, reverse=True)[:limit]:
+            self._graphs.insert(0, self._capture_one(size, bound))
+        log.debug(
+            "captured %d CUDA graphs for decode steps of %s rows in %.1f s",
+            len(self._graphs),
+            ", ".join(map(str, sorted({graph.rows for graph in self._graphs}))) or "no",
+            time.monotonic() - began,
+        )
+
+    def try_replay(self, rows: StepRows) -> Tensor | None:
+        """The logits float32 [R, vocab] of these rows, valid until the next step; none of them may need prompt
+        logprobs. None if no graph fits."""
+        graph = self._find_graph(rows)
+        if graph is None:
+            return None
+        count = len(rows.slots)
+        inputs = np.zeros((2, graph.rows), np.int64)
+        inputs[0] = self._slots.padding_slot
+        inputs[:, :count] = rows.slots, rows.starts
+        graph.inputs.copy_(pin_for_copy(inputs, graph.inputs.device), non_blocking=True)
+        graph.replay()
+        return self._logits[:count]
+
+    def _find_graph(self, rows: StepRows) -> CapturedGraph | None:
+        """The smallest graph for a step in which each row computes and samples one token, without drafts and without
+        adapters; None if the step is another or too large."""
+        adapters = self._slots.adapters
+        if not rows.plain_decode or (adapters and not adapters.keys().isdisjoint(rows.slots.tolist())):
+            return None
+        count, longest = len(rows.slots), int(rows.ends.max())
+        return next((graph for graph in self._graphs if graph.rows >= count and graph.max_context >= longest), None)
+
+    def _capture_one(self, rows: int, max_context: int) -> CapturedGraph:
+        inputs = torch.zeros(2, rows, dtype=torch.int64, device=self._page_table.device)
+        inputs[0] = self._slots.padding_slot
+
+        def run() -> None:
+            self._logits[:rows] = self._model.forward(self._build_batch(inputs, max_context), self._attention)
+
+        run()  # the first run loads and compiles kernels, which cannot be captured
+        expected = self._logits[:rows].clone()
+        self._logits.zero_()
+        try:
+            graph = CapturedGraph(rows, max_context, inputs, self._capturer.capture(run))
+            graph.replay()
+            self._check(rows, expected)
+        except RuntimeError as error:
+            reason = error.__context__ or error  # the first error; ending the capture failed because of it
+            raise UserError(
+                f"A decode step of {rows} rows cannot be made a CUDA graph: {reason}. Start with --cuda-graphs 0."
+            ) from error
+        return graph
+
+    def _check(self, rows: int, expected: Tensor) -> None:
+        """Raises UserError unless the logits [rows, vocab] are close to the expected ones."""
+        wrong, largest = float((self._logits[:rows] - expected).abs().max()), float(expected.abs().max())
+        if not wrong <= TOLERANCE * largest:
+            raise UserError(
+                f"The CUDA graph of a decode step of {rows} rows gives a logit that differs by {wrong:.3g} from the "
+                f"step without it; the largest logit is {largest:.3g}, and at most {TOLERANCE} of it are expected. "
+                "Start with --cuda-graphs 0."
+            )
+
+    def _build_batch(self, inputs: Tensor, max_context: int) -> ForwardBatch:
+        """The model's input, computed on the device from slots and positions. The host lengths are those of the longest
+        request, so that tables which the model extends on demand (rotary angles) are complete before the capture."""
+        slots, positions = inputs
+        rows, size, device = inputs.shape[1], self._slots.page_size, inputs.device
+        table = self._page_table[:, : -(-max_context // size)].index_select(0, slots)
+        pages = table.gather(1, (positions // size)[:, None])[:, 0]
+        return ForwardBatch(
+            tokens=self._slots.ids.view(-1).index_select(0, self._slots.id_indices(slots, positions)).long(),
+            positions=positions,
+            slot_mapping=pages.long() * size + positions % size,
+            cu_query_lens=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            context_lens=(positions + 1).int(),
+            page_table=table,
+            logits_indices=torch.arange(rows, device=device),
+            query_lens_host=[1] * rows,
+            context_lens_host=[self._max_total_tokens] * rows,
+            in_cuda_graph=True,
+        )

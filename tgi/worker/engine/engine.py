@@ -1,0 +1,341 @@
+"""The torch engine: launches a step on the model, samples, and collects the result from the device."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from llguidance import LLTokenizer
+
+from tgi.microkernel.progress import WorkerFacts
+from tgi.microkernel.protocol import DeploymentLimits, Step, StepResult
+from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, PrefaultingBackend
+from tgi.worker.device_copies import copy_to_device, copy_to_host
+from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
+from tgi.worker.engine.decode_fast_path import DecodeFastPath
+from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
+from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
+from tgi.worker.engine.interface import BadStep, Poisoned
+from tgi.worker.engine.prompt_logprobs import (
+    PromptLogprobReader,
+    PromptLogprobTensors,
+    find_prompt_positions,
+    prompt_logprobs_columns,
+)
+from tgi.worker.lora.registry import AdapterRegistry
+from tgi.worker.models.interface import Model
+from tgi.worker.sampling.grammar import GrammarManager
+from tgi.worker.sampling.noise import Noise
+from tgi.worker.sampling.sampler import SampledTokens, sample
+from tgi.worker.sampling.sampling_batch import SamplingBatch
+from tgi.worker.sampling.token_bitmask import GrammarBitmask
+from tgi.worker.sampling.top_logprobs import TopLogprobs, top_logprobs_columns
+from tgi.worker.sampling.verification import (
+    DraftBatch,
+    count_accepted,
+    draft_positions_mask,
+    keep_accepted,
+    row_offsets,
+)
+from tgi.worker.sampling.watermark import Watermark
+
+# The operating system takes long to hand out KV memory, so idle time is used to fault in memory for this many tokens.
+PREFAULT_TOKENS = 4096
+
+# The fault of a row for which bad words, alone or with a grammar, leave no token.
+NO_TOKEN_LEFT = "its `bad_words` leave no token to go on with"
+
+
+class PendingStep(NamedTuple):
+    """A launched step. On CUDA the host copies are complete once `end_event` has happened."""
+
+    number: int
+    epoch: int
+    sampled: SampledTokens  # on the host
+    prompt_logprobs: PromptLogprobTensors | None  # on the host
+    grammar_bitmask: GrammarBitmask | None
+    faults: list[str]  # as in StepResult; with an entry for each row if `bad_word_rows` is not None
+    drafts: DraftBatch | None  # on the host
+    # [D] for each sampling row its index in the step, -1 if it has no bad words; None: no row has any
+    bad_word_rows: Ints | None
+    forward_us: int  # on CPU; on CUDA it is measured by the events
+    begin_event: torch.cuda.Event | None
+    end_event: torch.cuda.Event | None
+
+
+class GraphCaptureConfig(NamedTuple):
+    """How decode steps are captured as CUDA graphs."""
+
+    capturer: GraphCapturer
+    attention: CapturableBackend  # the engine's
+    batch_sizes: list[int]  # see cuda_graphs.graph_batch_sizes
+
+
+class TorchEngine:
+    """A model with its KV cache and slots. Steps are launched in order; on CPU, `launch` computes the step. A step that
+    follows one with drafts may have rows of the same slots only after the latter is collected.
+
+    `load_token_table` makes the table that grammars need, when the first one arrives. `draft_model` proposes drafts.
+    `watermark` serves the rows that ask for it. `graph_capture` enables CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        limits: DeploymentLimits,
+        load_token_table: Callable[[], LLTokenizer] | None = None,
+        draft_model: DraftModel | None = None,
+        watermark: Watermark | None = None,
+        graph_capture: GraphCaptureConfig | None = None,
+    ) -> None:
+        self.limits = limits
+        self.served: WorkerFacts | None = None  # for the start summary; set by start_engine
+        self.adapters = AdapterRegistry(lambda directory: model.load_adapter(directory))
+        self._model = model
+        self._attention = attention
+        self._device = model.device
+        self._cuda = model.device.type == "cuda"
+        self._noise = Noise(model.vocab_size, model.device)
+        self._grammars = GrammarManager(load_token_table or _no_token_table)
+        self._slots = Slots(
+            limits.max_batch_size,
+            limits.max_total_tokens,
+            limits.pages,
+            attention.page_size,
+            model.vocab_size,
+            model.device,
+            self._grammars,
+            self.adapters,
+        )
+        self._batch_builder = BatchBuilder(self._slots, watermark or Watermark(model.vocab_size, model.device))
+        self._decode_fast_path = DecodeFastPath(model, attention, self._slots)
+        self._draft_runner = draft_model and DraftRunner(draft_model, self._slots, self._batch_builder, self._noise)
+        self._decode_graphs = graph_capture and DecodeGraphs(
+            model,
+            graph_capture.attention,
+            self._slots,
+            graph_capture.batch_sizes,
+            limits.max_total_tokens,
+            graph_capture.capturer,
+        )
+
+    def capture_decode_graphs(self, limit: int | None = None) -> int:
+        """Captures the decode graphs, or only the `limit` largest (see DecodeGraphs.capture). Returns how many there
+        are in all; 0 without a GraphCaptureConfig."""
+        if self._decode_graphs is None:
+            return 0
+        self._decode_graphs.capture(limit)
+        return len(self._decode_graphs)
+
+    def reset(self) -> None:
+        """Removes all requests."""
+        self._decode_fast_path.reset()
+        self._slots.reset()
+
+    def prefault_memory(self) -> bool:
+        """While idle, faults in KV memory for the next PREFAULT_TOKENS tokens, a few milliseconds of it in each call.
+        False: all of it is there."""
+        if not isinstance(self._attention, PrefaultingBackend):
+            return False
+        pages = -(-PREFAULT_TOKENS // self.limits.page_size)
+        return self._attention.prefault_pages(self._slots.touched_pages, pages)
+
+    def launch(self, step: Step) -> PendingStep | StepResult:
+        """Starts a step. Raises BadStep where it does not match the slots, and Poisoned where the device is lost.
+
+        After any other error the rows of this step count as not computed, and other slots are not affected.
+        """
+        if (result := self._decode_fast_path.try_step(step)) is not None:
+            return result
+        began = time.monotonic()
+        try:
+            with torch.inference_mode():
+                return self._launch(step, began)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise
+        except torch.AcceleratorError as error:
+            raise Poisoned(str(error)) from error
+        except RuntimeError as error:
+            self._raise_if_device_lost(error)
+            raise
+
+    def is_done(self, pending: PendingStep | StepResult) -> bool:
+        """Whether the step's result is on the host."""
+        return isinstance(pending, StepResult) or pending.end_event is None or pending.end_event.query()
+
+    def collect(self, pending: PendingStep | StepResult) -> StepResult:
+        """Waits for the step, verifies its drafts and packs what it sampled."""
+        if isinstance(pending, StepResult):
+            return pending
+        forward_us = pending.forward_us
+        if pending.begin_event is not None and pending.end_event is not None:
+            try:
+                pending.end_event.synchronize()
+            except torch.AcceleratorError as error:
+                raise Poisoned(str(error)) from error
+            forward_us = int(pending.begin_event.elapsed_time(pending.end_event) * 1000)
+        sampled, bitmask, counts = pending.sampled, pending.grammar_bitmask, b"\x01" * len(pending.sampled.ids)
+        if pending.drafts is not None:
+            kept = count_accepted(pending.drafts, sampled.ids, bitmask and bitmask.reach)
+            self._slots.commit_accepted_drafts(pending.drafts.slots, kept - 1)
+            sampled, counts = keep_accepted(pending.drafts, sampled, kept), kept.astype(np.uint8).tobytes()
+        faults = pending.faults
+        if pending.bad_word_rows is not None:
+            row_of_token = np.repeat(pending.bad_word_rows, np.frombuffer(counts, np.uint8))
+            # A logprob is NaN if all logits of the row were -inf.
+            without_token = row_of_token[(row_of_token >= 0) & np.isnan(sampled.logprobs.numpy())]
+            faults = [fault or (NO_TOKEN_LEFT if row in without_token else "") for row, fault in enumerate(faults)]
+            faults = faults if any(faults) else []
+        ids = sampled.ids.numpy().astype(np.int32)
+        top_counts, top_ids, top_logprobs = top_logprobs_columns(sampled.top_logprobs, len(ids))
+        prompt_logprobs, prompt_top_ids, prompt_top_logprobs = prompt_logprobs_columns(pending.prompt_logprobs)
+        return StepResult(
+            pending.number,
+            pending.epoch,
+            counts,
+            ids.tobytes(),
+            sampled.logprobs.numpy().tobytes(),
+            forward_us,
+            top_counts=top_counts,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_ids=prompt_top_ids,
+            prompt_top_logprobs=prompt_top_logprobs,
+            row_errors=faults,
+        )
+
+    def _launch(self, step: Step, began: float) -> PendingStep:
+        self._slots.apply_step(step)
+        rows = self._slots.validate_rows(step)
+        begin_event = end_event = None
+        if self._cuda:
+            begin_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin_event.record()
+        drafts = self._write_drafts(step, rows)
+        reader = self._prompt_logprob_reader(rows)
+        sampling_slots = rows.slots[rows.sampling_rows]
+        slots = sampling_slots if drafts is None else drafts.slots
+        indices = self._batch_builder.id_indices(sampling_slots, rows.sampling_positions)
+        bitmask, bad_word_rows = None, None
+        logits = self._decode_graphs.try_replay(rows) if self._decode_graphs is not None and reader is None else None
+        if logits is None and self._slots.params.greedy[sampling_slots].all():
+            batch = self._batch_builder.build_forward_batch(rows)
+            greedy = self._model.forward_greedy(batch, self._attention, reader)
+            sampled = SampledTokens(greedy.ids, greedy.logprobs, None)
+            if self._draft_runner is None:  # a draft runner needs every step
+                self._decode_fast_path.remember_greedy_step(step, rows, batch, greedy)
+        else:
+            if logits is None:
+                logits = self._model.forward(self._batch_builder.build_forward_batch(rows), self._attention, reader)
+            bitmask = self._grammars.wait_for_bitmask(slots, drafts)
+            sampling_batch = self._batch_builder.build_sampling_batch(sampling_slots, rows.sampling_positions, bitmask)
+            sampled = sample(logits, sampling_batch, self._noise, self._model.kv.cpu_kernels)
+            bad_word_rows = _find_bad_word_rows(rows, sampling_batch)
+        # Ids after a rejected draft are overwritten before they are read.
+        self._batch_builder.write_ids(indices, sampled.ids)
+        prompt_logprobs = None if reader is None else reader.finish()
+        self._slots.commit_rows(rows)
+        if end_event is not None:
+            sampled = _sampled_to_host(sampled)
+            prompt_logprobs = prompt_logprobs and prompt_logprobs.to_host()
+            end_event.record()
+        if bitmask is not None:
+            self._grammars.accept_sampled(slots, bitmask, sampled.ids, end_event, drafts)
+        forward_us = int((time.monotonic() - began) * 1e6)
+        faults = self._row_faults(step, rows, bitmask)
+        if bad_word_rows is not None:
+            faults = faults or [""] * len(rows.slots)
+        return PendingStep(
+            number=step.number,
+            epoch=step.epoch,
+            sampled=sampled,
+            prompt_logprobs=prompt_logprobs,
+            grammar_bitmask=bitmask,
+            faults=faults,
+            drafts=drafts,
+            bad_word_rows=bad_word_rows,
+            forward_us=forward_us,
+            begin_event=begin_event,
+            end_event=end_event,
+        )
+
+    def _row_faults(self, step: Step, rows: StepRows, bitmask: GrammarBitmask | None) -> list[str]:
+        """StepResult.faults: rows whose adapter is not loaded, or whose grammar allows no token."""
+        slot_faults, stuck = self._slots.faults, bitmask is not None and any(bitmask.faults)
+        if not slot_faults and not stuck:
+            return []
+        faults = [slot_faults.get(slot, "") for slot in rows.slots.tolist()]
+        if bitmask is not None and stuck:
+            for row, fault in zip(np.flatnonzero(np.frombuffer(step.draws, np.uint8)), bitmask.faults, strict=True):
+                faults[row] = faults[row] or fault
+        return faults if any(faults) else []  # the slot with a fault may have no row in this step
+
+    def _raise_if_device_lost(self, error: RuntimeError) -> None:
+        """Raises Poisoned if the device is lost. Triton's launches may be the first to fail then, with a RuntimeError
+        of no specific type."""
+        try:
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
+        except torch.AcceleratorError:
+            raise Poisoned(str(error)) from error
+
+    def _write_drafts(self, step: Step, rows: StepRows) -> DraftBatch | None:
+        """Writes the rows' drafts after their known ids. On CUDA, drafts of a draft model are copied to the host too,
+        because grammars need them there; the host does not wait for the copy."""
+        if self._draft_runner is not None:
+            self._draft_runner.run(step, rows)
+        if rows.drafts is None:
+            return None
+        lengths = rows.drafts.lengths
+        has_draft = draft_positions_mask(lengths)
+        indices = self._batch_builder.id_indices(
+            rows.slots[rows.sampling_rows[has_draft]], rows.sampling_positions[has_draft]
+        )
+        copied = None
+        if rows.drafts.ids is not None:
+            ids = torch.from_numpy(rows.drafts.ids)
+            self._batch_builder.write_ids(indices, copy_to_device(rows.drafts.ids, self._device))
+        else:
+            if self._draft_runner is None:
+                raise BadStep("drafts without draft_ids, and there is no draft model to find them")
+            ids = self._batch_builder.read_ids(indices)
+            if self._cuda:
+                copied = torch.cuda.Event()
+                ids = copy_to_host(ids)
+                copied.record()
+        drafts = DraftBatch(rows.slots[rows.sampling_rows[row_offsets(lengths)]], lengths, ids)
+        self._grammars.compute_draft_bitmasks(drafts, copied)
+        return drafts
+
+    def _prompt_logprob_reader(self, rows: StepRows) -> PromptLogprobReader | None:
+        """Reads the prompt logprobs that these rows ask for, if any."""
+        positions = find_prompt_positions(self._slots, rows)
+        if positions is None:
+            return None
+        logits_indices, next_indices = self._batch_builder.to_device(positions.logits_indices, positions.next_indices)
+        return PromptLogprobReader(positions, logits_indices, self._slots.ids.view(-1)[next_indices].long())
+
+
+def _find_bad_word_rows(rows: StepRows, batch: SamplingBatch) -> Ints | None:
+    """PendingStep.bad_word_rows."""
+    positions = np.flatnonzero(batch.params.bad_words)
+    if not len(positions):
+        return None
+    sampling_rows = np.unique(rows.sampling_rows)
+    return np.where(np.isin(sampling_rows, rows.sampling_rows[positions]), sampling_rows, -1)
+
+
+def _no_token_table() -> LLTokenizer:
+    raise RuntimeError("this engine has no token table for grammars")
+
+
+def _sampled_to_host(sampled: SampledTokens) -> SampledTokens:
+    """Starts the copies of what was sampled to the host."""
+    top = sampled.top_logprobs
+    if top is not None:
+        top = TopLogprobs(top.rows, copy_to_host(top.counts), copy_to_host(top.ids), copy_to_host(top.logprobs))
+    return SampledTokens(copy_to_host(sampled.ids), copy_to_host(sampled.logprobs), top)

@@ -1,0 +1,369 @@
+"""The input batch: the state of each slot, the checked rows of a step, and the tensors that model and sampler get.
+
+`Slots` holds the state of running requests. `Slots.validate_rows` turns a step into `StepRows`. `BatchBuilder` turns
+these into a `ForwardBatch` for the model and a `SamplingBatch` for the sampler.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgi.microkernel.errors import ProtocolError
+from tgi.microkernel.protocol import MAX_DRAFT_TOKENS, MAX_PROMPT_TOP_TOKENS, SlotAssignment, Step, decode
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.attention.interface import ForwardBatch
+from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
+from tgi.worker.engine.interface import BadStep
+from tgi.worker.lora.deltas import AdapterSpan
+from tgi.worker.lora.registry import AdapterRegistry, missing_adapter_fault
+from tgi.worker.sampling.grammar import GrammarManager
+from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns
+from tgi.worker.sampling.token_bitmask import GrammarBitmask
+from tgi.worker.sampling.verification import row_offsets
+from tgi.worker.sampling.watermark import Watermark
+
+# Values of Slots.num_computed that are not counts.
+EMPTY = -2  # no request occupies the slot
+NEW = -1  # nothing is computed yet; the first row may start after a cached prefix
+
+Ints = NDArray[np.int64]
+IntsOrTensor = TypeVar("IntsOrTensor", Ints, Tensor)
+
+
+class StepDrafts(NamedTuple):
+    """The draft tokens of a step's R rows, D of which sample."""
+
+    counts: Ints  # [R] drafts of each row
+    lengths: Ints  # [D] positions that each sampling row samples: 1 + its drafts
+    ids: Ints | None  # [sum(counts)]; None: the draft model proposes them
+
+
+class StepRows(NamedTuple):
+    """The R rows of a step as host columns, checked against the slots. D rows sample at E positions: after the known
+    ids of the row, and after each of its drafts."""
+
+    slots: Ints  # [R]
+    starts: Ints  # [R] first position
+    ends: Ints  # [R] context length after the step, drafts included
+    sampling_rows: Ints  # [E] the row of each sampled position
+    sampling_positions: Ints  # [E] the position of the token that is sampled
+    drafts: StepDrafts | None = None  # None: no row has drafts, so E = D
+
+    @property
+    def plain_decode(self) -> bool:
+        """Whether each row computes one token, samples the next one, and has no drafts."""
+        one_each = len(self.sampling_rows) == len(self.slots) and int((self.ends - self.starts).max()) == 1
+        return one_each and self.drafts is None
+
+
+class Slots:
+    """State of `count` slots, each with room for `tokens` ids and the pages of as many.
+
+    Token ids live on the device, because the next step reads sampled ids before the host has them. Lengths and page
+    tables live on the host, which knows them one step ahead.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        tokens: int,
+        pages: int,
+        page_size: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarManager,
+        adapter_registry: AdapterRegistry,
+    ) -> None:
+        self.width = tokens + 1
+        self.page_size = page_size
+        self._pages = pages
+        self.vocab_size = vocab_size
+        self.padding_slot = count  # never occupied; its ids are 0
+        self.ids = torch.empty(count + 1, self.width, dtype=torch.int32, device=device)
+        self.ids[self.padding_slot].zero_()
+        self.page_table = np.zeros((count, -(-self.width // page_size)), np.int32)
+        self.num_known = np.zeros(count, np.int64)  # ids, sampled ones included
+        self.num_computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache; or EMPTY, or NEW
+        self.num_pages = np.zeros(count, np.int64)
+        self.touched_pages = 0  # 1 + the highest page id that any request has had
+        self.params = SamplingColumns.allocate(count)
+        self.prompt_logprobs_from = np.zeros(count, np.int64)  # as in SlotAssignment
+        self.prompt_top_n = np.zeros(count, np.int64)
+        self.adapters: dict[int, Any] = {}  # by slot, for requests with an adapter
+        self.faults: dict[int, str] = {}  # by slot: why the request cannot continue
+        self._grammars = grammars
+        self._adapter_registry = adapter_registry
+        self._device_page_table: Tensor | None = None
+
+    def mirror_page_table(self, padding_page: int) -> Tensor:
+        """Keeps a copy of the page table on the device from now on, int32 [count + 1, pages of the longest request].
+        Entries that are not assigned, thus all of the padding slot, are `padding_page`. All slots must be empty."""
+        shape = (self.padding_slot + 1, self.page_table.shape[1])
+        self._device_page_table = torch.full(shape, padding_page, dtype=torch.int32, device=self.ids.device)
+        return self._device_page_table
+
+    def reset(self) -> None:
+        """Empties all slots."""
+        self.num_computed.fill(EMPTY)
+        self.adapters.clear()
+        self.faults.clear()
+        self._grammars.reset()
+
+    def apply_step(self, step: Step) -> None:
+        """Assigns the step's new requests to their slots and appends its pages. Raises BadStep."""
+        for new in step.slots:
+            self._assign(new)
+        owners, pages = _int64_column(step.page_slots), _int64_column(step.page_ids)
+        if len(owners) != len(pages):
+            raise BadStep("page_slots and page_ids differ in length")
+        if not len(owners):
+            return
+        self._require_occupied(owners)
+        _require_within(pages, self._pages, "page")
+        self.touched_pages = max(self.touched_pages, int(pages.max()) + 1)
+        # The n-th page of a slot in this step goes n entries after its present pages.
+        order = np.argsort(owners, kind="stable")
+        sorted_owners = owners[order]
+        entries = self.num_pages[sorted_owners] + np.arange(len(order)) - np.searchsorted(sorted_owners, sorted_owners)
+        if entries.max() >= self.page_table.shape[1]:
+            raise BadStep(f"slot {sorted_owners[entries.argmax()]} gets more pages than a request can have")
+        self.page_table[sorted_owners, entries] = pages[order]
+        if self._device_page_table is not None:
+            indices = sorted_owners * self.page_table.shape[1] + entries
+            device_indices, device_pages = copy_columns_to_device((indices, pages[order]), self.ids.device)
+            self._device_page_table.view(-1)[device_indices] = device_pages.int()
+        np.maximum.at(self.num_pages, sorted_owners, entries + 1)
+
+    def validate_rows(self, step: Step) -> StepRows:
+        """The step's rows. Raises BadStep if they do not continue the state of their slots."""
+        slots, starts, counts = _int64_column(step.rows), _int64_column(step.starts), _int64_column(step.counts)
+        draws = np.frombuffer(step.draws, np.uint8)
+        if not len(slots) == len(starts) == len(counts) == len(draws):
+            raise BadStep("rows, starts, counts and draws differ in length")
+        if not len(slots):
+            raise BadStep("no rows")
+        self._require_occupied(slots)
+        if len(set(slots.tolist())) != len(slots):
+            raise BadStep("a slot has two rows")
+        ends = starts + counts
+        drafts = _validate_drafts(step, draws, self.vocab_size) if step.drafts else None
+        draft_ends = ends if drafts is None else ends + drafts.counts
+        computed, known = self.num_computed[slots], self.num_known[slots]
+        expected_starts = np.where(computed == NEW, starts, computed)
+        faults = {
+            "has no token to compute": counts < 1,
+            "does not start where its computed tokens end": (starts != expected_starts) | (starts < 0),
+            "goes beyond its known ids": ends > known,
+            "goes beyond its pages": draft_ends > self.num_pages[slots] * self.page_size,
+            "draws before its last known id": (draws != 0) & (ends != known),
+            "draws beyond the longest request": (draws != 0) & (draft_ends >= self.width),
+        }
+        wrong = np.array(list(faults.values()))
+        if wrong.any():
+            fault, row = np.argwhere(wrong)[0]
+            raise BadStep(
+                f"the row of slot {slots[row]} {list(faults)[fault]}: positions {starts[row]} to "
+                f"{draft_ends[row] - 1}, {known[row]} ids known, {computed[row]} computed, "
+                f"{self.num_pages[slots[row]]} pages"
+            )
+        (sampling,) = draws.nonzero()
+        if drafts is None:
+            return StepRows(slots, starts, ends, sampling, ends[sampling])
+        offsets = np.arange(drafts.lengths.sum()) - np.repeat(row_offsets(drafts.lengths), drafts.lengths)
+        sampling = np.repeat(sampling, drafts.lengths)
+        return StepRows(slots, starts, draft_ends, sampling, ends[sampling] + offsets, drafts)
+
+    def id_indices(self, slots: IntsOrTensor, positions: IntsOrTensor) -> IntsOrTensor:
+        """Indices into the flat `ids` of these positions of these slots."""
+        return slots * self.width + positions
+
+    def slot_mapping(self, slots: Ints, positions: Ints) -> Ints:
+        """Where the keys and values of these positions [n] of these slots [n] are stored (ForwardBatch.slot_mapping):
+        page * page_size + offset."""
+        page, offset = np.divmod(positions, self.page_size)
+        return self.page_table[slots, page] * np.int64(self.page_size) + offset
+
+    def commit_rows(self, rows: StepRows) -> None:
+        """Counts the rows as computed (or computed before any later launch), and one more token as known in each row
+        that samples. Accepted drafts are added by `commit_accepted_drafts`."""
+        ends = rows.ends if rows.drafts is None else rows.ends - rows.drafts.counts
+        self.num_computed[rows.slots] = ends
+        sampling_slots = rows.slots[rows.sampling_rows]
+        self.num_known[sampling_slots] = self.num_computed[sampling_slots] + 1
+
+    def commit_accepted_drafts(self, slots: Ints, counts: Ints) -> None:
+        """Adds the number of drafts that were accepted in the last rows of these slots."""
+        self.num_computed[slots] += counts
+        self.num_known[slots] += counts
+
+    def _assign(self, new: SlotAssignment) -> None:
+        slot = new.slot
+        _require_within(np.array([slot]), len(self.num_known), "slot")
+        ids = _int64_column(new.token_ids)
+        if not 0 < len(ids) < self.width:
+            raise BadStep(f"slot {slot} gets {len(ids)} ids; 1 to {self.width - 1} fit")
+        _require_within(ids, self.vocab_size, "token id")
+        params = decode(new.sampling)
+        if not isinstance(params, SamplingParams):
+            raise ProtocolError(f"slot {slot}: expected SamplingParams, got {type(params).__name__}")
+        if not 0 < new.prompt_tokens <= len(ids):
+            raise BadStep(f"slot {slot}: {new.prompt_tokens} of {len(ids)} ids are prompt")
+        if not 0 <= new.prompt_logprobs_from < len(ids) or not 0 <= new.prompt_top_n <= MAX_PROMPT_TOP_TOKENS:
+            raise BadStep(
+                f"slot {slot}: prompt logprobs from position {new.prompt_logprobs_from} of {len(ids)} ids with "
+                f"{new.prompt_top_n} alternatives; the first id has no logprob, and at most {MAX_PROMPT_TOP_TOKENS} "
+                "alternatives are possible"
+            )
+        try:
+            self.params.assign(slot, params, new.prompt_tokens)
+        except (ValueError, OverflowError) as error:
+            raise BadStep(f"slot {slot}: {error}") from error
+        if (bias := self.params.bias[slot]) is not None:
+            _require_within(bias.ids, self.vocab_size, "biased token id")
+        if (ends := self.params.end_ids[slot]) is not None:
+            _require_within(ends, self.vocab_size, "end id")
+        _require_within(_int64_column(params.bad_word_ids), self.vocab_size, "bad word id")
+        self.ids[slot, : len(ids)] = copy_to_device(ids.astype(np.int32), self.ids.device)
+        self.prompt_logprobs_from[slot] = new.prompt_logprobs_from
+        self.prompt_top_n[slot] = min(new.prompt_top_n, self.vocab_size)
+        self.num_known[slot] = len(ids)
+        self.num_computed[slot] = NEW
+        self.num_pages[slot] = 0
+        self._grammars.assign_slot(slot, params.grammar, ids[new.prompt_tokens :].tolist())
+        self._assign_adapter(slot, params)
+
+    def _assign_adapter(self, slot: int, params: SamplingParams) -> None:
+        """Keeps a reference to the request's adapter, so that unloading its name does not affect it. Records a fault if
+        the adapter is not loaded."""
+        self.adapters.pop(slot, None)
+        self.faults.pop(slot, None)
+        if params.adapter:
+            adapter = self._adapter_registry.find_content(params.adapter_digest)
+            if adapter is None:
+                self.faults[slot] = missing_adapter_fault(params.adapter)
+            else:
+                self.adapters[slot] = adapter
+
+    def _require_occupied(self, slots: Ints) -> None:
+        _require_within(slots, len(self.num_known), "slot")
+        empty = self.num_computed[slots] == EMPTY
+        if empty.any():
+            raise BadStep(f"slot {slots[empty.argmax()]} is empty")
+
+
+class BatchBuilder:
+    """Builds the inputs of model and sampler from rows of these slots; `watermark` serves the rows that ask for it."""
+
+    def __init__(self, slots: Slots, watermark: Watermark) -> None:
+        self._slots = slots
+        self._watermark = watermark
+        self._ids = slots.ids.view(-1)
+        # The same memory where the device is the host: numpy moves a few numbers in a fraction of torch's time.
+        self._host_ids = self._ids.numpy() if self._ids.device.type == "cpu" else None
+
+    def build_forward_batch(self, rows: StepRows) -> ForwardBatch:
+        """The model's input: the tokens of the rows, one row after another."""
+        state, size = self._slots, self._slots.page_size
+        counts = rows.ends - rows.starts
+        bounds = np.zeros(len(counts) + 1, np.int64)
+        counts.cumsum(out=bounds[1:])
+        if bounds[-1] == len(counts):  # one token in each row
+            slots, positions = rows.slots, rows.starts
+        else:
+            slots = np.repeat(rows.slots, counts)
+            positions = np.arange(bounds[-1]) + np.repeat(rows.starts - bounds[:-1], counts)
+        max_pages = -(-int(rows.ends.max()) // size)
+        table = state.page_table[rows.slots, :max_pages]
+        id_indices, device_positions, slot_mapping, cu_query_lens, context_lens, pages, logits_indices = self.to_device(
+            state.id_indices(slots, positions),
+            positions,
+            state.slot_mapping(slots, positions),
+            bounds.astype(np.int32),
+            rows.ends.astype(np.int32),
+            table.ravel(),
+            (bounds[1:] - rows.ends)[rows.sampling_rows] + rows.sampling_positions - 1,
+        )
+        return ForwardBatch(
+            tokens=self.read_ids(id_indices),
+            positions=device_positions,
+            slot_mapping=slot_mapping,
+            cu_query_lens=cu_query_lens.int(),
+            context_lens=context_lens.int(),
+            page_table=pages.int().view(table.shape),
+            logits_indices=logits_indices,
+            query_lens_host=counts.tolist(),
+            context_lens_host=rows.ends.tolist(),
+            lora_spans=self._lora_spans(rows.slots, bounds) if state.adapters else (),
+        )
+
+    def build_sampling_batch(self, slots: Ints, positions: Ints, bitmask: GrammarBitmask | None) -> SamplingBatch:
+        """The sampler's input for slots [E] that sample the tokens of these positions [E]. All earlier ids are
+        written by the time the sampler reads them."""
+
+        def token_history(chosen: Ints, begins: Ints) -> Tensor:
+            ends = positions[chosen][:, None]
+            columns = begins[:, None] + np.arange((ends[:, 0] - begins).max())
+            columns = np.where(columns < ends, columns, 0)
+            (indices,) = self.to_device(self._slots.id_indices(slots[chosen][:, None], columns).ravel())
+            return self.read_ids(indices).view(columns.shape)
+
+        return SamplingBatch(self._slots.params.select(slots), positions, token_history, bitmask, self._watermark)
+
+    def id_indices(self, slots: Ints, positions: Ints) -> Tensor:
+        """`Slots.id_indices` as int64 on the device."""
+        return self.to_device(self._slots.id_indices(slots, positions))[0]
+
+    def read_ids(self, indices: Tensor) -> Tensor:
+        """The ids at these indices, int64."""
+        if self._host_ids is None:
+            return self._ids[indices].long()
+        return torch.from_numpy(self._host_ids[indices.numpy()].astype(np.int64))
+
+    def write_ids(self, indices: Tensor, ids: Tensor) -> None:
+        """Writes ids at these indices."""
+        if self._host_ids is None:
+            self._ids[indices] = ids.int()
+        else:
+            self._host_ids[indices.numpy()] = ids.numpy()
+
+    def to_device(self, *columns: NDArray[Any]) -> list[Tensor]:
+        """Host columns on the device, in one copy."""
+        return copy_columns_to_device(columns, self._ids.device)
+
+    def _lora_spans(self, slots: Ints, bounds: Ints) -> list[AdapterSpan]:
+        """The tokens of the rows that have an adapter."""
+        adapters = self._slots.adapters
+        spans = zip(slots.tolist(), *(part.tolist() for part in (bounds[:-1], bounds[1:])), strict=True)
+        return [AdapterSpan(adapters[slot], first, stop) for slot, first, stop in spans if slot in adapters]
+
+
+def _validate_drafts(step: Step, draws: NDArray[np.uint8], vocab_size: int) -> StepDrafts | None:
+    """The drafts of a step, if it has any. Raises BadStep."""
+    counts, ids = _int64_column(step.drafts), _int64_column(step.draft_ids)
+    if len(counts) != len(draws):
+        raise BadStep("rows and drafts differ in length")
+    _require_within(counts, MAX_DRAFT_TOKENS + 1, "a number of drafts")
+    if counts[draws == 0].any():
+        raise BadStep("a row that does not draw has drafts")
+    if not counts.any():
+        return None
+    if not len(ids):
+        return StepDrafts(counts, 1 + counts[draws != 0], None)
+    if len(ids) != counts.sum():
+        raise BadStep(f"{len(ids)} draft_ids for {counts.sum()} drafts")
+    _require_within(ids, vocab_size, "draft id")
+    return StepDrafts(counts, 1 + counts[draws != 0], ids)
+
+
+def _require_within(values: Ints, limit: int, what: str) -> None:
+    wrong = (values < 0) | (values >= limit)
+    if wrong.any():
+        raise BadStep(f"{what} {values[wrong.argmax()]} is not within 0 to {limit - 1}")
+
+
+def _int64_column(column: bytes) -> Ints:
+    """An int32 column of a message as int64, for index arithmetic."""
+    return np.frombuffer(column, np.int32).astype(np.int64)

@@ -1,0 +1,183 @@
+"""The worker loop: receives steps from the scheduler, keeps up to two of them in flight, and sends results back."""
+
+import gc
+import logging
+from collections import deque
+from typing import Any
+
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.process import HEARTBEAT_SECONDS, Process
+from tgi.microkernel.protocol import PIPELINE_DEPTH, Hello, Status, Step, StepResult, UpdateAdapter
+from tgi.worker.engine.interface import Engine, Poisoned
+from tgi.worker.lora.registry import AdapterUpdates
+
+log = logging.getLogger(__name__)
+
+# How long to wait for a message while the device computes and no step is queued, before the device is polled again.
+POLL_SECONDS = 0.001
+# The worker is idle after this long without a message, a queued step or a step in flight.
+IDLE_SECONDS = 0.01
+
+
+class WorkerLoop:
+    """The main loop of a worker. Reports the progress of start-up, then serves one scheduler at a time."""
+
+    def __init__(self, process: Process, link: Link) -> None:
+        self._process = process
+        self._link = link
+        self._status = Status(False, True, "starting", 0)
+        self._queued: deque[Step] = deque()
+        self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._epoch = 0
+        self._scheduler: PeerId | None = None
+        self._may_prefault = True  # the engine may have memory left to prefault
+        self._early_updates: list[tuple[PeerId, UpdateAdapter]] = []  # received while the model was loading
+        process.watch_link(link)
+
+    def progress(self, stage: str, percent: int) -> None:
+        """Reports the progress of start-up to the scheduler and extends the watchdog's deadline."""
+        self._process.extend_deadline(self._process.settings.start_timeout)
+        status = Status(False, True, stage, percent)
+        if status == self._status:
+            return
+        self._status = status
+        self._process.publish_state("starting", stage, percent)
+        for peer, message in self._link.receive():
+            if isinstance(message, Hello):
+                self._scheduler = peer
+            elif isinstance(message, UpdateAdapter):
+                self._early_updates.append((peer, message))
+            elif not isinstance(message, PeerDisconnected):
+                log.warning("dropped %s from %s: the model is loading", type(message).__name__, peer)
+        self._link.broadcast(status)
+        self._link.flush()
+
+    def serve(self, engine: Engine) -> None:
+        """Computes steps until the process is asked to stop. Raises Poisoned."""
+        updates = AdapterUpdates(engine.adapters, self._process.wake_loop)
+        self._status = Status(True, True, "ready", 100, engine.limits, adapters=engine.adapters.loaded_adapters)
+        self._process.publish_state("ready", "ready", 100)
+        self._link.broadcast(self._status)
+        self._link.flush()
+        gc.collect()
+        gc.freeze()
+        for peer, message in self._early_updates:
+            updates.submit_update(peer, message)
+        while not self._process.stopping:
+            self._process.wait(self._wait_seconds())
+            received = self._receive(engine, updates)
+            self._apply_adapter_updates(engine, updates)
+            self._launch_next(engine)
+            self._collect_done(engine)
+            if received:
+                self._may_prefault = True
+            elif self._may_prefault and not (self._queued or self._in_flight):
+                self._may_prefault = engine.prefault_memory()
+        self._process.publish_state("draining")
+        self._drain(engine)
+
+    def _wait_seconds(self) -> float:
+        if self._queued:
+            return 0.0
+        if self._in_flight:
+            return POLL_SECONDS
+        return IDLE_SECONDS if self._may_prefault else HEARTBEAT_SECONDS
+
+    def _receive(self, engine: Engine, updates: AdapterUpdates) -> bool:
+        """Handles all messages. Returns whether there were any."""
+        received = False
+        for peer, message in self._link.receive():
+            received = True
+            if isinstance(message, Hello):
+                log.debug("%s has connected", peer)
+                self._discard_steps(engine)
+                updates.discard_all()
+                self._scheduler = peer
+                self._epoch = 0
+                self._link.send(peer, self._status)
+                self._link.flush()
+            elif isinstance(message, PeerDisconnected):
+                log.debug("%s has disconnected", peer)
+                if peer == self._scheduler:
+                    self._discard_steps(engine)
+                    updates.discard_all()
+                    self._scheduler = None
+            elif isinstance(message, Step):
+                self._queued.append(message)
+            elif isinstance(message, UpdateAdapter):
+                updates.submit_update(peer, message)
+            else:
+                log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
+        return received
+
+    def _apply_adapter_updates(self, engine: Engine, updates: AdapterUpdates) -> None:
+        """Applies the adapter updates that are ready, and sends their answers."""
+        for peer, answer, changed in updates.apply_ready():
+            if changed:
+                self._status = self._status._replace(adapters=engine.adapters.loaded_adapters)
+                self._link.broadcast(self._status)
+            if peer == self._scheduler:
+                self._link.send(peer, answer)
+            self._link.flush()
+
+    def _discard_steps(self, engine: Engine) -> None:
+        """Drops queued steps, waits for those in flight, and removes all requests: a new scheduler, or a new epoch."""
+        self._queued.clear()
+        while self._in_flight:
+            step, pending = self._in_flight.popleft()
+            try:
+                engine.collect(pending)
+            except Exception as error:
+                _failed_result(error, step)
+        engine.reset()
+
+    def _launch_next(self, engine: Engine) -> None:
+        if not self._queued or len(self._in_flight) >= PIPELINE_DEPTH:
+            return
+        step = self._queued.popleft()
+        if step.epoch < self._epoch:
+            return
+        if step.epoch > self._epoch:
+            later = [queued for queued in self._queued if queued.epoch >= step.epoch]
+            self._discard_steps(engine)
+            self._queued.extend(later)
+            self._epoch = step.epoch
+        try:
+            self._in_flight.append((step, engine.launch(step)))
+        except Exception as error:
+            self._drain(engine)
+            self._send_result(_failed_result(error, step))
+
+    def _collect_done(self, engine: Engine) -> None:
+        """Sends the results that are ready. Waits for one only if no further step may be launched."""
+        while self._in_flight and (len(self._in_flight) >= PIPELINE_DEPTH or engine.is_done(self._in_flight[0][1])):
+            self._collect_oldest(engine)
+
+    def _drain(self, engine: Engine) -> None:
+        while self._in_flight:
+            self._collect_oldest(engine)
+
+    def _collect_oldest(self, engine: Engine) -> None:
+        step, pending = self._in_flight.popleft()
+        try:
+            result = engine.collect(pending)
+        except Exception as error:
+            result = _failed_result(error, step)
+        self._send_result(result)
+
+    def _send_result(self, result: StepResult) -> None:
+        if result.error:
+            log.error("step %d of epoch %d failed: %s", result.number, result.epoch, result.error)
+        if self._scheduler is not None:
+            self._link.send(self._scheduler, result)
+            self._link.flush()
+
+
+def _failed_result(error: Exception, step: Step) -> StepResult:
+    """The result of a step that raised `error`. Raises Poisoned if the worker cannot continue after it."""
+    if isinstance(error, MemoryError):
+        raise Poisoned(f"out of memory in step {step.number}") from error
+    if isinstance(error, Poisoned):
+        raise error
+    log.error("step %d of epoch %d raised", step.number, step.epoch, exc_info=error)
+    return StepResult(step.number, step.epoch, b"", b"", b"", error=f"{type(error).__name__}: {error}")

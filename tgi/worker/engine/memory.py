@@ -1,0 +1,152 @@
+"""Sizes the KV cache, and derives the deployment's limits from it."""
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.protocol import DeploymentLimits
+from tgi.microkernel.settings import DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
+
+log = logging.getLogger(__name__)
+
+# Memory of a CUDA graph on a GPU in addition to the pool that the graphs share: a node for each kernel.
+GRAPH_BYTES = 8 << 20
+# On CPU the default cache takes this share of the available memory, because other processes need memory too.
+CPU_SHARE = 0.25
+MAX_CPU_CACHE_BYTES = 4 << 30
+# The directory of a container's memory limit and use (cgroup v2).
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class CacheRequirements(NamedTuple):
+    """What the models need of the KV cache."""
+
+    context: int  # the longest sequence that the models can compute, in tokens
+    page_size: int  # tokens
+    page_bytes: int  # of the served model and the draft model together
+    vocab_size: int
+    dtype: str
+    device: str
+
+
+class CacheMemory(NamedTuple):
+    """Memory for the KV cache, in bytes."""
+
+    default: int  # used if the settings do not choose a size
+    available: int
+
+
+def max_batch_size(settings: Settings, device: str) -> int:
+    """The number of requests that run at once."""
+    return settings.max_batch_size or DEFAULT_BATCH_SIZE[device]
+
+
+def max_prefill_tokens(settings: Settings, device: str) -> int:
+    """The number of tokens computed in one step; by default at least one for each running request."""
+    return settings.max_batch_prefill_tokens or max(DEFAULT_PREFILL_TOKENS[device], max_batch_size(settings, device))
+
+
+def available_on_host() -> int:
+    """Bytes that this process can still allocate: the lower of the host's and the container's figure."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((CGROUP / "memory.current").read_text())
+            statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+            free = min(free, int(limit) - used + int(statistics.get("inactive_file", 0)))  # cached files can be evicted
+    except (OSError, ValueError):
+        pass  # no cgroup v2: the host's figure holds
+    return max(0, free)
+
+
+def cache_memory_on_cuda(free: int, total: int, settings: Settings, activations: int) -> CacheMemory:
+    """Memory on a GPU with `free` bytes of `total`, without what the settings reserve and without the activations of a
+    step."""
+    available = free - (1.0 - settings.cuda_memory_fraction) * total
+    return CacheMemory(
+        max(0, int(available * settings.memory_fraction) - activations), max(0, int(available) - activations)
+    )
+
+
+def cache_memory_on_host() -> CacheMemory:
+    """Memory on the host."""
+    available = available_on_host()
+    return CacheMemory(min(int(available * CPU_SHARE), MAX_CPU_CACHE_BYTES), available)
+
+
+def choose_limits(
+    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous_pages: int | None = None
+) -> DeploymentLimits:
+    """The limits of a deployment. `previous_pages` is the size of the KV cache before this worker was restarted: limits
+    hold for the life of a deployment, even if a little less memory is free now.
+
+    Raises UserError where the settings ask for more than there is, with TGI's message where TGI has one.
+    """
+    rows = max_batch_size(settings, required.device)
+    tokens = max_prefill_tokens(settings, required.device)
+    longest = settings.max_total_tokens or required.context
+    if longest > required.context:
+        raise UserError(
+            f"`max_total_tokens` is {longest}, but the model's sequences have at most {required.context} tokens. "
+            "Lower --max-total-tokens or leave it out."
+        )
+    pages = _pages(settings, required, memory, previous_pages, rows * -(-longest // required.page_size))
+    capacity = pages * required.page_size
+    if capacity < (settings.max_total_tokens or 2):
+        raise UserError(
+            f"Not enough memory to handle `max_total_tokens={settings.max_total_tokens or 2}`: the KV cache holds "
+            f"{capacity} tokens. Lower --max-total-tokens, or raise --max-batch-total-tokens if there is memory."
+        )
+    longest = min(longest, capacity)
+    max_input_tokens = settings.max_input_tokens or longest - 1
+    if max_input_tokens >= longest:
+        raise UserError(
+            f"`max_input_tokens` must be < `max_total_tokens`. Given: {max_input_tokens} and {longest}, which is what "
+            "model and KV cache allow. Lower --max-input-tokens."
+        )
+    if settings.max_batch_prefill_tokens and settings.max_batch_prefill_tokens > capacity:
+        raise UserError(
+            f"`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
+            f"Given: {settings.max_batch_prefill_tokens} and {capacity}"
+        )
+    log.debug(
+        "KV cache of %d tokens, %.2f GB at most; requests of up to %d tokens, %d at once",
+        capacity,
+        pages * required.page_bytes / 1e9,
+        longest,
+        rows,
+    )
+    return DeploymentLimits(
+        max_total_tokens=longest,
+        max_input_tokens=max_input_tokens,
+        max_batch_total_tokens=capacity,
+        max_batch_prefill_tokens=min(tokens, capacity),
+        max_batch_size=rows,
+        pages=pages,
+        page_size=required.page_size,
+        vocab_size=required.vocab_size,
+        dtype=required.dtype,
+        device=required.device,
+    )
+
+
+def _pages(
+    settings: Settings, required: CacheRequirements, memory: CacheMemory, previous_pages: int | None, max_useful: int
+) -> int:
+    """The number of pages: the settings' choice, else as many as fit, at most what all requests at full length use."""
+    if settings.max_batch_total_tokens is not None:
+        pages = -(-settings.max_batch_total_tokens // required.page_size)
+        if pages * required.page_bytes > memory.available:
+            raise UserError(
+                f"Not enough memory to handle `max_batch_total_tokens={settings.max_batch_total_tokens}`: that "
+                f"takes {pages * required.page_bytes / 1e9:.2f} GB and {memory.available / 1e9:.2f} GB are free. "
+                "Lower --max-batch-total-tokens."
+            )
+        return pages
+    if previous_pages is not None and previous_pages * required.page_bytes <= memory.available:
+        return previous_pages
+    return min(memory.default // required.page_bytes, max_useful)

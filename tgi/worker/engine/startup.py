@@ -1,0 +1,373 @@
+"""Starts the torch engine: loads the models, sizes the KV cache, warms up, captures CUDA graphs, loads adapters."""
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from llguidance import LLTokenizer
+
+from tgi.hub.llguidance_tables import token_table
+from tgi.hub.model_config import read_model_config
+from tgi.hub.tokenizer_files import read_tokenizer
+from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.progress import WorkerFacts
+from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step, encode
+from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
+from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
+from tgi.worker.attention import build_attention, page_bytes, page_size
+from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
+from tgi.worker.cpu_kernels.selection import select_cpu_kernels
+from tgi.worker.engine import memory
+from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, graph_batch_sizes
+from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
+from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.torch_threads import choose_threads
+from tgi.worker.gpu_kernels.selection import select_gpu_kernels
+from tgi.worker.lora.registry import load_adapters
+from tgi.worker.models.interface import Model
+from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
+from tgi.worker.sampling.watermark import Watermark
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int], None]
+PAGES_FILE = "worker.pages"  # in the run directory: the supervisor's pid and the number of pages
+
+
+class LoadedModels(NamedTuple):
+    """The served model and the draft model."""
+
+    served: Model
+    draft: Model | None
+    kv_cache_dtype: torch.dtype | None = None  # None: the dtype of each model
+    kernels: str = ""  # which kernels compute, for the start summary
+
+    def all(self) -> list[Model]:
+        """The models that are loaded."""
+        return [self.served] if self.draft is None else [self.served, self.draft]
+
+    def cache_spec(self, model: Model) -> KVCacheSpec:
+        """The KV cache of one of them, in the chosen dtype."""
+        return model.kv._replace(quantized_dtype=self.kv_cache_dtype)
+
+
+def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
+    """Returns the engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
+    device = _device(settings.device)
+    if device == "cpu":
+        limited = "" if settings.cpu is None else ", limited by --cpu"
+        log.debug("instruction set of the CPU: %s%s", torch.backends.cpu.get_cpu_capability(), limited)
+    kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device)
+    models = _load_models(settings, device, progress)._replace(kv_cache_dtype=kv_cache_dtype)
+    progress("sizing the KV cache", 96)
+    graph_sizes = _graph_batch_sizes(settings, models.served)
+    available = _measure_memory(settings, models, graph_sizes)
+    limits = memory.choose_limits(
+        settings, _cache_requirements(models), available, _read_previous_pages(settings.run_dir)
+    )
+    served = models.served
+    watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
+    load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
+    engine = _build_engine(models, limits, graph_sizes, load_token_table, watermark)
+    progress("warming up", 98)
+    rows = min(2, limits.max_batch_size, limits.max_batch_prefill_tokens)
+    tokens = min(WARMUP_PROMPT_TOKENS, limits.max_input_tokens, limits.max_batch_prefill_tokens // rows)
+    warm_up(engine, limits, rows, tokens, settings.speculate or 0, models.draft is not None)
+    if graph_sizes:
+        progress("capturing CUDA graphs", 98)
+        engine.capture_decode_graphs()
+    _write_previous_pages(settings.run_dir, limits.pages)
+    if adapters := settings.adapters:
+        progress("loading adapters", 99)
+        load_adapters(engine.adapters, adapters)
+    engine.served = _worker_facts(settings, models, limits)
+    return engine
+
+
+def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLimits) -> WorkerFacts:
+    """The facts that the start summary shows."""
+    footprints = [model.footprint for model in models.all()]
+    served = models.served
+    return WorkerFacts.of(
+        settings,
+        limits,
+        device="cpu" if served.device.type == "cpu" else torch.cuda.get_device_name(served.device),
+        kernels=models.kernels,
+        weight_bytes=sum(footprint.bytes for footprint in footprints),
+        weight_bits=round(8 * served.footprint.bytes / max(1, served.footprint.numbers), 1),
+        kv_cache_bytes=limits.pages * _cache_requirements(models).page_bytes,
+    )
+
+
+def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedModels:
+    """Loads the models. Checks first that the draft model has the tokenizer of the served model."""
+    if settings.draft_model_dir is not None:
+        require_same_tokenizer(settings.model_dir, settings.draft_model_dir)
+
+    quantize = quantization_by_directory(settings)
+    progress("choosing kernels", 0)
+    kernels = gpu = None
+    reason = "--disable-custom-kernels"
+    if not settings.disable_custom_kernels:
+        specs = [read_model_spec(path, settings.dtype, asked, device) for path, asked in quantize.items()]
+        if device == "cpu":
+            kernels, reason = select_cpu_kernels(specs, device)
+        else:
+            gpu, reason = select_gpu_kernels(specs, device)
+    words = f"torch's ({reason})" if reason else "our own"
+    if device == "cpu":
+        words += f", {choose_threads() if kernels is None else kernels.threads} threads"
+
+    def build(directory: Path, model_progress: Progress) -> Model:
+        asked, narrow = quantize[directory], settings.kv_cache_dtype is not None
+        trusted = settings.trust_remote_code
+        return build_model(directory, settings.dtype, device, model_progress, trusted, kernels, asked, gpu, narrow)
+
+    served = build(settings.model_dir, progress)
+    if settings.draft_model_dir is None:
+        return LoadedModels(served, None, kernels=words)
+    draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
+    if draft.context_length < (settings.max_total_tokens or 0):
+        raise UserError(
+            f"`max_total_tokens` is {settings.max_total_tokens}, but the draft model's sequences have at most "
+            f"{draft.context_length} tokens. Lower --max-total-tokens, or choose another --draft-model-id or none."
+        )
+    if draft.context_length < served.context_length:
+        log.warning("sequences are limited to %d tokens, those of the draft model", draft.context_length)
+    return LoadedModels(served, draft, kernels=words)
+
+
+def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
+    """The value of --quantize for the models in these directories. Formats that are made at load apply to the draft
+    model too; pre-quantized formats apply to the served model only."""
+    found = {settings.model_dir: settings.quantize}
+    if settings.draft_model_dir is not None:
+        found.setdefault(
+            settings.draft_model_dir, settings.quantize if settings.quantize in QUANTIZED_AT_LOAD else None
+        )
+    return found
+
+
+def _build_engine(
+    models: LoadedModels,
+    limits: DeploymentLimits,
+    graph_sizes: list[int],
+    load_token_table: Callable[[], LLTokenizer] | None = None,
+    watermark: Watermark | None = None,
+) -> TorchEngine:
+    """The engine with KV caches of `limits.pages` pages, which can capture decode graphs of these batch sizes."""
+    served, draft = models.served, models.draft
+    attention = build_attention(models.cache_spec(served), limits.pages, served.device)
+    draft_model = (
+        None
+        if draft is None
+        else DraftModel(draft, build_attention(models.cache_spec(draft), limits.pages, draft.device))
+    )
+    graph_capture = None
+    if graph_sizes and isinstance(attention, CapturableBackend):
+        graph_capture = GraphCaptureConfig(CudaGraphCapturer(), attention, graph_sizes)
+    return TorchEngine(
+        served,
+        attention,
+        limits,
+        load_token_table=load_token_table,
+        draft_model=draft_model,
+        watermark=watermark,
+        graph_capture=graph_capture,
+    )
+
+
+def _graph_batch_sizes(settings: Settings, served: Model) -> list[int]:
+    """The batch sizes of the decode steps that are captured as CUDA graphs; empty on CPU."""
+    if served.device.type != "cuda":
+        if any(settings.cuda_graphs):
+            log.warning("--cuda-graphs has no effect on CPU")
+        return []
+    max_rows = memory.max_batch_size(settings, "cuda")
+    rows = graph_batch_sizes(settings.cuda_graphs, max_rows)
+    if not rows and 0 not in settings.cuda_graphs:
+        log.warning("no CUDA graphs: --cuda-graphs names no size from 1 to %d, the rows of a step", max_rows)
+    if rows and served.cuda_graph_obstacle is not None:
+        log.warning("decode steps run without CUDA graphs: %s", served.cuda_graph_obstacle)
+        return []
+    return rows
+
+
+def _load_token_table(directory: Path, vocab_size: int) -> LLTokenizer:
+    config = read_model_config(directory)
+    return token_table(read_tokenizer(config), config.eos_token_ids, vocab_size)
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("There is no CUDA device that torch can use. Start with --device cpu.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _kv_cache_dtype(name: str | None, device: str) -> torch.dtype | None:
+    """The dtype that --kv-cache-dtype names; None: the model's. Raises UserError on CPU."""
+    if name is None:
+        return None
+    if device != "cuda":
+        raise UserError(
+            f"`kv_cache_dtype` is {name}, and caches of 8 bits are for GPUs, but this worker is on CPU, where keys and "
+            "values have the model's type. Leave out --kv-cache-dtype."
+        )
+    found: torch.dtype = getattr(torch, name.replace("fp8", "float8"))
+    return found
+
+
+def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
+    loaded, served = models.all(), models.served
+    return memory.CacheRequirements(
+        context=min(model.context_length for model in loaded),
+        page_size=page_size(served.kv, served.device),
+        page_bytes=sum(page_bytes(models.cache_spec(model), model.device) for model in loaded),
+        vocab_size=served.vocab_size,
+        dtype=str(served.kv.dtype).removeprefix("torch."),
+        device=served.device.type,
+    )
+
+
+def _read_previous_pages(run: Path) -> int | None:
+    """The number of pages of the previous worker of this supervisor, if there was one."""
+    try:
+        supervisor, pages = (run / PAGES_FILE).read_text().split()
+    except (FileNotFoundError, ValueError):
+        return None
+    return int(pages) if supervisor == str(os.getppid()) else None
+
+
+def _write_previous_pages(run: Path, pages: int) -> None:
+    """Stores the number of pages for a worker that replaces this one."""
+    (run / PAGES_FILE).write_text(f"{os.getppid()} {pages}")
+
+
+def _measure_memory(settings: Settings, models: LoadedModels, graph_sizes: list[int]) -> memory.CacheMemory:
+    """Measures the memory for the KV cache. On CUDA it runs the largest step that may occur, which shows the memory of
+    its activations, and captures the largest graph, whose pool the others share."""
+    device = models.served.device
+    if device.type != "cuda":
+        return memory.cache_memory_on_host()
+    rows = memory.max_batch_size(settings, "cuda")
+    total = memory.max_prefill_tokens(settings, "cuda")
+    required, drafts = _cache_requirements(models), settings.speculate or 0
+    further = 2 + drafts  # positions after the prompt
+    tokens = max(1, min(total // rows, (settings.max_total_tokens or required.context) - further))
+    pages = rows * -(-(tokens + further) // required.page_size)
+    limits = DeploymentLimits(
+        max_total_tokens=max(settings.max_total_tokens or required.context, tokens + further),
+        max_input_tokens=tokens,
+        max_batch_total_tokens=pages * required.page_size,
+        max_batch_prefill_tokens=total,
+        max_batch_size=rows,
+        pages=pages,
+        page_size=required.page_size,
+        vocab_size=required.vocab_size,
+        dtype=required.dtype,
+        device="cuda",
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        engine = _build_engine(models, limits, graph_sizes)
+        before = torch.cuda.memory_allocated(device)
+        warm_up(engine, limits, rows, tokens, drafts, models.draft is not None)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"Not enough memory to handle {total} prefill tokens. You need to decrease `--max-batch-prefill-tokens`"
+        ) from error
+    activations = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free_before, _ = torch.cuda.mem_get_info(device)
+    graph_count = engine.capture_decode_graphs(1)
+    free, total_bytes = torch.cuda.mem_get_info(device)
+    graph_bytes = free_before - free + graph_count * memory.GRAPH_BYTES
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total_bytes = torch.cuda.mem_get_info(device)
+    log.debug(
+        "activations of a step take up to %.2f GB, %d CUDA graphs %.2f GB; %.2f of %.2f GB are free",
+        *(activations / 1e9, graph_count, graph_bytes / 1e9, free / 1e9, total_bytes / 1e9),
+    )
+    return memory.cache_memory_on_cuda(free, total_bytes, settings, activations + graph_bytes)
+
+
+WARMUP_PROMPT_TOKENS = 20  # more than one page
+# Each parameter that changes logits has its example value, so that all logits processors run.
+_EXAMPLES: dict[str, Any] = {
+    name: field.example
+    for name, parameter in PARAMETERS.items()
+    if name not in FIELDS_WITHOUT_EFFECT_ON_LOGITS and (field := parameter.native or parameter.openai)
+}
+WARMUP_SAMPLING_PARAMS = SamplingParams(
+    seed=1,
+    bias_ids=pack_column(INT32, [0]),
+    biases=pack_column(FLOAT32, [1.0]),
+    end_ids=pack_column(INT32, [0]),
+    bad_word_ids=pack_column(INT32, [0, 0]),
+    bad_word_lengths=pack_column(INT32, [2]),
+    **_EXAMPLES,
+)
+
+
+def warm_up(
+    engine: TorchEngine, limits: DeploymentLimits, rows: int, tokens: int, drafts: int, draft_model: bool
+) -> None:
+    """Runs a prefill of `rows` prompts of `tokens` tokens, a decode step after it, and, with `drafts`, a step with this
+    many drafts in as many rows as may have them at once. Kernels are loaded before a request waits for them,
+    and the peak of memory shows what a step takes. Removes all requests afterwards.
+
+    `draft_model`: the engine has one, which proposes the drafts."""
+    if drafts and draft_model:
+        drafts = max(drafts, 2)  # after the first draft, the draft model computes single tokens
+    drafts = max(0, min(drafts, limits.max_total_tokens - tokens - 2))
+    pages_each = -(-min(tokens + 2 + drafts, limits.max_total_tokens) // limits.page_size)
+    ids = pack_column(INT32, [0] * tokens)
+    slots = [
+        SlotAssignment(slot, ids, tokens, encode(WARMUP_SAMPLING_PARAMS if slot % 2 else SamplingParams(0)))
+        for slot in range(rows)
+    ]
+    pages = [(slot, (slot * pages_each + page) % limits.pages) for slot in range(rows) for page in range(pages_each)]
+    _run_step(engine, _step(1, rows, 0, tokens, slots, pages))
+    _run_step(engine, _step(2, rows, tokens, 1))
+    if drafts:
+        draft_rows = max(1, min(rows, limits.max_batch_prefill_tokens // (1 + drafts)))
+        draft_step = _step(3, draft_rows, tokens + 1, 1)
+        draft_ids = [0] * (0 if draft_model else draft_rows * drafts)
+        _run_step(
+            engine,
+            draft_step._replace(
+                drafts=pack_column(INT32, [drafts] * draft_rows), draft_ids=pack_column(INT32, draft_ids)
+            ),
+        )
+    engine.reset()
+
+
+def _step(
+    number: int,
+    rows: int,
+    start: int,
+    count: int,
+    slots: Sequence[SlotAssignment] = (),
+    pages: Sequence[tuple[int, int]] = (),
+) -> Step:
+    """A step of the first `rows` slots, all of which sample."""
+    owners, page_ids = (pack_column(INT32, [page[at] for page in pages]) for at in range(2))
+    starts, counts, draws = (
+        pack_column(INT32, [start] * rows),
+        pack_column(INT32, [count] * rows),
+        pack_column(UINT8, [1] * rows),
+    )
+    return Step(number, 0, list(slots), owners, page_ids, pack_column(INT32, range(rows)), starts, counts, draws)
+
+
+def _run_step(engine: TorchEngine, step: Step) -> None:
+    engine.collect(engine.launch(step))

@@ -1,0 +1,368 @@
+"""The fake worker: a worker without a model, with deterministic tokens at a set pace and strict checks of each step.
+
+It keeps the state that a real worker keeps (ids, page tables, the content of each page) and rejects a step for which a
+real worker would compute garbage, naming the fault. So it serves as a worker for tests, as a baseline for measuring the
+rest of the stack, and as a checker of the scheduler. It ignores grammars and bad words. Any directory with an
+adapter_config.json is an adapter; its content changes the tokens.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tgi.microkernel.codec import unpack_float32, unpack_int32
+from tgi.microkernel.errors import ProtocolError
+from tgi.microkernel.protocol import (
+    MAX_DRAFT_TOKENS,
+    MAX_PROMPT_TOP_TOKENS,
+    DeploymentLimits,
+    SlotAssignment,
+    Step,
+    StepResult,
+    decode,
+)
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.fake_worker.fake_tokens import (
+    PROMPT_KEY,
+    FakeToken,
+    fake_draft,
+    fake_prompt_logprob,
+    fake_result,
+    fake_token,
+    fake_vocabulary,
+    noise_key,
+)
+from tgi.worker.lora.registry import AdapterRegistry, FakeAdapter, missing_adapter_fault
+
+
+class FakeWorkerConfig(NamedTuple):
+    """The limits and the pace of a fake worker."""
+
+    pages: int = 4096
+    page_size: int = 16
+    slots: int = 256
+    vocab_size: int = 49152
+    max_total_tokens: int = 8192
+    max_batch_prefill_tokens: int = 4096
+    step_us: int = 0  # the shortest duration of a step in microseconds; 0: as fast as possible
+
+    def limits(self) -> DeploymentLimits:
+        """The limits that the worker reports."""
+        total = min(self.max_total_tokens, self.pages * self.page_size)
+        return DeploymentLimits(
+            max_total_tokens=total,
+            max_input_tokens=total - 1,
+            max_batch_total_tokens=self.pages * self.page_size,
+            max_batch_prefill_tokens=self.max_batch_prefill_tokens,
+            max_batch_size=self.slots,
+            pages=self.pages,
+            page_size=self.page_size,
+            vocab_size=self.vocab_size,
+            dtype="float32",
+            device="cpu",
+        )
+
+
+class FakeEngine:
+    """A FakeWorker behind the interface of the worker loop, at its set pace."""
+
+    def __init__(self, config: FakeWorkerConfig) -> None:
+        self._worker = FakeWorker(config)
+        self._seconds = config.step_us / 1e6
+        self.limits = self._worker.limits
+        self.adapters = self._worker.adapters
+
+    def reset(self) -> None:
+        """Removes all requests."""
+        self._worker.reset()
+
+    def prefault_memory(self) -> bool:
+        """False: there is no memory to prefault."""
+        return False
+
+    def launch(self, step: Step) -> StepResult:
+        """Runs the step, and sleeps until it has taken `step_us`."""
+        begin = time.monotonic()
+        result = self._worker.run_step(step)
+        left = self._seconds - (time.monotonic() - begin)
+        if left > 0:
+            time.sleep(left)
+        return result._replace(forward_us=int((time.monotonic() - begin) * 1e6))
+
+    def is_done(self, pending: StepResult) -> bool:
+        """True: `launch` computes the step."""
+        return True
+
+    def collect(self, pending: StepResult) -> StepResult:
+        """The result that `launch` returned."""
+        return pending
+
+
+class Violation(Exception):
+    """A step that breaks the protocol; the text names the fault."""
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    """The request in a slot. `chain` is the running hash of the computed ids; equal chains mean equal KV content."""
+
+    ids: list[int]
+    noise: int
+    top_n: int
+    slot: SlotAssignment
+    page_table: list[int] = field(default_factory=list)
+    checked_pages: int = 0  # pages of `page_table` that are checked or cleared
+    computed: int = 0
+    chain: int = 0
+    lost: str = ""  # which page of this slot was given to another slot
+    adapter: FakeAdapter | None = None
+    fault: str = ""  # why it cannot sample
+
+
+class FakeWorker:
+    """Checks and computes steps. Results depend on the steps so far only: no clock, no socket, no randomness."""
+
+    def __init__(self, config: FakeWorkerConfig) -> None:
+        self.config = config
+        self.limits = config.limits()
+        self.adapters = AdapterRegistry(FakeAdapter)
+        self._ids = fake_vocabulary(config.vocab_size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Removes all requests and the content of all pages: a new scheduler, or a new epoch."""
+        self.epoch = 0
+        self.number = 0
+        self._slots: dict[int, FakeRequest] = {}
+        # Of each page: the chain after each of its tokens, and the slots that have it in their tables.
+        self._pages: list[list[int]] = [[] for _ in range(self.config.pages)]
+        self._holders: list[set[int]] = [set() for _ in range(self.config.pages)]
+
+    def run_step(self, step: Step) -> StepResult:
+        """The result of a step; `error` names the first fault of the step, if it has one."""
+        try:
+            return self._run(step)
+        except (Violation, ProtocolError) as fault:
+            return StepResult(step.number, step.epoch, b"", b"", b"", error=f"step {step.number}: {fault}")
+
+    def _run(self, step: Step) -> StepResult:
+        if step.epoch > self.epoch:
+            self.reset()
+            self.epoch = step.epoch
+        require(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
+        require(step.number == self.number + 1, f"number {step.number} follows {self.number}")
+        self.number = step.number
+        self._assign_slots(step)
+        self._append_pages(step)
+        rows, starts, counts = unpack_int32(step.rows), unpack_int32(step.starts), unpack_int32(step.counts)
+        require(len(rows) == len(starts) == len(counts) == len(step.draws), "rows, starts, counts and draws differ")
+        require(len(set(rows)) == len(rows), "a slot has two rows")
+        require(bool(rows), "no rows")
+        require(set(step.draws) <= {0, 1}, "draws are 0 or 1")
+        drafts = self._drafts(step, len(rows))
+        total = sum(counts) + sum(map(len, drafts))
+        require(
+            total <= max(self.limits.max_batch_prefill_tokens, len(rows)),
+            f"{total} tokens are over the limit of {self.limits.max_batch_prefill_tokens} a step",
+        )
+        for slot, start, count, row_drafts in zip(rows, starts, counts, drafts, strict=True):
+            self._check_row(slot, start, count, len(row_drafts))
+        sampled: list[list[FakeToken]] = []
+        prompt_logprobs: list[FakeToken] = []
+        for slot, start, count, draw, row_drafts in zip(rows, starts, counts, step.draws, drafts, strict=True):
+            prompt_logprobs += self._compute(slot, start, count)
+            if draw:
+                sampled.append(self._sample(slot, row_drafts))
+        result = fake_result(step.number, step.epoch, sampled, prompt_logprobs)
+        faults = [self._slots[slot].fault for slot in rows]
+        return result._replace(row_errors=faults) if any(faults) else result
+
+    def _drafts(self, step: Step, rows: int) -> list[list[int | None]]:
+        """The drafts of each row; None stands for a draft that the draft model proposes."""
+        if not step.drafts:
+            require(not step.draft_ids, "draft_ids without drafts")
+            return [[]] * rows
+        counts, ids = unpack_int32(step.drafts), unpack_int32(step.draft_ids)
+        require(len(counts) == rows, "rows and drafts differ")
+        require(
+            min(counts) >= 0 and max(counts) <= MAX_DRAFT_TOKENS,
+            f"a row has {min(counts)} or {max(counts)} drafts; 0 to {MAX_DRAFT_TOKENS} are possible",
+        )
+        require(all(draw for count, draw in zip(counts, step.draws, strict=True) if count), "drafts without draws")
+        require(not ids or len(ids) == sum(counts), f"{len(ids)} draft_ids for {sum(counts)} drafts")
+        require(all(0 <= token < self.config.vocab_size for token in ids), "a draft is not in the vocabulary")
+        each = iter(ids)
+        return [[next(each, None) for _ in range(count)] for count in counts]
+
+    def _assign_slots(self, step: Step) -> None:
+        seen = set()
+        for new in step.slots:
+            request = fake_request(new, self.limits, self.adapters)
+            require(new.slot not in seen, f"slot {new.slot} gets two requests")
+            seen.add(new.slot)
+            if old := self._slots.get(new.slot):
+                for page in old.page_table:
+                    self._holders[page].discard(new.slot)
+            self._slots[new.slot] = request
+
+    def _append_pages(self, step: Step) -> None:
+        slots, pages = unpack_int32(step.page_slots), unpack_int32(step.page_ids)
+        require(len(slots) == len(pages), "page_slots and page_ids differ in length")
+        for slot, page in zip(slots, pages, strict=True):
+            require(0 <= page < self.config.pages, f"page {page} of {self.config.pages}")
+            request = self._request_in(slot)
+            require(slot not in self._holders[page], f"page {page} is in the table of slot {slot} twice")
+            request.page_table.append(page)
+            self._holders[page].add(slot)
+
+    def _check_row(self, slot: int, start: int, count: int, drafts: int) -> None:
+        """Checks the row against the state of its slot, and clears its new pages."""
+        request = self._request_in(slot)
+        size = self.config.page_size
+        end = start + count
+        if count < 1:
+            raise Violation(f"slot {slot}: {count} tokens to compute")
+        if end > len(request.ids):
+            raise Violation(f"slot {slot}: position {end - 1} of {len(request.ids)} known ids")
+        if end + drafts > len(request.page_table) * size:
+            raise Violation(f"slot {slot}: {len(request.page_table)} pages do not cover {end + drafts} tokens")
+        if drafts and end + drafts >= self.limits.max_total_tokens:
+            raise Violation(f"slot {slot}: {drafts} drafts after {end} tokens are over the limit of a request")
+        if not request.computed and start > 0:
+            self._check_prefix(slot, request, start)
+        if start != request.computed:
+            raise Violation(f"slot {slot}: starts at {start}, but {request.computed} tokens are computed")
+        for page in request.page_table[request.checked_pages :]:
+            self._clear_page(page, slot)
+        request.checked_pages = len(request.page_table)
+
+    def _check_prefix(self, slot: int, request: FakeRequest, start: int) -> None:
+        """Checks the cached prefix before the first row of a slot: its pages must hold exactly these tokens."""
+        size = self.config.page_size
+        asked = request.slot.prompt_logprobs_from
+        if asked and start >= asked:
+            raise Violation(f"slot {slot}: starts at {start}, but logprobs are wanted from {asked} on")
+        chain = request.chain
+        for at in range(0, start, size):
+            page = request.page_table[at // size]
+            held = self._pages[page]
+            if len(held) < size:
+                raise Violation(f"slot {slot}: page {page} is shared with {len(held)} of {size} tokens in it")
+            for offset, token in enumerate(request.ids[at : min(at + size, start)]):
+                chain = hash((chain, token))
+                if held[offset] != chain:
+                    raise Violation(f"slot {slot}: page {page} holds other tokens than its prefix")
+        request.checked_pages = -(-start // size)
+        request.chain = chain
+        request.computed = start
+
+    def _clear_page(self, page: int, slot: int) -> None:
+        """Clears a page that this slot will write, and marks the other slots that have it in their tables."""
+        self._pages[page] = []
+        for other in self._holders[page]:
+            if other != slot:
+                self._slots[other].lost = f"page {page} was given to slot {slot}"
+
+    def _compute(self, slot: int, start: int, count: int) -> list[FakeToken]:
+        """Computes a row. Returns its prompt logprobs."""
+        request = self._slots[slot]
+        if request.lost:
+            raise Violation(f"slot {slot} computes, but its {request.lost}")
+        size = self.config.page_size
+        asked = request.slot
+        prompt_logprobs = []
+        chain = request.chain
+        for position in range(start, start + count):
+            chain = hash((chain, request.ids[position]))
+            if 0 < asked.prompt_logprobs_from <= position + 1 < asked.prompt_tokens:
+                number = hash((chain, PROMPT_KEY)) % (1 << 32)
+                prompt_logprobs.append(
+                    fake_prompt_logprob(number, request.ids[position + 1], asked.prompt_top_n, self._ids)
+                )
+            page = request.page_table[position // size]
+            held = self._pages[page]
+            if position % size == len(held):
+                held.append(chain)
+            elif held[position % size] != chain:  # only the last token of a whole cached prompt is computed again
+                raise Violation(f"slot {slot} writes other tokens into the shared page {page}")
+        request.chain = chain
+        request.computed = start + count
+        return prompt_logprobs
+
+    def _sample(self, slot: int, drafts: Sequence[int | None]) -> list[FakeToken]:
+        """Samples the next token, and one more after each accepted draft."""
+        sampled = []
+        for draft in drafts:
+            token, proposed = self._sample_one(slot)
+            sampled.append(token)
+            if token[0] != (proposed if draft is None else draft):
+                return sampled
+            self._compute(slot, len(self._slots[slot].ids) - 1, 1)
+        return [*sampled, self._sample_one(slot)[0]]
+
+    def _sample_one(self, slot: int) -> tuple[FakeToken, int]:
+        """Samples the next token; also returns what a draft model would have proposed."""
+        request = self._slots[slot]
+        known = len(request.ids)
+        if request.computed != known:
+            raise Violation(f"slot {slot} draws at {request.computed} of {known} known ids")
+        if known >= self.limits.max_total_tokens:
+            raise Violation(f"slot {slot}: token {known} is over the limit of a request")
+        number = hash((request.chain, request.noise)) % (1 << 32)
+        sampled = fake_token(number, request.top_n, self._ids)
+        request.ids.append(sampled[0])
+        return sampled, fake_draft(number, self._ids)
+
+    def _request_in(self, slot: int) -> FakeRequest:
+        request = self._slots.get(slot)
+        if request is None:
+            raise Violation(f"slot {slot} is empty")
+        return request
+
+
+def fake_request(new: SlotAssignment, limits: DeploymentLimits, adapters: AdapterRegistry) -> FakeRequest:
+    """Checks a new request against limits and adapters. Raises Violation."""
+    ids = unpack_int32(new.token_ids)
+    sampling = decode(new.sampling)
+    require(0 <= new.slot < limits.max_batch_size, f"slot {new.slot} of {limits.max_batch_size}")
+    if not isinstance(sampling, SamplingParams):
+        raise Violation(f"slot {new.slot}: `sampling` does not hold SamplingParams")
+    require(1 <= new.prompt_tokens <= len(ids), f"slot {new.slot}: {new.prompt_tokens} of {len(ids)} ids are prompt")
+    require(len(ids) <= limits.max_total_tokens, f"slot {new.slot}: {len(ids)} tokens are over the limit of a request")
+    require(min(ids) >= 0 and max(ids) < limits.vocab_size, f"slot {new.slot}: an id is not in the vocabulary")
+    require(
+        0 <= new.prompt_logprobs_from < len(ids) and 0 <= new.prompt_top_n <= MAX_PROMPT_TOP_TOKENS,
+        f"slot {new.slot}: logprobs from position {new.prompt_logprobs_from} of {len(ids)} on, with {new.prompt_top_n}",
+    )
+    biased = unpack_int32(sampling.bias_ids)
+    require(
+        len(biased) == len(unpack_float32(sampling.biases)), f"slot {new.slot}: bias_ids and biases differ in length"
+    )
+    require(
+        all(0 <= token < limits.vocab_size for token in biased),
+        f"slot {new.slot}: a biased id is not in the vocabulary",
+    )
+    words, lengths = unpack_int32(sampling.bad_word_ids), unpack_int32(sampling.bad_word_lengths)
+    require(
+        len(words) == sum(lengths) and min(lengths, default=1) > 0,
+        f"slot {new.slot}: bad_word_ids and bad_word_lengths differ",
+    )
+    require(
+        all(0 <= token < limits.vocab_size for token in words),
+        f"slot {new.slot}: a token of a bad word is not in the vocabulary",
+    )
+    found = FakeRequest(ids, noise_key(sampling), sampling.top_n, new)
+    if sampling.adapter:
+        found.adapter = adapters.find_content(sampling.adapter_digest)
+        if found.adapter is None:
+            found.fault = missing_adapter_fault(sampling.adapter)  # its pages are those of the model without adapters
+        else:
+            found.chain = int.from_bytes(sampling.adapter_digest)  # pages computed with an adapter match no others
+    return found
+
+
+def require(holds: bool, fault: str) -> None:
+    """Raises Violation unless `holds`. The text is always built, so the checks of each row do not use this function."""
+    if not holds:
+        raise Violation(fault)

@@ -1,0 +1,126 @@
+"""Few rows times a quantized weight: y = x @ weight.T + bias from the columns of QuantizedWeight, in one launch.
+
+Such a product takes as long as the weight takes to be read, and the kernel reads only its quantized form. Tiles are
+decoded in registers. With one scale for each output, the codes, which 16 bits represent exactly, are multiplied, and
+the sum is multiplied by the scale. In groups, the dequantized weight is computed in float32 and rounded to the type of
+x. Sums are float32. One program sums all inputs of its outputs, for 16 rows, so a row's result does not depend on the
+number of other rows.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tgi.worker.gpu_kernels.self_test import check_close, random_tensor
+from tgi.worker.quantization import float8
+from tgi.worker.quantization.quantize import quantize_weight
+from tgi.worker.quantization.weight import QuantizedWeight, codebook_on
+
+ROWS = 16  # of a tile
+NARROW, WIDE = 16, 32  # outputs of a tile
+MANY_OUTPUTS = 4096  # fill a GPU also with wide tiles
+BYTES = 256  # of an output in a tile: wide enough that most columns of scales are prefetched too
+STAGES = {1: 6, 2: 4}  # tiles in flight from memory, by codes per byte
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantized_matmul(
+    x,  # [rows, inputs]
+    codes,  # [outputs, width], two in a byte where these are uint8
+    scales,  # [outputs, groups], or [outputs, 1] where there are factors or no groups
+    shifts,  # [outputs, groups], or None
+    factors,  # [outputs, groups], or None
+    table,  # [factors, 16], or None
+    bias,  # [outputs], or None
+    y,  # [rows, outputs]
+    rows,
+    outputs,
+    inputs,
+    width,
+    groups,
+    GROUP: tl.constexpr,  # inputs that share a scale or a factor; 0: all
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there, given = output < outputs, row < rows
+    places = output.to(tl.int64)  # a large head has more than 2**31 codes
+    sums = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    PACKED: tl.constexpr = 2 if codes.dtype.element_ty == tl.uint8 else 1
+    for start in range(0, inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        left = tl.load(x + row[:, None] * inputs + at[None, :], mask=given[:, None] & (at < inputs)[None, :], other=0.0)
+        at = start // PACKED + tl.arange(0, INPUTS // PACKED)
+        mask = there[:, None] & (at < width)[None, :]
+        code = tl.load(codes + places[:, None] * width + at[None, :], mask=mask, other=0.0)
+        if PACKED == 2:
+            code = tl.interleave(code & 15, code >> 4)
+            if factors is None and shifts is None:
+                code = code.to(tl.int8) - 8
+        if GROUP > 0:
+            at = start // GROUP + tl.arange(0, INPUTS // GROUP)
+            mask = there[:, None] & (at < groups)[None, :]
+            at = places[:, None] * groups + at[None, :]
+            code = tl.reshape(code, (OUTPUTS, INPUTS // GROUP, GROUP))
+            if factors is not None:
+                factor = tl.load(factors + at, mask=mask, other=0).to(tl.int32)
+                entries = tl.load(table + factor[:, :, None] * 16 + tl.arange(0, 16)[None, None, :])
+                code = tl.gather(entries, code.to(tl.int32), 2)
+            else:
+                code = code.to(tl.float32) * tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+                if shifts is not None:
+                    code += tl.load(shifts + at, mask=mask, other=0.0).to(tl.float32)[:, :, None]
+            code = tl.reshape(code, (OUTPUTS, INPUTS))
+        right = code.to(left.dtype)
+        sums = tl.dot(left, tl.trans(right), sums)
+    if GROUP == 0 or factors is not None:
+        sums *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        sums += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    where = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(y + where, sums.to(y.dtype.element_ty), mask=given[:, None] & there[None, :])
+
+
+def quantized_matmul(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias [rows, outputs] for x [rows, inputs] in bfloat16 or float16, with any number of rows."""
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    codes, scales, shifts, factors = weight
+    grouped = scales if factors is None else factors
+    groups = grouped.shape[1]
+    tile = WIDE if outputs >= MANY_OUTPUTS else NARROW
+    each = 8 // weight.bits
+    _quantized_matmul[triton.cdiv(outputs, tile), triton.cdiv(rows, ROWS)](
+        *(x.contiguous(), codes, scales, shifts, factors, None if factors is None else codebook_on(x.device), bias, y),
+        *(rows, outputs, inputs, codes.shape[1], groups),
+        GROUP=0 if groups == 1 and shifts is None and factors is None else inputs // groups,
+        ROWS=ROWS,
+        OUTPUTS=tile,
+        INPUTS=each * BYTES,
+        num_warps=tile // 8,
+        num_stages=STAGES[each],
+    )
+    return y
+
+
+def self_test(device: torch.device) -> None:
+    """All kinds of weights, with tiles of both sizes. Raises SelfTestFailed if the results differ from torch's."""
+    interpreted = device.type == "cpu"  # which does not multiply bfloat16
+    outputs, dtype = (40, torch.float16) if interpreted else (MANY_OUTPUTS + 8, torch.bfloat16)
+    x, bias = random_tensor(device, 5, 416, dtype=dtype), random_tensor(device, outputs, dtype=dtype)
+    plain, groups = random_tensor(torch.device("cpu"), outputs, 416), random_tensor(device, outputs, 13).half()
+    forms = {form: quantize_weight(plain, form).to(device) for form in ("int8", "int4")}
+    forms["int8 in groups"] = forms["int8"]._replace(scales=groups, shifts=groups)
+    forms["int4 in groups"] = QuantizedWeight(forms["int4"].codes, groups, None)
+    if interpreted or torch.cuda.get_device_capability(device) >= float8.MIN_CAPABILITY:
+        forms["fp8"] = quantize_weight(plain, "fp8").to(device)
+    for form, weight in forms.items():
+        expected = F.linear(x, weight.dequantized(dtype), bias)
+        check_close(f"a product with {form}", quantized_matmul(x, weight, bias), expected, 2**-7)
+    small = forms["int4"].split([24, outputs - 24])[0]
+    expected = F.linear(x, small.dequantized(dtype))
+    check_close("a small product with int4", quantized_matmul(x, small, None), expected, 2**-7)

@@ -1,0 +1,75 @@
+"""Decides whether the GPU kernels compute the models of this worker: those of every module, or none."""
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tgi.microkernel.errors import UserError
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+
+log = logging.getLogger(__name__)
+
+# The modules that have kernels, each with a `self_test(device)` that raises unless they compute there what torch does.
+MODULES = (
+    "tgi.worker.gpu_kernels.norm",
+    "tgi.worker.gpu_kernels.rope",
+    "tgi.worker.gpu_kernels.gated_activation",
+    "tgi.worker.gpu_kernels.quantized_matmul",
+    "tgi.worker.gpu_kernels.float8",
+    "tgi.worker.gpu_kernels.kv_write",
+    "tgi.worker.gpu_kernels.paged_attention",
+)
+
+
+class GpuModelCandidate(Protocol):
+    """What is needed of a model to decide; models.loader.ModelSpec has it."""
+
+    @property
+    def decoder(self) -> object | None:
+        """None: the model runs through transformers."""
+
+
+def select_gpu_kernels(models: Sequence[GpuModelCandidate], device: str) -> tuple[GpuKernels | None, str]:
+    """The GPU kernels if they can compute any of these models on this device ("cpu", "cuda"), or None and the
+    reason."""
+    if device != "cuda":
+        return None, "they are for GPUs"
+    if all(model.decoder is None for model in models):
+        return None, "the model runs through transformers"
+    if importlib.util.find_spec("triton") is None:
+        log.warning("computing with torch's kernels, which are slower than our own: triton is not installed")
+        return None, "triton is not installed"
+    return self_tested_kernels(torch.device(device), torch.cuda.get_device_capability())
+
+
+def self_tested_kernels(
+    device: torch.device, capability: tuple[int, int], modules: Sequence[str] = MODULES
+) -> tuple[GpuKernels | None, str]:
+    """The GPU kernels if all modules pass their self-tests on this device, or None and the failed one, which is also
+    logged as a warning. Raises UserError if a kernel leaves the GPU unusable."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default; Triton warns where it is not set
+    for name in modules:
+        try:
+            importlib.import_module(name).self_test(device)
+        except Exception as error:  # compilers, drivers and Triton itself raise many types
+            reason = f"our own fail in {name.rpartition('.')[2]}: {type(error).__name__}: {error}"
+            _require_usable(device, reason)
+            log.warning("computing with torch's kernels: %s", reason)
+            return None, reason
+    return GpuKernels(capability), ""
+
+
+def _require_usable(device: torch.device, reason: str) -> None:
+    """Raises UserError if nothing can be computed on the device: after an illegal memory access CUDA fails every
+    later call of the process."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError as error:
+        raise UserError(
+            f"The GPU cannot be used any more, since {reason}. Start with --disable-custom-kernels."
+        ) from error

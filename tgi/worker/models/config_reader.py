@@ -1,0 +1,188 @@
+"""Reads a DecoderConfig from a config.json of Hugging Face's format."""
+
+import logging
+from typing import Any
+
+from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, UnsupportedConfig
+from tgi.worker.layers.rotary import ROPE_TYPES, RopeConfig, rope_type
+from tgi.worker.models.families import COMMON_KEYS, FAMILIES, ModelFamily
+
+log = logging.getLogger(__name__)
+
+# hidden_act of config.json -> epilogue of layers.linear.Linear.
+EPILOGUES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+SLIDING = "sliding_attention"
+
+
+def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
+    """The DecoderConfig of a parsed config.json.
+
+    Raises KeyError if a required key is missing, and UnsupportedConfig if the model_type is not in FAMILIES or the
+    config requires something that DecoderModel does not implement.
+    """
+    kind = config["model_type"]
+    if kind not in FAMILIES:
+        raise UnsupportedConfig(f"model_type {kind!r}")
+    family = FAMILIES[kind]
+    values = {key: config.get(key, missing) for key, missing in (COMMON_KEYS | family.keys).items()}
+    if values.get("use_bidirectional_attention"):
+        raise UnsupportedConfig("use_bidirectional_attention")
+    heads = config["num_attention_heads"]
+    head_dim = values["head_dim"] or config["hidden_size"] // heads
+    ropes = _ropes(family, values, head_dim)
+    context = _context_length(values, ropes)
+    bias = bool(values.get("attention_bias") or values.get("use_bias"))
+    fields: dict[str, Any] = {
+        "vocab_size": config["vocab_size"],
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "heads": heads,
+        "kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": head_dim,
+        "context_length": context,
+        "layers": tuple(_layer(values, number, len(ropes), context) for number in range(config["num_hidden_layers"])),
+        "ropes": ropes,
+        "tied": bool(values["tie_word_embeddings"]),
+        "names": family.names,
+        "norm_epsilon": values.get("rms_norm_eps") or values.get("layer_norm_eps") or values["norm_epsilon"],
+        "query_key_norm": "each" if values.get("use_qk_norm") else None,
+        "attention_scale": _attention_scale(values, head_dim),
+        "attention_cap": values.get("attn_logit_softcapping"),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "activation": _activation(family, values),
+        "mlp_bias": bool(values.get("mlp_bias") or values.get("use_bias")),
+        "experts": _experts(config, values),
+        "embedding_scale": _embedding_scale(family, config, values),
+        "residual_scale": float(values.get("residual_multiplier", 1.0)),
+        "logit_scale": float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
+        "logit_cap": values.get("final_logit_softcapping"),
+    }
+    return DecoderConfig(**fields | family.fixed)
+
+
+def _activation(family: ModelFamily, values: dict[str, Any]) -> str:
+    name = values.get("hidden_activation") or values["hidden_act"]
+    name = family.aliases.get(name, name)
+    if name not in EPILOGUES:
+        raise UnsupportedConfig(f"hidden_act {name!r}")
+    return EPILOGUES[name]
+
+
+def _attention_scale(values: dict[str, Any], head_dim: int) -> float:
+    if "attention_multiplier" in values:
+        return float(values["attention_multiplier"])
+    return float(values.get("query_pre_attn_scalar", head_dim) ** -0.5)
+
+
+def _embedding_scale(family: ModelFamily, config: dict[str, Any], values: dict[str, Any]) -> float:
+    if family.scale_embedding_by_width:
+        return float(config["hidden_size"] ** 0.5)
+    return float(values.get("embedding_multiplier", 1.0))
+
+
+def _experts(config: dict[str, Any], values: dict[str, Any]) -> ExpertsConfig | None:
+    count = values.get("num_local_experts") or values.get("num_experts")
+    if not count:
+        return None
+    width = values.get("moe_intermediate_size") or config["intermediate_size"]
+    return ExpertsConfig(count, values["num_experts_per_tok"], width, bool(values["norm_topk_prob"]))
+
+
+def _layer(values: dict[str, Any], number: int, ropes: int, context: int) -> LayerConfig:
+    """The LayerConfig of layer `number`, counted from 0. A window of the whole context counts as full attention."""
+    slides = _has_sliding_window(values, number)
+    window = values.get("sliding_window") if slides else None
+    routed = bool(values.get("num_local_experts") or values.get("num_experts"))
+    routed = routed and number not in (values.get("mlp_only_layers") or [])
+    return LayerConfig(
+        window=window if window and window < context else None,
+        rope=None if _has_no_rope(values, number) else int(slides and ropes > 1),
+        routed=routed and (number + 1) % values.get("decoder_sparse_step", 1) == 0,
+    )
+
+
+def _has_sliding_window(values: dict[str, Any], number: int) -> bool:
+    """Whether the config's sliding window applies to the layer."""
+    if not values.get("use_sliding_window", True):
+        return False
+    if values.get("layer_types"):
+        return bool(values["layer_types"][number] == SLIDING)
+    if "sliding_window_pattern" in values:
+        return (number + 1) % values["sliding_window_pattern"] != 0
+    if "no_rope_layers" in values:
+        return _has_no_rope(values, number)
+    return number >= values.get("max_window_layers", 0)
+
+
+def _has_no_rope(values: dict[str, Any], number: int) -> bool:
+    """Whether the layer has no rotary embedding."""
+    if "no_rope_layers" not in values:
+        return False
+    if values["no_rope_layers"]:
+        return not values["no_rope_layers"][number]
+    return (number + 1) % values["no_rope_layer_interval"] == 0
+
+
+def _ropes(family: ModelFamily, values: dict[str, Any], head_dim: int) -> tuple[RopeConfig, ...]:
+    """The rotary parameters, from `rope_parameters` or the older keys `rope_theta` and `rope_scaling`.
+
+    If layers with a sliding window have parameters of their own (gemma3_text), these come second.
+    """
+    rope_values = values["rope_parameters"] or values["rope_scaling"] or {}
+    if "rope_local_base_freq" not in values:
+        return (_rope(family, values, rope_values, values["rope_theta"], head_dim),)
+    whole = rope_values.get("full_attention", {} if SLIDING in rope_values else rope_values) or {}
+    local = rope_values.get(SLIDING) or {}
+    return (
+        _rope(family, values, whole, values["rope_theta"], head_dim),
+        _rope(family, values, local, values["rope_local_base_freq"], head_dim),
+    )
+
+
+def _rope(
+    family: ModelFamily, values: dict[str, Any], rope_values: dict[str, Any], theta: float, head_dim: int
+) -> RopeConfig:
+    parameters = {"rope_theta": theta} | rope_values
+    partial = parameters.get("partial_rotary_factor") or values["partial_rotary_factor"] or 1.0
+    if partial != 1.0 and "partial_rotary_factor" not in family.keys:
+        raise UnsupportedConfig("partial_rotary_factor")
+    scaling = rope_type(parameters)
+    scaling = family.aliases.get(scaling, scaling)
+    if scaling not in ROPE_TYPES:
+        raise UnsupportedConfig(f"rope_type {scaling!r}")
+    parameters["rope_type"] = scaling
+    if scaling in ("llama3", "yarn", "longrope"):
+        longest = values["max_position_embeddings"]
+        original = values["original_max_position_embeddings"]
+        original = original or parameters.get("original_max_position_embeddings") or longest
+        parameters["original_max_position_embeddings"] = original
+        if parameters.get("factor") is None:
+            parameters["factor"] = longest / original
+    return RopeConfig(int(head_dim * partial), parameters, interleaved=family.interleaved_rope)
+
+
+def _context_length(values: dict[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
+    """Maximal sequence length in tokens.
+
+    LongRoPE rotates all keys of a sequence differently once it exceeds the original length. Keys in the KV cache are
+    already rotated, so such models are limited to that length.
+    """
+    longest: int = values["max_position_embeddings"]
+    short = [
+        rope.parameters["original_max_position_embeddings"]
+        for rope in ropes
+        if rope.parameters["rope_type"] == "longrope"
+    ]
+    limit = min([longest, *short])
+    if limit < longest:
+        log.warning(
+            "sequences are limited to %d tokens instead of %d: LongRoPE rotates longer ones differently", limit, longest
+        )
+    return int(limit)

@@ -1,0 +1,278 @@
+"""Decoder layers: their weights and the order of their operations.
+
+`run_layer` is the only place that says which operations a layer consists of. It calls an implementation of
+LayerOperations: TensorOperations computes on tensors at once; ProgramOperations appends each operation to a program,
+which the CPU kernels run later without returning to Python in between.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum, auto
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.cpu_kernels.program import LoraTarget, Program
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.linear import Linear
+from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.norm import Norm
+from tgi.worker.layers.rotary import RotaryEmbedding
+from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
+from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
+from tgi.worker.lora.weights import PROJECTION_GROUPS
+from tgi.worker.models.interface import WeightFootprint
+
+
+class DecoderLayer(NamedTuple):
+    """The weights of one layer. Projections of the same input are fused into one matrix.
+
+    The last matrix of each part (`output`, `mlp.down`) adds the residual in its epilogue, where no norm follows it.
+    """
+
+    attention_before: Norm | None
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    # Norms of queries and keys: each applies to the next weight.numel() columns of the qkv result.
+    query_key_norms: tuple[Norm, ...]
+    output: Linear
+    attention_after: Norm | None
+    mlp_before: Norm | None
+    mlp: Mlp | MixtureOfExperts
+    mlp_after: Norm | None
+
+
+class DecoderWeights(NamedTuple):
+    """All weights of a model. Those of norms are float32."""
+
+    embedding: Embedding  # [vocab, hidden]
+    layers: list[DecoderLayer]
+    norm: Norm
+    head: Linear  # [vocab, hidden]
+    footprint: WeightFootprint
+
+
+X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program buffer that will hold it
+
+
+class LayerOperations(Protocol[X]):
+    """The operations of a layer. `group` is a key of lora.weights.PROJECTION_GROUPS, for the deltas of adapters."""
+
+    def norm(self, norm: Norm, x: X) -> X:
+        """norm(x)."""
+
+    def linear(self, group: str, linear: Linear, x: X, residual: X | None = None) -> X:
+        """linear(x); with `residual`, the second operand of the epilogue "add"."""
+
+    def norm_columns(self, norm: Norm, qkv: X, start: int) -> None:
+        """Normalizes, in place, norm.weight.numel() columns of `qkv` from `start` on."""
+
+    def attend(self, qkv: X) -> X:
+        """Applies the rotary embedding to queries and keys, then attention."""
+
+    def gate_up(self, mlp: Mlp, x: X) -> X:
+        """The input of mlp.down."""
+
+    def experts(self, experts: MixtureOfExperts, x: X) -> X:
+        """experts(x)."""
+
+    def add_residual(self, x: X, hidden: X) -> X:
+        """hidden + residual_scale * x."""
+
+
+def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X], hidden: X) -> X:
+    """The hidden states after the layer. In a parallel layer, attention and MLP have the same input."""
+    normed = _norm(layer.attention_before, operations, hidden)
+    qkv, start = operations.linear("attention", layer.qkv, normed), 0
+    for norm in layer.query_key_norms:
+        operations.norm_columns(norm, qkv, start)
+        start += norm.weight.numel()
+    mixed = operations.attend(qkv)
+    hidden = _project_and_add("output", layer.output, layer.attention_after, operations, mixed, hidden)
+    if not parallel:
+        normed = _norm(layer.mlp_before, operations, hidden)
+    if isinstance(layer.mlp, Mlp):
+        inner = operations.gate_up(layer.mlp, normed)
+        return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden)
+    return operations.add_residual(_norm(layer.mlp_after, operations, operations.experts(layer.mlp, normed)), hidden)
+
+
+def _project_and_add(
+    group: str, linear: Linear, after: Norm | None, operations: LayerOperations[X], x: X, hidden: X
+) -> X:
+    """hidden + residual_scale * after(linear(x))."""
+    if linear.epilogue == "add":
+        return operations.linear(group, linear, x, hidden)
+    return operations.add_residual(_norm(after, operations, operations.linear(group, linear, x)), hidden)
+
+
+def _norm(norm: Norm | None, operations: LayerOperations[X], x: X) -> X:
+    return x if norm is None else operations.norm(norm, x)
+
+
+class DecoderStep(NamedTuple):
+    """What all layers of one step share."""
+
+    config: DecoderConfig
+    kv: KVCacheSpec
+    rotaries: Sequence[RotaryEmbedding]
+    angles: Sequence[tuple[Tensor, Tensor]]  # RotaryEmbedding.angles of each of them
+    tokens: int  # rows from this one on are padding
+    attention: AttentionBackend
+    plan: Any  # of `attention`
+    deltas: LoraDeltas | PackedDeltas | None
+
+    def layer(self, number: int) -> "TensorOperations":
+        """The operations of a layer."""
+        return TensorOperations(self, number, None if self.deltas is None else self.deltas.layer_deltas(number))
+
+
+class TensorOperations(NamedTuple):
+    """LayerOperations that compute on tensors at once."""
+
+    step: DecoderStep
+    number: int  # of the layer
+    lora: LayerLoraDeltas | PackedLayerDeltas | None
+
+    def norm(self, norm: Norm, x: Tensor) -> Tensor:
+        """The norm of x."""
+        return norm(x)
+
+    def linear(self, group: str, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The linear layers `group` of x, with the residual added."""
+        return linear(x, residual) if self.lora is None else self.lora.apply_linear(group, linear, x, residual)
+
+    def norm_columns(self, norm: Norm, qkv: Tensor, start: int) -> None:
+        """Norms some heads of qkv in place, from column `start` on."""
+        norm.normalize_in_place(qkv[:, start : start + norm.weight.numel()].unflatten(1, norm.weight.shape))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Attention over the rows of qkv."""
+        step = self.step
+        config, kv, rows, tokens = step.config, step.kv, len(qkv), step.tokens
+        qkv = qkv.view(rows, kv.heads + 2 * kv.kv_heads, kv.head_dim)
+        rope = config.layers[self.number].rope
+        if rope is not None:
+            step.rotaries[rope].rotate(qkv, kv.heads + kv.kv_heads, step.angles[rope])
+        mixed = step.attention.write_and_attend(step.plan, self.number, qkv[:tokens], config.attention_scale)
+        mixed = mixed.reshape(tokens, kv.heads * kv.head_dim)
+        return mixed if tokens == rows else F.pad(mixed, (0, 0, 0, rows - tokens))
+
+    def gate_up(self, mlp: Mlp, x: Tensor) -> Tensor:
+        """The gated activation of the MLP's first layers."""
+        return mlp.gate_up(x) if self.lora is None else self.lora.apply_mlp_inner(mlp, x)
+
+    def experts(self, experts: MixtureOfExperts, x: Tensor) -> Tensor:
+        """The mixture of experts of x."""
+        return experts(x, self.step.tokens)
+
+    def add_residual(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """x + hidden."""
+        scale = self.step.config.residual_scale
+        return hidden + (x if scale == 1.0 else x * scale)
+
+
+class ProgramBuffer(IntEnum):
+    """The buffers of a program, one row per token."""
+
+    HIDDEN = 0
+    NORMED = auto()
+    QKV = auto()
+    MIXED = auto()  # the result of attention
+    INNER = auto()  # the input of mlp.down
+    PROJECTED = auto()  # the result of a part, before it is added to HIDDEN
+
+
+def write_program(
+    config: DecoderConfig, weights: DecoderWeights, rotaries: Sequence[RotaryEmbedding], kv: KVCacheSpec
+) -> Program | None:
+    """The layers and the output head as a program for our CPU kernels.
+
+    None if a program is impossible: without our CPU kernels; with experts, since the tokens of an expert are known only
+    at run time; and if a parallel layer has no norm, since its MLP would read HIDDEN after attention has changed it.
+    """
+    layers = weights.layers
+    dense = all(isinstance(layer.mlp, Mlp) for layer in layers)
+    normed = not config.parallel or all(layer.attention_before is not None for layer in layers)
+    if kv.cpu_kernels is None or not dense or not normed:
+        return None
+    mixed = kv.heads * kv.head_dim
+    widths = {
+        ProgramBuffer.HIDDEN: config.hidden,
+        ProgramBuffer.NORMED: config.hidden,
+        ProgramBuffer.QKV: mixed + 2 * kv.kv_heads * kv.head_dim,
+        ProgramBuffer.MIXED: mixed,
+        ProgramBuffer.INNER: config.intermediate,
+        ProgramBuffer.PROJECTED: config.hidden,
+    }
+    program = Program(kv.cpu_kernels, [widths[buffer] for buffer in ProgramBuffer])
+    for number, layer in enumerate(layers):
+        operations = ProgramOperations(program, config, rotaries, kv, number)
+        run_layer(layer, config.parallel, operations, ProgramBuffer.HIDDEN)
+    scoring = config.logit_scale, config.logit_cap
+    weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring)
+    return program
+
+
+class ProgramOperations(NamedTuple):
+    """LayerOperations that append to a program."""
+
+    program: Program
+    config: DecoderConfig
+    rotaries: Sequence[RotaryEmbedding]
+    kv: KVCacheSpec
+    number: int  # of the layer
+
+    def norm(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
+        """The norm of x."""
+        y = ProgramBuffer.NORMED if x == ProgramBuffer.HIDDEN else x
+        norm.append_to(self.program, x, y)
+        return y
+
+    def linear(
+        self, group: str, linear: Linear, x: ProgramBuffer, residual: ProgramBuffer | None = None
+    ) -> ProgramBuffer:
+        """The linear layers `group` of x, with the residual added."""
+        projected = ProgramBuffer.QKV if group == "attention" else ProgramBuffer.PROJECTED
+        y = projected if residual is None else residual
+        linear.append_to(self.program, x, y, y, self._delta(group, x))
+        return y
+
+    def norm_columns(self, norm: Norm, qkv: ProgramBuffer, start: int) -> None:
+        """Norms some heads of qkv in place, from column `start` on."""
+        norm.append_to(self.program, qkv, qkv, start)
+
+    def attend(self, qkv: ProgramBuffer) -> ProgramBuffer:
+        """Attention over the rows of qkv."""
+        kv, rope = self.kv, self.config.layers[self.number].rope
+        if rope is not None:
+            self.rotaries[rope].append_to(self.program, qkv, rope, kv.heads + kv.kv_heads, kv.head_dim)
+        scale, heads, window = self.config.attention_scale, (kv.heads, kv.kv_heads), kv.sliding_window(self.number)
+        self.program.attention(qkv, ProgramBuffer.MIXED, self.number, heads, kv.head_dim, scale, window, kv.softcap)
+        return ProgramBuffer.MIXED
+
+    def gate_up(self, mlp: Mlp, x: ProgramBuffer) -> ProgramBuffer:
+        """The gated activation of the MLP's first layers."""
+        delta, y = self._delta("inner", x), ProgramBuffer.INNER
+        if mlp.gate is None:
+            mlp.up.append_to(self.program, x, y, delta=delta)
+        else:
+            mlp.gate.append_to(self.program, x, y, delta=delta)
+            mlp.up.append_to(self.program, x, y, y, delta._replace(column=mlp.gate.outputs))
+        return y
+
+    def experts(self, experts: MixtureOfExperts, x: ProgramBuffer) -> ProgramBuffer:
+        """The mixture of experts of x."""
+        raise NotImplementedError("a model with experts has no program")
+
+    def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer) -> ProgramBuffer:
+        """x + hidden."""
+        self.program.add(x, hidden, self.config.residual_scale)
+        return hidden
+
+    def _delta(self, group: str, x: ProgramBuffer) -> LoraTarget:
+        """Appends the LoRA product of buffer x, and returns the reference to its result for Linear.append_to."""
+        delta = LoraTarget(list(PROJECTION_GROUPS).index(group))
+        self.program.lora(x, delta.place, self.number)
+        return delta

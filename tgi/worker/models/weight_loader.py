@@ -1,0 +1,242 @@
+"""Loads the weights of a decoder from a checkpoint, layer by layer, so that memory holds few of them twice.
+
+Also reads the scales of an 8-bit KV cache.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.microkernel.errors import UserError
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.layers.embedding import Embedding
+from tgi.worker.layers.linear import Linear
+from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.layers.norm import Norm
+from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
+from tgi.worker.models.interface import WeightFootprint
+from tgi.worker.quantization.weight import QuantizedWeight, Weight, stack_weights
+from tgi.worker.quantization.weight_sources import EMBEDDING, HEAD, WeightSource
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix of the checkpoint."""
+
+    name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
+    outputs: int
+
+
+def stored_embedding(source: WeightSource, config: DecoderConfig, dtype: torch.dtype) -> Embedding:
+    """The embedding as stored: a lookup reads from the mapped file."""
+    return Embedding(source.weight(EMBEDDING, config.vocab_size, config.hidden), dtype)
+
+
+class DecoderWeightLoader:
+    """Loads the weights of a DecoderConfig. Raises UserError naming a tensor that is missing or has another shape."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: CpuKernels | None = None,
+        gpu: GpuKernels | None = None,
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._kernels = kernels
+        self._gpu = gpu
+        self._own_kernels = kernels or gpu
+        self._bytes = self._parameters = 0
+
+    def load(self, progress: Callable[[int], None]) -> DecoderWeights:
+        """Loads all weights. Calls `progress` with the percentage of layers loaded."""
+        config = self._config
+        layers = []
+        for number in range(len(config.layers)):
+            layers.append(self._layer(number))
+            progress(100 * len(layers) // len(config.layers))
+        embedding_weight = self._source.weight(EMBEDDING, config.vocab_size, config.hidden).to(self._device)
+        tied = config.tied or f"{HEAD}.weight" not in self._source
+        if tied:
+            head = self._build(self._to_device(embedding_weight), None, "none")
+        else:
+            head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size))
+        embedding = Embedding(head if tied and self._kernels is not None else embedding_weight, self._dtype)
+        norm = self._norm("model.norm", config.hidden)
+        if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
+            self._count(embedding_weight)
+        return DecoderWeights(embedding, layers, norm, head, WeightFootprint(self._bytes, self._parameters))
+
+    def _layer(self, number: int) -> DecoderLayer:
+        config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
+        heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        qkv = (
+            StoredMatrix(prefix + names.query, heads),
+            StoredMatrix(prefix + names.key, kv_heads),
+            StoredMatrix(prefix + names.value, kv_heads),
+        )
+        output = StoredMatrix(prefix + names.output, config.hidden)
+
+        def norm(name: str | None) -> Norm | None:
+            return None if name is None else self._norm(prefix + name, config.hidden)
+
+        attention_after = norm(names.attention_after)
+        return DecoderLayer(
+            attention_before=norm(names.attention_before),
+            qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
+            query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
+            output=self._linear(config.output_bias, heads, output, epilogue=self._last_epilogue(attention_after)),
+            attention_after=attention_after,
+            mlp_before=norm(names.mlp_before),
+            mlp=self._experts(prefix) if config.layers[number].routed else self._dense(prefix),
+            mlp_after=norm(names.mlp_after),
+        )
+
+    def _last_epilogue(self, after: Norm | None) -> str:
+        """The epilogue of the last matrix of a part: it adds the residual if nothing comes between."""
+        return "add" if after is None and self._config.residual_scale == 1.0 else "none"
+
+    def _dense(self, prefix: str) -> Mlp:
+        names = self._config.names
+        last = "none" if names.mlp_after else self._last_epilogue(None)
+        return self._mlp(prefix, (names.gate, names.up, names.down), self._config.intermediate, last)
+
+    def _mlp(self, prefix: str, names: tuple[str, str, str], inner: int, last: str) -> Mlp:
+        config = self._config
+        outputs = inner, inner, config.hidden
+        gate, up, down = (StoredMatrix(prefix + name, size) for name, size in zip(names, outputs, strict=True))
+        return Mlp(
+            *self._gate_and_up(gate, up),
+            down=self._linear(config.mlp_bias, inner, down, epilogue=last),
+        )
+
+    def _gate_and_up(self, gate: StoredMatrix, up: StoredMatrix) -> tuple[Linear | None, Linear]:
+        """The first layers of an Mlp: on our own kernels one gated layer, if both weights have the same format."""
+        config = self._config
+        if not config.gated:
+            return None, self._linear(config.mlp_bias, config.hidden, up, epilogue=config.activation)
+        first, second = self._matrices(config.mlp_bias, config.hidden, gate, up)
+        if self._own_kernels is None or not can_pack_together(first[0], second[0]):
+            return self._build(*first, config.activation), self._build(*second, "mul")
+        biases = [bias for _, bias in (first, second) if bias is not None]
+        return None, self._build(first[0], torch.cat(biases) if biases else None, config.activation, second[0])
+
+    def _experts(self, prefix: str) -> MixtureOfExperts:
+        names, experts = self._config.names, self._config.experts
+        assert experts is not None
+        each = (names.expert_gate, names.expert_up, names.expert_down)
+
+        def expert(number: int) -> Mlp:
+            gate, up, down = (name.format(number) for name in each)
+            return self._mlp(prefix, (gate, up, down), experts.intermediate, "none")
+
+        return MixtureOfExperts(
+            router=self._router(prefix + names.router, experts.count),
+            experts=[expert(number) for number in range(experts.count)],
+            top_k=experts.top_k,
+            normalized=experts.normalized,
+        )
+
+    def _router(self, name: str, experts: int) -> Linear:
+        """The router is never quantized: it is small, and small errors would change the choice of experts."""
+        weight = self._source.tensor(f"{name}.weight", experts, self._config.hidden)
+        return self._build(weight.to(self._device, self._dtype), None, "none")
+
+    def _norm_weight(self, name: str, *shape: int) -> Tensor:
+        weight = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)
+        return weight + self._config.norm_offset if self._config.norm_offset else weight
+
+    def _norm(self, name: str, size: int) -> Norm:
+        config = self._config
+        bias = None
+        if config.norm_bias:
+            bias = self._source.tensor(f"{name}.bias", size).to(self._device, torch.float32, copy=True)
+        return Norm(self._norm_weight(name, size), bias, config.norm_epsilon, config.norm_centred, self._own_kernels)
+
+    def _query_key_norms(self, query: str, key: str) -> tuple[Norm, ...]:
+        """DecoderLayer.query_key_norms: none; one with a weight [heads + kv_heads, head_dim]; or two, one over all
+        query heads and one over all key heads."""
+        config = self._config
+        kind, parts = config.query_key_norm, ((query, config.heads), (key, config.kv_heads))
+        if kind is None:
+            return ()
+        if kind == "all":
+            return tuple(self._norm(name, heads * config.head_dim) for name, heads in parts)
+        weights = []
+        for name, heads in parts:
+            stored = (heads, config.head_dim) if kind == "each" else (config.head_dim,)
+            weights.append(self._norm_weight(name, *stored).expand(heads, -1))
+        return (Norm(torch.cat(weights), None, config.norm_epsilon, config.norm_centred, self._own_kernels),)
+
+    def _linear(self, bias: bool, inputs: int, *parts: StoredMatrix, epilogue: str = "none") -> Linear:
+        """One linear layer whose outputs are those of `parts`, one after the other."""
+        weights, biases = zip(*self._matrices(bias, inputs, *parts), strict=True)
+        joined = torch.cat(biases) if bias else None
+        return self._build(stack_weights(weights, self._dtype), joined, epilogue)
+
+    def _build(self, weight: Weight, bias: Tensor | None, epilogue: str, gated: Weight | None = None) -> Linear:
+        for one in (weight, gated):
+            if one is not None:
+                self._count(one)
+        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu)
+
+    def _count(self, weight: Weight) -> None:
+        """Adds a matrix to the footprint. torch's CPU kernels take no quantized weights: these are dequantized."""
+        outputs, inputs = weight.shape
+        dequantized = isinstance(weight, QuantizedWeight) and self._device.type == "cpu" and self._kernels is None
+        self._bytes += outputs * inputs * self._dtype.itemsize if dequantized else weight.nbytes
+        self._parameters += outputs * inputs
+
+    def _matrices(self, bias: bool, inputs: int, *parts: StoredMatrix) -> list[tuple[Weight, Tensor | None]]:
+        """Weight and bias of each part, on the model's device; splits fused tensors."""
+        rows = [part.outputs for part in parts]
+        fused = len({part.name for part in parts}) < len(parts)
+        stored = [StoredMatrix(parts[0].name, sum(rows))] if fused else parts
+        weights = [self._to_device(self._source.weight(name, outputs, inputs)) for name, outputs in stored]
+        biases: list[Tensor | None] = [None] * len(parts)
+        if bias:
+            loaded = [self._source.tensor(f"{name}.bias", outputs) for name, outputs in stored]
+            loaded = [tensor.to(self._device, self._dtype) for tensor in loaded]
+            biases = list(loaded[0].split(rows) if fused else loaded)
+        return list(zip(weights[0].split(rows) if fused else weights, biases, strict=True))
+
+    def _to_device(self, weight: Weight) -> Weight:
+        """The weight on the model's device; one that is not quantized, in the model's dtype."""
+        if isinstance(weight, QuantizedWeight):
+            return weight.to(self._device)
+        return weight.to(self._device, self._dtype)
+
+
+def read_kv_scales(checkpoint: Checkpoint, layers: int) -> tuple[tuple[float, float], ...]:
+    """KVCacheSpec.cache_scales of a checkpoint: k_scale and v_scale of each layer's attention, or kv_scale for both.
+
+    1 where a layer has none; empty if no layer has any. Raises UserError if a scale is not a number above 0.
+    """
+
+    def read(layer: int, *names: str) -> float | None:
+        candidates = (f"model.layers.{layer}.self_attn.{name}" for name in names)
+        name = next((name for name in candidates if name in checkpoint), None)
+        if name is None:
+            return None
+        stored = checkpoint.raw_tensor(name)
+        if stored.numel() != 1 or not 0 < (scale := float(stored)) < math.inf:
+            raise UserError(
+                f"Tensor {name!r} in {checkpoint.file_of(name)} must be a scale of the KV cache, one "
+                "number above 0. Remove the tensor from the checkpoint, or create it again."
+            )
+        return scale
+
+    scales = [(read(layer, "k_scale", "kv_scale"), read(layer, "v_scale", "kv_scale")) for layer in range(layers)]
+    if all(pair == (None, None) for pair in scales):
+        return ()
+    return tuple((key or 1.0, value or 1.0) for key, value in scales)

@@ -1,0 +1,176 @@
+"""compressed-tensors checkpoints, as llm-compressor writes them.
+
+Groups of layers have schemes. The tensors of the layer NAME, by the format of its scheme:
+
+- "pack-quantized": NAME.weight_packed int32 [outputs, inputs * bits / 32], rounded up, has the numbers of
+  consecutive inputs, low bits first, with an offset of half of their range. NAME.weight_zero_point, where the
+  scheme is not symmetric, is int32 [outputs * bits / 32, groups], rounded up, packed alike along the outputs.
+  NAME.weight_g_idx int32 [inputs], optional, has the group of each input.
+- "int-quantized", "naive-quantized": NAME.weight int8 [outputs, inputs], NAME.weight_zero_point int8 like the scales.
+- "float-quantized", "naive-quantized": NAME.weight float8; see fp8.py.
+
+NAME.weight_scale is [1], [outputs, 1] or [outputs, groups].
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tgi.worker.quantization import fp8
+from tgi.worker.quantization.affine import AffineWeight, unpack_bits
+from tgi.worker.quantization.config import QuantizationConfig
+from tgi.worker.quantization.layer_tensors import FLOATS, WORDS, LayerTensors
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+MIXED = "mixed-precision"  # each scheme has a format of its own
+BITS = (4, 8)
+
+
+class LayerScheme(NamedTuple):
+    """How the weights of some layers are quantized: one entry of config_groups."""
+
+    targets: tuple[str, ...]  # names of layers, "re:" and a regular expression for them, or the class "Linear"
+    bits: int
+    floating: bool
+    symmetric: bool
+    size: int  # inputs of a group; -1: all
+    block: tuple[int, int] | None  # outputs and inputs of a block, of 8-bit floats
+    activations: bool  # whether the scheme quantizes activations too
+
+
+class CompressedTensorsFormat:
+    """Reads compressed-tensors weights; a CheckpointFormat. The tensors of a layer show whether it is quantized, so the
+    config's `ignore` list is not needed. Raises UserError for a config that is not supported."""
+
+    stored_as = ("weight_packed", "weight")
+
+    def __init__(self, config: QuantizationConfig) -> None:
+        self._config = config
+        _require_supported(config)
+        groups = config.within("config_groups")
+        self._schemes = [_read_scheme(groups.within(name)) for name in groups.values]
+        self.remarks = tuple(_remarks(config, self._schemes))
+
+    def read_weight(self, tensors: LayerTensors) -> AffineWeight | fp8.BlockScaledFloats | Tensor:
+        """See CheckpointFormat."""
+        if "weight_packed" in tensors:
+            return _read_packed(tensors, self._scheme_of(tensors, "weight_packed"))
+        dtype = tensors.stored("weight").dtype
+        if dtype is torch.int8:
+            return _read_integers(tensors, self._scheme_of(tensors, "weight"))
+        if dtype in fp8.FLOAT8:
+            return fp8.read_floats(tensors, self._scheme_of(tensors, "weight").block)
+        return tensors.plain()
+
+    def _scheme_of(self, tensors: LayerTensors, column: str) -> LayerScheme:
+        """The scheme of a layer: targets match by name first, then by regular expression, then by class."""
+        for matches in (_matches_name, _matches_expression, _matches_class):
+            for scheme in self._schemes:
+                if any(matches(target, tensors.name) for target in scheme.targets):
+                    return scheme
+        raise tensors.unfit(column, f"is quantized, but nothing under config_groups in {self._config.path} is for it")
+
+
+def _matches_name(target: str, name: str) -> bool:
+    return target == name
+
+
+def _matches_expression(target: str, name: str) -> bool:
+    return target.startswith("re:") and re.match(target.removeprefix("re:"), name) is not None
+
+
+def _matches_class(target: str, name: str) -> bool:
+    return target == "Linear"
+
+
+def _require_supported(config: QuantizationConfig) -> None:
+    """Raises UserError for formats, sparsity and transforms that are not supported."""
+    format = config.text("format", "dense")
+    if format not in (*FORMATS, MIXED):
+        raise config.unfit(f"format is {format}, but {', '.join(FORMATS)} and {MIXED} are read")
+    sparse = config.within("sparsity_config").text("format", "dense")
+    if sparse != "dense":
+        raise config.unfit(f"its sparsity_config has the format {sparse}, but only dense weights are read")
+    if config.within("transform_config").values.get("config_groups"):
+        raise config.unfit("it has a transform_config, and transforms of activations are not computed")
+
+
+def _read_scheme(config: QuantizationConfig) -> LayerScheme:
+    """Reads one entry of config_groups. Raises UserError if it is not supported."""
+    targets, format = config.values.get("targets"), config.text("format", FORMATS[0])
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise config.unfit(f"the targets of a scheme are {targets!r}, but a list of names is expected")
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise config.unfit(f"the target {target!r} is no regular expression: {error}") from error
+    if format not in FORMATS:
+        raise config.unfit(f"a scheme has the format {format}, but {', '.join(FORMATS)} are read")
+    weights = config.within("weights")
+    bits, floating = weights.integer("num_bits"), weights.text("type", "int") == "float"
+    if bits not in BITS or (floating and bits != 8):
+        kind = "floats" if floating else "integers"
+        raise config.unfit(f"weights are {kind} of {bits} bits, but integers of 4 and 8 bits and floats of 8 are read")
+    grouped = weights.values.get("group_size") is not None
+    return LayerScheme(
+        tuple(targets),
+        bits,
+        floating,
+        bool(weights.values.get("symmetric", True)),
+        weights.integer("group_size") if grouped else -1,
+        fp8.read_block_size(config, weights.values.get("block_structure")),
+        bool(config.values.get("input_activations")),
+    )
+
+
+def _remarks(config: QuantizationConfig, schemes: list[LayerScheme]) -> list[str]:
+    remarks = [f"the weights are in the format {config.text('format', FORMATS[0])} of compressed-tensors"]
+    if any(scheme.floating for scheme in schemes):
+        remarks.append(fp8.REMARK)
+    if any(scheme.activations and not scheme.floating for scheme in schemes):
+        remarks.append("activations are not quantized, though the checkpoint provides for it: its weights alone are")
+    if config.values.get("kv_cache_scheme"):
+        remarks.append("kv_cache_scheme is not used: its scales count where --kv-cache-dtype is given")
+    return remarks
+
+
+def _read_packed(tensors: LayerTensors, scheme: LayerScheme) -> AffineWeight:
+    bits, groups = scheme.bits, tensors.group_count(scheme.size)
+    codes = tensors.read_checked("weight_packed", WORDS, tensors.outputs, _word_count(tensors.inputs, bits))
+    scales = _read_scales(tensors, groups)
+    zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.uint8)
+    name = "weight_zero_point"
+    if not scheme.symmetric and tensors.stored(name).dtype is torch.int32:
+        stored = tensors.read_checked(name, WORDS, _word_count(tensors.outputs, bits), scales.shape[1])
+        zeros = unpack_bits(stored.t(), bits)[:, : tensors.outputs].t()
+    elif not scheme.symmetric:
+        zeros = zeros + tensors.read_checked(name, (torch.int8,), *scales.shape).view(torch.uint8)
+    order = tensors.group_order("weight_g_idx", groups)
+    return AffineWeight(bits, tensors.inputs, codes.view(torch.uint8), zeros, scales, order)
+
+
+def _read_integers(tensors: LayerTensors, scheme: LayerScheme) -> AffineWeight:
+    codes = tensors.read_checked("weight", (torch.int8,), tensors.outputs, tensors.inputs)
+    scales = _read_scales(tensors, tensors.group_count(scheme.size))
+    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+    if not scheme.symmetric:
+        stored = tensors.stored("weight_zero_point")
+        shape = tuple(stored.shape) if stored.numel() == 1 else tuple(scales.shape)
+        found = tensors.read_checked("weight_zero_point", (torch.int8,), *shape).view(torch.uint8)
+        zeros = zeros + (found.reshape(()) if found.numel() == 1 else found)
+    return AffineWeight(8, tensors.inputs, codes.view(torch.uint8) ^ 128, zeros, scales)
+
+
+def _read_scales(tensors: LayerTensors, groups: int) -> Tensor:
+    """The scales [outputs, groups]; a single scale of the weight is expanded."""
+    stored, shape = tensors.stored("weight_scale"), (tensors.outputs, groups)
+    if stored.numel() == 1:
+        return tensors.read_checked("weight_scale", FLOATS, *stored.shape).reshape(()).expand(shape)
+    return tensors.read_checked("weight_scale", FLOATS, *shape)
+
+
+def _word_count(numbers: int, bits: int) -> int:
+    return -(-numbers * bits // 32)

@@ -1,0 +1,194 @@
+"""Sources of a model's weights: the loader's one interface to plain, pre-quantized and yet-to-be-quantized weights."""
+
+import logging
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tgi.microkernel.errors import UserError
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.quantization import float8
+from tgi.worker.quantization.affine import AffineWeight
+from tgi.worker.quantization.fp8 import BlockScaledFloats
+from tgi.worker.quantization.layer_tensors import LayerTensors
+from tgi.worker.quantization.quantize import FACTOR_GROUP, WeightQuantizer, quantize_weight
+from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight, as_plain
+
+log = logging.getLogger(__name__)
+
+# Smallest scale of a quantized weight's largest output: float16 has smaller numbers, but with too few bits.
+MIN_LARGEST_SCALE = 2.0**-20
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and the last layer in checkpoints
+
+
+class WeightSource(Protocol):
+    """The weights of a model by the names of its plain checkpoint. Raises UserError if one is missing or unfit."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name: "lm_head.weight" also if that weight is quantized."""
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A plain tensor: of a norm, a bias or a router."""
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """The weight [outputs, inputs] of the layer of that name, which is "lm_head", not "lm_head.weight"."""
+
+
+class PackedWeightSource:
+    """Reads quantized weights from the columns of QuantizedWeight, where a checkpoint has them: NAME.weight.codes,
+    NAME.weight.scales and, if there are any, NAME.weight.shifts. All other tensors are plain."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint or f"{name}.codes" in self._checkpoint
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """See WeightSource. A quantized matrix is dequantized."""
+        if f"{name}.codes" in self._checkpoint and len(shape) == 2:
+            return as_plain(self.weight(name.removesuffix(".weight"), *shape), torch.float32)
+        return self._checkpoint.tensor(name, *shape)
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """See WeightSource."""
+        stored = f"{name}.weight"
+        if f"{stored}.codes" not in self._checkpoint:
+            return self._checkpoint.tensor(stored, outputs, inputs)
+        codes, scales = (self._checkpoint.raw_tensor(f"{stored}.{column}") for column in ("codes", "scales"))
+        shifts = f"{stored}.shifts"
+        found = QuantizedWeight(
+            codes, scales, self._checkpoint.raw_tensor(shifts) if shifts in self._checkpoint else None
+        )
+        _require_valid_columns(stored, found)
+        if found.shape != (outputs, inputs):
+            raise self._checkpoint.shape_error(stored, found.shape, (outputs, inputs))
+        return found
+
+
+def _require_valid_columns(name: str, found: QuantizedWeight) -> None:
+    """Raises UserError unless the columns have the types of a QuantizedWeight and shapes that fit each other."""
+    codes, scales, shifts, _ = found
+    fit = codes.dtype in (torch.int8, torch.uint8) and codes.dim() == scales.dim() == 2 and scales.numel() > 0
+    fit = fit and codes.shape[0] == scales.shape[0] and found.shape[1] % scales.shape[1] == 0 and found.group in GROUPS
+    for column in (scales, scales if shifts is None else shifts):
+        fit = fit and column.dtype is torch.float16 and column.shape == scales.shape
+    if not fit:
+        raise UserError(f"The quantized weight {name!r} has columns that do not fit each other. Fetch the model again.")
+
+
+class CheckpointFormat(Protocol):
+    """How a checkpoint stores quantized weights."""
+
+    @property
+    def stored_as(self) -> tuple[str, ...]:
+        """What follows a layer's name in the name of its weight tensor."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines for the log about this checkpoint."""
+
+    def read_weight(self, tensors: LayerTensors) -> AffineWeight | BlockScaledFloats | Tensor:
+        """The weight of a layer that has one of these tensors. Raises UserError if it is not as the format says."""
+
+
+class FormatWeightSource:
+    """Reads a checkpoint with weights in a format of other tools; a WeightSource. A weight that is not quantized stays
+    plain, and one that QuantizedWeight cannot represent is dequantized: the log names the first one for each reason.
+    Raises UserError if no weight at all is in that format."""
+
+    def __init__(self, checkpoint: Checkpoint, format: CheckpointFormat, float8: bool = False) -> None:
+        """`float8`: the device multiplies 8-bit floats."""
+        if not {name.rpartition(".")[2] for name in checkpoint} & set(format.stored_as):
+            raise UserError(
+                f"The config in {checkpoint.directory} says that its weights are quantized, but none of its tensors is "
+                f"a {format.stored_as[0]}. Fetch the weights that it describes, or take that entry out of it."
+            )
+        self._checkpoint = checkpoint
+        self._format = format
+        self._float8 = float8
+        self._logged: set[str] = set()  # reasons
+
+    def __contains__(self, name: str) -> bool:
+        if name in self._checkpoint:
+            return True
+        layer = name.removesuffix(".weight")
+        return layer != name and self._has_weight(layer)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """See WeightSource. A quantized matrix is dequantized."""
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and layer != name:
+            return as_plain(self.weight(layer, *shape), torch.float32)
+        return self._checkpoint.tensor(name, *shape)
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """See WeightSource."""
+        if not self._has_weight(name):
+            return self._checkpoint.weight(name, outputs, inputs)
+        found = self._format.read_weight(LayerTensors(self._checkpoint, name, outputs, inputs))
+        if isinstance(found, Tensor):
+            return found
+        reason = found.unsupported_reason()
+        if isinstance(found, BlockScaledFloats) and not self._float8:
+            reason = "this device does not multiply 8-bit floats"
+        if reason is None:
+            return found.quantized()
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.debug("the weight of %s, and others like it, is dequantized at load: %s", name, reason)
+        return found.dequantized()
+
+    def _has_weight(self, layer: str) -> bool:
+        return any(f"{layer}.{column}" in self._checkpoint for column in self._format.stored_as)
+
+
+class QuantizingWeightSource:
+    """Quantizes the plain weights of another source when they are asked for: they are never all in memory.
+
+    Errors of the first and the last layer weigh most, and these layers are few: they get 8 bits where others get 4, and
+    stay plain where others become 8-bit floats, which are less exact than 8-bit integers with a scale per output.
+    """
+
+    def __init__(self, source: WeightSource, form: str, quantize: WeightQuantizer = quantize_weight) -> None:
+        self._source = source
+        self._form = form
+        self._quantize = quantize
+        self._logged: set[str] = set()  # reasons
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """See WeightSource."""
+        return self._source.tensor(name, *shape)
+
+    def weight(self, name: str, outputs: int, inputs: int) -> Weight:
+        """See WeightSource. Weights that cannot be quantized stay as they are, which is logged."""
+        found = self._source.weight(name, outputs, inputs)
+        if isinstance(found, QuantizedWeight):
+            self._log_skipped(name, "quantized already")
+            return found
+        if inputs % FACTOR_GROUP:
+            self._log_skipped(name, f"of inputs that are no multiple of {FACTOR_GROUP}")
+            return found
+        floats = self._form == "fp8"
+        if floats and name in (EMBEDDING, HEAD):
+            return found
+        if floats and not float8.fits_float8(outputs, inputs):
+            self._log_skipped(name, f"of outputs that are no multiple of {float8.SIZE_MULTIPLE}")
+            return found
+        made = self._quantize(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
+        least = 0 if floats else MIN_LARGEST_SCALE
+        if not least < float(made.scales.abs().max()) < math.inf:
+            self._log_skipped(name, "of numbers too large or too small for its scales")
+            return found
+        return made
+
+    def _log_skipped(self, name: str, why: str) -> None:
+        """Logs why a weight is not quantized, once for each reason."""
+        if why not in self._logged:
+            self._logged.add(why)
+            log.warning("--quantize leaves %s as it is, and others like it: it is %s", name, why)

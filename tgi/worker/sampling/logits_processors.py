@@ -1,0 +1,314 @@
+"""Logits processors: one function for each, in the order in which `apply_logits_processors` calls them.
+
+Each takes logits float32 [D, vocab] and the `SamplingBatch` of the D rows, changes in place the rows whose parameters
+ask for it, and leaves the other rows bit for bit as they are. Each operation works row by row: the result of a row does
+not depend on the other rows of the batch.
+
+The order is part of the contract. Temperature and the limits have transformers' order, which TGI follows: min-p comes
+after top-p (vLLM applies it before top-k). Biases come after the penalties, because a repetition penalty multiplies
+logits and would undo a ban or a forced token. Grammar and bad words come after both, so that what they forbid stays
+forbidden. `min_new_tokens` comes after the grammar, which may require that the text ends.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
+from tgi.worker.greedy import MAX_LOGIT
+from tgi.worker.sampling.sampling_batch import Indices, SamplingBatch
+from tgi.worker.sampling.token_bitmask import forbidden_tokens
+
+# Top-p and typical-p order this many of a row's first tokens; a row whose mass is spread over more is ordered again at
+# the next width, and at last as a whole.
+TOP_P_WIDTHS = (256, 8192)
+# Lower bound of a temperature: logits divided by it stay finite in float32, so logprobs do not become NaN.
+MIN_TEMPERATURE = 1e-30
+
+# Logits and probabilities [n, vocab] -> a rank for each token, [n, vocab]; the highest come first.
+RankTokens = Callable[[Tensor, Tensor], Tensor]
+
+
+def apply_watermark(logits: Tensor, batch: SamplingBatch) -> None:
+    """Adds delta to the green tokens that follow each row's last token (watermark.py)."""
+    rows = np.flatnonzero(batch.params.watermark)
+    if not len(rows):
+        return
+    assert batch.watermark is not None
+    last_ids = batch.token_history(rows, batch.positions[rows] - 1)[:, 0].tolist()
+    write_rows(logits, rows, batch.watermark.add_green_bias(select_rows(logits, rows), last_ids))
+
+
+def apply_repetition_penalty(logits: Tensor, batch: SamplingBatch) -> None:
+    """For each id in the row's prompt or generated text: s * p where s < 0, else s / p."""
+    rows = np.flatnonzero(batch.params.repetition_penalty != 1.0)
+    if not len(rows):
+        return
+    chosen = select_rows(logits, rows)
+    penalty = column_like(batch.params.repetition_penalty[rows], logits)
+    ids = batch.token_history(rows, np.zeros_like(rows))  # an id that occurs twice gets the same value twice
+    seen = chosen.gather(1, ids)
+    seen = torch.where(seen < 0, seen * penalty, seen / penalty).clamp_(-MAX_LOGIT, MAX_LOGIT)
+    write_rows(logits, rows, chosen.scatter_(1, ids, seen))
+
+
+def apply_frequency_penalty(logits: Tensor, batch: SamplingBatch) -> None:
+    """TGI's frequency penalty f: s - f * count / L, over the L ids of prompt and generated text."""
+    rows = np.flatnonzero(batch.params.frequency_penalty)
+    if not len(rows):
+        return
+    chosen = select_rows(logits, rows)
+    ids, counts = _count_ids(chosen, batch, rows, np.zeros_like(rows))
+    share = (batch.params.frequency_penalty[rows] / batch.positions[rows]).astype(np.float32)
+    write_rows(logits, rows, chosen.scatter_(1, ids, chosen.gather(1, ids) - counts * column_like(share, logits)))
+
+
+def apply_count_penalties(logits: Tensor, batch: SamplingBatch) -> None:
+    """OpenAI's penalties: s - count * frequency - (count > 0) * presence, over the generated ids."""
+    params = batch.params
+    rows = np.flatnonzero(
+        ((params.count_penalty != 0) | (params.presence_penalty != 0)) & (params.prompt_tokens < batch.positions)
+    )
+    if not len(rows):
+        return
+    chosen = select_rows(logits, rows)
+    ids, counts = _count_ids(chosen, batch, rows, params.prompt_tokens[rows])
+    penalty = counts * column_like(params.count_penalty[rows], logits)
+    penalty += (counts > 0) * column_like(params.presence_penalty[rows], logits)
+    write_rows(logits, rows, chosen.scatter_(1, ids, chosen.gather(1, ids) - penalty))
+
+
+def apply_logit_bias(logits: Tensor, batch: SamplingBatch) -> None:
+    """s + bias for the tokens that have one."""
+    rows = np.flatnonzero(batch.params.bias)
+    if not len(rows):
+        return
+    biases = batch.params.bias[rows]
+    row_at = copy_to_device(np.repeat(rows, [len(bias.ids) for bias in biases]), logits.device)
+    ids = copy_to_device(np.concatenate([bias.ids for bias in biases]), logits.device)
+    logits[row_at, ids] += copy_to_device(np.concatenate([bias.values for bias in biases]), logits.device)
+
+
+def apply_grammar_bitmask(logits: Tensor, batch: SamplingBatch) -> None:
+    """-inf for each token that the row's grammar does not allow next."""
+    bitmask = batch.grammar_bitmask
+    if bitmask is None:
+        return
+    forbidden = forbidden_tokens(bitmask.words, logits.device)[:, : logits.shape[1]]
+    write_rows(logits, bitmask.rows, select_rows(logits, bitmask.rows).masked_fill_(forbidden, -torch.inf))
+
+
+def apply_bad_words(logits: Tensor, batch: SamplingBatch) -> None:
+    """-inf for the last token of each bad word whose other tokens are the last ones that the row has generated.
+
+    As in vLLM, a bad word cannot begin in the prompt.
+    """
+    params = batch.params
+    rows = np.flatnonzero(params.bad_words)
+    if not len(rows):
+        return
+    words = params.bad_words[rows]
+    owners = np.repeat(rows, [len(one.last_ids) for one in words])  # the row of each of S sequences
+    last_ids, lengths, prefixes = map(np.concatenate, zip(*words, strict=True))
+    fits = lengths <= (batch.positions - params.prompt_tokens)[owners]  # as many tokens are generated
+    prefixes = prefixes[np.repeat(fits, lengths)]
+    owners, last_ids, lengths = owners[fits], last_ids[fits], lengths[fits]
+    mismatches = torch.zeros(len(owners), dtype=torch.int32, device=logits.device)
+    if len(prefixes):
+        # One history for each row, from the position at which its longest prefix would begin.
+        longest = np.zeros(len(batch.positions), np.int64)
+        np.maximum.at(longest, owners, lengths)
+        readers = np.flatnonzero(longest)
+        history = batch.token_history(readers, batch.positions[readers] - longest[readers])
+        sequence = np.repeat(np.arange(len(owners)), lengths)
+        reader = np.searchsorted(readers, owners[sequence])
+        offset = np.arange(len(prefixes)) + np.repeat(longest[owners] - np.cumsum(lengths), lengths)
+        reader_at, offset_at, prefix_ids, sequence_at = copy_columns_to_device(
+            (reader, offset, prefixes, sequence), logits.device
+        )
+        mismatches.index_add_(0, sequence_at, (history[reader_at, offset_at] != prefix_ids).int())
+    row_at, ids = copy_columns_to_device((owners, last_ids), logits.device)
+    # Two sequences of a row may end in the same token: added up, either of them forbids it.
+    added = torch.zeros(len(owners), device=logits.device).masked_fill_(mismatches == 0, -torch.inf)
+    logits.index_put_((row_at, ids), added, accumulate=True)
+
+
+def apply_min_new_tokens(logits: Tensor, batch: SamplingBatch) -> None:
+    """-inf for the end tokens while fewer than `min_new_tokens` are generated.
+
+    A row that would have no token left keeps them: where a grammar's text is complete, it ends.
+    """
+    params = batch.params
+    early = np.flatnonzero(batch.positions - params.prompt_tokens < params.min_new_tokens)
+    rows = np.array([row for row in early if params.end_ids[row] is not None], np.int64)
+    if not len(rows):
+        return
+    chosen, ends = select_rows(logits, rows), params.end_ids[rows]
+    row_at = copy_to_device(np.repeat(np.arange(len(rows)), [len(ids) for ids in ends]), logits.device)
+    ids = copy_to_device(np.concatenate(ends), logits.device)
+    before = chosen[row_at, ids]
+    chosen[row_at, ids] = -torch.inf
+    no_token_left = chosen.amax(-1) == -torch.inf
+    chosen[row_at, ids] = before.where(no_token_left[row_at], -torch.inf)
+    write_rows(logits, rows, chosen)
+
+
+def apply_temperature(logits: Tensor, batch: SamplingBatch) -> None:
+    """s / t."""
+    rows = np.flatnonzero(batch.params.temperature != 1.0)
+    if len(rows):
+        temperature = np.maximum(batch.params.temperature[rows], np.float32(MIN_TEMPERATURE))
+        write_rows(logits, rows, select_rows(logits, rows).div_(column_like(temperature, logits)))
+
+
+def apply_top_k(logits: Tensor, batch: SamplingBatch) -> None:
+    """Logits below the k-th highest become -inf; those equal to it stay."""
+    vocab = logits.shape[1]
+    rows = np.flatnonzero((batch.params.top_k > 0) & (batch.params.top_k < vocab))
+    if not len(rows):
+        return
+    chosen = select_rows(logits, rows)
+    k = batch.params.top_k[rows]
+    highest = chosen.topk(int(k.max()), -1).values
+    write_rows(logits, rows, chosen.masked_fill_(chosen < highest.gather(1, column_like(k - 1, logits)), -torch.inf))
+
+
+def apply_top_p(logits: Tensor, batch: SamplingBatch) -> None:
+    """In ascending order, with c the running sum of probabilities: c <= 1 - p becomes -inf. The likeliest token stays.
+
+    In descending order, this keeps a token while the sum of those before it is below p. Which of equally likely tokens
+    at the border stay is not specified.
+    """
+    rows = np.flatnonzero(batch.params.top_p < 1.0)
+    if len(rows):
+        chosen = select_rows(logits, rows)
+        write_rows(logits, rows, _keep_probability_mass(chosen, batch.params.top_p[rows], _rank_by_probability))
+
+
+def apply_min_p(logits: Tensor, batch: SamplingBatch) -> None:
+    """Tokens whose probability is below p times the largest become -inf (Nguyen et al. 2024, "Turning Up the Heat").
+
+    A ratio of two probabilities is a difference of their logits, so earlier limits do not change the outcome. The order
+    matters only to top-p, which sums the probabilities of the remaining tokens.
+    """
+    rows = np.flatnonzero(batch.params.min_p)
+    if len(rows):
+        chosen = select_rows(logits, rows)
+        log_p = column_like(np.log(batch.params.min_p[rows]).astype(np.float32), logits)
+        write_rows(logits, rows, chosen.masked_fill_(chosen < chosen.amax(-1, keepdim=True) + log_p, -torch.inf))
+
+
+def apply_typical_p(logits: Tensor, batch: SamplingBatch) -> None:
+    """Keeps the tokens whose surprise -log p is nearest to the row's entropy until the sum of their probabilities
+    reaches m, including the one that reaches it (Meister et al. 2022, "Locally Typical Sampling"). Which of equally
+    near tokens at the border stay is not specified."""
+    rows = np.flatnonzero(batch.params.typical_p < 1.0)
+    if len(rows):
+        chosen = select_rows(logits, rows)
+        write_rows(logits, rows, _keep_probability_mass(chosen, batch.params.typical_p[rows], _rank_by_typicality))
+
+
+LOGITS_PROCESSORS = (
+    apply_watermark,
+    apply_repetition_penalty,
+    apply_frequency_penalty,
+    apply_count_penalties,
+    apply_logit_bias,
+    apply_grammar_bitmask,
+    apply_bad_words,
+    apply_min_new_tokens,
+    apply_temperature,
+    apply_top_k,
+    apply_top_p,
+    apply_min_p,
+    apply_typical_p,
+)
+
+
+def apply_logits_processors(logits: Tensor, batch: SamplingBatch) -> None:
+    """Turns the model's logits, in place, into those that tokens are sampled from."""
+    if not batch.params.unprocessed.all():
+        for processor in LOGITS_PROCESSORS:
+            processor(logits, batch)
+
+
+def select_rows(matrix: Tensor, rows: Indices) -> Tensor:
+    """These rows of the matrix as a copy; the matrix itself if they are all of its rows."""
+    return matrix if len(rows) == len(matrix) else matrix[copy_to_device(rows, matrix.device)]
+
+
+def write_rows(matrix: Tensor, rows: Indices, values: Tensor) -> None:
+    """Writes back rows that `select_rows` returned."""
+    if len(rows) < len(matrix):
+        matrix[copy_to_device(rows, matrix.device)] = values
+    elif values is not matrix:
+        matrix.copy_(values)
+
+
+def column_like(values: NDArray, like: Tensor) -> Tensor:
+    """A host column [n] as [n, 1] on the device of `like`."""
+    return copy_to_device(values, like.device)[:, None]
+
+
+def _count_ids(logits: Tensor, batch: SamplingBatch, rows: Indices, begins: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """The ids of rows from position `begins` [n] on, int64 [n, L], and how often each occurs there, float32 [n, L].
+
+    An id that pads a short row has the count of the id that it repeats (0 if that one is not counted), so each id has
+    one count in all columns of its row. Counts are whole numbers below 2**24, which float32 adds exactly in any order.
+    """
+    ids = batch.token_history(rows, begins)
+    real = np.arange(ids.shape[1]) < (batch.positions[rows] - begins)[:, None]
+    counts = torch.zeros_like(logits).scatter_add_(1, ids, copy_to_device(real, logits.device).to(logits.dtype))
+    return ids, counts.gather(1, ids)
+
+
+def _rank_by_probability(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """The rank of tokens for top-p."""
+    return probabilities
+
+
+def _rank_by_typicality(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """The rank of tokens for typical-p: minus the distance between surprise and entropy."""
+    surprise = -logits.log_softmax(-1).clamp_(min=-MAX_LOGIT)  # finite, because it is multiplied by a probability of 0
+    return (surprise - _row_sums(probabilities * surprise)).abs_().neg_()
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """The sum of each row, [n, 1]. numpy's on CPU: torch divides a single row among threads, which rounds otherwise."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy().sum(-1, keepdims=True))
+    return values.sum(-1, keepdim=True)
+
+
+def _keep_probability_mass(logits: Tensor, mass: NDArray[np.float64], rank: RankTokens) -> Tensor:
+    """Logits [n, vocab] with -inf for all tokens but the first by rank whose probabilities add up to mass [n]."""
+    vocab = logits.shape[1]
+    limit = column_like(mass, logits)
+    if logits.device.type != "cpu":  # a GPU sorts quickly, and would stall if the host asked which rows are wide
+        return _keep_mass_of_first(logits, limit, rank, vocab)[0]
+    first, *wider = [width for width in TOP_P_WIDTHS if width < vocab] + [vocab]
+    kept, wide = _keep_mass_of_first(logits, limit, rank, first)
+    for width in wider:
+        left = wide.nonzero()[:, 0]
+        if not len(left):
+            break
+        kept[left], wide[left] = _keep_mass_of_first(logits[left], limit[left], rank, width)
+    return kept
+
+
+def _keep_mass_of_first(logits: Tensor, mass: Tensor, rank: RankTokens, width: int) -> tuple[Tensor, Tensor]:
+    """The same, among the first `width` tokens; and bool [n], whether later tokens may belong to the mass too."""
+    probabilities = logits.softmax(-1)
+    ranks = rank(logits, probabilities)
+    if width < logits.shape[1]:
+        ids = ranks.topk(width, -1).indices
+    else:
+        ids = ranks.argsort(dim=-1, descending=True, stable=True)
+    values = probabilities.gather(1, ids).double()
+    keep = values.cumsum(-1) - values < mass
+    keep[:, 0] = True
+    top = logits.gather(1, ids).masked_fill_(~keep, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(1, ids, top), keep[:, -1]

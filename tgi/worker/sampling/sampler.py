@@ -1,0 +1,81 @@
+"""The sampler: from the model's logits to the next token of each row, its logprob, and the top-n alternatives.
+
+The logits processors (logits_processors.py) come first. Then greedy rows take the argmax, and the others sample by the
+Gumbel-max trick. The result of a row has the same bits in any batch: each operation works row by row (a plain `sum`
+does not: torch divides a single row among threads), and the noise depends on the request alone (noise.py).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.device_copies import copy_to_device
+from tgi.worker.greedy import argmax, find_greedy_tokens
+from tgi.worker.sampling.logits_processors import apply_logits_processors, select_rows, write_rows
+from tgi.worker.sampling.noise import Noise, noise_keys
+from tgi.worker.sampling.sampling_batch import SamplingBatch
+from tgi.worker.sampling.top_logprobs import TopLogprobs, find_top_logprobs
+
+
+class SampledTokens(NamedTuple):
+    """The next tokens of D rows."""
+
+    ids: Tensor  # int64 [D]
+    logprobs: Tensor  # float32 [D]
+    top_logprobs: TopLogprobs | None  # None if no row asks for alternatives
+
+
+def sample(logits: Tensor, batch: SamplingBatch, noise: Noise, kernels: CpuKernels | None = None) -> SampledTokens:
+    """Samples from the model's logits float32 [D, vocab], which are overwritten.
+
+    Logprobs, also those of the alternatives, are log_softmax of the processed logits. Our own kernels, where given,
+    find the greedy token and the sums of a row in one pass; only the rows that ask for alternatives get all logprobs.
+    """
+    apply_logits_processors(logits, batch)
+    greedy = find_greedy_tokens(logits) if kernels is None else kernels.greedy_tokens(logits)
+    ids = _replace_sampled(greedy.ids, logits, batch, noise)
+    logprobs = logits.gather(1, ids[:, None])[:, 0] - greedy.highest + greedy.logprobs
+    asking = np.flatnonzero(batch.params.top_n > 0)
+    top_logprobs = None
+    if len(asking):
+        all_logprobs = (
+            select_rows(logits, asking)
+            - select_rows(greedy.highest[:, None], asking)
+            + select_rows(greedy.logprobs[:, None], asking)
+        )
+        top_logprobs = find_top_logprobs(all_logprobs, asking, batch.params.top_n[asking])
+    return SampledTokens(ids, logprobs, top_logprobs)
+
+
+def sample_ids(logits: Tensor, batch: SamplingBatch, noise: Noise) -> Tensor:
+    """Samples ids int64 [D] from the model's logits float32 [D, vocab], which are overwritten."""
+    apply_logits_processors(logits, batch)
+    return _replace_sampled(argmax(logits), logits, batch, noise)
+
+
+def gumbel_argmax(logits: Tensor, row_keys: NDArray[np.int32], noise: Noise) -> Tensor:
+    """Samples ids int64 [n] from softmax(logits) as argmax(p / q) with q ~ Exponential(1) (the Gumbel-max trick).
+
+    In logarithms argmax(logit - log q): the denominator of the softmax is the same for a whole row.
+    """
+    chosen = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    device_keys = copy_to_device(row_keys, logits.device)
+    for begin in range(0, logits.shape[0], noise.rows):
+        block = slice(begin, begin + noise.rows)
+        q = noise.exponentials(device_keys[block])
+        chosen[block] = argmax(torch.sub(logits[block], q.log_(), out=q))
+    return chosen
+
+
+def _replace_sampled(greedy_ids: Tensor, logits: Tensor, batch: SamplingBatch, noise: Noise) -> Tensor:
+    """The greedy ids [D], with sampled ids in the rows that sample."""
+    if not batch.params.samples.any():
+        return greedy_ids
+    ids, rows = greedy_ids.clone(), np.flatnonzero(batch.params.samples)
+    row_keys = noise_keys(batch.params.seed[rows], batch.positions[rows], batch.params.choice[rows])
+    write_rows(ids, rows, gumbel_argmax(select_rows(logits, rows), row_keys, noise))
+    return ids
