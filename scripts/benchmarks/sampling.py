@@ -49,6 +49,7 @@ KINDS = {
     "top_p 0.9, temperature 3": SamplingParams(0, top_p=0.9, temperature=3.0),
     "typical_p 0.9": SamplingParams(0, typical_p=0.9),
     "min_p 0.1": SamplingParams(0, min_p=0.1),
+    "xtc at each position": SamplingParams(0, xtc_probability=1.0),
     "greedy, repetition penalty": SamplingParams(0, repetition_penalty=1.1),
     "greedy, frequency penalty (TGI's)": SamplingParams(0, frequency_penalty=0.5),
     "greedy, frequency and presence penalty (OpenAI's)": SamplingParams(0, count_penalty=0.5, presence_penalty=0.5),

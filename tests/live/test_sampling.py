@@ -94,6 +94,15 @@ def test_min_p_of_one_draws_the_most_likely_token(server: Server) -> None:
     assert drawn["tokens"][:untied] == most_likely["tokens"][:untied]
 
 
+def test_xtc_changes_the_text_and_is_reproducible(server: Server) -> None:
+    fields = {"xtc_threshold": 0.01, "seed": 5}
+    neutral, changed, again = (complete(server, **fields, xtc_probability=share) for share in (0, 0.7, 0.7))
+    assert changed == again
+    assert changed["tokens"] != neutral["tokens"]
+    native = server.generate(BODY["prompt"], max_new_tokens=60, **fields, xtc_probability=0.7)["details"]
+    assert [token["text"] for token in native["tokens"]] == changed["tokens"]
+
+
 def test_stop_token_ids(server: Server) -> None:
     """Whole and streamed, for each choice, with min_tokens, and with the stop token included in the text."""
     tokens = server.generate(BODY["prompt"], max_new_tokens=20, ignore_eos=True)["details"]["tokens"]

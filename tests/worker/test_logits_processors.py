@@ -21,6 +21,7 @@ from tgi.worker.sampling.logits_processors import (
     apply_top_k,
     apply_top_p,
     apply_typical_p,
+    apply_xtc,
 )
 
 MASSES = [0.001, 0.2, 0.5, 0.95, 0.999, 0.999999]
@@ -30,7 +31,7 @@ def kept(scores: torch.Tensor, *samplings: SamplingParams) -> NDArray[np.bool_]:
     """The tokens that remain in each row, bool [rows, vocab]."""
     scores = scores.clone()
     batch = draws(samplings, [[0]] * len(samplings))
-    for limit in (apply_top_k, apply_top_p, apply_min_p, apply_typical_p):
+    for limit in (apply_top_k, apply_top_p, apply_min_p, apply_typical_p, apply_xtc):
         limit(scores, batch)
     return (scores > -torch.inf).numpy()
 
@@ -159,6 +160,52 @@ def test_min_p_is_a_share_of_the_largest_probability(share: float, left: int) ->
 
 def test_min_p_keeps_all_that_equal_the_likeliest() -> None:
     assert kept(torch.zeros(1, 8), SamplingParams(0, min_p=1.0)).sum() == 8
+
+
+@pytest.mark.parametrize(
+    ("threshold", "left"),
+    [
+        (0.1, [False, False, True, True]),  # HALF's last two tokens tie
+        (0.2, [False, True, True, True]),
+        (0.4, [True, True, True, True]),  # one token alone is kept
+        (0.6, [True, True, True, True]),  # there is none
+        (0.0, [False, False, True, True]),
+    ],
+)
+def test_xtc_keeps_the_least_likely_of_the_top_tokens(threshold: float, left: list[bool]) -> None:
+    sampling = SamplingParams(0, xtc_probability=1.0, xtc_threshold=threshold)
+    assert kept(torch.tensor([HALF]).log(), sampling)[0].tolist() == left
+
+
+def test_xtc_does_not_bring_back_what_other_limits_removed() -> None:
+    logits = torch.tensor([HALF]).log()
+    sampling = SamplingParams(0, xtc_probability=1.0, xtc_threshold=0.0, top_k=2)
+    assert kept(logits, sampling)[0].tolist() == [False, True, False, False]
+
+
+def test_xtc_acts_at_its_share_of_positions_the_same_ones_for_the_same_seed() -> None:
+    count, share = 20_000, 0.3
+    logits = torch.tensor([HALF]).log().repeat(count, 1)
+
+    def acts(threshold: float, **fields: int) -> NDArray[np.bool_]:
+        """At each of `count` positions of one request, computed in one batch."""
+        sampling = SamplingParams(7, xtc_probability=share, xtc_threshold=threshold, **fields)
+        batch = draws([sampling] * count, [[0]] * count)._replace(positions=np.arange(count))
+        scores = logits.clone()
+        apply_xtc(scores, batch)
+        return ~(scores[:, 0] > -torch.inf).numpy()
+
+    first = acts(0.1)
+    assert abs(first.mean() - share) < 4 * (share * (1 - share) / count) ** 0.5
+    assert (acts(0.1) == first).all()
+    assert (acts(0.15) == first).all()
+    for other in (acts(0.1, choice=1), acts(0.1)[::-1]):
+        assert abs((other == first).mean() - (share**2 + (1 - share) ** 2)) < 0.02
+
+
+def test_xtc_is_neutral_without_a_probability() -> None:
+    scores = torch.randn(1, 97, generator=torch.Generator().manual_seed(1)) * 3
+    assert kept(scores, SamplingParams(0, xtc_threshold=0.0)).all()
 
 
 def test_min_p_ignores_tokens_removed_by_top_k_and_top_p() -> None:

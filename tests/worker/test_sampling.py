@@ -14,7 +14,7 @@ from tests.parameters import all_sampling_params
 from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_float32, unpack_int32
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.greedy import argmax
-from tgi.worker.sampling.logits_processors import TOP_P_WIDTHS
+from tgi.worker.sampling.logits_processors import TOP_P_WIDTHS, XTC_SEED
 from tgi.worker.sampling.noise import Noise, noise_keys
 from tgi.worker.sampling.sampler import sample
 from tgi.worker.sampling.sampling_batch import SamplingBatch, SamplingColumns
@@ -111,7 +111,19 @@ def processed(
         s[p < sampling.min_p * p.max()] = -np.inf
     if sampling.typical_p < 1.0:
         s[~typical(s, sampling.typical_p)] = -np.inf
+    if xtc_number(sampling, len(history)) < sampling.xtc_probability:
+        p = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+        top = (p >= np.float32(sampling.xtc_threshold)) & (s > -np.inf)
+        if top.any():
+            s[top & (s > s[top].min())] = -np.inf
     return s
+
+
+def xtc_number(sampling: SamplingParams, position: int) -> float:
+    """The random number that decides whether XTC removes tokens at a position."""
+    seed = np.array([sampling.seed], np.uint64) ^ XTC_SEED
+    key = noise_keys(seed, np.array([position]), np.array([sampling.choice], np.uint64))
+    return int(key.view(np.uint64)[0, 0] >> np.uint64(11)) / 2**53
 
 
 def green(last: int, vocab: int) -> list[int]:
@@ -241,6 +253,7 @@ MIX = [
     SamplingParams(16, min_p=0.05, temperature=1.5),
     SamplingParams(17, min_p=0.2, top_k=30, top_p=0.9, typical_p=0.9),
     SamplingParams(18, do_sample=True, **bad_words([4], [9, 3], [1, 2, 3], [4, 5])),
+    SamplingParams(19, xtc_probability=0.6, xtc_threshold=0.01, temperature=0.8),
 ]
 
 

@@ -311,6 +311,29 @@ class SamplingParams(NamedTuple):
         bytes, "int32: token sequences that must not be generated, concatenated; from the tokenizer"
     ] = b""
     bad_word_lengths: Annotated[bytes, "int32: the number of tokens of each of these sequences"] = b""
+    xtc_probability: Annotated[
+        float,
+        Parameter(
+            "XTC, exclude top choices: with this probability at each position, removes all tokens whose probability is "
+            "at least `xtc_threshold`, except the least likely of them. TGI does not have it.",
+            "f32",
+            Range("`xtc_probability` must be >= 0.0 and <= 1.0", minimum=0, maximum=1),
+            native=RequestField(example=0.5),
+            openai=RequestField(example=0.5),
+            samples=True,
+        ),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        Parameter(
+            "The probability from which on `xtc_probability` removes tokens; above 0.5 it removes none. TGI does not "
+            "have it.",
+            "f32",
+            Range("`xtc_threshold` must be >= 0.0 and <= 1.0", minimum=0, maximum=1),
+            native=RequestField(example=0.2),
+            openai=RequestField(example=0.2),
+        ),
+    ] = 0.1
 
     @property
     def samples(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
 from tgi.worker.greedy import MAX_LOGIT
+from tgi.worker.sampling.noise import noise_keys
 from tgi.worker.sampling.sampling_batch import Indices, SamplingBatch
 from tgi.worker.sampling.token_bitmask import forbidden_tokens
 
@@ -27,6 +28,8 @@ from tgi.worker.sampling.token_bitmask import forbidden_tokens
 TOP_P_WIDTHS = (256, 8192)
 # Lower bound of a temperature: logits divided by it stay finite in float32, so logprobs do not become NaN.
 MIN_TEMPERATURE = 1e-30
+# Makes the random numbers of XTC independent of the noise that chooses the token.
+XTC_SEED = np.uint64(0x5854432D73656564)
 
 # Logits and probabilities [n, vocab] -> a rank for each token, [n, vocab]; the highest come first.
 RankTokens = Callable[[Tensor, Tensor], Tensor]
@@ -211,6 +214,28 @@ def apply_typical_p(logits: Tensor, batch: SamplingBatch) -> None:
         write_rows(logits, rows, _keep_probability_mass(chosen, batch.params.typical_p[rows], _rank_by_typicality))
 
 
+def apply_xtc(logits: Tensor, batch: SamplingBatch) -> None:
+    """XTC: at a random share `xtc_probability` of positions, -inf for all tokens whose probability is at least
+    `xtc_threshold`, except the least likely of them and those that tie with it. Source of the definition:
+    github.com/oobabooga/text-generation-webui/pull/6335.
+
+    As for the noise, seed, choice and position alone decide at which positions.
+    """
+    params = batch.params
+    rows = np.flatnonzero(params.xtc_probability)
+    if not len(rows):
+        return
+    row_keys = noise_keys(params.seed[rows] ^ XTC_SEED, batch.positions[rows], params.choice[rows])
+    uniform = (row_keys.view(np.uint64)[:, 0] >> np.uint64(11)) * 2.0**-53  # within [0, 1)
+    rows = rows[uniform < params.xtc_probability[rows]]
+    if not len(rows):
+        return
+    chosen = select_rows(logits, rows)
+    top = (chosen.softmax(-1) >= column_like(params.xtc_threshold[rows], logits)) & (chosen > -torch.inf)
+    least = chosen.masked_fill(~top, torch.inf).amin(-1, keepdim=True)
+    write_rows(logits, rows, chosen.masked_fill_(top & (chosen > least), -torch.inf))
+
+
 LOGITS_PROCESSORS = (
     apply_watermark,
     apply_repetition_penalty,
@@ -225,6 +250,7 @@ LOGITS_PROCESSORS = (
     apply_top_p,
     apply_min_p,
     apply_typical_p,
+    apply_xtc,
 )
 
 
