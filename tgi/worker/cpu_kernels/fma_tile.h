@@ -1,0 +1,112 @@
+// The FMA engine: products of tiles in float32, up to 32 rows times a block of 32 columns, on every instruction set.
+//
+// c[r][n] = sum over k of a[r][k] * b[k][n]. Rows of `a` are float32 and contiguous in k. `b` holds bfloat16, float16
+// or float32 numbers in the order of `element_index`, or codes that a decoder turns into float32 (dequantize.h).
+//
+// Invariant: every sum is one chain of fused multiply-adds over ascending k, whatever the number of rows, and whether at
+// once or in parts. So a row's result does not depend on the other rows.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "prefetch.h"
+#include "simd.h"
+
+namespace tgi {
+
+#if defined(__AVX512F__)
+constexpr int64_t FMA_ROWS = 8;  // rows whose sums fit the registers, with 32 columns
+constexpr int64_t WIDE_FMA_ROWS = 8;
+#else
+constexpr int64_t FMA_ROWS = 6;  // rows whose sums fit the registers, with 16 columns,
+constexpr int64_t WIDE_FMA_ROWS = 3;  // and with 32
+#endif
+
+// The inputs of a pair, of 16 columns. `apart`: elements from one input to the next, of types that are not paired.
+inline void load_pair(const bf16* at, int64_t, Float (&pair)[2]) {
+    const Int words = load((const int32_t*)at);
+    pair[0] = as_float(shift_left(words, 16));
+    pair[1] = as_float(words & broadcast(int32_t(0xffff0000)));
+}
+
+template <class T>
+inline void load_pair(const T* at, int64_t apart, Float (&pair)[2]) {
+    pair[0] = load(at), pair[1] = load(at + apart);
+}
+
+// The next 32 inputs of b. `step` is the number of elements from one pair of inputs to the next, `right` from the first
+// 16 columns to the other 16. Decoders specialize this.
+template <class B>
+struct FmaBlock {
+    explicit FmaBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
+
+    // Inputs 2 j and 2 j + 1 of the first (0) or the other (1) 16 columns.
+    void pair(int j, int half, Float (&found)[2]) const { load_pair(at + j * step + half * right, step / 2, found); }
+
+    decltype(std::declval<B&>().next_block()) at;
+    const int64_t step, right;
+};
+
+// The sums of R rows times V times 16 columns, from column 16 * half on.
+template <bool add, int R, int V, class B>
+inline void fma_rows(const float* a, int64_t a_step, B& b, int half, int64_t depth, float* c, int64_t c_step) {
+    Float sums[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sums[r][v] = add ? load(c + r * c_step + LANES * v) : zeros();
+    for (int64_t k = 0; k < depth; k += 32) {
+        const FmaBlock<B> block(b);
+#pragma GCC unroll 4
+        for (int j = 0; j < 16; j++) {
+            Float columns[V][2];
+            for (int v = 0; v < V; v++) block.pair(j, half + v, columns[v]);
+            for (int input = 0; input < 2; input++)
+                for (int r = 0; r < R; r++) {
+                    const Float x = broadcast(a[r * a_step + k + 2 * j + input]);
+                    for (int v = 0; v < V; v++) sums[r][v] = fma(x, columns[v][input], sums[r][v]);
+                }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(c + r * c_step + LANES * v, sums[r][v]);
+}
+
+template <bool add, int R, class B>
+inline void fma_rows(const float* a, int64_t a_step, B& b, int64_t depth, float* c, int64_t c_step) {
+    if constexpr (R <= WIDE_FMA_ROWS) return fma_rows<add, R, 2>(a, a_step, b, 0, depth, c, c_step);
+    else {
+        B again = b;
+        fma_rows<add, R, 1>(a, a_step, b, 0, depth, c, c_step);
+        fma_rows<add, R, 1>(a, a_step, again, 1, depth, c + LANES, c_step);
+    }
+}
+
+// Up to FMA_ROWS rows.
+template <bool add, class B>
+inline void fma_few_rows(const float* a, int64_t a_step, int64_t rows, B& b, int64_t depth, float* c, int64_t c_step) {
+    switch (rows) {
+#if defined(__AVX512F__)
+        case 8: return fma_rows<add, 8>(a, a_step, b, depth, c, c_step);
+        case 7: return fma_rows<add, 7>(a, a_step, b, depth, c, c_step);
+#endif
+        case 6: return fma_rows<add, 6>(a, a_step, b, depth, c, c_step);
+        case 5: return fma_rows<add, 5>(a, a_step, b, depth, c, c_step);
+        case 4: return fma_rows<add, 4>(a, a_step, b, depth, c, c_step);
+        case 3: return fma_rows<add, 3>(a, a_step, b, depth, c, c_step);
+        case 2: return fma_rows<add, 2>(a, a_step, b, depth, c, c_step);
+        case 1: return fma_rows<add, 1>(a, a_step, b, depth, c, c_step);
+    }
+}
+
+// Any number of rows. `depth` is a multiple of 32, b a type with `next_block`, `step` and `right`, or a decoder. `add`:
+// adds to the contents of c [rows][c_step].
+template <bool add = false, class B>
+inline void tile_matmul(const float* a, int64_t a_step, int64_t rows, B&& b, int64_t depth, float* c, int64_t c_step) {
+    using Columns = std::remove_const_t<std::remove_reference_t<B>>;
+    for (int64_t row = 0; row < rows; row += FMA_ROWS) {
+        Columns columns = b;
+        fma_few_rows<add>(a + row * a_step, a_step, std::min(rows - row, FMA_ROWS), columns, depth, c + row * c_step,
+            c_step);
+    }
+}
+
+}  // namespace tgi

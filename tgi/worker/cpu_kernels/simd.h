@@ -1,0 +1,479 @@
+// Vectors of 16 float32 or int32 numbers on every instruction set: one register of 512 bits, two of 256, or four of 128.
+//
+// Written with the vector extensions of GCC and clang; intrinsics stand where an instruction has no portable form.
+// Reductions add in the same order on every instruction set.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "elements.h"
+
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace tgi {
+
+constexpr int64_t LANES = 16;  // numbers of a vector
+
+#if defined(__AVX512F__)
+constexpr int REGISTER_LANES = 16;
+#elif defined(__AVX2__)
+constexpr int REGISTER_LANES = 8;
+#elif defined(__ARM_NEON)
+constexpr int REGISTER_LANES = 4;
+#else
+#error "AVX2, AVX-512 or NEON is needed"
+#endif
+constexpr int REGISTERS = LANES / REGISTER_LANES;  // of a vector
+
+typedef float FloatRegister __attribute__((vector_size(4 * REGISTER_LANES), aligned(4 * REGISTER_LANES)));
+typedef int32_t IntRegister __attribute__((vector_size(4 * REGISTER_LANES)));
+typedef uint32_t WordRegister __attribute__((vector_size(4 * REGISTER_LANES)));
+typedef uint16_t HalfRegister __attribute__((vector_size(2 * REGISTER_LANES)));
+typedef int8_t SignedByteRegister __attribute__((vector_size(REGISTER_LANES)));
+typedef uint8_t ByteRegister __attribute__((vector_size(REGISTER_LANES)));
+
+#define TGI_EACH_REGISTER _Pragma("GCC unroll 4") for (int i = 0; i < REGISTERS; i++)
+
+struct Float {
+    FloatRegister part[REGISTERS];
+};
+
+struct Int {
+    IntRegister part[REGISTERS];
+};
+
+// --- construction and bits -------------------------------------------------------------------------------------------
+
+inline Float broadcast(float x) {
+    Float y;
+    TGI_EACH_REGISTER y.part[i] = FloatRegister{} + x;
+    return y;
+}
+
+inline Int broadcast(int32_t x) {
+    Int y;
+    TGI_EACH_REGISTER y.part[i] = IntRegister{} + x;
+    return y;
+}
+
+inline Float zeros() { return Float{}; }
+
+inline Int as_int(Float x) {
+    Int y;
+    TGI_EACH_REGISTER y.part[i] = (IntRegister)x.part[i];
+    return y;
+}
+
+inline Float as_float(Int x) {
+    Float y;
+    TGI_EACH_REGISTER y.part[i] = (FloatRegister)x.part[i];
+    return y;
+}
+
+// --- arithmetic ------------------------------------------------------------------------------------------------------
+
+#define TGI_OPERATOR(Type, symbol)                                    \
+    inline Type operator symbol(Type a, Type b) {                     \
+        TGI_EACH_REGISTER a.part[i] = a.part[i] symbol b.part[i];     \
+        return a;                                                     \
+    }
+TGI_OPERATOR(Float, +)
+TGI_OPERATOR(Float, -)
+TGI_OPERATOR(Float, *)
+TGI_OPERATOR(Float, /)
+TGI_OPERATOR(Int, +)
+TGI_OPERATOR(Int, -)
+TGI_OPERATOR(Int, *)
+TGI_OPERATOR(Int, &)
+TGI_OPERATOR(Int, |)
+TGI_OPERATOR(Int, ^)
+#undef TGI_OPERATOR
+
+inline Int shift_left(Int x, int bits) {
+    TGI_EACH_REGISTER x.part[i] = x.part[i] << bits;
+    return x;
+}
+
+// Fills with zeros.
+inline Int shift_right(Int x, int bits) {
+    TGI_EACH_REGISTER x.part[i] = (IntRegister)((WordRegister)x.part[i] >> bits);
+    return x;
+}
+
+inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return vfmaq_f32(c, a, b);
+#endif
+}
+
+// a b + c, rounded once.
+inline Float fma(Float a, Float b, Float c) {
+    TGI_EACH_REGISTER a.part[i] = fma(a.part[i], b.part[i], c.part[i]);
+    return a;
+}
+
+// a b - c, rounded once.
+inline Float fms(Float a, Float b, Float c) {
+    TGI_EACH_REGISTER a.part[i] = fma(a.part[i], b.part[i], -c.part[i]);
+    return a;
+}
+
+// c - a b, rounded once.
+inline Float fnma(Float a, Float b, Float c) {
+    TGI_EACH_REGISTER a.part[i] = fma(-a.part[i], b.part[i], c.part[i]);
+    return a;
+}
+
+inline FloatRegister max(FloatRegister a, FloatRegister b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return vbslq_f32(vcgtq_f32(a, b), a, b);
+#endif
+}
+
+inline FloatRegister min(FloatRegister a, FloatRegister b) {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_min_ps(a, b);
+#else
+    return vbslq_f32(vcltq_f32(a, b), a, b);
+#endif
+}
+
+// The larger number; b if one is NaN.
+inline Float max(Float a, Float b) {
+    TGI_EACH_REGISTER a.part[i] = max(a.part[i], b.part[i]);
+    return a;
+}
+
+// The smaller number; b if one is NaN.
+inline Float min(Float a, Float b) {
+    TGI_EACH_REGISTER a.part[i] = min(a.part[i], b.part[i]);
+    return a;
+}
+
+// Rounds down to an integer.
+inline Float floor(Float x) {
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        x.part[i] = _mm512_roundscale_ps(x.part[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+        x.part[i] = _mm256_floor_ps(x.part[i]);
+#else
+        x.part[i] = vrndmq_f32(x.part[i]);
+#endif
+    }
+    return x;
+}
+
+// Rounds to the nearest integer, ties to even.
+inline Float round_to_even(Float x) {
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        x.part[i] = _mm512_roundscale_ps(x.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+        x.part[i] = _mm256_round_ps(x.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+        x.part[i] = vrndnq_f32(x.part[i]);
+#endif
+    }
+    return x;
+}
+
+// Integers as float32 numbers.
+inline Float to_float(Int x) {
+    Float y;
+    TGI_EACH_REGISTER y.part[i] = __builtin_convertvector(x.part[i], FloatRegister);
+    return y;
+}
+
+// Numbers that are integers, as int32.
+inline Int to_int(Float x) {
+    Int y;
+    TGI_EACH_REGISTER y.part[i] = __builtin_convertvector(x.part[i], IntRegister);
+    return y;
+}
+
+// --- masks -----------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+
+struct Mask {
+    __mmask16 bits;
+};
+
+inline Mask operator>(Float a, Float b) { return {_mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_GT_OQ)}; }
+inline Mask operator==(Float a, Float b) { return {_mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_EQ_OQ)}; }
+
+// a where the mask is set, else b.
+inline Float select(Mask mask, Float a, Float b) { return {{_mm512_mask_mov_ps(b.part[0], mask.bits, a.part[0])}}; }
+inline Int select(Mask mask, Int a, Int b) {
+    return {{(IntRegister)_mm512_mask_mov_epi32((__m512i)b.part[0], mask.bits, (__m512i)a.part[0])}};
+}
+
+// The mask of lanes whose bits are set, and the reverse.
+inline Mask mask_of(uint32_t bits) { return {(__mmask16)bits}; }
+inline uint32_t bits_of(Mask mask) { return mask.bits; }
+
+#else
+
+struct Mask {
+    IntRegister part[REGISTERS];  // -1 or 0
+};
+
+inline Mask operator>(Float a, Float b) {
+    Mask found;
+    TGI_EACH_REGISTER found.part[i] = a.part[i] > b.part[i];
+    return found;
+}
+
+inline Mask operator==(Float a, Float b) {
+    Mask found;
+    TGI_EACH_REGISTER found.part[i] = a.part[i] == b.part[i];
+    return found;
+}
+
+// a where the mask is set, else b.
+inline Int select(Mask mask, Int a, Int b) {
+    TGI_EACH_REGISTER a.part[i] = (a.part[i] & mask.part[i]) | (b.part[i] & ~mask.part[i]);
+    return a;
+}
+
+inline Float select(Mask mask, Float a, Float b) { return as_float(select(mask, as_int(a), as_int(b))); }
+
+// The mask of lanes whose bits are set.
+inline Mask mask_of(uint32_t bits) {
+    alignas(64) static constexpr int32_t LANE_BITS[LANES] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,
+                                                             1 << 6, 1 << 7, 1 << 8,  1 << 9,  1 << 10, 1 << 11,
+                                                             1 << 12, 1 << 13, 1 << 14, 1 << 15};
+    Mask found;
+    TGI_EACH_REGISTER {
+        IntRegister lanes;
+        memcpy(&lanes, LANE_BITS + i * REGISTER_LANES, sizeof lanes);
+        found.part[i] = (lanes & (int32_t)bits) != 0;
+    }
+    return found;
+}
+
+// The bits of the lanes that are set.
+inline uint32_t bits_of(Mask mask) {
+    uint32_t bits = 0;
+    TGI_EACH_REGISTER {
+#if defined(__AVX2__)
+        bits |= uint32_t(_mm256_movemask_ps((__m256)mask.part[i])) << i * REGISTER_LANES;
+#else
+        static constexpr int32_t BITS[4] = {1, 2, 4, 8};
+        bits |= vaddvq_u32(vreinterpretq_u32_s32(vandq_s32((int32x4_t)mask.part[i], vld1q_s32(BITS)))) << 4 * i;
+#endif
+    }
+    return bits;
+}
+
+#endif
+
+// The mask of the first `count` lanes; all if there are more.
+inline Mask first_lanes(int64_t count) { return mask_of(count >= LANES ? 0xffff : (1u << count) - 1); }
+
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+template <class Register, class T>
+inline Register load_register(const T* at) {
+    Register found;
+    memcpy(&found, at, sizeof found);
+    return found;
+}
+
+// Sixteen numbers from any address.
+inline Float load(const float* at) {
+    Float x;
+    TGI_EACH_REGISTER x.part[i] = load_register<FloatRegister>(at + i * REGISTER_LANES);
+    return x;
+}
+
+inline Float load(const bf16* at) {
+    Float x;
+    TGI_EACH_REGISTER {
+        const auto halves = load_register<HalfRegister>(at + i * REGISTER_LANES);
+        x.part[i] = (FloatRegister)(__builtin_convertvector(halves, WordRegister) << 16);
+    }
+    return x;
+}
+
+inline Float load(const f16* at) {
+    Float x;
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        x.part[i] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
+#elif defined(__AVX2__)
+        x.part[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 8 * i)));
+#else
+        x.part[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&at[4 * i].bits)));
+#endif
+    }
+    return x;
+}
+
+inline Int load(const int32_t* at) {
+    Int x;
+    TGI_EACH_REGISTER x.part[i] = load_register<IntRegister>(at + i * REGISTER_LANES);
+    return x;
+}
+
+// Sixteen bytes, widened.
+inline Int load(const int8_t* at) {
+    Int x;
+    TGI_EACH_REGISTER x.part[i] =
+        __builtin_convertvector(load_register<SignedByteRegister>(at + i * REGISTER_LANES), IntRegister);
+    return x;
+}
+
+inline Int load(const uint8_t* at) {
+    Int x;
+    TGI_EACH_REGISTER x.part[i] =
+        (IntRegister)__builtin_convertvector(load_register<ByteRegister>(at + i * REGISTER_LANES), WordRegister);
+    return x;
+}
+
+inline void store(float* at, Float x) {
+    TGI_EACH_REGISTER memcpy(at + i * REGISTER_LANES, &x.part[i], sizeof x.part[i]);
+}
+
+inline void store(int32_t* at, Int x) {
+    TGI_EACH_REGISTER memcpy(at + i * REGISTER_LANES, &x.part[i], sizeof x.part[i]);
+}
+
+// Rounds to nearest, ties to even.
+inline void store(bf16* at, Float x) {
+    TGI_EACH_REGISTER {
+#if defined(__AVX512BF16__)
+        _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x.part[i]));
+#else
+        const auto bits = (WordRegister)x.part[i];
+        const WordRegister rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
+        const auto is_number = (WordRegister)(x.part[i] == x.part[i]);
+        const HalfRegister halves =
+            __builtin_convertvector((rounded & is_number) | (nan & ~is_number), HalfRegister);
+        memcpy(at + i * REGISTER_LANES, &halves, sizeof halves);
+#endif
+    }
+}
+
+inline void store(f16* at, Float x) {
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        _mm256_storeu_si256((__m256i*)at, _mm512_cvtps_ph(x.part[i], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+        _mm_storeu_si128((__m128i*)(at + 8 * i), _mm256_cvtps_ph(x.part[i], _MM_FROUND_TO_NEAREST_INT));
+#else
+        vst1_u16(&at[4 * i].bits, vreinterpret_u16_f16(vcvt_f16_f32(x.part[i])));
+#endif
+    }
+}
+
+// Two vectors that follow each other.
+template <class T>
+inline void store(T* at, Float first, Float second) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>) {
+        _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second.part[0], first.part[0]));
+        return;
+    }
+#endif
+    store(at, first), store(at + LANES, second);
+}
+
+// The first `count` numbers, 0 to 16; the others are 0, and their memory is not read.
+template <class T>
+inline auto load_first(const T* at, int64_t count) {
+    if (count >= LANES) return load(at);
+    alignas(64) T all[LANES] = {};
+    memcpy(all, at, count * sizeof(T));
+    return load(all);
+}
+
+#if defined(__AVX512F__)
+inline Float load_first(const float* at, int64_t count) {
+    return {{_mm512_maskz_loadu_ps(first_lanes(count).bits, at)}};
+}
+
+inline Float load_first(const bf16* at, int64_t count) {
+    const __m256i halves = _mm256_maskz_loadu_epi16(first_lanes(count).bits, at);
+    return {{(FloatRegister)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)}};
+}
+#endif
+
+// Stores the first `count` numbers, 0 to 16.
+template <class T>
+inline void store_first(T* at, Float x, int64_t count) {
+    if (count >= LANES) return store(at, x);
+    alignas(64) T all[LANES];
+    store(all, x);
+    memcpy(at, all, count * sizeof(T));
+}
+
+#if defined(__AVX512F__)
+inline void store_first(float* at, Float x, int64_t count) {
+    _mm512_mask_storeu_ps(at, first_lanes(count).bits, x.part[0]);
+}
+#endif
+
+#if defined(__AVX512BF16__)
+inline void store_first(bf16* at, Float x, int64_t count) {
+    _mm256_mask_storeu_epi16(at, first_lanes(count).bits, (__m256i)_mm512_cvtneps_pbh(x.part[0]));
+}
+#endif
+
+// --- reductions ------------------------------------------------------------------------------------------------------
+
+// Combines lane i with lane i + 8, then i + 4, i + 2 and i + 1.
+template <class Combine>
+inline float reduce(Float x, Combine combine) {
+    alignas(64) float lanes[LANES];
+    store(lanes, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) lanes[lane] = combine(lanes[lane], lanes[lane + width]);
+    return lanes[0];
+}
+
+#if defined(__AVX512F__)
+inline __m256 upper_half(Float x) { return _mm512_extractf32x8_ps(x.part[0], 1); }
+inline __m256 lower_half(Float x) { return _mm512_castps512_ps256(x.part[0]); }
+#elif defined(__AVX2__)
+inline __m256 upper_half(Float x) { return x.part[1]; }
+inline __m256 lower_half(Float x) { return x.part[0]; }
+#endif
+
+inline float reduce_add(Float x) {
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+    return reduce(x, [](float a, float b) { return a + b; });
+#endif
+}
+
+inline float reduce_max(Float x) {
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+    return reduce(x, [](float a, float b) { return a > b ? a : b; });
+#endif
+}
+
+}  // namespace tgi
