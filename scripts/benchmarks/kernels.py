@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=9)
     options = parser.parse_args()
     try:
-        build_library()
+        build_library(OURS)
     except KernelsUnavailable as reason:
         sys.exit(f"There is nothing to measure: our own kernels cannot be had here ({reason}).")
     outputs, inputs = options.shape
@@ -73,7 +73,7 @@ def main() -> None:
 
 def kinds_of(outputs: int, inputs: int, threads: int) -> dict[str, Kind]:
     """The kinds by name, ours first."""
-    kernels, count = CpuKernels(build_library(), threads), max(1, MEMORY // (2 * outputs * inputs))
+    kernels, count = CpuKernels(build_library(OURS), threads), max(1, MEMORY // (2 * outputs * inputs))
     plain = torch.randn(outputs, inputs).to(torch.bfloat16)
     packed = [kernels.pack_weight(plain) for _ in range(count)]
     kinds = {OURS: Kind(lambda x, n: kernels.linear(x, packed[n % count]), plain.nbytes)}

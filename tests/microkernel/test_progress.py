@@ -21,7 +21,7 @@ from tgi.microkernel.settings import Settings
 SERVED = WorkerFacts(
     source="the demo model, imported to ~/x",
     device="cpu",
-    kernels="our own, 2 threads",
+    kernels="our own for amx, 2 threads",
     dtype="bfloat16",
     kv_cache_tokens=186400,
     max_total_tokens=8192,
@@ -79,7 +79,7 @@ def test_summary_as_text_and_as_fields(settings: Settings) -> None:
     assert shown[:-1] == [
         "  from      the demo model, imported to ~/x",
         "  weights   96 MB, 5.7 bits each; computed in bfloat16 on cpu",
-        "  kernels   our own, 2 threads",
+        "  kernels   our own for amx, 2 threads",
         "  context   8,192 tokens a request, 128 requests at once",
         "  KV cache  186,400 tokens, 4.29 GB at most",
         f"  docs      {URL}/docs",

@@ -1,6 +1,8 @@
-"""TGI_CPU limits torch and the CPU kernels to an instruction set; MKL is asked for one order of summation."""
+"""The instruction set of a processor; TGI_CPU limits torch and the CPU kernels to one; MKL is asked for one order of
+summation."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,48 +12,105 @@ import pytest
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.settings import OPTIONS
 from tgi.worker import host_cpu
-from tgi.worker.host_cpu import CPU_LEVELS, CPU_VARIABLE, MKL_MODE, limit_instruction_set, request_reproducible_mkl
+from tgi.worker.host_cpu import CPU_VARIABLE, MKL_MODE, kernel_set, limit_instruction_set, request_reproducible_mkl
+from tgi.worker.instruction_sets import BY_NAME, ELEMENTS, INSTRUCTION_SETS
 
 # Prints what a process uses under the limit that its argument names; "": no limit.
 REPORT = """
 import sys
-from tgi.worker.host_cpu import has_arithmetic, instruction_sets, limit_instruction_set
+from tgi.worker.host_cpu import cpu_features, has_arithmetic, kernel_set, limit_instruction_set
 limit_instruction_set(sys.argv[1] or None)
 import torch
-ours = [name for name in ("avx2", "fma", "avx512f", "avx_vnni", "amx_bf16") if name in instruction_sets()]
+ours = [name for name in ("avx2", "fma", "avx512f", "avx_vnni", "amx_bf16") if name in cpu_features()]
 reorders = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-print(torch.backends.cpu.get_cpu_capability(), *ours, has_arithmetic("bfloat16"), reorders)
+print(kernel_set().name, torch.backends.cpu.get_cpu_capability(), *ours, has_arithmetic("bfloat16"), reorders)
 """
 
 
-def reported(level: str) -> str:
-    environment = {
-        name: value for name, value in os.environ.items() if name not in {CPU_VARIABLE, *CPU_LEVELS["avx2"].environment}
-    }
-    command = [sys.executable, "-c", REPORT, level]
+CPUINFO = {  # features that matter, of some processors
+    "Zen 3": "flags : fma f16c bmi1 bmi2 abm popcnt avx2",
+    "Skylake-X": "flags : fma f16c bmi1 bmi2 abm popcnt avx2 avx512f avx512dq avx512cd avx512bw avx512vl",
+    "Cooper Lake": "flags : fma f16c bmi1 bmi2 abm popcnt avx2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni "
+    "avx512_bf16",
+    "Zen 4": "flags : fma f16c bmi1 bmi2 abm popcnt avx2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni "
+    "avx512_bf16 avx512vbmi",
+    "Sapphire Rapids": "flags : fma f16c bmi1 bmi2 abm popcnt avx2 avx512f avx512dq avx512cd avx512bw avx512vl "
+    "avx512_vnni avx512_bf16 avx512vbmi avx512_fp16 amx_tile amx_int8 amx_bf16",
+    "Sandy Bridge": "flags : popcnt avx",
+    "Cortex-A72": "Features : fp asimd",
+    "Neoverse N1": "Features : fp asimd fphp asimdhp asimddp",
+    "Neoverse V1": "Features : fp asimd fphp asimdhp asimddp sve i8mm bf16",
+}
+
+
+@pytest.fixture
+def processor(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates the processor of CPUINFO that is the parameter. The environment is restored after the test."""
+    (tmp_path / "cpuinfo").write_text(f"{CPUINFO[request.param]}\n")
+    monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "cpuinfo")
+    machine = "aarch64" if CPUINFO[request.param].startswith("Features") else "x86_64"
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    for name in (CPU_VARIABLE, *(name for one in INSTRUCTION_SETS for name in one.environment)):
+        monkeypatch.setenv(name, "")  # registers the variable to be restored
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("processor", "limit", "chosen"),
+    [
+        ("Zen 3", None, "avx2"),
+        ("Skylake-X", None, "avx512"),
+        ("Cooper Lake", None, "avx512"),  # no VBMI
+        ("Zen 4", None, "avx512_bf16"),
+        ("Sapphire Rapids", None, "amx"),
+        ("Sandy Bridge", None, None),
+        ("Cortex-A72", None, "neon"),
+        ("Neoverse N1", None, "neon"),
+        ("Neoverse V1", None, "neon_bf16"),
+        *(("Sapphire Rapids", name, name) for name in ("amx", "avx512_bf16", "avx512", "avx2")),
+        *(("Neoverse V1", name, name) for name in ("neon_bf16", "neon")),
+    ],
+    indirect=["processor"],
+)
+@pytest.mark.usefixtures("processor")
+def test_the_best_set_of_the_processor_is_chosen_unless_limited(limit: str | None, chosen: str | None) -> None:
+    limit_instruction_set(limit)
+    found = kernel_set()
+    assert (found and found.name) == chosen
+
+
+def reported(limit: str) -> str:
+    variables = {CPU_VARIABLE, *(name for one in INSTRUCTION_SETS for name in one.environment)}
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    command = [sys.executable, "-c", REPORT, limit]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_the_limit_applies_to_torch_and_the_cpu_kernels() -> None:
-    if "avx2" not in host_cpu._processor_features():
+    features = host_cpu._processor_features()
+    if not BY_NAME["avx2"].features <= features:
         pytest.skip("this processor has no AVX2")
-    assert reported("avx2") == "AVX2 avx2 fma False False"
-    if "avx512f" in host_cpu._processor_features():
-        assert reported("").startswith("AVX512 avx2 fma avx512f")
+    assert reported("avx2") == "avx2 AVX2 avx2 fma False False"
+    if BY_NAME["avx512"].features <= features:
+        assert reported("avx512").startswith("avx512 AVX512 avx2 fma avx512f False")
+    if BY_NAME["avx512_bf16"].features <= features:
+        assert reported("avx512_bf16") == "avx512_bf16 AVX512 avx2 fma avx512f True True"
 
 
 def test_an_unknown_or_missing_instruction_set_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="TGI_CPU is 'sse2', which is not one of avx2"):
+    with pytest.raises(UserError, match="TGI_CPU is 'sse2', which is not one of amx, avx512_bf16, avx512, avx2, neon"):
         limit_instruction_set("sse2")
-    (tmp_path / "cpuinfo").write_text("flags : sse2 avx\n")
+    (tmp_path / "cpuinfo").write_text("flags : sse2 avx popcnt abm bmi1 bmi2 f16c\n")
     monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "cpuinfo")
-    with pytest.raises(UserError, match="this processor has no avx2"):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    with pytest.raises(UserError, match="TGI_CPU is avx2, but this processor has no avx2, fma: unset it"):
         limit_instruction_set("avx2")
 
 
-def test_the_option_offers_all_levels() -> None:
-    assert OPTIONS["cpu"].choices == tuple(CPU_LEVELS)
+def test_the_option_offers_all_instruction_sets() -> None:
+    assert OPTIONS["cpu"].choices == tuple(BY_NAME)
     assert OPTIONS["cpu"].variables("cpu") == (CPU_VARIABLE,)
+    assert all(set(one.elements) <= set(ELEMENTS) for one in INSTRUCTION_SETS)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "AUTO,STRICT"), ("COMPATIBLE", "COMPATIBLE")])

@@ -270,10 +270,10 @@ class Settings:
     cpu: str | None = setting(
         PERFORMANCE,
         None,
-        "Limits the instruction set of CPU kernels.",
+        "Limits the instruction set, as if the processor had no better one.",
         text,
         env=("TGI_CPU",),
-        choices=("avx2",),
+        choices=("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon"),
         unset="the best that the processor has",
     )
 

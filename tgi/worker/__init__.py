@@ -11,7 +11,7 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - cpu_kernels, gpu_kernels: our own compute kernels
 - fake_worker: a worker without a model, for tests and benchmarks
 - greedy: argmax of the logits, for models and kernels that compute it themselves
-- activations, checkpoint, decoder_config, host_cpu: activation functions, reading checkpoints, the shape of a decoder,
-  the host's processor
+- activations, checkpoint, decoder_config: activation functions, reading checkpoints, the shape of a decoder
+- host_cpu, instruction_sets: the host's processor, and the instruction sets that kernels are compiled for
 - device_copies: copies between host and device that do not wait
 """

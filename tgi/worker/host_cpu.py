@@ -15,16 +15,20 @@ than twice the time where every core but one is taken.
 import logging
 import os
 import platform
+import subprocess
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from tgi.microkernel.errors import UserError
+from tgi.worker.instruction_sets import BY_NAME, InstructionSet, best_set, limited_features
 
 log = logging.getLogger(__name__)
 
 CPU_VARIABLE = "TGI_CPU"
 CPUINFO = Path("/proc/cpuinfo")
-CPUINFO_LINE = {"x86_64": "flags", "aarch64": "Features"}  # the line that lists instruction sets, by architecture
+CPUINFO_LINE = {"x86_64": "flags", "aarch64": "Features"}  # the line that lists the features, by architecture
+# macOS on Apple silicon: Linux's name of each feature, by the last part of the name in sysctl's hw.optional.arm.
+SYSCTL_FEATURES = {"FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm", "FEAT_DotProd": "asimddp", "FEAT_FP16": "asimdhp"}
 # Instruction sets that multiply numbers of a type without converting them first, by the name of the type. Others
 # (AVX-NE-CONVERT) only convert. float32 is computed everywhere.
 ARITHMETIC = {
@@ -41,34 +45,27 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
-class CpuLevel(NamedTuple):
-    """An instruction set that a more capable processor can be limited to."""
+def limit_instruction_set(name: str | None) -> None:
+    """Limits this process and its children to one of INSTRUCTION_SETS; None: no limit. Call before torch is imported.
 
-    environment: dict[str, str]  # variables of torch, oneDNN and MKL that select it
-    above: tuple[str, ...]  # name prefixes of the extensions beyond it
-
-
-CPU_LEVELS = {
-    "avx2": CpuLevel(
-        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-        ("avx512", "avx10", "amx_", "avx_"),
-    )
-}
-
-
-def limit_instruction_set(level: str | None) -> None:
-    """Limits this process and its children to one of CPU_LEVELS; None: no limit. Call before torch is imported.
-
-    Raises UserError for an unknown level, and on a processor that lacks it.
+    Raises UserError for an unknown name, and on a processor that lacks a feature of the set.
     """
-    if level is None:
+    if name is None:
         return
-    if level not in CPU_LEVELS:
-        raise UserError(f"{CPU_VARIABLE} is {level!r}, which is not one of {', '.join(CPU_LEVELS)}.", code=2)
-    if level not in _processor_features():
-        raise UserError(f"{CPU_VARIABLE} is {level}, but this processor has no {level}: unset it, or leave out --cpu.")
-    os.environ[CPU_VARIABLE] = level
-    os.environ.update(CPU_LEVELS[level].environment)
+    if name not in BY_NAME:
+        raise UserError(f"{CPU_VARIABLE} is {name!r}, which is not one of {', '.join(BY_NAME)}.", code=2)
+    if missing := BY_NAME[name].features - _processor_features():
+        raise UserError(
+            f"{CPU_VARIABLE} is {name}, but this processor has no {', '.join(sorted(missing))}: unset it, or leave out "
+            "--cpu."
+        )
+    os.environ[CPU_VARIABLE] = name
+    os.environ.update(BY_NAME[name].environment)
+
+
+def kernel_set() -> InstructionSet | None:
+    """The best instruction set for the CPU kernels that the processor has and TGI_CPU allows."""
+    return best_set(cpu_features())
 
 
 def request_reproducible_mkl() -> None:
@@ -76,18 +73,16 @@ def request_reproducible_mkl() -> None:
     os.environ.setdefault(MKL_MODE, MKL_STRICT)
 
 
-def instruction_sets() -> frozenset[str]:
-    """The instruction sets in use, by Linux's names; empty where the system does not list them."""
-    level = os.environ.get(CPU_VARIABLE)
-    if level not in CPU_LEVELS:
-        return _processor_features()
-    return frozenset(name for name in _processor_features() if not name.startswith(CPU_LEVELS[level].above))
+def cpu_features() -> frozenset[str]:
+    """The features in use of the processor, by Linux's names; empty where the system does not list them."""
+    limit = BY_NAME.get(os.environ.get(CPU_VARIABLE, ""))
+    return _processor_features() if limit is None else limited_features(_processor_features(), limit)
 
 
 def has_arithmetic(dtype: str) -> bool:
-    """Whether the instruction sets in use compute in this type ("bfloat16"). Without them torch emulates the type, and
+    """Whether the features in use compute in this type ("bfloat16"). Without them torch emulates the type, and
     prefill takes several times as long as in float32."""
-    return dtype not in ARITHMETIC or not ARITHMETIC[dtype].isdisjoint(instruction_sets())
+    return dtype not in ARITHMETIC or not ARITHMETIC[dtype].isdisjoint(cpu_features())
 
 
 def configure_thread_waiting() -> None:
@@ -119,7 +114,9 @@ def threads_from_environment() -> int | None:
 
 
 def _processor_features() -> frozenset[str]:
-    """The instruction sets that the processor has, limited or not."""
+    """The features that the processor has, limited or not."""
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return _apple_features()
     wanted = CPUINFO_LINE.get(platform.machine())
     if wanted is None or not CPUINFO.exists():
         return frozenset()
@@ -128,3 +125,16 @@ def _processor_features() -> frozenset[str]:
         if name.strip() == wanted:
             return frozenset(value.split())
     return frozenset()
+
+
+@cache
+def _apple_features() -> frozenset[str]:
+    """The features of Apple silicon, by Linux's names. All have NEON; names that the system does not know are
+    absent."""
+    command = ["/usr/sbin/sysctl", *(f"hw.optional.arm.{name}" for name in SYSCTL_FEATURES)]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError:
+        listed = ""
+    found = (line.rpartition(".")[2].split(": ") for line in listed.splitlines())
+    return frozenset(("asimd", *(SYSCTL_FEATURES[name] for name, value in found if value == "1")))

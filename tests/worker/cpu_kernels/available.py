@@ -7,23 +7,21 @@ from pathlib import Path
 import pytest
 
 from tgi.worker.cpu_kernels import build
-from tgi.worker.cpu_kernels.build import FLAGS, REQUIRED_INSTRUCTION_SETS, KernelsUnavailable
+from tgi.worker.cpu_kernels.build import FLAGS, KernelsUnavailable
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
-from tgi.worker.host_cpu import instruction_sets
+from tgi.worker.host_cpu import kernel_set
+from tgi.worker.instruction_sets import InstructionSet
 from tgi.worker.models.loader import ModelSpec
 
-# Any compiler for such a processor compiles this.
-SMALL_SOURCE = """#include <immintrin.h>
-__m512 some(__m512 sums, __m512bh x) { return _mm512_dpbf16_ps(sums, x, x); }
-"""
+SMALL_SOURCE = "int some(int x) { return x; }"  # any C++ compiler that knows the flags compiles this
 
 
-def library(*further: str) -> Path:
+def library(*further: str, element: str = "bfloat16") -> Path:
     """As build.build_library; skips the test if this machine cannot run the kernels."""
-    if (reason := _unavailable_reason()) is not None:
+    if (reason := _unavailable_reason(element)) is not None:
         pytest.skip(f"needs our own kernels: {reason}")
-    return build.build_library(*further)
+    return build.build_library(element, *further)
 
 
 def our_kernels(recipe: ModelSpec) -> CpuKernels:
@@ -35,24 +33,25 @@ def our_kernels(recipe: ModelSpec) -> CpuKernels:
 
 
 @cache
-def _unavailable_reason() -> str | None:
-    """Why this machine cannot run the kernels; None: it can. A machine that compiles other code for the required
-    instruction sets counts as capable: the test then fails instead of being skipped."""
+def _unavailable_reason(element: str) -> str | None:
+    """Why this machine cannot run the kernels; None: it can. A machine that compiles other code for its instruction set
+    counts as capable: the test then fails instead of being skipped."""
     try:
-        build.build_library()
+        build.build_library(element)
     except KernelsUnavailable as reason:
-        if instruction_sets() >= REQUIRED_INSTRUCTION_SETS and _compiles_small_source():
+        chosen = kernel_set()
+        if chosen is not None and element in chosen.elements and _compiles_small_source(chosen):
             return None
         return str(reason)
     return None
 
 
-def _compiles_small_source() -> bool:
+def _compiles_small_source(chosen: InstructionSet) -> bool:
     try:
         with tempfile.TemporaryDirectory(dir=build._cache_directory()) as directory:
             source = Path(directory) / "little.cpp"
             source.write_text(SMALL_SOURCE)
-            build._compile([*build._compiler_command(), *FLAGS, str(source)], source.with_suffix(".so"))
+            build._compile([*build._compiler_command(), *FLAGS, *chosen.flags, str(source)], source.with_suffix(".so"))
     except (KernelsUnavailable, OSError):
         return False
     return True

@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import model
 from tgi.worker import host_cpu
 from tgi.worker.cpu_kernels import build
-from tgi.worker.cpu_kernels.build import REQUIRED_INSTRUCTION_SETS, KernelsUnavailable, build_library
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, build_library
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
+from tgi.worker.instruction_sets import BY_NAME
+from tgi.worker.models.loader import read_model_spec
 
 
 @pytest.fixture(autouse=True)
 def capable_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates a machine that can run the kernels; tests remove a part of it."""
     cpuinfo = tmp_path / "able"
-    cpuinfo.write_text(f"model name : new\nflags\t\t: sse {' '.join(REQUIRED_INSTRUCTION_SETS)}\n")
+    cpuinfo.write_text(f"model name : new\nflags\t\t: sse {' '.join(BY_NAME['amx'].features)}\n")
     monkeypatch.setattr(host_cpu, "CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.delenv(host_cpu.CPU_VARIABLE, raising=False)
@@ -35,13 +38,13 @@ def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = build_library()
+    path = build_library("bfloat16")
     assert path.read_bytes() == compiler.read_bytes()
-    assert build_library() == path
+    assert build_library("bfloat16") == path
     (call,) = (tmp_path / "compiler.calls").read_text().splitlines()
-    assert call.startswith(" ".join(build.FLAGS))
+    assert call.startswith(" ".join((*build.FLAGS, *BY_NAME["amx"].flags, "-DTGI_ELEMENT_BF16")))
     assert sorted(one.suffix for one in path.parent.iterdir()) == [".lock", ".so"]
-    assert build_library("-g") != path
+    assert build_library("bfloat16", "-g") != path
     assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
 
 
@@ -53,7 +56,7 @@ def test_concurrent_builds_compile_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with ThreadPoolExecutor(4) as pool:
-        (path,) = set(pool.map(lambda _: build_library(), range(4)))
+        (path,) = set(pool.map(lambda _: build_library("bfloat16"), range(4)))
     assert path.read_bytes() == compiler.read_bytes()
     assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 1
 
@@ -62,34 +65,35 @@ def test_a_missing_or_failing_compiler_is_the_reason(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     with pytest.raises(KernelsUnavailable, match="cannot be run"):
-        build_library()
+        build_library("bfloat16")
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(KernelsUnavailable, match="false failed"):
-        build_library()
+        build_library("bfloat16")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
-        build_library()
+        build_library("bfloat16")
 
 
 def test_a_failed_build_is_logged_as_a_warning_on_a_capable_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On another processor nothing is logged: a compiler would not help."""
+    spec = read_model_spec(model("llama", hidden=128, intermediate=192), "bfloat16")
     caplog.set_level("WARNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for compiler, said in (("false", "false failed"), (str(tmp_path / "none"), "cannot be run")):
         monkeypatch.setenv("CXX", compiler)
-        kernels, reason = select_cpu_kernels([], "cpu")
+        kernels, reason = select_cpu_kernels([spec], "cpu")
         assert kernels is None
         assert said in reason
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert reason in caplog.messages[0]
         caplog.clear()
     monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "none")
-    kernels, reason = select_cpu_kernels([], "cpu")
+    kernels, reason = select_cpu_kernels([spec], "cpu")
     assert kernels is None
-    assert "this processor has no avx512_bf16" in reason
+    assert "this processor has none of" in reason
     assert not caplog.records
 
 
@@ -97,7 +101,7 @@ def test_cxx_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "env false")
     with pytest.raises(KernelsUnavailable, match="env failed"):
-        build_library()
+        build_library("bfloat16")
 
 
 def test_a_full_disk_or_a_missing_home_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,25 +111,27 @@ def test_a_full_disk_or_a_missing_home_is_the_reason(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "mkstemp", full)
     with pytest.raises(KernelsUnavailable, match="No space left"):
-        build_library()
+        build_library("bfloat16")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     with pytest.raises(KernelsUnavailable, match="Set XDG_CACHE_HOME"):
-        build_library()
+        build_library("bfloat16")
 
 
-def test_missing_instruction_sets_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("model name : old\nflags\t\t: sse avx2 avx512f\n")
-    monkeypatch.setattr(host_cpu, "CPUINFO", cpuinfo)
-    with pytest.raises(KernelsUnavailable, match=r"no avx512_bf16, avx512_vnni, avx512bw, avx512vbmi, avx512vl$"):
-        build_library()
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(
-        KernelsUnavailable, match=r"no avx512_bf16, avx512_vnni, avx512bw, avx512f, avx512vbmi, avx512vl$"
-    ):
-        build_library()
+def test_a_processor_without_a_supported_instruction_set_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cpuinfo").write_text("flags : sse avx\n")
+    monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "cpuinfo")
+    with pytest.raises(KernelsUnavailable, match="none of the instruction sets amx, avx512_bf16, avx512, avx2, neon"):
+        build_library("bfloat16")
+
+
+def test_a_type_without_kernels_is_the_reason() -> None:
+    lacking = BY_NAME["amx"]._replace(elements=())
+    with pytest.raises(KernelsUnavailable, match="there are none for float32 with amx"):
+        build_library("float32", instruction_set=lacking)
 
 
 def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +139,7 @@ def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path, monkeypatc
     os.chmod(tmp_path / "tgi", 0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(KernelsUnavailable, match="can be written by others"):
-        build_library()
+        build_library("bfloat16")
 
 
 def test_a_broken_library_is_rejected(tmp_path: Path) -> None:

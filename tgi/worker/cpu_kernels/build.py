@@ -1,5 +1,5 @@
-"""Compiles the C++ sources with the compiler of this machine, once for each version of the sources, compiler command
-and processor, and caches the library."""
+"""Compiles the C++ sources with the compiler of this machine, once for each version of the sources, compiler command,
+instruction set and element type, and caches the libraries."""
 
 import fcntl
 import hashlib
@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tgi.microkernel.rundir import exposure
-from tgi.worker.host_cpu import instruction_sets
+from tgi.worker.host_cpu import kernel_set
+from tgi.worker.instruction_sets import ELEMENTS, INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
-# The sources need these; they use AMX where the processor has it.
-REQUIRED_INSTRUCTION_SETS = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni", "avx512vbmi"))
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-w")
 BUILD_TIMEOUT = 300.0  # seconds; builds of more than 120 were seen on a busy machine
 
 
@@ -27,27 +26,34 @@ class KernelsUnavailable(Exception):
     """The CPU kernels cannot be used; the text says why."""
 
 
-def build_library(*extra_flags: str) -> Path:
-    """The compiled library, from the cache if it is there. Raises KernelsUnavailable."""
-    require_instruction_sets()
-    compiler = _compiler_command()
+def build_library(element: str, *extra_flags: str, instruction_set: InstructionSet | None = None) -> Path:
+    """The compiled library for an element type (one of ELEMENTS) and an instruction set (by default the one in use),
+    from the cache if it is there. Raises KernelsUnavailable."""
+    chosen = require_kernels(element, instruction_set)
+    command = [*_compiler_command(), *FLAGS, *chosen.flags, f"-D{ELEMENTS[element]}", *extra_flags]
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
-    digest = hashlib.blake2b(digest_size=10)
+    digest = hashlib.blake2b(" ".join(command).encode(), digest_size=10)
     for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
         digest.update(path.read_bytes())
-    digest.update(" ".join([*compiler, *FLAGS, *extra_flags, *sorted(instruction_sets())]).encode())
-    path = _cache_directory() / f"kernels-{digest.hexdigest()}.so"
+    path = _cache_directory() / f"kernels-{chosen.name}-{element}-{digest.hexdigest()}.so"
     if not path.exists():
         with _compile_lock(path):
             if not path.exists():
-                _compile([*compiler, *FLAGS, *extra_flags, *map(str, sources)], path)
+                log.info("compiling the CPU kernels for %s and %s", chosen.name, element)
+                _compile([*command, *map(str, sources)], path)
     return path
 
 
-def require_instruction_sets() -> None:
-    """Raises KernelsUnavailable if the instruction sets in use lack one that the sources need."""
-    if missing := REQUIRED_INSTRUCTION_SETS - instruction_sets():
-        raise KernelsUnavailable(f"this processor has no {', '.join(sorted(missing))}")
+def require_kernels(element: str, instruction_set: InstructionSet | None = None) -> InstructionSet:
+    """The instruction set, by default the one in use. Raises KernelsUnavailable if there are no kernels for it and this
+    element type."""
+    chosen = instruction_set or kernel_set()
+    if chosen is None:
+        names = ", ".join(one.name for one in INSTRUCTION_SETS)
+        raise KernelsUnavailable(f"this processor has none of the instruction sets {names}")
+    if element not in chosen.elements:
+        raise KernelsUnavailable(f"there are none for {element} with {chosen.name}")
+    return chosen
 
 
 def _compiler_command() -> list[str]:
@@ -91,7 +97,6 @@ def _compile_lock(path: Path) -> Iterator[None]:
 
 def _compile(command: list[str], path: Path) -> None:
     """Runs the compiler and moves its output to `path`, so that no other worker loads an incomplete library."""
-    log.info("compiling the CPU kernels for this processor")
     try:
         handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
     except OSError as error:

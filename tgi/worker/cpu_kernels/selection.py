@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from tgi.worker.cpu_kernels.build import KernelsUnavailable, build_library, require_instruction_sets
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, build_library, require_kernels
 from tgi.worker.cpu_kernels.kernels import INPUT_MULTIPLE, MAX_HEAD_DIM, CpuKernels
 from tgi.worker.host_cpu import threads_from_environment, usable_cores
 
@@ -54,14 +54,15 @@ def select_cpu_kernels(models: Sequence[CpuModelCandidate], device: str) -> tupl
     if device != "cpu":
         return None, "they are for CPU"
     try:
-        require_instruction_sets()
+        element = _element(models)
+        require_kernels(element)
         for model in models:
             _require_fit(model)
     except KernelsUnavailable as reason:
         return None, str(reason)
     threads = threads_from_environment() or usable_cores()
     try:
-        found = CpuKernels(build_library(), threads)
+        found = CpuKernels(build_library(element), threads)
     except KernelsUnavailable as reason:
         log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
         return None, str(reason)
@@ -69,13 +70,19 @@ def select_cpu_kernels(models: Sequence[CpuModelCandidate], device: str) -> tupl
     return found, ""
 
 
+def _element(models: Sequence[CpuModelCandidate]) -> str:
+    """The element type of all these models. Raises KernelsUnavailable if they differ."""
+    found = {str(model.dtype).removeprefix("torch.") for model in models}
+    if len(found) > 1:
+        raise KernelsUnavailable(f"the models run in different types: {', '.join(sorted(found))}")
+    return found.pop()
+
+
 def _require_fit(model: CpuModelCandidate) -> None:
     """Raises KernelsUnavailable if the CPU kernels cannot compute this model."""
     config = model.decoder
     if config is None:
         raise KernelsUnavailable("the model runs through transformers")
-    if model.dtype is not torch.bfloat16:
-        raise KernelsUnavailable(f"the model runs in {str(model.dtype).removeprefix('torch.')}, they are for bfloat16")
     for name, size in _input_sizes(config).items():
         if size % INPUT_MULTIPLE:
             raise KernelsUnavailable(f"the model's {name} of {size} is no multiple of {INPUT_MULTIPLE}")

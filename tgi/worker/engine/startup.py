@@ -29,6 +29,7 @@ from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
+from tgi.worker.host_cpu import kernel_set
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model, read_model_spec
@@ -63,7 +64,8 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     device = _device(settings.device)
     if device == "cpu":
         limited = "" if settings.cpu is None else ", limited by --cpu"
-        log.debug("instruction set of the CPU: %s%s", torch.backends.cpu.get_cpu_capability(), limited)
+        torchs, ours = torch.backends.cpu.get_cpu_capability(), kernel_set()
+        log.debug("instruction set of the CPU: torch's %s, ours %s%s", torchs, ours and ours.name, limited)
     kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device)
     models = _load_models(settings, device, progress)._replace(kv_cache_dtype=kv_cache_dtype)
     progress("sizing the KV cache", 96)
@@ -123,6 +125,9 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
             gpu, reason = select_gpu_kernels(specs, device)
     words = f"torch's ({reason})" if reason else "our own"
     if device == "cpu":
+        chosen = kernel_set()
+        if kernels is not None and chosen is not None:
+            words += f" for {chosen.name}"
         words += f", {choose_threads() if kernels is None else kernels.threads} threads"
 
     def build(directory: Path, model_progress: Progress) -> Model:
