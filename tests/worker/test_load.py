@@ -107,6 +107,7 @@ def test_dtype_auto_depends_on_the_arithmetic_of_the_cpu(
     for name, dtype in DTYPES.items():
         assert resolve_dtype({"dtype": name}, "auto", "cuda") is dtype
         assert resolve_dtype({"torch_dtype": name}, "auto", "cpu") is (dtype if name in taken else torch.float32)
+        assert resolve_dtype({"dtype": name}, "auto", "cpu", own_kernels=True) is dtype
         assert resolve_dtype({"dtype": "float32"}, name, "cpu") is dtype
     assert resolve_dtype({}, "auto", "cpu") is torch.float32
     with pytest.raises(UserError, match="float64"):

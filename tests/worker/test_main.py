@@ -118,6 +118,16 @@ def test_an_8_bit_kv_cache_is_rejected_on_cpu(tmp_path: Path) -> None:
         start_engine(settings, lambda stage, percent: None)
 
 
+def test_a_draft_model_computes_in_the_type_of_the_served_model(tmp_path: Path) -> None:
+    draft = model("llama", dtype="float16")
+    settings = Settings(
+        model_dir=model("llama", dtype="float32"), draft_model_dir=draft, speculate=2, run_dir=tmp_path, device="cpu"
+    )
+    engine = start_engine(settings, lambda stage, percent: None)
+    assert engine._draft_runner is not None
+    assert engine._draft_runner._model.kv.dtype is torch.float32
+
+
 @pytest.mark.parametrize("least", [{"max_batch_prefill_tokens": 1}, {"max_total_tokens": 2}, {"max_batch_size": 1}])
 def test_the_smallest_limits_are_enough_to_start(least: dict[str, int], tmp_path: Path) -> None:
     values = {"max_batch_size": 4, "max_total_tokens": 64, "speculate": 4} | least

@@ -20,7 +20,7 @@ class CpuKernelPlan(NamedTuple):
 class CpuKernelAttention:
     """Implements AttentionBackend and PrefaultingBackend.
 
-    The cache of a layer is [pages, kv_heads, 2 * PAGE_SIZE * head_dim], in the layout of the kernel.
+    The cache of a layer is [pages, kv_heads, 2 * PAGE_SIZE * cache_head_dim], in the layout of the kernel.
     """
 
     page_size = PAGE_SIZE
@@ -28,7 +28,7 @@ class CpuKernelAttention:
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv
         self._kernels = kernels
-        self._shape = (pages, kv.kv_heads, 2 * PAGE_SIZE * kv.head_dim)
+        self._shape = (pages, kv.kv_heads, 2 * PAGE_SIZE * kv.cache_head_dim)
         self._cache = [self._memory() for _ in range(kv.layers)]
         # Addresses of the layers' caches, int64 [layers], for a program.
         self.caches = torch.tensor([cache.data_ptr() for cache in self._cache])

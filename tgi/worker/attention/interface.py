@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.cpu_kernels.kernels import CpuKernels, padded_head_dim
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ class KVCacheSpec(NamedTuple):
     quantized_dtype: torch.dtype | None = None  # 8-bit type of the cache (GPU only); None: the cache has `dtype`
     # Per-layer (key, value) scales: an 8-bit cache stores key / scale and value / scale. Empty = 1 for all layers.
     cache_scales: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def cache_head_dim(self) -> int:
+        """The elements of a stored key or value, with padding."""
+        return self.head_dim if self.cpu_kernels is None else padded_head_dim(self.head_dim)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -1,5 +1,5 @@
-"""The compiled CPU kernels as functions of tensors. Unless stated otherwise, tensors are bfloat16, on CPU and, except
-for `x`, contiguous.
+"""The compiled CPU kernels as functions of tensors. Unless stated otherwise, tensors have the type of the library
+(`CpuKernels.dtype`) and are on CPU and, except for `x`, contiguous.
 
 A call computes on the calling thread and on those of the pool, and returns when the result is complete. Only one thread
 may call. No result depends on the number of threads, nor a row's result on the other rows.
@@ -24,10 +24,15 @@ from tgi.worker.quantization.weight import CODEBOOK, GROUPS, Weight
 PANEL = 32  # outputs of a panel (packed_weight.h); the last panel is padded
 INPUT_MULTIPLE = 32
 PAGE_SIZE = 32  # positions of a KV page
+KV_DIM_MULTIPLE = 32  # keys and values in a page are padded to a multiple of this
 MAX_HEAD_DIM = 256
 MAX_TILE_ROWS = 32  # rows of a tile product (tile_matmul.h)
-INTEGER_FORMAT = 1 << 17  # flag of a format code: integers with one scale for each output
-GATED_FORMAT = 1 << 18  # flag of a format code: a gate and an up projection
+# Flags of a format code.
+SHIFTS_FORMAT = 1 << 16  # groups have shifts
+INTEGER_FORMAT = 1 << 17  # integers with one scale for each output
+GATED_FORMAT = 1 << 18  # a gate and an up projection
+HALF_FORMAT = 1 << 19  # a plain weight of 16 bits is float16; without the flag, bfloat16
+SCALES32_FORMAT = 1 << 20  # scales and shifts of groups are float32; without the flag, float16
 MAX_INTEGER_INPUTS = 1 << 16  # so that sums of products of bytes stay within int32
 SPIN_COUNT = 1000  # polls of a pool thread for the next job before it sleeps: about 50 microseconds
 
@@ -66,10 +71,17 @@ def _columns(weight: Weight) -> tuple[Tensor | None, ...]:
 def _format_code(weight: Weight) -> int:
     """The code of WeightFormat in packed_weight.h."""
     if isinstance(weight, Tensor):
-        return 16
+        return 8 * weight.dtype.itemsize | (HALF_FORMAT if weight.dtype is torch.float16 else 0)
     if weight.is_integer:
         return weight.bits | INTEGER_FORMAT
-    return weight.bits | weight.group << 8 | (weight.shifts is not None) << 16
+    flags = SHIFTS_FORMAT if weight.shifts is not None else 0
+    flags |= SCALES32_FORMAT if weight.scales.dtype is torch.float32 else 0
+    return weight.bits | weight.group << 8 | flags
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The elements that the KV cache holds of each key and value: the rest is zero."""
+    return -(-head_dim // KV_DIM_MULTIPLE) * KV_DIM_MULTIPLE
 
 
 def can_pack_together(one: Weight, other: Weight) -> bool:
@@ -112,9 +124,14 @@ class LoraTiles(NamedTuple):
 
 
 class CpuKernels:
-    """A loaded library with its thread pool. Raises KernelsUnavailable if it cannot be used."""
+    """A loaded library with its thread pool. `dtype` is the type of activations and of the KV cache that the library
+    was compiled for. Raises KernelsUnavailable if it cannot be used.
 
-    def __init__(self, path: Path, threads: int) -> None:
+    Products are computed by one of two engines: the dot engine multiplies bfloat16 numbers, on processors that have
+    instructions for it; the FMA engine, everywhere else and for other types, widens all numbers to float32 (exactly).
+    """
+
+    def __init__(self, path: Path, threads: int, dtype: torch.dtype = torch.bfloat16) -> None:
         try:
             library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -127,7 +144,8 @@ class CpuKernels:
         if thread_pool is None:
             raise KernelsUnavailable("the system does not let this process use AMX")
         weakref.finalize(self, library.tgi_stop, thread_pool)
-        self.library, self.thread_pool, self.threads = library, thread_pool, threads
+        self.library, self.thread_pool, self.threads, self.dtype = library, thread_pool, threads, dtype
+        self.dot_engine = not hasattr(library, "tgi_engine") or library.tgi_engine() == 1
         functions = {}
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -144,13 +162,33 @@ class CpuKernels:
         self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
         self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
 
+    def supported_weight(self, weight: Weight) -> Weight:
+        """The weight in types that `pack_weight` takes. Codes of a quantized weight are never converted.
+
+        The dot engine takes plain weights in bfloat16, and scales of groups in float16. Otherwise a plain weight gets
+        this library's type, except that with float32 one of 16 bits is kept: products widen it, which is exact and
+        reads half the memory.
+        """
+        if not isinstance(weight, Tensor):
+            if weight.is_integer or not self.dot_engine or weight.scales.dtype is torch.float16:
+                return weight
+            shifts = None if weight.shifts is None else weight.shifts.half()
+            return weight._replace(scales=weight.scales.half(), shifts=shifts)
+        keep = self.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+        return weight if keep else weight.to(self.dtype)
+
     def pack_weight(self, *weights: Weight) -> PackedWeight:
         """Packs a weight [outputs, inputs] for `linear`; or two that `can_pack_together`: a gate and an up projection.
-        `inputs` is a multiple of INPUT_MULTIPLE. Quantized codes are not converted.
+        Both have types as of `supported_weight`. `inputs` is a multiple of INPUT_MULTIPLE. Quantized codes are not
+        converted.
 
-        With scales of groups, or shifts, `linear` computes exactly as with `weight.dequantized(torch.bfloat16)`. With
-        one scale for each output it quantizes the activations to 16-bit integers, with an error of at most half a unit:
-        1 / 65,534 of the largest magnitude of the row.
+        What `linear` multiplies with, by engine:
+
+        - The FMA engine multiplies the activations with the exact values of the weight: those of a plain weight, or
+          `weight.dequantized(torch.float32)`; sums are float32.
+        - The dot engine computes with scales of groups, or shifts, exactly as with
+          `weight.dequantized(torch.bfloat16)`. With one scale for each output it quantizes the activations to 16-bit
+          integers, with an error of at most half a unit: 1 / 65,534 of the largest magnitude of the row.
         """
         (outputs, inputs), form = weights[0].shape, _format_code(weights[0])
         assert inputs % INPUT_MULTIPLE == 0
@@ -160,6 +198,7 @@ class CpuKernels:
             columns = [None if one is None else one.contiguous() for one in _columns(weight)]  # referenced until packed
             to = *packed.shape, packed.memory.data_ptr(), part
             if isinstance(weight, Tensor):
+                assert not self.dot_engine or weight.dtype is torch.bfloat16
                 self._pack(*map(_address, columns), *to)
             elif weight.is_integer:
                 assert inputs <= MAX_INTEGER_INPUTS
@@ -169,6 +208,8 @@ class CpuKernels:
                 )
             else:
                 assert weight.group in GROUPS
+                assert weight.shifts is None or weight.shifts.dtype is weight.scales.dtype
+                assert not self.dot_engine or weight.scales.dtype is torch.float16
                 assert weight.factors is None
                 assert not weight.floating
                 self._pack_grouped(*map(_address, columns[:3]), *to)
@@ -198,9 +239,10 @@ class CpuKernels:
         and plus have the gate's outputs first and then the up projection's; `wide` is not supported.
         """
         x = x.contiguous()
+        assert x.dtype is self.dtype
         rows, inputs = x.shape
         memory, outputs, _, form = weight
-        y = torch.empty(rows, outputs, dtype=torch.float32 if wide else torch.bfloat16)
+        y = torch.empty(rows, outputs, dtype=torch.float32 if wide else self.dtype)
         self._linear(
             x.data_ptr(), memory.data_ptr(), form, _address(bias), _address(plus), _address(other),
             None if wide else y.data_ptr(), y.data_ptr() if wide else None,
@@ -210,9 +252,9 @@ class CpuKernels:
 
     def gather_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
         """Embedding rows: the rows `ids` (int64 [n], all below its outputs) of a weight, [n, inputs]. Exactly as picked
-        from the tensor that was packed, or from `dequantized(torch.bfloat16)` of a quantized weight."""
+        from the tensor that was packed, or from `dequantized` of a quantized weight, in this library's type."""
         ids = ids.contiguous()
-        y = torch.empty(len(ids), weight.inputs, dtype=torch.bfloat16)
+        y = torch.empty(len(ids), weight.inputs, dtype=self.dtype)
         self.row_gatherer(weight, ids, y)()
         return y
 
@@ -308,11 +350,11 @@ class CpuKernels:
         self, cache: Tensor, qkv: Tensor, rows: AttentionRows, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache` [pages, kv_heads, 2 *
-        PAGE_SIZE * head_dim], and returns the attention of its queries, [T, heads * head_dim]."""
+        PAGE_SIZE * padded_head_dim(head_dim)], and returns the attention of its queries, [T, heads * head_dim]."""
         tokens, all_heads, head_dim = qkv.shape
         kv_heads = cache.shape[1]
         heads = all_heads - 2 * kv_heads
-        y = torch.empty(tokens, heads * head_dim, dtype=torch.bfloat16)
+        y = torch.empty(tokens, heads * head_dim, dtype=self.dtype)
         self._attention(
             cache.data_ptr(), heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(), window or 0, scale,
             softcap or 0.0,

@@ -143,7 +143,7 @@ class Program:
         self._record("attention", qkv, y, layer, *heads, head_dim, window or 0, scale, softcap or 0.0)
 
     def add(self, x: int, y: int, scale: float) -> None:
-        """y += scale * x, with scale * x rounded to bfloat16 first."""
+        """y += scale * x, with scale * x rounded to the type of the buffers first."""
         assert self._widths[x] == self._widths[y]
         self._record("add", x, y, scale)
 
@@ -182,6 +182,7 @@ class Program:
         (Rotary.angles), `caches` (int64 [layers]) the addresses of the layers' KV caches. If draw_at (int64 [D], token
         numbers) is given, `run` returns the greedy tokens of those tokens."""
         assert rows.is_contiguous()
+        assert rows.dtype is self._kernels.dtype
         best = peaks = drawing = None
         if draw_at is not None:
             best, peaks = (

@@ -62,7 +62,7 @@ def select_cpu_kernels(models: Sequence[CpuModelCandidate], device: str) -> tupl
         return None, str(reason)
     threads = threads_from_environment() or usable_cores()
     try:
-        found = CpuKernels(build_library(element), threads)
+        found = CpuKernels(build_library(element), threads, models[0].dtype)
     except KernelsUnavailable as reason:
         log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
         return None, str(reason)
@@ -83,11 +83,16 @@ def _require_fit(model: CpuModelCandidate) -> None:
     config = model.decoder
     if config is None:
         raise KernelsUnavailable("the model runs through transformers")
+    _require_multiples(config)
+    if config.head_dim > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"the model's head_dim of {config.head_dim} is over {MAX_HEAD_DIM}")
+
+
+def _require_multiples(config: _DecoderConfig) -> None:
+    """Raises KernelsUnavailable for a size that products of the kernels do not pad."""
     for name, size in _input_sizes(config).items():
         if size % INPUT_MULTIPLE:
             raise KernelsUnavailable(f"the model's {name} of {size} is no multiple of {INPUT_MULTIPLE}")
-    if config.head_dim > MAX_HEAD_DIM:
-        raise KernelsUnavailable(f"the model's head_dim of {config.head_dim} is over {MAX_HEAD_DIM}")
 
 
 def _input_sizes(config: _DecoderConfig) -> dict[str, int]:

@@ -32,7 +32,7 @@ from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_model, read_model_spec
+from tgi.worker.models.loader import ModelSpec, build_model, dtype_name, read_model_spec
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
 
@@ -118,7 +118,7 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
     kernels = gpu = None
     reason = "--disable-custom-kernels"
     if not settings.disable_custom_kernels:
-        specs = [read_model_spec(path, settings.dtype, asked, device) for path, asked in quantize.items()]
+        specs = _model_specs(settings.dtype, quantize, device, own_kernels=True)
         if device == "cpu":
             kernels, reason = select_cpu_kernels(specs, device)
         else:
@@ -130,10 +130,12 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
             words += f" for {chosen.name}"
         words += f", {choose_threads() if kernels is None else kernels.threads} threads"
 
+    dtype = dtype_name(_model_specs(settings.dtype, quantize, device, kernels is not None)[0].dtype)
+
     def build(directory: Path, model_progress: Progress) -> Model:
         asked, narrow = quantize[directory], settings.kv_cache_dtype is not None
         trusted = settings.trust_remote_code
-        return build_model(directory, settings.dtype, device, model_progress, trusted, kernels, asked, gpu, narrow)
+        return build_model(directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:
@@ -147,6 +149,15 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
     if draft.context_length < served.context_length:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context_length)
     return LoadedModels(served, draft, kernels=words)
+
+
+def _model_specs(dtype: str, quantize: dict[Path, str | None], device: str, own_kernels: bool) -> list[ModelSpec]:
+    """The specs of the served model and the draft model. With the dtype "auto" both have that of the served model."""
+    found: list[ModelSpec] = []
+    for directory, asked in quantize.items():
+        common = dtype_name(found[0].dtype) if found else dtype
+        found.append(read_model_spec(directory, common, asked, device, own_kernels))
+    return found
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.cpu_kernels.kernels import INPUT_MULTIPLE, MAX_TILE_ROWS, CpuKernels, LoraTiles
+from tgi.worker.cpu_kernels.kernels import MAX_TILE_ROWS, PANEL, CpuKernels, LoraTiles
 from tgi.worker.cpu_kernels.program import LoraStep, lora_step
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
@@ -23,10 +23,11 @@ FIELDS = 3  # of a LoraPair in cpu_kernels/lora.h
 
 
 class PackedWeights:
-    """An adapter in the memory layout of the kernels, for a model with projections of these shapes."""
+    """An adapter in the memory layout of the kernels, for a model with projections of these shapes and this dtype."""
 
-    def __init__(self, weights: LoraWeights, shapes: ProjectionShapes) -> None:
+    def __init__(self, weights: LoraWeights, shapes: ProjectionShapes, dtype: torch.dtype) -> None:
         self.groups = weights.groups
+        self._dtype = dtype
         self._kept: list[Tensor] = []
         # By group: the addresses and ranks of the pairs, int64 [layers, projections, FIELDS].
         self.pairs = {
@@ -37,14 +38,12 @@ class PackedWeights:
         }
 
     def _pair(self, pair: LoraPair | None) -> tuple[int, int, int]:
-        """The address of a, the address of b, and the rank; the rank is padded to a multiple of DEPTH."""
+        """The address of a, the address of b, and the rank, padded to a multiple of PANEL."""
         if pair is None:
             return (0, 0, 0)
-        rank = -(-pair.a.shape[1] // INPUT_MULTIPLE) * INPUT_MULTIPLE
-        more = rank - pair.a.shape[1]
-        a, b = _pack(F.pad(pair.a, (0, more))), _pack(F.pad(pair.b, (0, 0, 0, more)))
+        a, b = (_pack(matrix, self._dtype) for matrix in pair)
         self._kept += (a, b)
-        return (a.data_ptr(), b.data_ptr(), rank)
+        return (a.data_ptr(), b.data_ptr(), _padded(pair.a.shape[1]))
 
 
 def _group_projections(shapes: ProjectionShapes) -> dict[str, list[str]]:
@@ -55,11 +54,18 @@ def _group_projections(shapes: ProjectionShapes) -> dict[str, list[str]]:
     }
 
 
-def _pack(matrix: Tensor) -> Tensor:
-    """Packs a matrix [depth, columns] as bfloat16 [columns / 32][depth / 2][32][2]."""
+def _pack(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Packs a matrix [depth, columns], padded with zeros to multiples of 32, in the order of element_index in
+    elements.h: bfloat16 [columns / 32][depth / 2][32][2], other types [columns / 32][depth][32]."""
     depth, columns = matrix.shape
-    blocks = matrix.to(torch.bfloat16).view(depth // 2, 2, columns // INPUT_MULTIPLE, INPUT_MULTIPLE)
+    padded = F.pad(matrix.to(dtype), (0, _padded(columns) - columns, 0, _padded(depth) - depth))
+    paired = 2 if dtype is torch.bfloat16 else 1
+    blocks = padded.view(_padded(depth) // paired, paired, _padded(columns) // PANEL, PANEL)
     return blocks.permute(2, 0, 3, 1).contiguous()
+
+
+def _padded(size: int) -> int:
+    return -(-size // PANEL) * PANEL
 
 
 class PackedGroup(NamedTuple):

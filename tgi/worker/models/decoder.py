@@ -109,7 +109,7 @@ class DecoderModel:
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
         """Converts an adapter to the format that this model computes with."""
         if self.kv.cpu_kernels is not None:
-            return PackedWeights(weights, projection_shapes(self._config))
+            return PackedWeights(weights, projection_shapes(self._config), self.kv.dtype)
         if not self._without_epilogue:
             activated = [_activated_linear(layer.mlp) for layer in self._weights.layers]
             bare = [None if linear is None else linear.without_epilogue() for linear in activated]

@@ -38,14 +38,17 @@ class ModelSpec(NamedTuple):
     scheme: QuantizationScheme = QuantizationScheme()
 
 
-def read_model_spec(directory: Path, dtype: str, quantize: str | None = None, device: str = "cpu") -> ModelSpec:
+def read_model_spec(
+    directory: Path, dtype: str, quantize: str | None = None, device: str = "cpu", own_kernels: bool = False
+) -> ModelSpec:
     """The ModelSpec of a model directory.
 
     `dtype` is "auto" (see resolve_dtype), "float32", "bfloat16" or "float16"; `quantize` is None or one of
-    settings.QUANTIZATIONS. Raises UserError if the model cannot be served.
+    settings.QUANTIZATIONS. `own_kernels`: our kernels compute, not torch's. Raises UserError if the model cannot be
+    served.
     """
     config = read_config(directory)
-    number = resolve_dtype(config, dtype, device)
+    number = resolve_dtype(config, dtype, device, own_kernels)
     scheme = resolve_scheme(directory, config, quantize)
     if config["model_type"] in FAMILIES:
         try:
@@ -80,8 +83,8 @@ def build_model(
     scales are loaded. `progress` is called with a stage and a percentage. Raises UserError if the model cannot be
     served.
     """
-    spec = read_model_spec(directory, dtype, quantize, device)
-    if device == "cpu":
+    spec = read_model_spec(directory, dtype, quantize, device, kernels is not None)
+    if device == "cpu" and kernels is None:
         _log_emulation(stored_dtype(read_config(directory)), spec.dtype)
     if spec.decoder is not None:
         return _build_decoder(
@@ -108,12 +111,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def resolve_dtype(config: dict[str, Any], dtype: str, device: str) -> torch.dtype:
-    """The dtype to compute in. "auto": the config's, but float32 on a CPU that would emulate the config's dtype."""
+def resolve_dtype(config: dict[str, Any], dtype: str, device: str, own_kernels: bool = False) -> torch.dtype:
+    """The dtype to compute in. "auto": the config's, but float32 where torch's kernels compute on a CPU and would
+    emulate the config's dtype."""
     if dtype != "auto":
         return _dtype(dtype)
     own = stored_dtype(config)
-    return own if device != "cpu" or has_arithmetic(_name(own)) else torch.float32
+    return own if own_kernels or device != "cpu" or has_arithmetic(dtype_name(own)) else torch.float32
 
 
 def stored_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -121,18 +125,18 @@ def stored_dtype(config: dict[str, Any]) -> torch.dtype:
     return _dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def _log_emulation(own: torch.dtype, chosen: torch.dtype) -> None:
-    """Logs if the CPU emulates the chosen dtype, or would emulate the model's own."""
-    if not has_arithmetic(_name(chosen)):
-        name = _name(chosen)
-        log.warning("this CPU has no arithmetic for %s and emulates it: prompts are faster in --dtype float32", name)
-    elif chosen is not own and not has_arithmetic(_name(own)):
-        log.debug("computing in %s: this CPU has no arithmetic for the model's %s", _name(chosen), _name(own))
-
-
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype, as in settings.DTYPES."""
     return str(dtype).removeprefix("torch.")
+
+
+def _log_emulation(own: torch.dtype, chosen: torch.dtype) -> None:
+    """Logs if the CPU emulates the chosen dtype, or would emulate the model's own."""
+    if not has_arithmetic(dtype_name(chosen)):
+        name = dtype_name(chosen)
+        log.warning("this CPU has no arithmetic for %s and emulates it: prompts are faster in --dtype float32", name)
+    elif chosen is not own and not has_arithmetic(dtype_name(own)):
+        log.debug("computing in %s: this CPU has no arithmetic for the model's %s", dtype_name(chosen), dtype_name(own))
 
 
 def _dtype(name: Any) -> torch.dtype:

@@ -150,7 +150,7 @@ class DecoderWeightLoader:
     def _router(self, name: str, experts: int) -> Linear:
         """The router is never quantized: it is small, and small errors would change the choice of experts."""
         weight = self._source.tensor(f"{name}.weight", experts, self._config.hidden)
-        return self._build(weight.to(self._device, self._dtype), None, "none")
+        return self._build(self._to_device(weight), None, "none")
 
     def _norm_weight(self, name: str, *shape: int) -> Tensor:
         weight = self._source.tensor(f"{name}.weight", *shape).to(self._device, torch.float32, copy=True)
@@ -211,7 +211,10 @@ class DecoderWeightLoader:
         return list(zip(weights[0].split(rows) if fused else weights, biases, strict=True))
 
     def _to_device(self, weight: Weight) -> Weight:
-        """The weight on the model's device; one that is not quantized, in the model's dtype."""
+        """The weight on the model's device, in types that the kernels take; one that is not quantized, in the model's
+        dtype on torch's kernels and on our GPU kernels."""
+        if self._kernels is not None:
+            return self._kernels.supported_weight(weight)
         if isinstance(weight, QuantizedWeight):
             return weight.to(self._device)
         return weight.to(self._device, self._dtype)

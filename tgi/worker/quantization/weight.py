@@ -145,10 +145,14 @@ def codebook_on(device: torch.device) -> Tensor:
 
 
 def stack_weights(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """One weight of these, stacked by outputs, in the fewest bits that represent all of them exactly. If no
-    QuantizedWeight does, for example where one part is plain, the result is plain, in `dtype`."""
+    """One weight of these, stacked by outputs, in the fewest bits that represent all of them exactly. Plain weights of
+    one type keep it. If no QuantizedWeight represents all parts, for example where one is plain, the result is plain,
+    in `dtype`."""
     if len(parts) == 1:
         return parts[0]
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(plain) == len(parts) and len({part.dtype for part in plain}) == 1:
+        return torch.cat(plain)
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(quantized) == len(parts):
         common = _common_form(quantized)
