@@ -1,7 +1,5 @@
 // Cache lines, and prefetch instructions for memory that is needed soon.
 #pragma once
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -10,11 +8,11 @@ namespace tgi {
 constexpr int64_t CACHE_LINE = 64;  // bytes
 
 // Prefetches a cache line into the L1 cache.
-inline void prefetch_l1(const uint8_t* at) { _mm_prefetch((const char*)at, _MM_HINT_T0); }
+inline void prefetch_l1(const uint8_t* at) { __builtin_prefetch(at, 0, 3); }
 
 // Prefetches consecutive cache lines into the L2 cache.
 inline void prefetch_l2(const uint8_t* at, int64_t lines) {
-    for (; lines > 0; lines--, at += CACHE_LINE) _mm_prefetch((const char*)at, _MM_HINT_T1);
+    for (; lines > 0; lines--, at += CACHE_LINE) __builtin_prefetch(at, 0, 2);
 }
 
 // Memory that a thread will read next. The thread prefetches it while it waits for the others, when the memory bus

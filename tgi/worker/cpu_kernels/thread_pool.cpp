@@ -2,6 +2,18 @@
 #include "thread_pool.h"
 
 namespace tgi {
+namespace {
+
+// Tells the core that this thread polls.
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
 
 ThreadPool::ThreadPool(int threads, int spins) : spins_(spins) {
     for (int n = 1; n < threads; n++) helpers_.emplace_back([this, n] { helper_loop(n); });
@@ -35,7 +47,7 @@ void ThreadPool::run(const Job& job, int64_t chunks) {
     // All remaining chunks are being computed. If a helper loses its core meanwhile, yield this one to it.
     for (int spin = 0; unfinished_.load(std::memory_order_acquire) > 0; spin++) {
         if (prefetch_) prefetch_.prefetch_some();
-        else if (spin < spins_) _mm_pause();
+        else if (spin < spins_) pause();
         else std::this_thread::yield();
     }
 }
@@ -61,7 +73,7 @@ void ThreadPool::helper_loop(int64_t thread) {
 bool ThreadPool::wait_for_job(uint32_t& seen, PrefetchRange& prefetch) {
     for (int spin = 0; spin < spins_ && job_number_.load(std::memory_order_relaxed) == seen; spin++) {
         if (prefetch) prefetch.prefetch_some();
-        else _mm_pause();
+        else pause();
     }
     if (job_number_.load() == seen) {
         std::unique_lock<std::mutex> lock(mutex_);
