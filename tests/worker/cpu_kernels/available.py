@@ -51,7 +51,7 @@ def _compiles_small_source(chosen: InstructionSet) -> bool:
         with tempfile.TemporaryDirectory(dir=build._cache_directory()) as directory:
             source = Path(directory) / "little.cpp"
             source.write_text(SMALL_SOURCE)
-            build._compile([*build._compiler_command(), *FLAGS, *chosen.flags, str(source)], source.with_suffix(".so"))
+            build._run([*build.compiler_command(), *FLAGS, *chosen.flags, "-c", str(source), "-o", f"{source}.o"])
     except (KernelsUnavailable, OSError):
         return False
     return True

@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,35 +31,67 @@ def capable_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "c++")
 
 
-def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler is a script that only records its arguments."""
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file to which a compiler, a script that copies itself to its output, writes its arguments. The cache is
+    empty."""
     (compiler := tmp_path / "compiler").write_text(
-        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\ncp "$0" "$last"\n'
+        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\nsleep 0.02\ncp "$0" "$last"\n'
     )
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = build_library("bfloat16")
-    assert path.read_bytes() == compiler.read_bytes()
+    return tmp_path / "compiler.calls"
+
+
+def test_a_library_is_compiled_once(calls: Path) -> None:
+    reported: list[tuple[str, int]] = []
+    path = build_library("bfloat16", progress=lambda stage, percent: reported.append((stage, percent)))
+    assert path.read_bytes() == calls.with_suffix("").read_bytes()
     assert build_library("bfloat16") == path
-    (call,) = (tmp_path / "compiler.calls").read_text().splitlines()
-    assert call.startswith(" ".join((*build.FLAGS, *BY_NAME["amx"].flags, "-DTGI_ELEMENT_BF16")))
+    *compiled, linked = calls.read_text().splitlines()
+    sources = [source.name for source in build.SOURCES.glob("*.cpp")]
+    expected = " ".join((*build.FLAGS, *BY_NAME["amx"].flags, "-DTGI_ELEMENT_BF16"))
+    assert all(call.startswith(f"{expected} -c ") for call in compiled)
+    assert sorted(Path(call.split()[-3]).name for call in compiled) == sorted(sources)
+    assert linked.startswith(f"{expected} -shared ")
     assert sorted(one.suffix for one in path.parent.iterdir()) == [".lock", ".so"]
+    assert {stage for stage, _ in reported} == {"compiling the CPU kernels for amx and bfloat16"}
+    assert [percent for _, percent in reported] == [100 * done // len(sources) for done in range(len(sources) + 1)]
     assert build_library("bfloat16", "-g") != path
-    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 2
+    assert len(calls.read_text().splitlines()) == 2 * (len(sources) + 1)
 
 
-def test_concurrent_builds_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (compiler := tmp_path / "compiler").write_text(
-        '#!/bin/sh\nfor last; do :; done\necho "$@" >>"$0.calls"\nsleep 0.3\ncp "$0" "$last"\n'
-    )
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_concurrent_builds_compile_once(calls: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         (path,) = set(pool.map(lambda _: build_library("bfloat16"), range(4)))
-    assert path.read_bytes() == compiler.read_bytes()
-    assert len((tmp_path / "compiler.calls").read_text().splitlines()) == 1
+    assert path.exists()
+    assert calls.read_text().count(" -shared ") == 1
+
+
+def test_builds_that_were_killed_are_removed_from_the_cache(calls: Path, tmp_path: Path) -> None:
+    (cache := tmp_path / "cache" / "tgi").mkdir(parents=True, mode=0o700)
+    (killed := cache / "old.part").mkdir()
+    (killed / "argmax.o").write_bytes(b"half")
+    (single := cache / "older.part").write_bytes(b"half")
+    (running := cache / "running.part").mkdir()
+    for left in (killed, single):
+        os.utime(left, (0, 0))
+    build_library("bfloat16")
+    assert [path.exists() for path in (killed, single, running)] == [False, False, True]
+
+
+def test_a_library_of_the_package_is_used_if_it_is_made_of_these_sources(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "PACKAGED", tmp_path)
+    (packaged := tmp_path / build.library_name(BY_NAME["amx"], "bfloat16")).touch()
+    assert build_library("bfloat16") == packaged
+    assert build_library("bfloat16", "-g") != packaged
+    shutil.copytree(build.SOURCES, edited := tmp_path / "edited")
+    (edited / "head.cpp").write_text("// other sources\n")
+    monkeypatch.setattr(build, "SOURCES", edited)
+    assert build_library("bfloat16") != packaged
 
 
 def test_a_missing_or_failing_compiler_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +104,7 @@ def test_a_missing_or_failing_compiler_is_the_reason(tmp_path: Path, monkeypatch
         build_library("bfloat16")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+    with pytest.raises(KernelsUnavailable, match=r"no C\+\+ compiler: install one \(such as g\+\+\), or a wheel"):
         build_library("bfloat16")
 
 
@@ -109,7 +142,7 @@ def test_a_full_disk_or_a_missing_home_is_the_reason(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "mkstemp", full)
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(KernelsUnavailable, match="No space left"):
         build_library("bfloat16")
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,6 +1,12 @@
-"""Compiles the C++ sources with the compiler of this machine, once for each version of the sources, compiler command,
-instruction set and element type, and caches the libraries."""
+"""The compiled library for an instruction set and an element type: from the installed package, from the user's cache,
+or compiled now with the compiler of this machine and kept in that cache.
 
+A wheel contains libraries (setup.py makes them with `compile_library`). The name of a library ends with a digest of the
+sources and flags that it was made of, so a library of other sources is not found, and an edited checkout compiles its
+own.
+"""
+
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -8,39 +14,52 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tgi.microkernel.rundir import exposure
-from tgi.worker.host_cpu import kernel_set
+from tgi.worker.host_cpu import kernel_set, usable_cores
 from tgi.worker.instruction_sets import ELEMENTS, INSTRUCTION_SETS, InstructionSet
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-w")
-BUILD_TIMEOUT = 300.0  # seconds; builds of more than 120 were seen on a busy machine
+Progress = Callable[[str, int], None]  # stage, percent
+
+SOURCES = Path(__file__).parent
+PACKAGED = SOURCES / "lib"  # the libraries of an installed wheel
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-w")
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_TIMEOUT = 300.0  # seconds for a source file
+ABANDONED = 3600.0  # seconds after which an unfinished build has no owner
 
 
 class KernelsUnavailable(Exception):
     """The CPU kernels cannot be used; the text says why."""
 
 
-def build_library(element: str, *extra_flags: str, instruction_set: InstructionSet | None = None) -> Path:
-    """The compiled library for an element type (one of ELEMENTS) and an instruction set (by default the one in use),
-    from the cache if it is there. Raises KernelsUnavailable."""
+def build_library(
+    element: str, *extra_flags: str, instruction_set: InstructionSet | None = None, progress: Progress | None = None
+) -> Path:
+    """The library for an element type (one of ELEMENTS) and an instruction set, by default the one in use.
+
+    `extra_flags` are appended to the compiler's. `progress` is called with a stage and a percentage if the library has
+    to be compiled. Raises KernelsUnavailable.
+    """
     chosen = require_kernels(element, instruction_set)
-    command = [*_compiler_command(), *FLAGS, *chosen.flags, f"-D{ELEMENTS[element]}", *extra_flags]
-    sources = sorted(Path(__file__).parent.glob("*.cpp"))
-    digest = hashlib.blake2b(" ".join(command).encode(), digest_size=10)
-    for path in sorted(Path(__file__).parent.glob("*.[ch]*")):
-        digest.update(path.read_bytes())
-    path = _cache_directory() / f"kernels-{chosen.name}-{element}-{digest.hexdigest()}.so"
+    packaged = PACKAGED / library_name(chosen, element)
+    if not extra_flags and packaged.exists():
+        return packaged
+    compiler = compiler_command()
+    path = _cache_directory() / library_name(chosen, element, *compiler, *extra_flags)
     if not path.exists():
         with _compile_lock(path):
             if not path.exists():
-                log.info("compiling the CPU kernels for %s and %s", chosen.name, element)
-                _compile([*command, *map(str, sources)], path)
+                stage = f"compiling the CPU kernels for {chosen.name} and {element}"
+                log.info("%s", stage)
+                report = (lambda percent: progress(stage, percent)) if progress else None
+                compile_library(compiler, [*_flags(chosen, element), *extra_flags], path, report)
     return path
 
 
@@ -56,14 +75,55 @@ def require_kernels(element: str, instruction_set: InstructionSet | None = None)
     return chosen
 
 
-def _compiler_command() -> list[str]:
+def library_name(chosen: InstructionSet, element: str, *further: str) -> str:
+    """The file name of a library, which contains a digest of the sources, the flags and `further` words."""
+    words = (*_flags(chosen, element), *further)
+    digest = hashlib.blake2b("\0".join(words).encode(), digest_size=10)
+    for path in sorted(SOURCES.glob("*.[ch]*")):
+        digest.update(path.read_bytes())
+    return f"kernels-{chosen.name}-{element}-{digest.hexdigest()}.so"
+
+
+def compiler_command() -> list[str]:
     """The words of the environment variable CXX, or the first compiler that is installed."""
     if named := os.environ.get("CXX", "").split():
         return named
-    for name in ("c++", "g++", "clang++"):
+    for name in COMPILERS:
         if found := shutil.which(name):
             return [found]
-    raise KernelsUnavailable("there is no C++ compiler")
+    raise KernelsUnavailable(
+        "there is no C++ compiler: install one (such as g++), or a wheel of this package, which contains the kernels"
+    )
+
+
+def compile_library(
+    compiler: list[str], flags: list[str], path: Path, progress: Callable[[int], None] | None = None
+) -> None:
+    """Compiles the source files, as many at once as there are cores, and links them. The library is moved to `path`
+    when it is complete, so that no other process loads a part of it. `progress` is called with a percentage, on the
+    calling thread. Raises KernelsUnavailable."""
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)  # the longest first
+    with _scratch_directory(path.parent) as scratch, ThreadPoolExecutor(usable_cores()) as pool:
+        objects = [scratch / f"{source.stem}.o" for source in sources]
+        jobs = [
+            pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", str(to)])
+            for source, to in zip(sources, objects, strict=True)
+        ]
+        report = progress or (lambda percent: None)
+        report(0)
+        try:
+            for done, job in enumerate(as_completed(jobs), start=1):
+                job.result()
+                report(100 * done // len(jobs))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        unfinished = scratch / path.name
+        _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(unfinished)])
+        os.replace(unfinished, path)
+
+
+def _flags(chosen: InstructionSet, element: str) -> list[str]:
+    return [*FLAGS, *chosen.flags, f"-D{ELEMENTS[element]}"]
 
 
 def _cache_directory() -> Path:
@@ -83,7 +143,7 @@ def _cache_directory() -> Path:
     return path
 
 
-@contextmanager
+@contextlib.contextmanager
 def _compile_lock(path: Path) -> Iterator[None]:
     """Lets one process compile a library while others wait for it. The kernel releases the lock when a process dies."""
     try:
@@ -95,20 +155,32 @@ def _compile_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: list[str], path: Path) -> None:
-    """Runs the compiler and moves its output to `path`, so that no other worker loads an incomplete library."""
+@contextlib.contextmanager
+def _scratch_directory(parent: Path) -> Iterator[Path]:
+    """A directory for an unfinished build, which is removed afterwards. Those of builds that were killed are removed,
+    too."""
+    for left in parent.glob("*.part"):
+        with contextlib.suppress(OSError):  # removed by another process
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        scratch = tempfile.mkdtemp(dir=parent, suffix=".part")
     except OSError as error:
-        raise KernelsUnavailable(f"nothing can be written to {path.parent}: {error.strerror}") from error
-    os.close(handle)
+        raise KernelsUnavailable(f"nothing can be written to {parent}: {error.strerror}") from error
     try:
-        done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True, timeout=BUILD_TIMEOUT)
-        if done.returncode:
-            output = done.stderr.strip().splitlines() or ["no message"]
-            raise KernelsUnavailable(f"{command[0]} failed: {output[0]}")
-        os.replace(unfinished, path)
+        yield Path(scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(command: list[str]) -> None:
+    """Runs the compiler."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"{command[0]} cannot be run: {error}") from error
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
+    if done.returncode:
+        output = done.stderr.strip().splitlines() or ["no message"]
+        raise KernelsUnavailable(
+            f"{command[0]} failed: {next((line for line in output if 'error' in line), output[0])}"
+        )

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from tgi.worker.cpu_kernels.build import KernelsUnavailable, build_library, require_kernels
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, Progress, build_library, require_kernels
 from tgi.worker.cpu_kernels.kernels import INPUT_MULTIPLE, MAX_HEAD_DIM, CpuKernels
 from tgi.worker.host_cpu import threads_from_environment, usable_cores
 
@@ -44,10 +44,12 @@ class CpuModelCandidate(Protocol):
         """None: the model runs through transformers."""
 
 
-def select_cpu_kernels(models: Sequence[CpuModelCandidate], device: str) -> tuple[CpuKernels | None, str]:
+def select_cpu_kernels(
+    models: Sequence[CpuModelCandidate], device: str, progress: Progress | None = None
+) -> tuple[CpuKernels | None, str]:
     """The CPU kernels if they can compute all of these models on this device, or None and the reason. All or none,
     since models that share KV pages share their layout. Logs a warning where the processor is capable and something
-    else is missing.
+    else is missing. `progress` is called if the kernels are compiled.
 
     With the CPU kernels torch has little left to compute, and gets one thread: more would spin next to the kernels'
     threads and cost more than they gain."""
@@ -62,7 +64,7 @@ def select_cpu_kernels(models: Sequence[CpuModelCandidate], device: str) -> tupl
         return None, str(reason)
     threads = threads_from_environment() or usable_cores()
     try:
-        found = CpuKernels(build_library(element), threads, models[0].dtype)
+        found = CpuKernels(build_library(element, progress=progress), threads, models[0].dtype)
     except KernelsUnavailable as reason:
         log.warning("computing with torch's kernels, which are slower than our own: %s", reason)
         return None, str(reason)

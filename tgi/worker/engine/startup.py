@@ -120,7 +120,7 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
     if not settings.disable_custom_kernels:
         specs = _model_specs(settings.dtype, quantize, device, own_kernels=True)
         if device == "cpu":
-            kernels, reason = select_cpu_kernels(specs, device)
+            kernels, reason = select_cpu_kernels(specs, device, progress)
         else:
             gpu, reason = select_gpu_kernels(specs, device)
     words = f"torch's ({reason})" if reason else "our own"
