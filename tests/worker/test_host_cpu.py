@@ -97,6 +97,29 @@ def test_the_limit_applies_to_torch_and_the_cpu_kernels() -> None:
         assert reported("avx512_bf16") == "avx512_bf16 AVX512 avx2 fma avx512f True True"
 
 
+@pytest.mark.parametrize(
+    ("machine", "line", "taken"),
+    [
+        ("x86_64", "flags : avx2 avx_vnni avx_ne_convert", []),
+        ("x86_64", "flags : avx2 avx512f avx512bw", []),
+        ("x86_64", "flags : avx2 avx512f avx512_bf16", ["bfloat16"]),
+        ("x86_64", "flags : avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16", ["bfloat16", "float16"]),
+        ("aarch64", "Features : fp asimd fphp asimdhp", ["float16"]),
+        ("aarch64", "Features : fp asimd fphp asimdhp bf16", ["bfloat16", "float16"]),
+        ("ppc64le", "cpu : POWER9", []),
+    ],
+)
+def test_arithmetic_depends_on_the_instruction_sets(
+    machine: str, line: str, taken: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"{line}\n")
+    monkeypatch.setattr(host_cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.delenv(CPU_VARIABLE, raising=False)
+    assert [name for name in ("bfloat16", "float16") if host_cpu.has_arithmetic(name)] == taken
+    assert host_cpu.has_arithmetic("float32")
+
+
 def test_an_unknown_or_missing_instruction_set_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="TGI_CPU is 'sse2', which is not one of amx, avx512_bf16, avx512, avx2, neon"):
         limit_instruction_set("sse2")

@@ -113,7 +113,7 @@ class Settings:
     dtype: str = setting(
         MODEL,
         "auto",
-        "Type of weights and activations; auto: the model's, or float32 on a CPU that emulates it.",
+        "Type of weights and activations; auto: the model's, or float32 where torch's CPU kernels emulate it.",
         text,
         choices=DTYPES,
     )

@@ -31,15 +31,18 @@ from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set
 from tgi.worker.lora.registry import load_adapters
+from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import ModelSpec, build_model, dtype_name, read_model_spec
+from tgi.worker.models.loader import build_model, read_config, read_model_spec
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]
-PAGES_FILE = "worker.pages"  # in the run directory: the supervisor's pid and the number of pages
+# In the run directory, for the worker that replaces this one: the supervisor's pid and what was chosen.
+PAGES_FILE = "worker.pages"  # the number of pages
+DTYPE_FILE = "worker.dtype"  # the quickest dtype
 
 
 class LoadedModels(NamedTuple):
@@ -114,11 +117,13 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
         require_same_tokenizer(settings.model_dir, settings.draft_model_dir)
 
     quantize = quantization_by_directory(settings)
+    # The draft model computes in the served model's dtype, whatever its own is.
+    dtype = dtype_name(resolve_dtype(read_config(settings.model_dir), settings.dtype))
     progress("choosing kernels", 0)
     kernels = gpu = None
     reason = "--disable-custom-kernels"
     if not settings.disable_custom_kernels:
-        specs = _model_specs(settings.dtype, quantize, device, own_kernels=True)
+        specs = [read_model_spec(path, dtype, asked) for path, asked in quantize.items()]
         if device == "cpu":
             kernels, reason = select_cpu_kernels(specs, device, progress)
         else:
@@ -130,7 +135,8 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
             words += f" for {chosen.name}"
         words += f", {choose_threads() if kernels is None else kernels.threads} threads"
 
-    dtype = dtype_name(_model_specs(settings.dtype, quantize, device, kernels is not None)[0].dtype)
+    if settings.dtype == "auto" and device == "cpu" and kernels is None:
+        dtype = _dtype_by_trial(settings.run_dir, dtype)
 
     def build(directory: Path, model_progress: Progress) -> Model:
         asked, narrow = quantize[directory], settings.kv_cache_dtype is not None
@@ -149,15 +155,6 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
     if draft.context_length < served.context_length:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context_length)
     return LoadedModels(served, draft, kernels=words)
-
-
-def _model_specs(dtype: str, quantize: dict[Path, str | None], device: str, own_kernels: bool) -> list[ModelSpec]:
-    """The specs of the served model and the draft model. With the dtype "auto" both have that of the served model."""
-    found: list[ModelSpec] = []
-    for directory, asked in quantize.items():
-        common = dtype_name(found[0].dtype) if found else dtype
-        found.append(read_model_spec(directory, common, asked, device, own_kernels))
-    return found
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
@@ -254,16 +251,37 @@ def _cache_requirements(models: LoadedModels) -> memory.CacheRequirements:
 
 def _read_previous_pages(run: Path) -> int | None:
     """The number of pages of the previous worker of this supervisor, if there was one."""
-    try:
-        supervisor, pages = (run / PAGES_FILE).read_text().split()
-    except (FileNotFoundError, ValueError):
-        return None
-    return int(pages) if supervisor == str(os.getppid()) else None
+    words = _read_choice(run / PAGES_FILE)
+    return int(words[0]) if len(words) == 1 else None
 
 
 def _write_previous_pages(run: Path, pages: int) -> None:
     """Stores the number of pages for a worker that replaces this one."""
-    (run / PAGES_FILE).write_text(f"{os.getppid()} {pages}")
+    _write_choice(run / PAGES_FILE, str(pages))
+
+
+def _dtype_by_trial(run: Path, own: str) -> str:
+    """The dtype in which torch's CPU kernels compute a model of dtype `own`: that of the previous worker of this
+    supervisor, since its requests continue with the same numbers, else the quickest."""
+    known = _read_choice(run / DTYPE_FILE)
+    if len(known) == 1 and known[0] in (own, "float32"):
+        return known[0]
+    chosen = dtype_name(quickest_dtype(DTYPES[own]))
+    _write_choice(run / DTYPE_FILE, chosen)
+    return chosen
+
+
+def _read_choice(path: Path) -> list[str]:
+    """What `_write_choice` wrote for the previous worker of this supervisor; empty if there was none."""
+    try:
+        supervisor, *words = path.read_text().split()
+    except (FileNotFoundError, ValueError):
+        return []
+    return words if supervisor == str(os.getppid()) else []
+
+
+def _write_choice(path: Path, *words: str) -> None:
+    path.write_text(" ".join((str(os.getppid()), *words)))
 
 
 def _measure_memory(settings: Settings, models: LoadedModels, graph_sizes: list[int]) -> memory.CacheMemory:

@@ -1,4 +1,4 @@
-"""Loads a model: reads config.json, chooses the implementation and the dtype, and loads the weights."""
+"""Loads a model: reads config.json, chooses the implementation, and loads the weights."""
 
 import json
 import logging
@@ -14,9 +14,9 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.host_cpu import has_arithmetic
 from tgi.worker.models.config_reader import read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.interface import Model
 from tgi.worker.models.weight_loader import DecoderWeightLoader, read_kv_scales, stored_embedding
@@ -27,7 +27,6 @@ from tgi.worker.quantization.scheme import QuantizationScheme, resolve_scheme
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int], None]  # stage, percent
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelSpec(NamedTuple):
@@ -38,17 +37,14 @@ class ModelSpec(NamedTuple):
     scheme: QuantizationScheme = QuantizationScheme()
 
 
-def read_model_spec(
-    directory: Path, dtype: str, quantize: str | None = None, device: str = "cpu", own_kernels: bool = False
-) -> ModelSpec:
+def read_model_spec(directory: Path, dtype: str, quantize: str | None = None) -> ModelSpec:
     """The ModelSpec of a model directory.
 
-    `dtype` is "auto" (see resolve_dtype), "float32", "bfloat16" or "float16"; `quantize` is None or one of
-    settings.QUANTIZATIONS. `own_kernels`: our kernels compute, not torch's. Raises UserError if the model cannot be
-    served.
+    `dtype` is "auto" (the model's own), "float32", "bfloat16" or "float16"; `quantize` is None or one of
+    settings.QUANTIZATIONS. Raises UserError if the model cannot be served.
     """
     config = read_config(directory)
-    number = resolve_dtype(config, dtype, device, own_kernels)
+    number = resolve_dtype(config, dtype)
     scheme = resolve_scheme(directory, config, quantize)
     if config["model_type"] in FAMILIES:
         try:
@@ -83,9 +79,9 @@ def build_model(
     scales are loaded. `progress` is called with a stage and a percentage. Raises UserError if the model cannot be
     served.
     """
-    spec = read_model_spec(directory, dtype, quantize, device, kernels is not None)
+    spec = read_model_spec(directory, dtype, quantize)
     if device == "cpu" and kernels is None:
-        _log_emulation(stored_dtype(read_config(directory)), spec.dtype)
+        warn_of_emulation(spec.dtype)
     if spec.decoder is not None:
         return _build_decoder(
             directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache
@@ -109,41 +105,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f"{path} names no model_type. A model directory as transformers writes it is expected.")
     return config
-
-
-def resolve_dtype(config: dict[str, Any], dtype: str, device: str, own_kernels: bool = False) -> torch.dtype:
-    """The dtype to compute in. "auto": the config's, but float32 where torch's kernels compute on a CPU and would
-    emulate the config's dtype."""
-    if dtype != "auto":
-        return _dtype(dtype)
-    own = stored_dtype(config)
-    return own if own_kernels or device != "cpu" or has_arithmetic(dtype_name(own)) else torch.float32
-
-
-def stored_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype that the config names; float32 if it names none."""
-    return _dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as in settings.DTYPES."""
-    return str(dtype).removeprefix("torch.")
-
-
-def _log_emulation(own: torch.dtype, chosen: torch.dtype) -> None:
-    """Logs if the CPU emulates the chosen dtype, or would emulate the model's own."""
-    if not has_arithmetic(dtype_name(chosen)):
-        name = dtype_name(chosen)
-        log.warning("this CPU has no arithmetic for %s and emulates it: prompts are faster in --dtype float32", name)
-    elif chosen is not own and not has_arithmetic(dtype_name(own)):
-        log.debug("computing in %s: this CPU has no arithmetic for the model's %s", dtype_name(chosen), dtype_name(own))
-
-
-def _dtype(name: Any) -> torch.dtype:
-    """The dtype of a name. Raises UserError if it is not supported."""
-    if not isinstance(name, str) or name not in DTYPES:
-        raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype.")
-    return DTYPES[name]
 
 
 def _build_decoder(
