@@ -1,6 +1,10 @@
-"""Sizes the KV cache, and derives the deployment's limits from it."""
+"""Sizes the KV cache, derives the deployment's limits from it, and gives back what only the start has used."""
 
+import ctypes
 import logging
+import mmap
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +21,9 @@ GRAPH_BYTES = 8 << 20
 # On CPU the default cache takes this share of the available memory, because other processes need memory too.
 CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
+SMAPS = Path("/proc/self/smaps")  # Linux: the mappings of this process, with their sizes
+# The first line of a mapping: its addresses, permissions and file.
+MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) (?P<permissions>\S+) \S+ \S+ \S+ *(?P<file>/.*)?")
 # The directory of a container's memory limit and use (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -150,3 +157,27 @@ def _pages(
     if previous_pages is not None and previous_pages * required.page_bytes <= memory.available:
         return previous_pages
     return min(memory.default // required.page_bytes, max_useful)
+
+
+def release_start_memory() -> None:
+    """Gives memory back that only the start has used, on Linux: freed memory that the C library keeps, and pages of
+    libraries, most of which only their initialization reads. The system maps a page again where it is used."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(ctypes.c_size_t(0))
+    if not hasattr(mmap, "MADV_DONTNEED") or not SMAPS.exists():
+        return
+    for start, stop in _unwritten_file_mappings(SMAPS.read_text()):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def _unwritten_file_mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """The addresses of mappings of files whose pages are all as in the file. Others hold data: a library's constants,
+    for example, are written once when it is loaded, and read-only from then on."""
+    mapping: re.Match[str] | None = None
+    for line in smaps.splitlines():
+        name, _, value = line.partition(":")
+        if found := MAPPING.fullmatch(line):
+            mapping = found if found["file"] and "w" not in found["permissions"] else None
+        elif name == "Anonymous" and value.split() == ["0", "kB"] and mapping is not None:
+            yield int(mapping["start"], 16), int(mapping["stop"], 16)

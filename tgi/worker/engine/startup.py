@@ -93,6 +93,8 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
     engine.served = _worker_facts(settings, models, limits)
+    if device == "cpu":
+        memory.release_start_memory()
     return engine
 
 
