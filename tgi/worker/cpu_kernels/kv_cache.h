@@ -4,11 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "elements.h"
 #include "thread_pool.h"
 
 namespace tgi {
-
-using bf16 = uint16_t;
 
 constexpr int64_t PAGE = 32;  // positions of a page
 
@@ -46,7 +45,7 @@ inline void write_kv(const KvCache& cache, const AttentionBatch& batch, const bf
     bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
     for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
     // Infinity and NaN become 0: a later owner of the page multiplies masked values by zero, and must not get a NaN.
-    for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d] & 0x7f80) == 0x7f80 ? 0 : value[d];
+    for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d].bits & 0x7f80) == 0x7f80 ? bf16{} : value[d];
 }
 
 struct WriteKvJob final : Job {

@@ -2,11 +2,10 @@
 #pragma once
 #include <cstdint>
 
+#include "elements.h"
 #include "thread_pool.h"
 
 namespace tgi {
-
-using bf16 = uint16_t;
 
 // The matrices of an adapter for one projection: x a b. `rank` and the sizes of the projection are multiples of 32;
 // rank 0: the adapter does not change this projection.

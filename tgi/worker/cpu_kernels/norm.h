@@ -3,11 +3,10 @@
 #pragma once
 #include <cstdint>
 
+#include "elements.h"
 #include "thread_pool.h"
 
 namespace tgi {
-
-using bf16 = uint16_t;
 
 struct NormCall {
     const bf16* x;  // [rows, step]; the first `parts` times `size` elements of each row are normed

@@ -10,7 +10,6 @@
 namespace tgi {
 
 constexpr int64_t TILE_ROWS = 32;  // rows of a tile
-constexpr int64_t LANES = 16;  // elements of a vector
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // Attention of the rows of a tile over some positions. Scores are exponents of 2.

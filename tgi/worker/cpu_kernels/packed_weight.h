@@ -3,11 +3,10 @@
 #pragma once
 #include <cstdint>
 
+#include "elements.h"
 #include "thread_pool.h"
 
 namespace tgi {
-
-using bf16 = uint16_t;
 
 constexpr int64_t PANEL = 32;  // outputs that are computed together
 

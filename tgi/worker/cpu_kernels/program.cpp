@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t ALIGNED = 32;  // elements of a cache line
 
 struct AddJob final : Job {
-    AddJob(const bf16* x, bf16* y, int64_t size, float scale) : x(x), y(y), size(size), scale(_mm512_set1_ps(scale)) {}
+    AddJob(const bf16* x, bf16* y, int64_t size, float scale) : x(x), y(y), size(size), scale(broadcast(scale)) {}
 
     int64_t chunks() const { return (size + CHUNK - 1) / CHUNK; }
 
@@ -21,8 +21,8 @@ struct AddJob final : Job {
         const int64_t last = std::min((chunk + 1) * CHUNK, size);
         for (int64_t at = chunk * CHUNK; at < last; at += 16) {
             alignas(32) bf16 scaled[16];  // rounded to bfloat16, as a separate tensor would be
-            store(scaled, _mm512_mul_ps(load(x + at), scale));
-            store(y + at, _mm512_add_ps(load(y + at), load(scaled)));
+            store(scaled, load(x + at) * scale);
+            store(y + at, load(y + at) + load(scaled));
         }
     }
 
@@ -30,7 +30,7 @@ struct AddJob final : Job {
     const bf16* x;
     bf16* y;
     const int64_t size;  // a multiple of 16
-    const __m512 scale;
+    const Float scale;
 };
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }

@@ -26,7 +26,7 @@ float largest(const bf16* weight, int64_t inputs) {
 
 // Sixteen weights in units of their output's scale, from -MAX_INT8 to MAX_INT8; 0 for NaN.
 __m512 units(const bf16* weight, __m512 reciprocal) {
-    const __m512 found = _mm512_mul_ps(load(weight), reciprocal);
+    const __m512 found = _mm512_mul_ps(load(weight).part[0], reciprocal);
     const __mmask16 numbers = _mm512_cmp_ps_mask(found, found, _CMP_ORD_Q);
     return _mm512_maskz_max_ps(numbers, _mm512_set1_ps(-MAX_INT8), _mm512_min_ps(_mm512_set1_ps(MAX_INT8), found));
 }

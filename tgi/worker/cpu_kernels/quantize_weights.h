@@ -2,11 +2,10 @@
 #pragma once
 #include <cstdint>
 
+#include "elements.h"
 #include "thread_pool.h"
 
 namespace tgi {
-
-using bf16 = uint16_t;
 
 // The tables are those of quantization/quantize.py, with a row of 8 numbers for each grid point.
 struct QuantizeCall {

@@ -1,96 +1,133 @@
-// Vectors of 16 float32 numbers, loaded from and stored to bfloat16.
+// Functions of vectors of 16 float32 numbers: exponentials, activations, and the maxima of several vectors.
 #pragma once
-#include <immintrin.h>
-
 #include <cmath>
 #include <cstdint>
 
+#include "simd.h"
+
 namespace tgi {
 
-using bf16 = uint16_t;
-
-inline __m512 load(const bf16* at) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
-}
-
-// Rounds to nearest, ties to even.
-inline void store(bf16* at, __m512 x) { _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-inline void store(bf16* at, __m512 first, __m512 second) {
-    _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-}
+// The larger of two numbers; NaN where x is NaN.
+inline Float at_least(float least, Float x) { return max(broadcast(least), x); }
 
 // 2^x for x < 128, with a relative error below 3e-7: x is split into an integer and a fraction r in [0, 1), and 2^r is
-// a polynomial.
-inline __m512 exp2(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-    __m512 p = _mm512_set1_ps(1.867131097e-03f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.017027915e-03f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.579991639e-02f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.401644439e-01f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931512952e-01f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
-    return _mm512_scalef_ps(p, x);
+// a polynomial. Without AVX-512, results below 2^-126 are 0.
+inline Float exp2(Float x) {
+#if defined(__AVX512F__)
+    const Float r{{_mm512_reduce_ps(x.part[0], _MM_FROUND_TO_NEG_INF)}};
+#else
+    x = at_least(-127.f, x);
+    const Float integer = floor(x), r = x - integer;
+#endif
+    Float p = broadcast(1.867131097e-03f);
+    p = fma(p, r, broadcast(9.017027915e-03f));
+    p = fma(p, r, broadcast(5.579991639e-02f));
+    p = fma(p, r, broadcast(2.401644439e-01f));
+    p = fma(p, r, broadcast(6.931512952e-01f));
+    p = fma(p, r, broadcast(1.f));
+#if defined(__AVX512F__)
+    return {{_mm512_scalef_ps(p.part[0], x.part[0])}};
+#else
+    // The sum's lowest eight bits are the biased exponent.
+    return p * as_float(shift_left(as_int(integer + broadcast(0x1p23f + 127.f)), 23));
+#endif
 }
 
 // The largest element of each of 16 vectors, in their order.
-inline __m512 horizontal_maxima(const __m512 (&x)[16]) {
-    const auto both = [](__m512 a, __m512 b) { return _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a,
-        b)); };
-    const auto four = [&](const __m512* of) {
-        const __m512d a = (__m512d)both(of[0], of[1]), b = (__m512d)both(of[2], of[3]);
+inline Float horizontal_maxima(const Float (&x)[16]) {
+#if defined(__AVX512F__)
+    const auto both = [](__m512 a, __m512 b) {
+        return _mm512_max_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    };
+    const auto four = [&](const Float* of) {
+        const __m512d a = (__m512d)both(of[0].part[0], of[1].part[0]), b = (__m512d)both(of[2].part[0], of[3].part[0]);
         return _mm512_max_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
     };
-    const auto eight = [&](const __m512* of) {
+    const auto eight = [&](const Float* of) {
         const __m512 a = four(of), b = four(of + 4);
         return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     };
     const __m512 a = eight(x), b = eight(x + 8);
-    return _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    return {{_mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))}};
+#elif defined(__AVX2__)
+    const auto both = [](const Float* of) {
+        const __m256 a = max(of[0].part[0], of[0].part[1]), b = max(of[1].part[0], of[1].part[1]);
+        return (__m256d)_mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    };
+    const auto four = [&](const Float* of) {
+        const __m256d a = both(of), b = both(of + 2);
+        return _mm256_max_ps((__m256)_mm256_unpacklo_pd(a, b), (__m256)_mm256_unpackhi_pd(a, b));
+    };
+    Float found;
+    for (int half = 0; half < 2; half++) {
+        const __m256 a = four(x + 8 * half), b = four(x + 8 * half + 4);
+        found.part[half] = _mm256_max_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    return found;
+#else
+    const auto lanes = [](const Float& of) { return max(max(of.part[0], of.part[1]), max(of.part[2], of.part[3])); };
+    Float found;
+    TGI_EACH_REGISTER {
+        const Float* of = x + 4 * i;
+        found.part[i] = vpmaxq_f32(vpmaxq_f32(lanes(of[0]), lanes(of[1])), vpmaxq_f32(lanes(of[2]), lanes(of[3])));
+    }
+    return found;
+#endif
 }
 
-// 1 / x for 1 <= x < 2^127, with a relative error below 2^-22: one step of Newton's method, in a fifth of the time of a
-// division.
-inline __m512 reciprocal(__m512 x) {
-    const __m512 near = _mm512_rcp14_ps(x);
-    return _mm512_mul_ps(near, _mm512_fnmadd_ps(x, near, _mm512_set1_ps(2.f)));
+// 1 / x for 1 <= x < 2^127, with a relative error below 2^-22. With AVX-512 it is one step of Newton's method, in a
+// fifth of the time of a division. Others divide: their estimates differ from one maker of processors to another.
+inline Float reciprocal(Float x) {
+#if defined(__AVX512F__)
+    const Float near{{_mm512_rcp14_ps(x.part[0])}};
+    return near * fnma(x, near, broadcast(2.f));
+#else
+    return broadcast(1.f) / x;
+#endif
 }
-
-// The larger of two numbers; NaN where x is NaN.
-inline __m512 at_least(float least, __m512 x) { return _mm512_max_ps(_mm512_set1_ps(least), x); }
 
 // 1 / (1 + e^-x) for x >= -87.3, where it is nearly 2^-126; relative error below 1e-6 for x > -10. NaN stays NaN.
-inline __m512 sigmoid(__m512 x) {
-    return reciprocal(_mm512_add_ps(_mm512_set1_ps(1.f), exp2(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)))));
-}
+inline Float sigmoid(Float x) { return reciprocal(broadcast(1.f) + exp2(x * broadcast(-1.44269504f))); }
 
-inline __m512 tanh(__m512 x) {
-    const __m512 two = _mm512_set1_ps(2.f);
-    return _mm512_fmsub_ps(two, sigmoid(at_least(-87.3f, _mm512_mul_ps(two, x))), _mm512_set1_ps(1.f));
+inline Float tanh(Float x) {
+    const Float two = broadcast(2.f);
+    return fms(two, sigmoid(at_least(-87.3f, two * x)), broadcast(1.f));
 }
 
 // x sigmoid(x). Below -87.3 it is the value at -87.3, -1e-36. The bound applies to the factor x too: a huge x times the
 // smallest sigmoid would not be small.
-inline __m512 silu(__m512 x) {
+inline Float silu(Float x) {
     x = at_least(-87.3f, x);
-    return _mm512_mul_ps(x, sigmoid(x));
+    return x * sigmoid(x);
 }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), computed with 1 + tanh(u) = 2 sigmoid(2 u). Below -9.99 it is the
 // value at -9.99, -2e-37, where the argument of the sigmoid is -87.1.
-inline __m512 gelu_tanh(__m512 x) {
+inline Float gelu_tanh(Float x) {
     x = at_least(-9.99f, x);
-    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    const __m512 inner = _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x);
-    return _mm512_mul_ps(x, sigmoid(_mm512_mul_ps(inner, _mm512_set1_ps(1.59576912f))));
+    const Float inner = fma(x * x * x, broadcast(0.044715f), x);
+    return x * sigmoid(inner * broadcast(1.59576912f));
 }
 
 // 0.5 x (1 + erf(x / sqrt(2))).
-inline __m512 gelu(__m512 x) {
-    alignas(64) float each[16];
-    _mm512_store_ps(each, x);
+inline Float gelu(Float x) {
+    alignas(64) float each[LANES];
+    store(each, x);
     for (float& one : each) one = 0.5f * one * (1.f + std::erf(one * 0.70710678f));
-    return _mm512_load_ps(each);
+    return load(each);
 }
+
+#if defined(__AVX512F__)
+// The same for sources that are written for AVX-512 alone.
+inline void store(bf16* at, __m512 x) { store(at, Float{{x}}); }
+inline void store(bf16* at, __m512 first, __m512 second) { store(at, Float{{first}}, Float{{second}}); }
+inline __m512 exp2(__m512 x) { return exp2(Float{{x}}).part[0]; }
+inline __m512 at_least(float least, __m512 x) { return at_least(least, Float{{x}}).part[0]; }
+inline __m512 tanh(__m512 x) { return tanh(Float{{x}}).part[0]; }
+inline __m512 silu(__m512 x) { return silu(Float{{x}}).part[0]; }
+inline __m512 gelu_tanh(__m512 x) { return gelu_tanh(Float{{x}}).part[0]; }
+inline __m512 gelu(__m512 x) { return gelu(Float{{x}}).part[0]; }
+inline __m512 horizontal_maxima(const __m512 (&x)[16]) { return horizontal_maxima((const Float(&)[16])x).part[0]; }
+#endif
 
 }  // namespace tgi
