@@ -1,9 +1,16 @@
-"""Limits torch to one thread unless a test sets more: threads that wait for each other are slow on a busy machine."""
+"""Limits torch to one thread unless a test sets more: threads that wait for each other are slow on a busy machine. With
+TGI_EMULATE the CPU kernels are computed by an emulator (cpu_kernels/emulation)."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.worker.cpu_kernels.emulation.library import emulate
+
+if os.environ.get("TGI_EMULATE"):
+    emulate(os.environ["TGI_EMULATE"])
 
 
 @pytest.fixture(autouse=True)

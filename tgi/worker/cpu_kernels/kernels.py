@@ -5,10 +5,9 @@ A call computes on the calling thread and on those of the pool, and returns when
 may call. No result depends on the number of threads, nor a row's result on the other rows.
 """
 
-import ctypes
 import weakref
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -133,7 +132,7 @@ class CpuKernels:
 
     def __init__(self, path: Path, threads: int, dtype: torch.dtype = torch.bfloat16) -> None:
         try:
-            library = ctypes.CDLL(str(path))
+            library = CDLL(str(path))
         except OSError as error:
             raise KernelsUnavailable(f"{path} cannot be loaded: {error}") from error
         library.tgi_start.argtypes, library.tgi_start.restype = (c_int, c_int), c_void_p
