@@ -46,6 +46,7 @@ Child processes receive the settings in their environment and remove them from i
 | `TGI_CACHE` | directory of imported models; default `$XDG_CACHE_HOME/tgi` |
 | `XDG_CACHE_HOME` | directory of compiled kernels, in `tgi`; default `~/.cache` |
 | `CXX` | compiler of the CPU kernels; default: the first of `c++`, `g++`, `clang++` found |
+| `TGI_WHEEL_KERNELS` | instruction sets in a wheel that is built ([installation.md](installation.md)) |
 | `HF_TOKEN`, `HUGGING_FACE_HUB_TOKEN`, `HF_API_TOKEN` | token for gated and private models of the Hub |
 | `HF_HOME`, `HF_HUB_CACHE` | cache directory of Hub models |
 | `HF_HUB_OFFLINE` | `1`: no downloads |

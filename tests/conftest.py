@@ -43,6 +43,7 @@ MARKERS = {
         "microkernel/test_log",
         "scheduler/test_cost",
         "scripts/",
+        "test_wheel",
         "tokenizer/answer/test_calls",
         "tokenizer/test_cost",
         "worker/cpu_kernels/test_attention",

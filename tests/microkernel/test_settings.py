@@ -77,6 +77,7 @@ REFUSED = [
     ({"lora_adapters": "tgi=/lora"}, "A LoRA adapter cannot be called tgi"),
     ({"lora_adapters": "a=b,c,a@d"}, "Two LoRA adapters are called a"),
     ({"quantize": "exl2"}, "not supported"),
+    ({"device": "mps"}, "`device` is mps, but the worker has no attention over a paged KV cache for Apple's GPU"),
     ({"speculate": 17}, r"`speculate` must be <= 16. Given: 17"),
     ({"speculate": 0, "draft_model_id": "small"}, "the draft model would draft nothing"),
     ({"draft_model_revision": "main"}, "no `draft_model_id` is given"),

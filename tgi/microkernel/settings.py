@@ -120,10 +120,10 @@ class Settings:
     device: str = setting(
         MODEL,
         "auto",
-        "Device of the model; auto: a GPU if there is one.",
+        "Device of the model; auto: a CUDA GPU if there is one. mps, a GPU of Apple, is refused.",
         text,
         env=("TGI_DEVICE",),
-        choices=("auto", "cpu", "cuda"),
+        choices=("auto", "cpu", "cuda", "mps"),
     )
     trust_remote_code: bool = setting(
         MODEL,
@@ -618,6 +618,10 @@ def _reject_unsupported(settings: Settings) -> None:
     """Raises UserError for features of TGI that this server does not have."""
     if settings.ngrok:
         raise _invalid("ngrok tunnels are not supported. Leave out --ngrok and run the tunnel separately.")
+    if settings.device == "mps":
+        raise _invalid(
+            "`device` is mps, but the worker has no attention over a paged KV cache for Apple's GPU. Use --device cpu."
+        )
     if settings.quantize == "exl2":
         raise _invalid(
             "`quantize` is exl2, whose bit widths differ between layers: not supported. Serve the "

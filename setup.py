@@ -1,0 +1,83 @@
+"""Puts the compiled CPU kernels into wheels: a library for each instruction set of this kind of machine and for each
+element type. Everything else about the build is in pyproject.toml.
+
+The environment variable TGI_WHEEL_KERNELS limits the libraries: names of instruction sets with commas between, or
+"none" for a wheel whose kernels are compiled at the first start. An editable installation compiles nothing.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tgi.worker.cpu_kernels.build import PACKAGED, SOURCES, KernelsUnavailable, build_library, library_name
+from tgi.worker.instruction_sets import BY_NAME, INSTRUCTION_SETS, InstructionSet
+
+VARIABLE = "TGI_WHEEL_KERNELS"
+MACHINES = {"arm64": "aarch64"}  # macOS's name -> that of the table
+
+
+def wanted_sets() -> list[InstructionSet]:
+    """The instruction sets to compile for. Ends with a message if the variable has an unknown name."""
+    machine = MACHINES.get(platform.machine(), platform.machine())
+    named = os.environ.get(VARIABLE, "all")
+    if named == "all":
+        return [one for one in INSTRUCTION_SETS if one.machine == machine]
+    if named == "none":
+        return []
+    try:
+        return [BY_NAME[name.strip()] for name in named.split(",")]
+    except KeyError as error:
+        sys.exit(f"{VARIABLE} is {named!r}: {error} is not one of all, none, {', '.join(BY_NAME)}.")
+
+
+class BuildWithKernels(build_py):
+    """Copies the Python files, then compiles the kernels or takes them from this user's cache."""
+
+    def run(self) -> None:
+        """Ends with a message if a library cannot be compiled."""
+        super().run()
+        if self.editable_mode:
+            return
+        libraries = Path(self.build_lib, "tgi", "worker", "cpu_kernels") / PACKAGED.relative_to(SOURCES)
+        shutil.rmtree(libraries, ignore_errors=True)  # of an earlier build
+        libraries.mkdir(parents=True)
+        try:
+            for chosen in wanted_sets():
+                for element in chosen.elements:
+                    made = build_library(element, instruction_set=chosen, progress=show)
+                    shutil.copy(made, libraries / library_name(chosen, element))
+        except KernelsUnavailable as reason:
+            sys.exit(f"The CPU kernels cannot be compiled: {reason}. {VARIABLE}=none builds without them.")
+
+
+class WithLibraries(Distribution):
+    """Without libraries the wheel is for every platform."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether the package has compiled parts."""
+        return bool(wanted_sets())
+
+
+class WheelForEveryPython(bdist_wheel):
+    """Any Python 3 can load the libraries, since ctypes does."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Language, ABI and platform, for the file's name."""
+        return "py3", "none", super().get_tag()[2]
+
+
+def show(stage: str, percent: int) -> None:
+    """Prints each stage once."""
+    if not percent:
+        print(stage, flush=True)
+
+
+setup(distclass=WithLibraries, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForEveryPython})
