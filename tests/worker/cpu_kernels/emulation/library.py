@@ -12,7 +12,7 @@ import struct
 import subprocess
 import weakref
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,16 @@ def emulate(name: str) -> None:
     if reason := missing_tools():
         raise RuntimeError(reason)
     os.environ["CXX"] = COMPILER
-    EmulatedLibrary.processor = PROCESSORS[name]
     build.kernel_set = lambda: BY_NAME[name]
-    kernels.CDLL = EmulatedLibrary
+    kernels.CDLL = partial(EmulatedLibrary, processor=PROCESSORS[name])
 
 
 class EmulatedLibrary:
     """The functions of a library for another processor, as attributes. Raises OSError if it cannot be loaded."""
 
-    processor = PROCESSORS["neon"]
-
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, processor: str = "max") -> None:
         self.path = path
-        self._process = _start([EMULATOR, "-cpu", self.processor, "-L", LIBRARIES, str(_server()), path])
+        self._process = _start([EMULATOR, "-cpu", processor, "-L", LIBRARIES, str(_server()), path])
         weakref.finalize(self, _end, self._process)
         self._memory = os.open("/proc/self/mem", os.O_RDWR)
         weakref.finalize(self, os.close, self._memory)
