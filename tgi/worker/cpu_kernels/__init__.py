@@ -13,10 +13,12 @@ Read kernels.py first: the kernels as functions of tensors. Then:
 
 C++ sources, from the bottom up (interface.cpp lists all functions that Python calls):
 
-- thread_pool, prefetch.h, vector_math.h: threads, cache hints, float32 vector functions,
-- packed_weight, dequantize.h: the layout of packed weights, and the decoding of quantized ones,
-- tile_matmul.h: products of tiles, up to 32 rows times 32 columns with AMX or AVX-512,
-- linear.cpp with epilogue.h, byte_planes and work_stealing.h: linear layers,
+- elements.h, simd.h, vector_math.h: number types, vectors on every instruction set, and functions of them,
+- thread_pool, prefetch.h: threads, cache hints,
+- packed_weight: the layout of packed weights,
+- engine.h: products of tiles, up to 32 rows times 32 columns, by the dot engine (dot_tile.h, dot_decoders.h) or the FMA
+  engine (fma_tile.h, fma_decoders.h),
+- linear.cpp with linear_job.h, dot_linear.h and byte_planes, or fma_linear.h; epilogue.h, work_stealing.h: layers,
 - head, argmax: logits, and greedy tokens without storing the logits,
 - attention.cpp with kv_cache.h, attention_tile.h and online_softmax.h: paged attention,
 - norm, rope, lora, gather_rows: the other operations of a layer,

@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "kv_cache.h"
 #include "online_softmax.h"
-#include "tile_matmul.h"
+#include "engine.h"
 
 namespace tgi {
 

@@ -1,4 +1,8 @@
 // See byte_planes.h.
+#include "elements.h"
+
+#if TGI_DOT_ENGINE
+
 #include "byte_planes.h"
 
 #include <cstring>
@@ -13,15 +17,15 @@ constexpr int OFFSET = 1 << 15;  // makes the integers unsigned
 constexpr float SMALLEST = 0x1p-100f;  // rows of smaller magnitudes become zeros
 
 struct SplitJob final : Job {
-    SplitJob(const LinearCall& call, uint8_t* upper, uint8_t* lower, int64_t step, float* units)
-        : call(call), inputs(call.weight.inputs), upper(upper), lower(lower), step(step), units(units) {}
+    SplitJob(const LinearCall& call, const OperandRows& x, uint8_t* upper, uint8_t* lower, int64_t step, float* units)
+        : call(call), x(x), inputs(x.step), upper(upper), lower(lower), step(step), units(units) {}
 
     int64_t chunks() const { return call.rows <= ROWS_OF_ONE_THREAD ? 1 : (call.rows + CHUNK - 1) / CHUNK; }
 
     void run(int64_t chunk, int64_t) const override {
         const int64_t last = chunks() == 1 ? call.rows : std::min((chunk + 1) * CHUNK, call.rows);
         for (int64_t row = chunk * CHUNK; row < last; row++) {
-            const bf16* x = call.x + row * inputs;
+            const bf16* x = this->x.at + row * inputs;
             const float most = largest(x);
             const bool none = most < SMALLEST, odd = !(most <= std::numeric_limits<float>::max());
             write(x, none || odd ? 0 : MAX_UNITS / most, upper + row * step, lower + row * step);
@@ -62,6 +66,7 @@ struct SplitJob final : Job {
     // Rows that one thread converts alone; rows of a chunk
     static constexpr int64_t ROWS_OF_ONE_THREAD = 8, CHUNK = 16;
     const LinearCall& call;
+    const OperandRows x;
     const int64_t inputs;
     uint8_t *const upper, *const lower;
     const int64_t step;  // bytes
@@ -74,16 +79,18 @@ struct alignas(CACHE_LINE) Line {
 
 }  // namespace
 
-BytePlanes split_activations(ThreadPool& pool, const LinearCall& call) {
+BytePlanes split_activations(ThreadPool& pool, const LinearCall& call, const OperandRows& x) {
     static thread_local std::vector<Line> lines;
     static thread_local std::vector<float> units;
     const int64_t step = call.weight.form.padded_inputs(call.weight.inputs), bytes = call.rows * step;
     if ((int64_t)lines.size() * CACHE_LINE < 2 * bytes) lines.resize(2 * bytes / CACHE_LINE);
     if ((int64_t)units.size() < call.rows) units.resize(call.rows);
     uint8_t* const at = lines[0].bytes;
-    const SplitJob job(call, at, at + bytes, step, units.data());
+    const SplitJob job(call, x, at, at + bytes, step, units.data());
     pool.run(job, job.chunks());
     return {(const bf16*)at, units.data(), step / 2, bytes / 2};
 }
 
 }  // namespace tgi
+
+#endif

@@ -1,12 +1,11 @@
-// Activations as 16-bit integers, for integer weights with one scale for each output: y = unit of the row * scale of
+// Activations as 16-bit integers on the dot engine, for integer weights with one scale for each output: y = unit of the row * scale of
 // the output * sum of products.
 //
 // The largest magnitude of a row becomes 32767 units. The upper and the lower bytes of the 16-bit integers are
 // multiplied separately, with exact int32 sums: results do not depend on the order of summation or on the instructions
 // used.
 #pragma once
-#include "linear.h"
-#include "tile_matmul.h"
+#include "linear_job.h"
 
 namespace tgi {
 
@@ -20,8 +19,8 @@ struct BytePlanes {
     int64_t step, apart;
 };
 
-// The byte planes of the rows of a call, valid until the next call.
-BytePlanes split_activations(ThreadPool& pool, const LinearCall& call);
+// The byte planes of the rows x of a call, valid until the next call.
+BytePlanes split_activations(ThreadPool& pool, const LinearCall& call, const OperandRows& x);
 
 // Reads the sums [rows][32] of products with upper bytes and, `apart` elements behind them, with lower bytes. The
 // offset of the activations makes a sum too large by 32768 times the sum of the output's weights; `offsets` corrects
@@ -31,12 +30,12 @@ struct BytePlaneSums {
     BytePlaneSums(const int32_t* at, int64_t apart, const float* units, const uint8_t* panel)
         : at(at), apart(apart), units(units), scales((const float*)panel), offsets((const int32_t*)panel + PANEL) {}
 
-    __m512 of(int half) const {
+    Float of(int half) const {
         const __m512i upper = _mm512_add_epi32(_mm512_load_si512(at + 16 * half),
             _mm512_load_si512(offsets + 16 * half));
         const __m512 lower = _mm512_cvtepi32_ps(_mm512_load_si512(at + apart + 16 * half));
         const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256.f), lower);
-        return _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_load_ps(scales + 16 * half)), _mm512_set1_ps(*units));
+        return {{_mm512_mul_ps(_mm512_mul_ps(sum, _mm512_load_ps(scales + 16 * half)), _mm512_set1_ps(*units))}};
     }
 
     void next(int64_t rows) { at += rows * COLUMNS, units += rows; }

@@ -28,7 +28,7 @@ using Element = float;
 #error "define TGI_ELEMENT_BF16, TGI_ELEMENT_F16 or TGI_ELEMENT_F32"
 #endif
 
-// The engine of products: the dot engine (tile_matmul.h) multiplies bfloat16 numbers with AMX or AVX-512, the FMA engine
+// The engine of products: the dot engine (dot_tile.h) multiplies bfloat16 numbers with AMX or AVX-512, the FMA engine
 // (fma_tile.h) float32 numbers. `Operand` is the type of the rows that an engine multiplies.
 #if defined(TGI_ELEMENT_BF16) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define TGI_DOT_ENGINE 1

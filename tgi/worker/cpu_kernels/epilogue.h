@@ -4,20 +4,20 @@
 #include <type_traits>
 
 #include "linear.h"
-#include "tile_matmul.h"
+#include "prefetch.h"
+#include "simd.h"
 
 namespace tgi {
 
-inline __m512 to_logit(__m512 sum, const LogitScale& how) {
-    const __m512 scaled = _mm512_mul_ps(sum, _mm512_set1_ps(how.scale));
-    return how.cap ? _mm512_mul_ps(tanh(_mm512_mul_ps(scaled, _mm512_set1_ps(1 / how.cap))),
-        _mm512_set1_ps(how.cap)) : scaled;
+inline Float to_logit(Float sum, const LogitScale& how) {
+    const Float scaled = sum * broadcast(how.scale);
+    return how.cap ? tanh(scaled * broadcast(1 / how.cap)) * broadcast(how.cap) : scaled;
 }
 
 // Reads float32 sums [rows][32].
 struct FloatSums {
-    __m512 of(int half) const { return _mm512_load_ps(at + 16 * half); }
-    void next(int64_t rows) { at += rows * COLUMNS; }
+    Float of(int half) const { return load(at + LANES * half); }
+    void next(int64_t rows) { at += rows * PANEL; }
 
     const float* at;
 };
@@ -25,38 +25,41 @@ struct FloatSums {
 // Applies the epilogue to the sums of rows from `first` on, for the outputs from `at` on.
 template <Epilogue epilogue, class SumReader>
 void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t at, SumReader sums) {
-    const int64_t outputs = call.weight.outputs, left = std::min(outputs - at, PANEL);
-    const __mmask32 all = (1ull << left) - 1;
-    const __mmask16 there[2] = {(__mmask16)all, (__mmask16)(all >> 16)};
-    __m512 bias[2] = {};
-    for (int half = 0; call.bias && half < 2; half++)
-        bias[half] = _mm512_maskz_loadu_ps(there[half], call.bias + at + 16 * half);
+    const int64_t outputs = call.weight.outputs;
+    // Outputs of each half of the panel.
+    const int64_t count[2] = {std::min(outputs - at, LANES), std::clamp<int64_t>(outputs - at - LANES, 0, LANES)};
+    Float bias[2] = {};
+    for (int half = 0; call.bias && half < 2; half++) bias[half] = load_first(call.bias + at + LANES * half,
+        count[half]);
     for (int64_t row = first; row < first + rows; row++, sums.next(1)) {
         const int64_t to = row * outputs + at;
-        __m512 y[2];
+        Float y[2];
         for (int half = 0; half < 2; half++) {
             y[half] = sums.of(half);
-            if (call.bias) y[half] = _mm512_add_ps(y[half], bias[half]);
+            if (call.bias) y[half] = y[half] + bias[half];
             if (call.plus) {
-                const float* plus = call.plus + row * call.plus_step + at + 16 * half;
-                y[half] = _mm512_add_ps(y[half], _mm512_maskz_loadu_ps(there[half], plus));
+                const float* plus = call.plus + row * call.plus_step + at + LANES * half;
+                y[half] = y[half] + load_first(plus, count[half]);
             }
             if (epilogue == Epilogue::silu) y[half] = silu(y[half]);
             if (epilogue == Epilogue::gelu) y[half] = gelu(y[half]);
             if (epilogue == Epilogue::gelu_tanh) y[half] = gelu_tanh(y[half]);
             if (epilogue == Epilogue::logit) y[half] = to_logit(y[half], call.logit_scale);
             if (epilogue == Epilogue::add || epilogue == Epilogue::mul) {
-                const __m256i bits = _mm256_maskz_loadu_epi16(there[half], call.other + to + 16 * half);
-                const __m512 other = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-                y[half] = epilogue == Epilogue::add ? _mm512_add_ps(y[half], other) : _mm512_mul_ps(y[half], other);
+                const Float other = load_first(call.other + to + LANES * half, count[half]);
+                y[half] = epilogue == Epilogue::add ? y[half] + other : y[half] * other;
             }
-            if (call.wide) _mm512_mask_storeu_ps(call.wide + to + 16 * half, there[half], y[half]);
+            if (call.wide) store_first(call.wide + to + LANES * half, y[half], count[half]);
         }
         if (call.block_maxima) {
-            for (int half = 0; half < 2; half++) y[half] = _mm512_mask_mov_ps(_mm512_set1_ps(LOWEST), there[half],
-                y[half]);
-            call.block_maxima->set(row, at / PANEL, y[0], y[1]);
-        } else if (!call.wide) _mm512_mask_storeu_epi16(call.y + to, all, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
+            for (int half = 0; half < 2; half++) y[half] = select(first_lanes(count[half]), y[half],
+                broadcast(LOWEST));
+            call.block_maxima->set(row, at / PANEL, y[0].part[0], y[1].part[0]);
+        } else if (!call.wide) {
+            if (count[1] == LANES) store(call.y + to, y[0], y[1]);
+            else
+                for (int half = 0; half < 2; half++) store_first(call.y + to + LANES * half, y[half], count[half]);
+        }
     }
 }
 

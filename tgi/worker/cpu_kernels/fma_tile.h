@@ -1,7 +1,7 @@
 // The FMA engine: products of tiles in float32, up to 32 rows times a block of 32 columns, on every instruction set.
 //
 // c[r][n] = sum over k of a[r][k] * b[k][n]. Rows of `a` are float32 and contiguous in k. `b` holds bfloat16, float16
-// or float32 numbers in the order of `element_index`, or codes that a decoder turns into float32 (dequantize.h).
+// or float32 numbers in the order of `element_index`, or codes that a decoder turns into float32 (fma_decoders.h).
 //
 // Invariant: every sum is one chain of fused multiply-adds over ascending k, whatever the number of rows, and whether at
 // once or in parts. So a row's result does not depend on the other rows.
@@ -23,14 +23,14 @@ constexpr int64_t WIDE_FMA_ROWS = 3;  // and with 32
 #endif
 
 // The inputs of a pair, of 16 columns. `apart`: elements from one input to the next, of types that are not paired.
-inline void load_pair(const bf16* at, int64_t, Float (&pair)[2]) {
+TGI_INLINE void load_pair(const bf16* at, int64_t, Float (&pair)[2]) {
     const Int words = load((const int32_t*)at);
     pair[0] = as_float(shift_left(words, 16));
     pair[1] = as_float(words & broadcast(int32_t(0xffff0000)));
 }
 
 template <class T>
-inline void load_pair(const T* at, int64_t apart, Float (&pair)[2]) {
+TGI_INLINE void load_pair(const T* at, int64_t apart, Float (&pair)[2]) {
     pair[0] = load(at), pair[1] = load(at + apart);
 }
 
@@ -38,10 +38,10 @@ inline void load_pair(const T* at, int64_t apart, Float (&pair)[2]) {
 // 16 columns to the other 16. Decoders specialize this.
 template <class B>
 struct FmaBlock {
-    explicit FmaBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
+    TGI_INLINE explicit FmaBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
 
     // Inputs 2 j and 2 j + 1 of the first (0) or the other (1) 16 columns.
-    void pair(int j, int half, Float (&found)[2]) const { load_pair(at + j * step + half * right, step / 2, found); }
+    TGI_INLINE void pair(int j, int half, Float (&found)[2]) const { load_pair(at + j * step + half * right, step / 2, found); }
 
     decltype(std::declval<B&>().next_block()) at;
     const int64_t step, right;

@@ -1,11 +1,14 @@
-// See gather_rows.h. A row is spread over its panel in pairs of inputs, so the whole panel is decoded as for a product,
-// and the pairs are picked from it.
+// See gather_rows.h. A row is spread over its panel: numbers are picked from it, codes are decoded as for a product.
 #include "gather_rows.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "dequantize.h"
+#if TGI_DOT_ENGINE
+#include "dot_decoders.h"
+#else
+#include "fma_decoders.h"
+#endif
 
 namespace tgi {
 namespace {
@@ -22,18 +25,43 @@ struct GatherRowsJob final : Job {
         for (int64_t n = chunk * CHUNK; n < last; n++) one(call.ids[n], call.y + n * w.inputs);
     }
 
-    void one(int64_t id, bf16* y) const {
-        const uint8_t *at = w.panel(id / PANEL), *end = w.panel(id / PANEL + 1);
-        if (w.form.integer) return integer_row(id % PANEL, at, y);
-        if (w.form.bits == 16) return decoded_row(id % PANEL, amx_columns((const bf16*)at, at + PREFETCH_DISTANCE,
-            end), y);
-        with_group_format(w.form, [&](auto bits, auto shifts) { decoded_row(id % PANEL, GroupDecoder<bits, shifts>(w,
-            at), y); });
+    void one(int64_t id, Element* y) const {
+        const int64_t panel = id / PANEL, n = id % PANEL;
+        if (w.form.bits == 32) plain_row((const float*)w.panel(panel), n, y);
+        else if (w.form.bits == 16 && w.form.half) plain_row((const f16*)w.panel(panel), n, y);
+        else if (w.form.bits == 16) plain_row((const bf16*)w.panel(panel), n, y);
+        else coded_row(panel, n, y);
     }
 
-    // Output `n` of a panel of integers.
-    void integer_row(int64_t n, const uint8_t* panel, bf16* y) const {
-        const __m512 scale = _mm512_set1_ps(((const float*)panel)[n]);
+    // Output n of a panel of numbers.
+    template <class T>
+    void plain_row(const T* panel, int64_t n, Element* y) const {
+        const T* tile = panel + n / 16 * 512;
+        for (int64_t k = 0; k < w.inputs; k++)
+            y[k] = convert(tile[k / 32 * 32 * PANEL + element_index<T>(k % 32, n % 16, 16)]);
+    }
+
+    static Element convert(Element x) { return x; }
+    template <class T>
+    static Element convert(T x) { return round_to<Element>(to_float(x)); }
+
+#if TGI_DOT_ENGINE
+
+    void coded_row(int64_t panel, int64_t n, Element* y) const {
+        const uint8_t* at = w.panel(panel);
+        if (w.form.integer) return integer_row(n, at, y);
+        with_group_format(w.form, [&](auto bits, auto shifts) {
+            GroupDecoder<bits, shifts> source(w, at);
+            for (int64_t k = 0; k < w.inputs; k += 32) {
+                const bf16* pair = source.next_block() + n / 16 * source.right + n % 16 * 2;
+                for (int64_t j = 0; j < 16; j++, pair += source.step, y += 2) memcpy(y, pair, 2 * sizeof(bf16));
+            }
+        });
+    }
+
+    // Output n of a panel of integers.
+    void integer_row(int64_t n, const uint8_t* panel, Element* y) const {
+        const Float scale = broadcast(((const float*)panel)[n]);
         const auto* at = (const bf16*)(panel + w.form.header_bytes(w.inputs));
         NibbleDecoder nibbles(w, panel, 0);
         for (int64_t k = 0; k < w.inputs; k += 64, at += 64 * PANEL / 2) {
@@ -41,19 +69,32 @@ struct GatherRowsJob final : Job {
             alignas(64) int8_t numbers[64];
             for (int64_t j = 0; j < 16; j++, quad += 32) memcpy(numbers + 4 * j, quad, 4);
             for (int64_t i = 0; i < std::min<int64_t>(64, w.inputs - k); i += 16, y += 16)
-                store(y, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((__m128i*)(numbers +
-                    i)))), scale));
+                store_first(y, to_float(load(numbers + i)) * scale, w.inputs - k - i);
         }
     }
 
-    // Output `n` of the panel that `source` decodes.
-    template <class Source>
-    void decoded_row(int64_t n, Source source, bf16* y) const {
-        for (int64_t k = 0; k < w.inputs; k += 32) {
-            const bf16* pair = source.next_block() + n / 16 * source.right + n % 16 * 2;
-            for (int64_t j = 0; j < 16; j++, pair += source.step, y += 2) memcpy(y, pair, 2 * sizeof(bf16));
-        }
+#else
+
+    void coded_row(int64_t panel, int64_t n, Element* y) const {
+        const float scale = w.form.integer ? ((const float*)w.panel(panel))[n] : 1.f;
+        with_columns(w, [&](const auto& columns_at) {
+            auto columns = columns_at(panel, 0);
+            for (int64_t k = 0; k < w.inputs; k += 32) {
+                const FmaBlock<decltype(columns)> block(columns);
+                for (int64_t j = 0; j < 16; j++) {
+                    Float pair[2];
+                    block.pair(j, n / 16, pair);
+                    for (int64_t input = 0; input < 2 && k + 2 * j + input < w.inputs; input++) {
+                        alignas(64) float lanes[LANES];
+                        store(lanes, pair[input]);
+                        y[k + 2 * j + input] = round_to<Element>(lanes[n % 16] * scale);
+                    }
+                }
+            }
+        });
     }
+
+#endif
 
     const GatherRowsCall call;
     const PackedWeight& w;

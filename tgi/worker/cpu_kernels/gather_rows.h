@@ -7,7 +7,7 @@ namespace tgi {
 struct GatherRowsCall {
     PackedWeight weight;
     const int64_t* ids;  // [count], below weight.outputs
-    bf16* y;  // [count][inputs]
+    Element* y;  // [count][inputs]
     int64_t count;
 };
 

@@ -1,6 +1,8 @@
 // All functions that Python calls (kernels.py, program.py, quantizer.py), with numbers and addresses as arguments.
 // Signatures are kept in step by hand.
+#if defined(__linux__)
 #include <sys/syscall.h>
+#endif
 #include <unistd.h>
 
 #include "attention.h"
@@ -22,23 +24,25 @@ extern "C" {
 
 // Creates a thread pool. Null if the system does not let this process use AMX.
 ThreadPool* tgi_start(int threads, int spins) {
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && TGI_DOT_ENGINE
     constexpr int request_permission = 0x1023, tile_data = 18;
     if (syscall(SYS_arch_prctl, request_permission, tile_data) != 0) return nullptr;
 #endif
     return new ThreadPool(threads, spins);
 }
 
+// 1: the dot engine, 0: the FMA engine (elements.h).
+int64_t tgi_dot_engine() { return TGI_DOT_ENGINE; }
+
 void tgi_stop(ThreadPool* pool) { delete pool; }
 
-void tgi_pack(ThreadPool* pool, const bf16* weight, int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed,
+void tgi_pack(ThreadPool* pool, const void* weight, int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed,
     int64_t part) {
     pack(*pool, weight, {packed, outputs, inputs, WeightFormat(form)}, part);
 }
 
-void tgi_pack_grouped(ThreadPool* pool, const uint8_t* codes, const uint16_t* scales, const uint16_t* shifts,
-    int64_t outputs,
-                        int64_t inputs, int64_t form, uint8_t* packed, int64_t part) {
+void tgi_pack_grouped(ThreadPool* pool, const uint8_t* codes, const void* scales, const void* shifts, int64_t outputs,
+    int64_t inputs, int64_t form, uint8_t* packed, int64_t part) {
     pack_grouped(*pool, codes, scales, shifts, {packed, outputs, inputs, WeightFormat(form)}, part);
 }
 
@@ -47,27 +51,27 @@ int64_t tgi_packed_bytes(int64_t outputs, int64_t inputs, int64_t form) {
     return PackedWeight{nullptr, outputs, inputs, WeightFormat(form)}.bytes();
 }
 
-void tgi_pack_integer(ThreadPool* pool, const uint8_t* codes, const uint16_t* scales, const uint8_t* factors,
+void tgi_pack_integer(ThreadPool* pool, const uint8_t* codes, const f16* scales, const uint8_t* factors,
     const int8_t* table,
                     int64_t outputs, int64_t inputs, int64_t form, uint8_t* packed, int64_t part) {
     pack_integer(*pool, codes, scales, factors, table, {packed, outputs, inputs, WeightFormat(form)}, part);
 }
 
-void tgi_quantize(ThreadPool* pool, const bf16* weight, const float* errors, const uint8_t* choices, uint16_t* scales,
+void tgi_quantize(ThreadPool* pool, const bf16* weight, const float* errors, const uint8_t* choices, f16* scales,
                   uint8_t* codes, uint8_t* factors, int64_t outputs, int64_t inputs) {
     quantize(*pool, {weight, errors, choices, scales, codes, factors, outputs, inputs});
 }
 
-void tgi_linear(ThreadPool* pool, const bf16* x, const uint8_t* weight, int64_t form, const float* bias,
+void tgi_linear(ThreadPool* pool, const Element* x, const uint8_t* weight, int64_t form, const float* bias,
     const float* plus,
-                const bf16* other, bf16* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs,
+                const Element* other, Element* y, float* wide, int64_t rows, int64_t inputs, int64_t outputs,
                     int64_t plus_step,
                 int64_t epilogue) {
     linear(*pool, {x, {weight, outputs, inputs, WeightFormat(form)}, bias, plus, other, y, wide, rows, plus_step,
         Epilogue(epilogue)});
 }
 
-void tgi_gather_rows(ThreadPool* pool, const uint8_t* weight, int64_t form, const int64_t* ids, bf16* y,
+void tgi_gather_rows(ThreadPool* pool, const uint8_t* weight, int64_t form, const int64_t* ids, Element* y,
     int64_t count, int64_t inputs,
               int64_t outputs) {
     gather_rows(*pool, {{weight, outputs, inputs, WeightFormat(form)}, ids, y, count});
@@ -82,13 +86,13 @@ void tgi_argmax(ThreadPool* pool, const float* scores, void* room, int64_t* at, 
     argmax(*pool, {scores, BlockMaxima(room, rows, (size + PANEL - 1) / PANEL), {at, highest, logprobs}, rows, size});
 }
 
-void tgi_logits(ThreadPool* pool, const bf16* x, const uint8_t* weight, int64_t form, const float* bias, float scale,
+void tgi_logits(ThreadPool* pool, const Element* x, const uint8_t* weight, int64_t form, const float* bias, float scale,
     float cap,
                 int64_t rows, int64_t inputs, int64_t outputs, float* wide) {
     logits(*pool, {x, {weight, outputs, inputs, WeightFormat(form)}, bias, {scale, cap}, rows}, wide);
 }
 
-void tgi_greedy_head(ThreadPool* pool, const bf16* x, const uint8_t* weight, int64_t form, const float* bias,
+void tgi_greedy_head(ThreadPool* pool, const Element* x, const uint8_t* weight, int64_t form, const float* bias,
     float scale, float cap,
               int64_t rows, int64_t inputs, int64_t outputs, void* room, int64_t* at, float* highest, float* logprobs) {
     const PackedWeight packed{weight, outputs, inputs, WeightFormat(form)};
@@ -99,27 +103,27 @@ void tgi_greedy_head(ThreadPool* pool, const bf16* x, const uint8_t* weight, int
 void tgi_read_memory(ThreadPool* pool, const void* at, int64_t bytes, int64_t* sum) { *sum = read_memory(*pool, at,
     bytes); }
 
-void tgi_rope(ThreadPool* pool, bf16* x, const float* angles, const int64_t* positions, int64_t tokens, int64_t stride,
+void tgi_rope(ThreadPool* pool, Element* x, const float* angles, const int64_t* positions, int64_t tokens, int64_t stride,
               int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t neighbours) {
     rope(*pool, {x, angles, positions, tokens, stride, heads, head_dim, rotary_dim, neighbours != 0});
 }
 
-void tgi_attention(ThreadPool* pool, bf16* cache, int64_t heads, int64_t kv_heads, int64_t head_dim,
+void tgi_attention(ThreadPool* pool, Element* cache, int64_t heads, int64_t kv_heads, int64_t head_dim,
     const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
-                const bf16* qkv, bf16* y, int64_t window, float scale, float softcap) {
+                const Element* qkv, Element* y, int64_t window, float scale, float softcap) {
     attention(*pool, {cache, heads, kv_heads, head_dim}, {slots, bounds, contexts, pages, rows, width},
            {qkv, y, window, scale, softcap});
 }
 
-void tgi_lora(ThreadPool* pool, const bf16* x, float* plus, const int64_t* tokens, const int64_t* tiles,
+void tgi_lora(ThreadPool* pool, const Element* x, float* plus, const int64_t* tokens, const int64_t* tiles,
     const int64_t* owners,
               const LoraPair* const* adapters, const int64_t* bounds, int64_t inputs, int64_t width, int64_t count,
               int64_t parts) {
     lora(*pool, {x, plus, tokens, tiles, owners, adapters, bounds, inputs, width, count, parts});
 }
 
-void tgi_norm(ThreadPool* pool, const bf16* x, const float* weight, const float* bias, bf16* y, int64_t rows,
+void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const float* bias, Element* y, int64_t rows,
     int64_t parts,
               int64_t size, int64_t centred, float epsilon) {
     norm(*pool, {x, weight, bias, y, rows, parts * size, parts, size, centred != 0, epsilon});
@@ -167,9 +171,9 @@ void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scale
                   {nullptr, packed, bias, {scale, cap}, 0});
 }
 
-void tgi_program_run(Program* program, ThreadPool* pool, bf16* rows, const int64_t* positions,
+void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const int64_t* positions,
     const float* const* angles,
-                     bf16* const* caches, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
+                     Element* const* caches, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
                          const GreedyRows* greedy_rows,
                      double* clock) {

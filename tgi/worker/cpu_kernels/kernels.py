@@ -25,7 +25,7 @@ INPUT_MULTIPLE = 32
 PAGE_SIZE = 32  # positions of a KV page
 KV_DIM_MULTIPLE = 32  # keys and values in a page are padded to a multiple of this
 MAX_HEAD_DIM = 256
-MAX_TILE_ROWS = 32  # rows of a tile product (tile_matmul.h)
+MAX_TILE_ROWS = 32  # rows of a tile product (dot_tile.h, fma_tile.h)
 # Flags of a format code.
 SHIFTS_FORMAT = 1 << 16  # groups have shifts
 INTEGER_FORMAT = 1 << 17  # integers with one scale for each output

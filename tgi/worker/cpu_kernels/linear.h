@@ -15,17 +15,17 @@ struct LogitScale {
     float scale, cap;
 };
 
-// One matrix product. Matrices are row-major, contiguous except for `plus` [rows, outputs], and bfloat16 except for
-// `plus`, `bias` [outputs] and `wide`. The result goes to one of `y`, `wide` [rows, outputs] and `block_maxima`. `plus`
+// One matrix product. Matrices are row-major, contiguous except for `plus` [rows, outputs], and of type Element, but
+// `plus`, `bias` [outputs] and `wide` are float32. The result goes to one of `y`, `wide` [rows, outputs] and `block_maxima`. `plus`
 // and `bias` may be null. With a gate and an up projection y = epilogue(x gate^T + plus + bias) * (x up^T + plus +
 // bias), where plus and bias have the gate's outputs first and then the up projection's.
 struct LinearCall {
-    const bf16* x;  // [rows, inputs]
+    const Element* x;  // [rows, inputs]
     PackedWeight weight;
     const float* bias;
     const float* plus;  // LoRA sums, with a stride of `plus_step` elements
-    const bf16* other;  // [rows, outputs], the operand of add and mul
-    bf16* y;
+    const Element* other;  // [rows, outputs], the operand of add and mul
+    Element* y;
     float* wide;
     int64_t rows, plus_step;
     Epilogue epilogue;

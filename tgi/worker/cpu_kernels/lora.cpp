@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tile_matmul.h"
+#include "engine.h"
 
 namespace tgi {
 namespace {

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <atomic>
 
-#include "tile_matmul.h"
+#include <immintrin.h>
+
+#include "prefetch.h"
 
 namespace tgi {
 namespace {

@@ -7,6 +7,10 @@ namespace tgi {
 
 constexpr int64_t CACHE_LINE = 64;  // bytes
 
+// Prefetch distance in bytes, the smallest that reaches the full memory bandwidth. It stays below 4 KB, since the
+// hardware prefetcher starts anew in each page.
+constexpr int64_t PREFETCH_DISTANCE = 1536;
+
 // Prefetches a cache line into the L1 cache.
 inline void prefetch_l1(const uint8_t* at) { __builtin_prefetch(at, 0, 3); }
 

@@ -12,7 +12,7 @@ struct QuantizeCall {
     const bf16* weight;  // [outputs, inputs], `inputs` a multiple of 32
     const float* grid_errors;  // GRID_ERRORS
     const uint8_t* grid_codes;  // GRID_CODES, and three bytes of padding
-    uint16_t* scales;  // float16 [outputs]
+    f16* scales;  // float16 [outputs]
     uint8_t* codes;  // [outputs, inputs], or two in each byte
     uint8_t* factors;  // [outputs, inputs / 32]; null: 8 bits
     int64_t outputs, inputs;

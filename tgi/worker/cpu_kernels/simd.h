@@ -31,9 +31,10 @@ constexpr int REGISTERS = LANES / REGISTER_LANES;  // of a vector
 typedef float FloatRegister __attribute__((vector_size(4 * REGISTER_LANES), aligned(4 * REGISTER_LANES)));
 typedef int32_t IntRegister __attribute__((vector_size(4 * REGISTER_LANES)));
 typedef uint32_t WordRegister __attribute__((vector_size(4 * REGISTER_LANES)));
-typedef uint16_t HalfRegister __attribute__((vector_size(2 * REGISTER_LANES)));
 typedef int8_t SignedByteRegister __attribute__((vector_size(REGISTER_LANES)));
-typedef uint8_t ByteRegister __attribute__((vector_size(REGISTER_LANES)));
+
+// Compilers stop inlining in large functions, where a call would pass vectors through memory.
+#define TGI_INLINE inline __attribute__((always_inline))
 
 #define TGI_EACH_REGISTER _Pragma("GCC unroll 4") for (int i = 0; i < REGISTERS; i++)
 
@@ -47,27 +48,35 @@ struct Int {
 
 // --- construction and bits -------------------------------------------------------------------------------------------
 
-inline Float broadcast(float x) {
+TGI_INLINE Float broadcast(float x) {
     Float y;
-    TGI_EACH_REGISTER y.part[i] = FloatRegister{} + x;
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        y.part[i] = _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+        y.part[i] = _mm256_set1_ps(x);
+#else
+        y.part[i] = vdupq_n_f32(x);
+#endif
+    }
     return y;
 }
 
-inline Int broadcast(int32_t x) {
+TGI_INLINE Int broadcast(int32_t x) {
     Int y;
     TGI_EACH_REGISTER y.part[i] = IntRegister{} + x;
     return y;
 }
 
-inline Float zeros() { return Float{}; }
+TGI_INLINE Float zeros() { return Float{}; }
 
-inline Int as_int(Float x) {
+TGI_INLINE Int as_int(Float x) {
     Int y;
     TGI_EACH_REGISTER y.part[i] = (IntRegister)x.part[i];
     return y;
 }
 
-inline Float as_float(Int x) {
+TGI_INLINE Float as_float(Int x) {
     Float y;
     TGI_EACH_REGISTER y.part[i] = (FloatRegister)x.part[i];
     return y;
@@ -76,7 +85,7 @@ inline Float as_float(Int x) {
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
 #define TGI_OPERATOR(Type, symbol)                                    \
-    inline Type operator symbol(Type a, Type b) {                     \
+    TGI_INLINE Type operator symbol(Type a, Type b) {                     \
         TGI_EACH_REGISTER a.part[i] = a.part[i] symbol b.part[i];     \
         return a;                                                     \
     }
@@ -92,18 +101,18 @@ TGI_OPERATOR(Int, |)
 TGI_OPERATOR(Int, ^)
 #undef TGI_OPERATOR
 
-inline Int shift_left(Int x, int bits) {
+TGI_INLINE Int shift_left(Int x, int bits) {
     TGI_EACH_REGISTER x.part[i] = x.part[i] << bits;
     return x;
 }
 
 // Fills with zeros.
-inline Int shift_right(Int x, int bits) {
+TGI_INLINE Int shift_right(Int x, int bits) {
     TGI_EACH_REGISTER x.part[i] = (IntRegister)((WordRegister)x.part[i] >> bits);
     return x;
 }
 
-inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {
+TGI_INLINE FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
@@ -114,24 +123,24 @@ inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {
 }
 
 // a b + c, rounded once.
-inline Float fma(Float a, Float b, Float c) {
+TGI_INLINE Float fma(Float a, Float b, Float c) {
     TGI_EACH_REGISTER a.part[i] = fma(a.part[i], b.part[i], c.part[i]);
     return a;
 }
 
 // a b - c, rounded once.
-inline Float fms(Float a, Float b, Float c) {
+TGI_INLINE Float fms(Float a, Float b, Float c) {
     TGI_EACH_REGISTER a.part[i] = fma(a.part[i], b.part[i], -c.part[i]);
     return a;
 }
 
 // c - a b, rounded once.
-inline Float fnma(Float a, Float b, Float c) {
+TGI_INLINE Float fnma(Float a, Float b, Float c) {
     TGI_EACH_REGISTER a.part[i] = fma(-a.part[i], b.part[i], c.part[i]);
     return a;
 }
 
-inline FloatRegister max(FloatRegister a, FloatRegister b) {
+TGI_INLINE FloatRegister max(FloatRegister a, FloatRegister b) {
 #if defined(__AVX512F__)
     return _mm512_max_ps(a, b);
 #elif defined(__AVX2__)
@@ -141,7 +150,7 @@ inline FloatRegister max(FloatRegister a, FloatRegister b) {
 #endif
 }
 
-inline FloatRegister min(FloatRegister a, FloatRegister b) {
+TGI_INLINE FloatRegister min(FloatRegister a, FloatRegister b) {
 #if defined(__AVX512F__)
     return _mm512_min_ps(a, b);
 #elif defined(__AVX2__)
@@ -152,19 +161,19 @@ inline FloatRegister min(FloatRegister a, FloatRegister b) {
 }
 
 // The larger number; b if one is NaN.
-inline Float max(Float a, Float b) {
+TGI_INLINE Float max(Float a, Float b) {
     TGI_EACH_REGISTER a.part[i] = max(a.part[i], b.part[i]);
     return a;
 }
 
 // The smaller number; b if one is NaN.
-inline Float min(Float a, Float b) {
+TGI_INLINE Float min(Float a, Float b) {
     TGI_EACH_REGISTER a.part[i] = min(a.part[i], b.part[i]);
     return a;
 }
 
 // Rounds down to an integer.
-inline Float floor(Float x) {
+TGI_INLINE Float floor(Float x) {
     TGI_EACH_REGISTER {
 #if defined(__AVX512F__)
         x.part[i] = _mm512_roundscale_ps(x.part[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -178,7 +187,7 @@ inline Float floor(Float x) {
 }
 
 // Rounds to the nearest integer, ties to even.
-inline Float round_to_even(Float x) {
+TGI_INLINE Float round_to_even(Float x) {
     TGI_EACH_REGISTER {
 #if defined(__AVX512F__)
         x.part[i] = _mm512_roundscale_ps(x.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -192,14 +201,14 @@ inline Float round_to_even(Float x) {
 }
 
 // Integers as float32 numbers.
-inline Float to_float(Int x) {
+TGI_INLINE Float to_float(Int x) {
     Float y;
     TGI_EACH_REGISTER y.part[i] = __builtin_convertvector(x.part[i], FloatRegister);
     return y;
 }
 
 // Numbers that are integers, as int32.
-inline Int to_int(Float x) {
+TGI_INLINE Int to_int(Float x) {
     Int y;
     TGI_EACH_REGISTER y.part[i] = __builtin_convertvector(x.part[i], IntRegister);
     return y;
@@ -213,18 +222,18 @@ struct Mask {
     __mmask16 bits;
 };
 
-inline Mask operator>(Float a, Float b) { return {_mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_GT_OQ)}; }
-inline Mask operator==(Float a, Float b) { return {_mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_EQ_OQ)}; }
+TGI_INLINE Mask operator>(Float a, Float b) { return {_mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_GT_OQ)}; }
+TGI_INLINE Mask operator==(Float a, Float b) { return {_mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_EQ_OQ)}; }
 
 // a where the mask is set, else b.
-inline Float select(Mask mask, Float a, Float b) { return {{_mm512_mask_mov_ps(b.part[0], mask.bits, a.part[0])}}; }
-inline Int select(Mask mask, Int a, Int b) {
+TGI_INLINE Float select(Mask mask, Float a, Float b) { return {{_mm512_mask_mov_ps(b.part[0], mask.bits, a.part[0])}}; }
+TGI_INLINE Int select(Mask mask, Int a, Int b) {
     return {{(IntRegister)_mm512_mask_mov_epi32((__m512i)b.part[0], mask.bits, (__m512i)a.part[0])}};
 }
 
 // The mask of lanes whose bits are set, and the reverse.
-inline Mask mask_of(uint32_t bits) { return {(__mmask16)bits}; }
-inline uint32_t bits_of(Mask mask) { return mask.bits; }
+TGI_INLINE Mask mask_of(uint32_t bits) { return {(__mmask16)bits}; }
+TGI_INLINE uint32_t bits_of(Mask mask) { return mask.bits; }
 
 #else
 
@@ -232,28 +241,28 @@ struct Mask {
     IntRegister part[REGISTERS];  // -1 or 0
 };
 
-inline Mask operator>(Float a, Float b) {
+TGI_INLINE Mask operator>(Float a, Float b) {
     Mask found;
     TGI_EACH_REGISTER found.part[i] = a.part[i] > b.part[i];
     return found;
 }
 
-inline Mask operator==(Float a, Float b) {
+TGI_INLINE Mask operator==(Float a, Float b) {
     Mask found;
     TGI_EACH_REGISTER found.part[i] = a.part[i] == b.part[i];
     return found;
 }
 
 // a where the mask is set, else b.
-inline Int select(Mask mask, Int a, Int b) {
+TGI_INLINE Int select(Mask mask, Int a, Int b) {
     TGI_EACH_REGISTER a.part[i] = (a.part[i] & mask.part[i]) | (b.part[i] & ~mask.part[i]);
     return a;
 }
 
-inline Float select(Mask mask, Float a, Float b) { return as_float(select(mask, as_int(a), as_int(b))); }
+TGI_INLINE Float select(Mask mask, Float a, Float b) { return as_float(select(mask, as_int(a), as_int(b))); }
 
 // The mask of lanes whose bits are set.
-inline Mask mask_of(uint32_t bits) {
+TGI_INLINE Mask mask_of(uint32_t bits) {
     alignas(64) static constexpr int32_t LANE_BITS[LANES] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,
                                                              1 << 6, 1 << 7, 1 << 8,  1 << 9,  1 << 10, 1 << 11,
                                                              1 << 12, 1 << 13, 1 << 14, 1 << 15};
@@ -267,7 +276,7 @@ inline Mask mask_of(uint32_t bits) {
 }
 
 // The bits of the lanes that are set.
-inline uint32_t bits_of(Mask mask) {
+TGI_INLINE uint32_t bits_of(Mask mask) {
     uint32_t bits = 0;
     TGI_EACH_REGISTER {
 #if defined(__AVX2__)
@@ -283,34 +292,67 @@ inline uint32_t bits_of(Mask mask) {
 #endif
 
 // The mask of the first `count` lanes; all if there are more.
-inline Mask first_lanes(int64_t count) { return mask_of(count >= LANES ? 0xffff : (1u << count) - 1); }
+TGI_INLINE Mask first_lanes(int64_t count) { return mask_of(count >= LANES ? 0xffff : (1u << count) - 1); }
 
 // --- memory ----------------------------------------------------------------------------------------------------------
 
 template <class Register, class T>
-inline Register load_register(const T* at) {
+TGI_INLINE Register load_register(const T* at) {
     Register found;
     memcpy(&found, at, sizeof found);
     return found;
 }
 
+// The numbers of a register from any address, widened to 32 bits. With intrinsics, since compilers turn conversions of
+// vectors of different sizes into many instructions.
+TGI_INLINE IntRegister widen(const uint16_t* at) {
+#if defined(__AVX512F__)
+    return (IntRegister)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+#elif defined(__AVX2__)
+    return (IntRegister)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+#else
+    return (IntRegister)vmovl_u16(vld1_u16(at));
+#endif
+}
+
+TGI_INLINE IntRegister widen(const uint8_t* at) {
+#if defined(__AVX512F__)
+    return (IntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
+#elif defined(__AVX2__)
+    return (IntRegister)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+    uint32_t four;
+    memcpy(&four, at, 4);
+    return (IntRegister)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+#endif
+}
+
+TGI_INLINE IntRegister widen(const int8_t* at) {
+#if defined(__AVX512F__)
+    return (IntRegister)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at));
+#elif defined(__AVX2__)
+    return (IntRegister)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+    int32_t four;
+    memcpy(&four, at, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
+#endif
+}
+
 // Sixteen numbers from any address.
-inline Float load(const float* at) {
+TGI_INLINE Float load(const float* at) {
     Float x;
     TGI_EACH_REGISTER x.part[i] = load_register<FloatRegister>(at + i * REGISTER_LANES);
     return x;
 }
 
-inline Float load(const bf16* at) {
+TGI_INLINE Float load(const bf16* at) {
     Float x;
-    TGI_EACH_REGISTER {
-        const auto halves = load_register<HalfRegister>(at + i * REGISTER_LANES);
-        x.part[i] = (FloatRegister)(__builtin_convertvector(halves, WordRegister) << 16);
-    }
+    TGI_EACH_REGISTER x.part[i] = (FloatRegister)(widen(&at->bits + i * REGISTER_LANES) << 16);
     return x;
 }
 
-inline Float load(const f16* at) {
+TGI_INLINE Float load(const f16* at) {
     Float x;
     TGI_EACH_REGISTER {
 #if defined(__AVX512F__)
@@ -324,37 +366,55 @@ inline Float load(const f16* at) {
     return x;
 }
 
-inline Int load(const int32_t* at) {
+TGI_INLINE Int load(const int32_t* at) {
     Int x;
     TGI_EACH_REGISTER x.part[i] = load_register<IntRegister>(at + i * REGISTER_LANES);
     return x;
 }
 
 // Sixteen bytes, widened.
-inline Int load(const int8_t* at) {
+TGI_INLINE Int load(const int8_t* at) {
     Int x;
-    TGI_EACH_REGISTER x.part[i] =
-        __builtin_convertvector(load_register<SignedByteRegister>(at + i * REGISTER_LANES), IntRegister);
+    TGI_EACH_REGISTER x.part[i] = widen(at + i * REGISTER_LANES);
     return x;
 }
 
-inline Int load(const uint8_t* at) {
+TGI_INLINE Int load(const uint8_t* at) {
     Int x;
-    TGI_EACH_REGISTER x.part[i] =
-        (IntRegister)__builtin_convertvector(load_register<ByteRegister>(at + i * REGISTER_LANES), WordRegister);
+    TGI_EACH_REGISTER x.part[i] = widen(at + i * REGISTER_LANES);
     return x;
 }
 
-inline void store(float* at, Float x) {
+TGI_INLINE void store(float* at, Float x) {
     TGI_EACH_REGISTER memcpy(at + i * REGISTER_LANES, &x.part[i], sizeof x.part[i]);
 }
 
-inline void store(int32_t* at, Int x) {
+TGI_INLINE void store(int32_t* at, Int x) {
     TGI_EACH_REGISTER memcpy(at + i * REGISTER_LANES, &x.part[i], sizeof x.part[i]);
+}
+
+// Stores the lower 16 bits of the numbers, whose upper bits are 0.
+TGI_INLINE void narrow(void* at, WordRegister x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)at, _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(__AVX2__)
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0xd8);
+    _mm_storeu_si128((__m128i*)at, _mm256_castsi256_si128(packed));
+#else
+    vst1_u16((uint16_t*)at, vmovn_u32((uint32x4_t)x));
+#endif
+}
+
+// The lower bytes.
+TGI_INLINE void store(int8_t* at, Int x) {
+    TGI_EACH_REGISTER {
+        const auto bytes = __builtin_convertvector(x.part[i], SignedByteRegister);
+        memcpy(at + i * REGISTER_LANES, &bytes, sizeof bytes);
+    }
 }
 
 // Rounds to nearest, ties to even.
-inline void store(bf16* at, Float x) {
+TGI_INLINE void store(bf16* at, Float x) {
     TGI_EACH_REGISTER {
 #if defined(__AVX512BF16__)
         _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x.part[i]));
@@ -362,14 +422,12 @@ inline void store(bf16* at, Float x) {
         const auto bits = (WordRegister)x.part[i];
         const WordRegister rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 0x40;
         const auto is_number = (WordRegister)(x.part[i] == x.part[i]);
-        const HalfRegister halves =
-            __builtin_convertvector((rounded & is_number) | (nan & ~is_number), HalfRegister);
-        memcpy(at + i * REGISTER_LANES, &halves, sizeof halves);
+        narrow(at + i * REGISTER_LANES, (rounded & is_number) | (nan & ~is_number));
 #endif
     }
 }
 
-inline void store(f16* at, Float x) {
+TGI_INLINE void store(f16* at, Float x) {
     TGI_EACH_REGISTER {
 #if defined(__AVX512F__)
         _mm256_storeu_si256((__m256i*)at, _mm512_cvtps_ph(x.part[i], _MM_FROUND_TO_NEAREST_INT));
@@ -383,7 +441,7 @@ inline void store(f16* at, Float x) {
 
 // Two vectors that follow each other.
 template <class T>
-inline void store(T* at, Float first, Float second) {
+TGI_INLINE void store(T* at, Float first, Float second) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, bf16>) {
         _mm512_storeu_si512(at, (__m512i)_mm512_cvtne2ps_pbh(second.part[0], first.part[0]));
@@ -395,7 +453,7 @@ inline void store(T* at, Float first, Float second) {
 
 // The first `count` numbers, 0 to 16; the others are 0, and their memory is not read.
 template <class T>
-inline auto load_first(const T* at, int64_t count) {
+TGI_INLINE auto load_first(const T* at, int64_t count) {
     if (count >= LANES) return load(at);
     alignas(64) T all[LANES] = {};
     memcpy(all, at, count * sizeof(T));
@@ -403,11 +461,11 @@ inline auto load_first(const T* at, int64_t count) {
 }
 
 #if defined(__AVX512F__)
-inline Float load_first(const float* at, int64_t count) {
+TGI_INLINE Float load_first(const float* at, int64_t count) {
     return {{_mm512_maskz_loadu_ps(first_lanes(count).bits, at)}};
 }
 
-inline Float load_first(const bf16* at, int64_t count) {
+TGI_INLINE Float load_first(const bf16* at, int64_t count) {
     const __m256i halves = _mm256_maskz_loadu_epi16(first_lanes(count).bits, at);
     return {{(FloatRegister)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)}};
 }
@@ -415,7 +473,7 @@ inline Float load_first(const bf16* at, int64_t count) {
 
 // Stores the first `count` numbers, 0 to 16.
 template <class T>
-inline void store_first(T* at, Float x, int64_t count) {
+TGI_INLINE void store_first(T* at, Float x, int64_t count) {
     if (count >= LANES) return store(at, x);
     alignas(64) T all[LANES];
     store(all, x);
@@ -423,13 +481,13 @@ inline void store_first(T* at, Float x, int64_t count) {
 }
 
 #if defined(__AVX512F__)
-inline void store_first(float* at, Float x, int64_t count) {
+TGI_INLINE void store_first(float* at, Float x, int64_t count) {
     _mm512_mask_storeu_ps(at, first_lanes(count).bits, x.part[0]);
 }
 #endif
 
 #if defined(__AVX512BF16__)
-inline void store_first(bf16* at, Float x, int64_t count) {
+TGI_INLINE void store_first(bf16* at, Float x, int64_t count) {
     _mm256_mask_storeu_epi16(at, first_lanes(count).bits, (__m256i)_mm512_cvtneps_pbh(x.part[0]));
 }
 #endif
@@ -438,7 +496,7 @@ inline void store_first(bf16* at, Float x, int64_t count) {
 
 // Combines lane i with lane i + 8, then i + 4, i + 2 and i + 1.
 template <class Combine>
-inline float reduce(Float x, Combine combine) {
+TGI_INLINE float reduce(Float x, Combine combine) {
     alignas(64) float lanes[LANES];
     store(lanes, x);
     for (int width = LANES / 2; width; width /= 2)
@@ -447,14 +505,14 @@ inline float reduce(Float x, Combine combine) {
 }
 
 #if defined(__AVX512F__)
-inline __m256 upper_half(Float x) { return _mm512_extractf32x8_ps(x.part[0], 1); }
-inline __m256 lower_half(Float x) { return _mm512_castps512_ps256(x.part[0]); }
+TGI_INLINE __m256 upper_half(Float x) { return _mm512_extractf32x8_ps(x.part[0], 1); }
+TGI_INLINE __m256 lower_half(Float x) { return _mm512_castps512_ps256(x.part[0]); }
 #elif defined(__AVX2__)
-inline __m256 upper_half(Float x) { return x.part[1]; }
-inline __m256 lower_half(Float x) { return x.part[0]; }
+TGI_INLINE __m256 upper_half(Float x) { return x.part[1]; }
+TGI_INLINE __m256 lower_half(Float x) { return x.part[0]; }
 #endif
 
-inline float reduce_add(Float x) {
+TGI_INLINE float reduce_add(Float x) {
 #if defined(__AVX2__)
     const __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -465,7 +523,7 @@ inline float reduce_add(Float x) {
 #endif
 }
 
-inline float reduce_max(Float x) {
+TGI_INLINE float reduce_max(Float x) {
 #if defined(__AVX2__)
     const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));

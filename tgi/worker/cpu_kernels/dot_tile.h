@@ -1,4 +1,4 @@
-// Products of tiles, of which all matrix products consist: up to 32 rows times a block of 32 columns.
+// The dot engine: products of tiles in bfloat16 or bytes with AMX or AVX-512, up to 32 rows times a block of 32 columns.
 //
 // c[r][n] = sum over k of a[r][k] * b[k][n]. Rows of `a` are contiguous in k. `b` holds the pairs b[2 j][n], b[2 j +
 // 1][n] next to each other, the layout that both AMX tiles and AVX-512 dot products of pairs take. Either a and b are
@@ -121,10 +121,6 @@ inline void dot_matmul(const bf16* a, int64_t a_step, int64_t rows, int64_t dept
 
 constexpr int64_t COLUMNS = 32;
 constexpr int64_t MAX_TILE_ROWS = 32;
-
-// Prefetch distance in bytes, the smallest that reaches the full memory bandwidth. It stays below 4 KB, since the
-// hardware prefetcher starts anew in each page.
-constexpr int64_t PREFETCH_DISTANCE = 1536;
 
 // A panel of 32 columns. Strides in elements: `step` from one pair of inputs to the next, `right` from the first 16
 // columns to the other 16, `next` from 32 inputs to the next 32.

@@ -1,4 +1,4 @@
-// Decoders of quantized panels, for products and for gathered rows. packed_weight.cpp describes the layouts.
+// Decoders of quantized panels for the dot engine, for products and for gathered rows. packed_weight.cpp describes the layouts.
 //
 // GroupDecoder computes bfloat16(scale * code + shift) in float32. The product is exact (a float16 has 11 significant
 // bits, a code 8), so a fused multiply-add gives the same. Scales and shifts are multiples of 2^-24, so results are
@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "packed_weight.h"
-#include "tile_matmul.h"
+#include "dot_tile.h"
 
 namespace tgi {
 
@@ -136,7 +136,7 @@ class NibbleDecoder {
 
     // Starts at input `from`, a multiple of 64.
     NibbleDecoder(const PackedWeight& weight, const uint8_t* panel, int64_t from)
-        : factors_(panel + WeightFormat::SCALES + from / 64 * PANEL),
+        : factors_(panel + 2 * WeightFormat::SCALES + from / 64 * PANEL),
           at_(panel + weight.form.header_bytes(weight.inputs) + from / 64 * BYTES),
           first_(_mm512_loadu_si512(weight.at)), second_(_mm512_loadu_si512(weight.at + 64)) {}
 
