@@ -57,7 +57,7 @@ def build_library(
         with _compile_lock(path):
             if not path.exists():
                 stage = f"compiling the CPU kernels for {chosen.name} and {element}"
-                log.info("%s", stage)
+                log.debug("%s", stage)
                 report = (lambda percent: progress(stage, percent)) if progress else None
                 compile_library(compiler, [*_flags(chosen, element), *extra_flags], path, report)
     return path
