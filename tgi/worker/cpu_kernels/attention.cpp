@@ -29,7 +29,8 @@ struct AttentionState {
     std::atomic<int64_t> unfinished[MAX_DIVIDED_TILES];  // parts of each tile that are not computed yet
 };
 
-// The tiles of a step or, if they are few, the parts of each tile.
+// The tiles of a step or, if they are few, the parts of each tile. T: the type of the numbers in the cache.
+template <class T>
 struct AttendJob final : Job {
     AttendJob(const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call, bool writes_kv,
         AttentionState& state)
@@ -46,7 +47,7 @@ struct AttendJob final : Job {
         tiles = first.back() * cache.kv_heads;
         if (tiles > MAX_DIVIDED_TILES || longest <= PART_SIZE) return;
         parts = (longest + PART_SIZE - 1) / PART_SIZE;
-        const size_t size = tiles * parts * PartialAttention::size(cache.head_dim) + 16;
+        const size_t size = tiles * parts * PartialAttention::size(cache.padded_dim()) + 16;
         if (state.found.size() < size) state.found.resize(size);
         for (int64_t tile = 0; tile < tiles; tile++) state.unfinished[tile] = parts;
     }
@@ -72,9 +73,9 @@ struct AttendJob final : Job {
     }
 
     void run_tile(const TileRange& at) const {
-        const int64_t dim = cache.head_dim;
+        const int64_t dim = cache.padded_dim();
         const PartialAttention part(tile_workspace().part, dim), total(tile_workspace().total, dim);
-        const AttentionTile tile(cache, batch, call, at, writes_kv);
+        const AttentionTile<T> tile(cache, batch, call, at, writes_kv);
         tile.begin();
         total.clear(at.rows, dim);
         for (int64_t from = at.lowest / PART_SIZE * PART_SIZE; from < at.end; from += PART_SIZE) {
@@ -85,13 +86,13 @@ struct AttendJob final : Job {
     }
 
     void run_part(const TileRange& at, int64_t tile, int64_t number) const {
-        const int64_t dim = cache.head_dim, size = PartialAttention::size(dim);
+        const int64_t dim = cache.padded_dim(), size = PartialAttention::size(dim);
         float* const mine = aligned(state.found.data()) + tile * parts * size;
         if (number >= at.lowest / PART_SIZE && number * PART_SIZE < at.end) {
             TileRange here = at;
             here.lowest = std::max(at.lowest, number * PART_SIZE), here.end = std::min(at.end,
                 (number + 1) * PART_SIZE);
-            const AttentionTile tile(cache, batch, call, here, writes_kv);
+            const AttentionTile<T> tile(cache, batch, call, here, writes_kv);
             tile.begin();
             tile.compute(number * PART_SIZE, here.end, PartialAttention(mine + number * size, dim));
         }
@@ -100,7 +101,7 @@ struct AttendJob final : Job {
         total.clear(at.rows, dim);
         for (int64_t n = at.lowest / PART_SIZE; n * PART_SIZE < at.end; n++) total.add(PartialAttention(mine +
             n * size, dim), at.rows, dim);
-        AttentionTile(cache, batch, call, at, writes_kv).store_result(total);
+        AttentionTile<T>(cache, batch, call, at, writes_kv).store_result(total);
     }
 
     static float* aligned(float* at) { return at + (64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float); }
@@ -114,16 +115,25 @@ struct AttendJob final : Job {
     int64_t tiles, parts = 0;
 };
 
+template <class T>
+void attend(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call) {
+    // If every sequence has one token, its tile also writes its key and value, provided that the token is one tile.
+    const bool alone = batch.bounds[batch.rows] == batch.rows && cache.heads / cache.kv_heads <= TILE_ROWS;
+    const WriteKvJob<T> write_job(cache, batch, call.qkv);
+    if (!alone) pool.run(write_job, write_job.chunks());
+    static thread_local AttentionState state;
+    const AttendJob<T> job(cache, batch, call, alone, state);
+    pool.run(job, job.chunks());
+}
+
 }  // namespace
 
 void attention(ThreadPool& pool, const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call) {
-    // If every sequence has one token, its tile also writes its key and value, provided that the token is one tile.
-    const bool alone = batch.bounds[batch.rows] == batch.rows && cache.heads / cache.kv_heads <= TILE_ROWS;
-    const WriteKvJob write_job(cache, batch, call.qkv);
-    if (!alone) pool.run(write_job, write_job.chunks());
-    static thread_local AttentionState state;
-    const AttendJob job(cache, batch, call, alone, state);
-    pool.run(job, job.chunks());
+    switch (cache.form) {
+        case KvForm::BF16: return attend<bf16>(pool, cache, batch, call);
+        case KvForm::INT8: return attend<int8_t>(pool, cache, batch, call);
+        case KvForm::ELEMENT: return attend<Element>(pool, cache, batch, call);
+    }
 }
 
 }  // namespace tgi

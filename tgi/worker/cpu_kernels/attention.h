@@ -10,8 +10,8 @@ namespace tgi {
 // y [tokens, heads * head_dim] = softmax(cap(scale * q k)) v, causal. A query sees the last `window` positions, its own
 // included, or all of them if `window` is 0; cap(s) = softcap * tanh(s / softcap), or s if softcap is 0.
 struct AttentionCall {
-    const bf16* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]: the queries, keys and values of each token
-    bf16* y;
+    const Element* qkv;  // [tokens, (heads + 2 * kv_heads) * head_dim]: the queries, keys and values of each token
+    Element* y;
     int64_t window;
     float scale, softcap;
 };

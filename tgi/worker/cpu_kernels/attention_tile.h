@@ -7,6 +7,7 @@
 #include "kv_cache.h"
 #include "online_softmax.h"
 #include "engine.h"
+#include "prefetch.h"
 
 namespace tgi {
 
@@ -15,15 +16,18 @@ namespace tgi {
 // Pages may be anywhere, and the hardware prefetcher stays within 4 KB, so the start of each page would stall. It
 // follows several streams at once, which together get more memory bandwidth than one after the other: so the keys and
 // values of both pages are prefetched in alternation. `to_l1`: into the L1 cache, else into the L2 cache.
+template <class T>
 class PagePrefetcher {
   public:
     PagePrefetcher() = default;
 
     PagePrefetcher(const KvCache& cache, const int32_t* pages, int64_t count, int64_t head, bool to_l1)
-        : to_l1_(to_l1), streams_(2 * count), left_(PAGE * cache.head_dim * sizeof(bf16) / (LINES * CACHE_LINE)) {
+        : to_l1_(to_l1), streams_(2 * count), left_(PAGE * cache.padded_dim() * sizeof(T) / (LINES * CACHE_LINE)) {
         for (int64_t n = 0; n < count; n++) {
-            at_[2 * n] = reinterpret_cast<const char*>(keys(cache, pages[n], head));
-            at_[2 * n + 1] = reinterpret_cast<const char*>(values(cache, pages[n], head));
+            at_[2 * n] = reinterpret_cast<const char*>(keys<T>(cache, pages[n], head));
+            at_[2 * n + 1] = reinterpret_cast<const char*>(values<T>(cache, pages[n], head));
+            if constexpr (std::is_same_v<T, int8_t>)
+                for (int64_t at = 0; at < 2 * PAGE; at += 16) __builtin_prefetch(kv_scales(cache, pages[n], head) + at);
         }
     }
 
@@ -34,8 +38,8 @@ class PagePrefetcher {
         left_--;
         for (int64_t n = 0; n < streams_; n++)
             for (int64_t line = 0; line < LINES; line++, at_[n] += CACHE_LINE) {
-                if (to_l1_) _mm_prefetch(at_[n], _MM_HINT_T0);
-                else _mm_prefetch(at_[n], _MM_HINT_T1);
+                if (to_l1_) __builtin_prefetch(at_[n], 0, 3);
+                else __builtin_prefetch(at_[n], 0, 2);
             }
     }
 
@@ -44,40 +48,83 @@ class PagePrefetcher {
     }
 
   private:
-    static constexpr int64_t LINES = 8;  // of each stream at once
+    static constexpr int64_t LINES = 4 * sizeof(T);  // of each stream at once
     const char* at_[4];
     bool to_l1_ = false;
     int64_t streams_ = 0, left_ = 0;
 };
 
-// The keys of a page, as columns of `tile_matmul`.
+// 32 keys of a page, as columns of a product.
+template <class T>
 struct KeyBlocks {
-    const bf16* next_block() {
+    const T* next_block() {
         prefetcher.prefetch_part();
-        const bf16* found = at;
+        const T* found = at;
         at += 32 * PAGE;
         return found;
     }
 
-    const bf16* at;
-    PagePrefetcher& prefetcher;
-    int64_t step = 2 * PAGE, right = 32;
+    const T* at;
+    PagePrefetcher<T>& prefetcher;
+    static constexpr int64_t step = 2 * PAGE, right = IS_PAIRED<T> ? 32 : 16;
 };
 
-// 32 columns of the values of two pages, as columns of `tile_matmul`.
+// 32 columns of the values of two pages, as columns of a product.
+template <class T>
 struct ValueBlocks {
-    const bf16* next_block() {
+    const T* next_block() {
         prefetcher.prefetch_part();
         return pages[next++];
     }
 
-    const bf16* pages[2];
+    const T* pages[2];
     int64_t step;
-    PagePrefetcher& prefetcher;
-    int64_t right = 32, next = 0;
+    PagePrefetcher<T>& prefetcher;
+    int64_t next = 0;
+    static constexpr int64_t right = IS_PAIRED<T> ? 32 : 16;
 };
 
-constexpr int64_t MAX_HEAD_DIM = 256;
+// 32 columns alone, converted to the type that the engine multiplies.
+struct ConvertedBlocks {
+    const Operand* next_block() {
+        const Operand* found = at;
+        at += 32 * 32;
+        return found;
+    }
+
+    const Operand* at;
+    static constexpr int64_t step = 64, right = IS_PAIRED<Operand> ? 32 : 16;
+};
+
+// The inputs of a pair, of 16 columns.
+TGI_INLINE void load_pair(const int8_t* at, int64_t apart, Float (&pair)[2]) {
+    pair[0] = to_float(load(at)), pair[1] = to_float(load(at + apart));
+}
+
+#if TGI_DOT_ENGINE
+// Numbers that bfloat16 has exactly.
+TGI_INLINE void store_pair(bf16* at, const Float (&pair)[2]) {
+    const Int words = shift_right(as_int(pair[0]), 16) | (as_int(pair[1]) & broadcast(int32_t(0xffff0000)));
+    store((int32_t*)at, words);
+}
+#else
+TGI_INLINE void store_pair(float* at, const Float (&pair)[2]) { store(at, pair[0]), store(at + 32, pair[1]); }
+#endif
+
+// Converts all inputs of 32 columns.
+template <class B>
+inline ConvertedBlocks convert_columns(B blocks, int64_t depth, Operand* to) {
+    for (int64_t k = 0; k < depth; k += 32) {
+        const auto* at = blocks.next_block();
+        for (int64_t pair = 0; pair < 16; pair++)
+            for (int64_t half = 0; half < 2; half++) {
+                Float columns[2];
+                load_pair(at + pair * blocks.step + half * blocks.right, blocks.step / 2, columns);
+                store_pair(to + (k / 2 + pair) * 64 + half * ConvertedBlocks::right, columns);
+            }
+    }
+    return {to};
+}
 
 // Some rows of one KV head, and the positions that they see.
 struct TileRange {
@@ -86,9 +133,14 @@ struct TileRange {
 
 // The buffers of a thread for one tile.
 struct TileWorkspace {
-    alignas(64) bf16 queries[TILE_ROWS * MAX_HEAD_DIM];
+    alignas(64) Operand queries[TILE_ROWS * MAX_HEAD_DIM];
     alignas(64) float scores[TILE_ROWS][BLOCK];
-    alignas(64) bf16 weights[TILE_ROWS][BLOCK];
+#if TGI_DOT_ENGINE
+    alignas(64) Operand weights[TILE_ROWS][BLOCK];
+#else
+    Operand (&weights)[TILE_ROWS][BLOCK] = scores;
+#endif
+    alignas(64) Operand columns[MAX_HEAD_DIM * 32];  // a converted panel
     int64_t positions[TILE_ROWS];  // of the rows' tokens
     alignas(64) float part[PartialAttention::size(MAX_HEAD_DIM)];
     alignas(64) float total[PartialAttention::size(MAX_HEAD_DIM)];
@@ -101,21 +153,26 @@ inline TileWorkspace& tile_workspace() {
 
 // Computes the rows of a range over its positions. `writes_kv`: the range is a single token whose key and value are not
 // in the cache yet.
+template <class T>
 class AttentionTile {
   public:
     AttentionTile(const KvCache& cache, const AttentionBatch& batch, const AttentionCall& call, const TileRange& at,
         bool writes_kv)
-        : cache(cache), batch(batch), call(call), at(at), writes_kv(writes_kv), dim(cache.head_dim),
+        : cache(cache), batch(batch), call(call), at(at), writes_kv(writes_kv), dim(cache.padded_dim()),
           heads_per_kv(cache.heads / cache.kv_heads),
           softmax{call.softcap ? LOG2_E : call.scale * LOG2_E}, workspace(tile_workspace()) {}
 
     // Copies the queries; to be called first.
     void begin() const {
-        const int64_t stride = (cache.heads + 2 * cache.kv_heads) * dim;
+        const int64_t size = cache.head_dim, stride = (cache.heads + 2 * cache.kv_heads) * size;
         prefetcher(at.lowest / BLOCK * BLOCK).prefetch_all();
+#if TGI_DOT_ENGINE
         configure_tiles(at.rows);
+#endif
         for_each_row([&](int64_t r, int64_t token, int64_t head) {
-            memcpy(workspace.queries + r * dim, call.qkv + token * stride + head * dim, dim * sizeof(bf16));
+            const Element* query = call.qkv + token * stride + head * size;
+            for (int64_t d = 0; d < dim; d += LANES)
+                store(workspace.queries + r * dim + d, load_first(query + d, std::max<int64_t>(size - d, 0)));
             workspace.positions[r] = batch.context_lengths[at.row] - batch.bounds[at.row + 1] + token;
         });
     }
@@ -130,12 +187,11 @@ class AttentionTile {
     // Divides by the sums and stores the result.
     void store_result(const PartialAttention& total) const {
         for_each_row([&](int64_t r, int64_t token, int64_t head) {
-            bf16* to = call.y + (token * cache.heads + head) * dim;
+            Element* to = call.y + (token * cache.heads + head) * cache.head_dim;
             const float* values = total.values + r * dim;
-            const __m512 reciprocal_sum = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(_mm512_load_ps(total.sums +
-                r * LANES)));
-            for (int64_t d = 0; d < dim; d += 16) store(to + d, _mm512_mul_ps(_mm512_load_ps(values + d),
-                reciprocal_sum));
+            const Float reciprocal_sum = broadcast(1.f / reduce_add(load(total.sums + r * LANES)));
+            for (int64_t d = 0; d < cache.head_dim; d += LANES)
+                store_first(to + d, load(values + d) * reciprocal_sum, cache.head_dim - d);
         });
     }
 
@@ -152,26 +208,47 @@ class AttentionTile {
 
     void block(int64_t from, const PartialAttention& part) const {
         // Only after the page has been prefetched: a write to uncached memory takes long.
-        if (writes_kv && from + BLOCK >= batch.context_lengths[at.row]) write_kv(cache, batch, call.qkv,
+        if (writes_kv && from + BLOCK >= batch.context_lengths[at.row]) write_kv<T>(cache, batch, call.qkv,
             batch.bounds[at.row], at.head);
         const int64_t count = page_count(from);
         const int32_t* pages = pages_at(from);
-        PagePrefetcher next = from + BLOCK < at.end ? prefetcher(from + BLOCK) : PagePrefetcher();
+        PagePrefetcher<T> next = from + BLOCK < at.end ? prefetcher(from + BLOCK) : PagePrefetcher<T>();
         for (int64_t n = 0; n < count; n++)
-            tile_matmul(workspace.queries, dim, at.rows, KeyBlocks{keys(cache, pages[n], at.head), next}, dim,
-                workspace.scores[0] + n * PAGE,
-                    BLOCK);
-        for (int64_t r = 0; r < at.rows; r += LANES) update_maxima(r, std::min(r + LANES, at.rows), from, part);
-        const ApproximateExp2 exp2;
+            multiply(workspace.queries, dim, KeyBlocks<T>{keys<T>(cache, pages[n], at.head), next}, dim,
+                workspace.scores[0] + n * PAGE, BLOCK);
+        const float* key_scales[2] = {};
+        const float* value_scales[2] = {};
+        if constexpr (SCALED)
+            for (int64_t n = 0; n < 2; n++) {
+                key_scales[n] = kv_scales(cache, pages[std::min(n, count - 1)], at.head);
+                value_scales[n] = key_scales[n] + PAGE;
+            }
+        for (int64_t r = 0; r < at.rows; r += LANES)
+            update_maxima(r, std::min(r + LANES, at.rows), from, key_scales, part);
+        const WeightExp2 exp2;
         for (int64_t r = 0; r < at.rows; r++)
-            softmax.exponentiate(workspace.scores[r], workspace.weights[r], part.highest[r], part.sums + r * LANES,
-                exp2);
-        const bf16* at_first = values(cache, pages[0], at.head);
-        const bf16* at_second = values(cache, pages[count - 1], at.head);
-        for (int64_t d = 0; d < dim; d += COLUMNS)
-            tile_matmul<true>(workspace.weights[0], BLOCK, at.rows, ValueBlocks{{at_first + 2 * d, at_second + 2 * d},
-                2 * dim, next},
-                          count * PAGE, part.values + d, dim);
+            softmax.template exponentiate<SCALED>(workspace.scores[r], workspace.weights[r], part.highest[r],
+                part.sums + r * LANES, exp2, value_scales);
+        const T* at_first = values<T>(cache, pages[0], at.head);
+        const T* at_second = values<T>(cache, pages[count - 1], at.head);
+        constexpr int64_t column = IS_PAIRED<T> ? 2 : 1;  // elements from one column to the next
+        for (int64_t d = 0; d < dim; d += 32)
+            multiply<true>(workspace.weights[0], BLOCK,
+                ValueBlocks<T>{{at_first + column * d, at_second + column * d}, 2 * dim, next}, count * PAGE,
+                part.values + d, dim);
+    }
+
+    // A product of the tile's rows. Columns that the engine does not multiply as they are stored, or that several
+    // groups of rows would widen again, are converted first.
+    template <bool add = false, class B>
+    void multiply(const Operand* a, int64_t a_step, B&& blocks, int64_t depth, float* c, int64_t c_step) const {
+        if constexpr (!std::is_same_v<T, Operand>)
+            if (TGI_DOT_ENGINE || at.rows > UNCONVERTED_ROWS) {
+                ConvertedBlocks converted = convert_columns(blocks, depth, workspace.columns);
+                return tile_matmul<add>(a, a_step, at.rows, converted, depth, c, c_step);
+            }
+        if constexpr (std::is_same_v<T, Operand> || !TGI_DOT_ENGINE)
+            tile_matmul<add>(a, a_step, at.rows, blocks, depth, c, c_step);
     }
 
     // The pages of a block, and how many of them it needs.
@@ -179,26 +256,26 @@ class AttentionTile {
     int64_t page_count(int64_t from) const { return at.end - from > PAGE ? 2 : 1; }
 
     // With many rows, two blocks do not fit the L1 cache.
-    PagePrefetcher prefetcher(int64_t from) const { return {cache, pages_at(from), page_count(from), at.head,
+    PagePrefetcher<T> prefetcher(int64_t from) const { return {cache, pages_at(from), page_count(from), at.head,
         at.rows <= LANES}; }
 
     // Updates the maxima of up to 16 rows with the scores of a block, and rescales the rows whose maximum has grown.
-    void update_maxima(int64_t first, int64_t last, int64_t from, const PartialAttention& part) const {
-        __m512 maxima_of_lanes[LANES];
-        for (int64_t r = first; r < first + LANES; r++) maxima_of_lanes[r - first] = _mm512_set1_ps(MINUS_INFINITY);
+    void update_maxima(int64_t first, int64_t last, int64_t from, const float* const (&scales)[2],
+        const PartialAttention& part) const {
+        Float maxima_of_lanes[LANES];
+        for (int64_t r = first; r < first + LANES; r++) maxima_of_lanes[r - first] = broadcast(MINUS_INFINITY);
         for (int64_t r = first; r < last; r++) {
+            if (SCALED) softmax.scale_scores(workspace.scores[r], scales);
             if (call.softcap) softmax.softcap_scores(workspace.scores[r], call.scale, call.softcap);
             if (const uint64_t visible =
                 visible_positions(workspace.positions[r] - from); ~visible) softmax.mask(workspace.scores[r], visible);
             maxima_of_lanes[r - first] = softmax.lane_maxima(workspace.scores[r]);
         }
-        const __m512 highest = _mm512_load_ps(part.highest + first);
-        const __m512 next = _mm512_max_ps(highest, _mm512_mul_ps(horizontal_maxima(maxima_of_lanes),
-            _mm512_set1_ps(softmax.unit)));
+        const Float highest = load(part.highest + first);
+        const Float next = max(highest, horizontal_maxima(maxima_of_lanes) * broadcast(softmax.unit));
         alignas(64) float raised[LANES], factors[LANES];
-        _mm512_store_ps(raised, next);
-        _mm512_store_ps(factors, exp2(_mm512_sub_ps(highest, next)));
-        const uint32_t higher = _mm512_mask_cmplt_ps_mask((1u << (last - first)) - 1, highest, next);
+        store(raised, next), store(factors, exp2(highest - next));
+        const uint32_t higher = bits_of(next > highest) & ((1u << (last - first)) - 1);
         for (uint32_t left = higher; left; left &= left - 1) {
             const int n = __builtin_ctz(left);
             rescale(part, first + n, raised[n], factors[n]);
@@ -210,10 +287,10 @@ class AttentionTile {
         const float before = part.highest[r];
         part.highest[r] = highest;
         if (before == MINUS_INFINITY) return;  // no sums yet
-        const __m512 less = _mm512_set1_ps(factor);
+        const Float less = broadcast(factor);
         for (float* to = part.values + r * dim; to < part.values + (r + 1) * dim; to += LANES)
-            _mm512_store_ps(to, _mm512_mul_ps(_mm512_load_ps(to), less));
-        _mm512_store_ps(part.sums + r * LANES, _mm512_mul_ps(_mm512_load_ps(part.sums + r * LANES), less));
+            store(to, load(to) * less);
+        store(part.sums + r * LANES, load(part.sums + r * LANES) * less);
     }
 
     // A mask of the positions of a block that are visible to position `last`, counted from the start of the block.
@@ -225,12 +302,15 @@ class AttentionTile {
         return hidden > 0 ? upper >> hidden << hidden : upper;
     }
 
+    static constexpr bool SCALED = std::is_same_v<T, int8_t>;
+    static constexpr int64_t UNCONVERTED_ROWS = 6;  // up to this many rows multiply columns as they are stored
+
     const KvCache& cache;
     const AttentionBatch& batch;
     const AttentionCall& call;
     const TileRange at;
     const bool writes_kv;
-    const int64_t dim, heads_per_kv;
+    const int64_t dim, heads_per_kv;  // dim: padded
     const Softmax softmax;
     TileWorkspace& workspace;
 };

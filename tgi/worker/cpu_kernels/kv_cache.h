@@ -4,18 +4,38 @@
 #include <cstdint>
 #include <cstring>
 
-#include "elements.h"
+#include "simd.h"
 #include "thread_pool.h"
 
 namespace tgi {
 
 constexpr int64_t PAGE = 32;  // positions of a page
+constexpr int64_t MAX_HEAD_DIM = 256;
 
-// The keys and values of one layer, [pages][kv_heads][2 * PAGE * head_dim]: for each page and head first the keys as
-// [head_dim / 2][PAGE][2], then the values as [PAGE / 2][head_dim][2].
+// How keys and values are stored.
+enum class KvForm : int64_t {
+    ELEMENT = 0,  // as the activations
+    BF16 = 1,
+    INT8 = 2,  // with one float32 scale for each key and each value of a head
+};
+
+// The keys and values of one layer, [pages][kv_heads][page_bytes]: for each page and head first the keys as a matrix
+// [padded_dim][PAGE], then the values as a matrix [PAGE][padded_dim], both in the order of `element_index`; in INT8 the
+// scales of the keys [PAGE] and of the values [PAGE] follow. Numbers from head_dim to padded_dim are never written, and
+// those of the keys must be finite: the memory is zero at first.
 struct KvCache {
-    bf16* at;
+    void* at;
     int64_t heads, kv_heads, head_dim;
+    KvForm form = KvForm::ELEMENT;
+
+    int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
+
+    // Bytes of one page and head whose numbers have type T.
+    template <class T>
+    int64_t page_bytes() const {
+        const int64_t scales = std::is_same_v<T, int8_t> ? 2 * PAGE * sizeof(float) : 0;
+        return 2 * PAGE * padded_dim() * sizeof(T) + scales;
+    }
 };
 
 // Row r is a sequence with the tokens bounds[r] to bounds[r + 1] - 1. It sees context_lengths[r] positions, whose pages
@@ -28,28 +48,95 @@ struct AttentionBatch {
     int64_t rows, width;
 };
 
-inline bf16* keys(const KvCache& cache, int64_t page, int64_t head) {
-    return cache.at + (page * cache.kv_heads + head) * 2 * PAGE * cache.head_dim;
+template <class T>
+inline T* keys(const KvCache& cache, int64_t page, int64_t head) {
+    return (T*)((uint8_t*)cache.at + (page * cache.kv_heads + head) * cache.page_bytes<T>());
 }
 
-inline bf16* values(const KvCache& cache, int64_t page, int64_t head) {
-    return keys(cache, page, head) + PAGE * cache.head_dim;
+template <class T>
+inline T* values(const KvCache& cache, int64_t page, int64_t head) {
+    return keys<T>(cache, page, head) + PAGE * cache.padded_dim();
+}
+
+// [2][PAGE]: of the keys, of the values.
+inline float* kv_scales(const KvCache& cache, int64_t page, int64_t head) {
+    return (float*)(values<int8_t>(cache, page, head) + PAGE * cache.padded_dim());
+}
+
+// A vector with its infinities and NaNs replaced by 0.
+inline Float finite(Float x) {
+    const Float same = x - x;  // 0, or NaN
+    return select(same == zeros(), x, zeros());
+}
+
+// Converts `size` numbers.
+template <class T>
+inline void convert(const Element* from, T* to, int64_t size) {
+    for (int64_t n = 0; n < size; n += LANES) store_first(to + n, load_first(from + n, size - n), size - n);
+}
+
+// The same without infinity and NaN: they become 0, and what would be rounded to infinity becomes a large number.
+template <class T>
+inline void convert_finite(const Element* from, T* to, int64_t size) {
+    const Float largest = broadcast(3.38e38f);
+    for (int64_t n = 0; n < size; n += LANES) {
+        Float x = finite(load_first(from + n, size - n));
+        if (!std::is_same_v<T, Element>) x = max(min(x, largest), zeros() - largest);
+        store_first(to + n, x, size - n);
+    }
+}
+
+// Rounds numbers to integers from -127 to 127 times the scale that is returned. Infinity and NaN become 0.
+inline float quantize_row(const Element* from, int8_t* to, int64_t size) {
+    Float highest = zeros();
+    for (int64_t n = 0; n < size; n += LANES) {
+        const Float x = finite(load_first(from + n, size - n));
+        highest = max(highest, max(x, zeros() - x));
+    }
+    const float largest = reduce_max(highest);
+    const Float inverse = broadcast(largest > 1e-30f ? 127.f / largest : 0.f);
+    alignas(64) int32_t codes[LANES];
+    for (int64_t n = 0; n < size; n += LANES) {
+        store(codes, to_int(round_to_even(finite(load_first(from + n, size - n)) * inverse)));
+        for (int64_t i = 0; i < std::min(LANES, size - n); i++) to[n + i] = codes[i];
+    }
+    return largest / 127.f;
 }
 
 // Writes a token's key and value of one head.
-inline void write_kv(const KvCache& cache, const AttentionBatch& batch, const bf16* qkv, int64_t token, int64_t head) {
+template <class T>
+inline void write_kv(const KvCache& cache, const AttentionBatch& batch, const Element* qkv, int64_t token,
+    int64_t head) {
     const int64_t dim = cache.head_dim, heads = cache.heads + cache.kv_heads;
-    const bf16* row = qkv + token * (heads + cache.kv_heads) * dim;
+    const Element* row = qkv + token * (heads + cache.kv_heads) * dim;
     const int64_t page = batch.slots[token] / PAGE, at = batch.slots[token] % PAGE;
-    const bf16 *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
-    bf16 *to = keys(cache, page, head) + 2 * at, *into = values(cache, page, head) + at / 2 * 2 * dim + at % 2;
-    for (int64_t d = 0; d < dim; d += 2) memcpy(to + d * PAGE, key + d, 4);
+    const Element *key = row + (cache.heads + head) * dim, *value = row + (heads + head) * dim;
+    T* to = keys<T>(cache, page, head) + element_index<T>(0, at, PAGE);
+    T* into = values<T>(cache, page, head) + element_index<T>(at, 0, cache.padded_dim());
+    alignas(64) T converted[MAX_HEAD_DIM];
+    const T* from = converted;
+    if constexpr (std::is_same_v<T, int8_t>) kv_scales(cache, page, head)[at] = quantize_row(key, converted, dim);
+    else if constexpr (std::is_same_v<T, Element>) from = key;
+    else convert(key, converted, dim);
+    if constexpr (IS_PAIRED<T>) {
+        for (int64_t d = 0; d + 1 < dim; d += 2) memcpy(to + d * PAGE, from + d, 2 * sizeof(T));
+        if (dim % 2) to[(dim - 1) * PAGE] = from[dim - 1];
+    } else {
+        for (int64_t d = 0; d < dim; d++) to[d * PAGE] = from[d];
+    }
     // Infinity and NaN become 0: a later owner of the page multiplies masked values by zero, and must not get a NaN.
-    for (int64_t d = 0; d < dim; d++) into[2 * d] = (value[d].bits & 0x7f80) == 0x7f80 ? bf16{} : value[d];
+    if constexpr (std::is_same_v<T, int8_t>) {
+        kv_scales(cache, page, head)[PAGE + at] = quantize_row(value, into, dim);
+    } else {
+        convert_finite(value, IS_PAIRED<T> ? converted : into, dim);
+        if constexpr (IS_PAIRED<T>)
+            for (int64_t d = 0; d < dim; d++) into[2 * d] = converted[d];
+    }
 }
 
+template <class T>
 struct WriteKvJob final : Job {
-    WriteKvJob(const KvCache& cache, const AttentionBatch& batch, const bf16* qkv) : cache(cache), batch(batch),
+    WriteKvJob(const KvCache& cache, const AttentionBatch& batch, const Element* qkv) : cache(cache), batch(batch),
         qkv(qkv) {}
 
     int64_t chunks() const { return (batch.bounds[batch.rows] + CHUNK - 1) / CHUNK; }
@@ -57,13 +144,13 @@ struct WriteKvJob final : Job {
     void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min<int64_t>((chunk + 1) * CHUNK, batch.bounds[batch.rows]);
         for (int64_t token = chunk * CHUNK; token < last; token++)
-            for (int64_t head = 0; head < cache.kv_heads; head++) write_kv(cache, batch, qkv, token, head);
+            for (int64_t head = 0; head < cache.kv_heads; head++) write_kv<T>(cache, batch, qkv, token, head);
     }
 
     static constexpr int64_t CHUNK = 8;  // tokens of a chunk
     const KvCache& cache;
     const AttentionBatch& batch;
-    const bf16* qkv;
+    const Element* qkv;
 };
 
 }  // namespace tgi

@@ -9,55 +9,52 @@
 
 namespace tgi {
 
+#if TGI_DOT_ENGINE || defined(__AVX512F__)
 constexpr int64_t TILE_ROWS = 32;  // rows of a tile
+#else
+constexpr int64_t TILE_ROWS = 36;  // a multiple of the rows that the FMA engine computes at once
+#endif
+constexpr int64_t PADDED_ROWS = (TILE_ROWS + LANES - 1) / LANES * LANES;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // Attention of the rows of a tile over some positions. Scores are exponents of 2.
 struct PartialAttention {
-    float* values;  // [TILE_ROWS, head_dim] sum of 2^(score - highest) value
-    float* highest;  // [TILE_ROWS]
+    float* values;  // [TILE_ROWS, dim] sum of 2^(score - highest) value
     float* sums;  // [TILE_ROWS, LANES] sums of 2^(score - highest), each of every 16th position
+    float* highest;  // [PADDED_ROWS]
 
-    static constexpr int64_t size(int64_t dim) { return TILE_ROWS * (dim + LANES + 1); }
+    static constexpr int64_t size(int64_t dim) { return TILE_ROWS * (dim + LANES) + PADDED_ROWS; }
 
-    PartialAttention(float* at, int64_t dim) : values(at), highest(at + TILE_ROWS * (dim + LANES)),
-        sums(at + TILE_ROWS * dim) {}
+    PartialAttention(float* at, int64_t dim) : values(at), sums(at + TILE_ROWS * dim),
+        highest(at + TILE_ROWS * (dim + LANES)) {}
 
     void clear(int64_t rows, int64_t dim) const {
         memset(values, 0, rows * dim * sizeof(float));
-        std::fill(highest, highest + rows, MINUS_INFINITY);
         memset(sums, 0, rows * LANES * sizeof(float));
+        std::fill(highest, highest + PADDED_ROWS, MINUS_INFINITY);
     }
 
     // Adds the attention over the positions that follow.
     void add(const PartialAttention& more, int64_t rows, int64_t dim) const {
+        const Float never = broadcast(MINUS_INFINITY);
         for (int64_t first = 0; first < rows; first += LANES) {
-            const int64_t last = std::min(first + LANES, rows);
-            const __mmask16 these = (1u << (last - first)) - 1;
-            const __m512 never = _mm512_set1_ps(MINUS_INFINITY);
-            const __m512 before = _mm512_mask_load_ps(never, these, highest + first);
-            const __m512 after = _mm512_mask_load_ps(never, these, more.highest + first);
-            const __m512 top = _mm512_max_ps(before, after);
+            const Float before = load(highest + first), after = load(more.highest + first), top = max(before, after);
             // A row that has seen no position has a maximum of -infinity, which must not be subtracted.
-            const __m512 from = _mm512_mask_mov_ps(top, _mm512_cmpeq_ps_mask(top, never), _mm512_setzero_ps());
+            const Float from = select(top == never, zeros(), top);
             alignas(64) float a[LANES], b[LANES];
-            _mm512_store_ps(a, exp2(_mm512_sub_ps(before, from)));
-            _mm512_store_ps(b, exp2(_mm512_sub_ps(after, from)));
-            for (int64_t r = first; r < last; r++) {
+            store(a, exp2(before - from)), store(b, exp2(after - from));
+            for (int64_t r = first; r < std::min(first + LANES, rows); r++) {
                 if (more.highest[r] == MINUS_INFINITY) continue;
                 add(values + r * dim, a[r - first], more.values + r * dim, b[r - first], dim);
                 add(sums + r * LANES, a[r - first], more.sums + r * LANES, b[r - first], LANES);
             }
-            _mm512_mask_store_ps(highest + first, these, top);
+            store(highest + first, top);
         }
     }
 
     static void add(float* to, float a, const float* from, float b, int64_t size) {
-        const __m512 as = _mm512_set1_ps(a), bs = _mm512_set1_ps(b);
-        for (int64_t n = 0; n < size; n += LANES) {
-            const __m512 more = _mm512_mul_ps(_mm512_load_ps(from + n), bs);
-            _mm512_store_ps(to + n, _mm512_fmadd_ps(_mm512_load_ps(to + n), as, more));
-        }
+        const Float as = broadcast(a), bs = broadcast(b);
+        for (int64_t n = 0; n < size; n += LANES) store(to + n, fma(load(to + n), as, load(from + n) * bs));
     }
 };
 
@@ -69,63 +66,95 @@ constexpr float LOG2_E = 1.44269504f;
 class ApproximateExp2 {
   public:
     ApproximateExp2() {
+#if defined(__AVX512F__)
         // Keeps the terms in registers; the compiler would load them from memory each time.
-        for (__m512& term : terms) asm("" : "+v"(term));
+        for (Float& term : terms) asm("" : "+v"(term.part[0]));
+#endif
     }
 
-    __m512 operator()(__m512 x) const {
-        const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-        __m512 p = _mm512_fmadd_ps(terms[3], r, terms[2]);
-        p = _mm512_fmadd_ps(p, r, terms[1]);
-        p = _mm512_fmadd_ps(p, r, terms[0]);
-        return _mm512_scalef_ps(p, x);
+    TGI_INLINE Float operator()(Float x) const {
+#if defined(__AVX512F__)
+        const Float r{{_mm512_reduce_ps(x.part[0], _MM_FROUND_TO_NEG_INF)}};
+        const Float p = fma(fma(fma(terms[3], r, terms[2]), r, terms[1]), r, terms[0]);
+        return {{_mm512_scalef_ps(p.part[0], x.part[0])}};
+#else
+        // Adding 1.5 2^23 rounds x to an integer, which is then in the lowest bits.
+        const Float shifted = x + broadcast(12582912.f), r = x - (shifted - broadcast(12582912.f));
+        const Float p = fma(fma(fma(terms[3], r, terms[2]), r, terms[1]), r, terms[0]);
+        const Float y = as_float(as_int(p) + shift_left(as_int(shifted), 23));
+        return select(x > broadcast(-126.f), y, zeros());
+#endif
     }
 
   private:
-    __m512 terms[4] = {_mm512_set1_ps(0.999925219f), _mm512_set1_ps(0.695833533f), _mm512_set1_ps(0.226067178f),
-                       _mm512_set1_ps(0.0780245071f)};
+#if defined(__AVX512F__)
+    // Of a fraction in [0, 1),
+    Float terms[4] = {broadcast(0.999925219f), broadcast(0.695833533f), broadcast(0.226067178f),
+                      broadcast(0.0780245071f)};
+#else
+    // or in [-0.5, 0.5].
+    Float terms[4] = {broadcast(0.999928057f), broadcast(0.693260968f), broadcast(0.242611125f), broadcast(0.0551716685f)};
+#endif
 };
+
+// `exp2` as a type.
+struct ExactExp2 {
+    TGI_INLINE Float operator()(Float x) const { return exp2(x); }
+};
+
+// Weights have no more precision than the products: those of bfloat16 numbers need less.
+using WeightExp2 = std::conditional_t<std::is_same_v<Element, bf16>, ApproximateExp2, ExactExp2>;
 
 // Operations on a row's scores of a block, [BLOCK].
 struct Softmax {
     // Scores times this are exponents of 2.
     const float unit;
 
-    // Masks the positions whose bits are not set.
-    static void mask(float* scores, uint64_t visible) {
-        const __m512 never = _mm512_set1_ps(MINUS_INFINITY);
+    // Multiplies the scores of the block's two pages with the scales of the keys.
+    TGI_INLINE static void scale_scores(float* scores, const float* const (&scales)[2]) {
         for (int n = 0; n < BLOCK; n += LANES)
-            _mm512_store_ps(scores + n, _mm512_mask_mov_ps(never, visible >> n, _mm512_load_ps(scores + n)));
+            store(scores + n, load(scores + n) * load(scales[n / (BLOCK / 2)] + n % (BLOCK / 2)));
+    }
+
+    // Masks the positions whose bits are not set.
+    TGI_INLINE static void mask(float* scores, uint64_t visible) {
+        const Float never = broadcast(MINUS_INFINITY);
+        for (int n = 0; n < BLOCK; n += LANES)
+            store(scores + n, select(mask_of(visible >> n & 0xffff), load(scores + n), never));
     }
 
     // cap tanh(scale score / cap).
     static void softcap_scores(float* scores, float scale, float cap) {
-        const __m512 ratio = _mm512_set1_ps(scale / cap), caps = _mm512_set1_ps(cap);
-        for (int n = 0; n < BLOCK; n += LANES)
-            _mm512_store_ps(scores + n, _mm512_mul_ps(caps, tanh(_mm512_mul_ps(_mm512_load_ps(scores + n), ratio))));
+        const Float ratio = broadcast(scale / cap), caps = broadcast(cap);
+        for (int n = 0; n < BLOCK; n += LANES) store(scores + n, caps * tanh(load(scores + n) * ratio));
     }
 
     // The maximum of every 16th score.
-    static __m512 lane_maxima(const float* scores) {
-        const __m512 first = _mm512_max_ps(_mm512_load_ps(scores), _mm512_load_ps(scores + LANES));
-        return _mm512_max_ps(first, _mm512_max_ps(_mm512_load_ps(scores + 2 * LANES),
-            _mm512_load_ps(scores + 3 * LANES)));
+    TGI_INLINE static Float lane_maxima(const float* scores) {
+        const Float first = max(load(scores), load(scores + LANES));
+        return max(first, max(load(scores + 2 * LANES), load(scores + 3 * LANES)));
     }
 
-    // Turns scores into weights, and adds the weights to the sum of every 16th.
-    void exponentiate(const float* scores, bf16* weights, float highest, float* sums,
-        const ApproximateExp2& exp2) const {
+    // Turns scores into weights, and adds the weights to the sum of every 16th. `weights` may be the scores. `scales`:
+    // the weights that are stored, but not those of the sums, are multiplied with the scales of the values of the two
+    // pages; or null.
+    template <bool scaled>
+    void exponentiate(const float* scores, Operand* weights, float highest, float* sums, const WeightExp2& exp2,
+        const float* const (&scales)[2]) const {
         // A row that has seen no position has only scores of -infinity, and weights of 0.
-        const __m512 minus_highest = _mm512_set1_ps(highest == MINUS_INFINITY ? 0.f : -highest),
-            units = _mm512_set1_ps(unit);
-        __m512 sum = _mm512_load_ps(sums);
+        const Float minus_highest = broadcast(highest == MINUS_INFINITY ? 0.f : -highest), units = broadcast(unit);
+        Float sum = load(sums);
         for (int n = 0; n < BLOCK; n += 2 * LANES) {
-            const __m512 first = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + n), units, minus_highest));
-            const __m512 second = exp2(_mm512_fmadd_ps(_mm512_load_ps(scores + n + LANES), units, minus_highest));
-            sum = _mm512_add_ps(_mm512_add_ps(sum, first), second);
+            Float first = exp2(fma(load(scores + n), units, minus_highest));
+            Float second = exp2(fma(load(scores + n + LANES), units, minus_highest));
+            sum = sum + first + second;
+            if (scaled) {
+                const float* factors = scales[n / (BLOCK / 2)];
+                first = first * load(factors), second = second * load(factors + LANES);
+            }
             store(weights + n, first, second);
         }
-        _mm512_store_ps(sums, sum);
+        store(sums, sum);
     }
 };
 
