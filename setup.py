@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -18,24 +19,23 @@ from setuptools.command.build_py import build_py
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tgi.worker.cpu_kernels.build import PACKAGED, SOURCES, KernelsUnavailable, build_library, library_name
+from tgi.worker.host_cpu import usable_cores
 from tgi.worker.instruction_sets import BY_NAME, INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "TGI_WHEEL_KERNELS"
 MACHINES = {"arm64": "aarch64"}  # macOS's name -> that of the table
 
 
-def wanted_sets() -> list[InstructionSet]:
-    """The instruction sets to compile for. Ends with a message if the variable has an unknown name."""
+def wanted_libraries() -> list[tuple[InstructionSet, str]]:
+    """The instruction set and element type of each library. Ends with a message if the variable has an unknown name."""
     machine = MACHINES.get(platform.machine(), platform.machine())
     named = os.environ.get(VARIABLE, "all")
-    if named == "all":
-        return [one for one in INSTRUCTION_SETS if one.machine == machine]
-    if named == "none":
-        return []
-    try:
-        return [BY_NAME[name.strip()] for name in named.split(",")]
-    except KeyError as error:
-        sys.exit(f"{VARIABLE} is {named!r}: {error} is not one of all, none, {', '.join(BY_NAME)}.")
+    names = [] if named == "none" else [one.name for one in INSTRUCTION_SETS if one.machine == machine]
+    if named not in ("all", "none"):
+        names = [name.strip() for name in named.split(",")]
+    if unknown := [name for name in names if name not in BY_NAME]:
+        sys.exit(f"{VARIABLE} is {named!r}: {unknown[0]!r} is not one of all, none, {', '.join(BY_NAME)}.")
+    return [(BY_NAME[name], element) for name in names for element in BY_NAME[name].elements]
 
 
 class BuildWithKernels(build_py):
@@ -49,11 +49,15 @@ class BuildWithKernels(build_py):
         libraries = Path(self.build_lib, "tgi", "worker", "cpu_kernels") / PACKAGED.relative_to(SOURCES)
         shutil.rmtree(libraries, ignore_errors=True)  # of an earlier build
         libraries.mkdir(parents=True)
+
+        def make(wanted: tuple[InstructionSet, str]) -> None:
+            chosen, element = wanted
+            made = build_library(element, instruction_set=chosen, progress=show, jobs=1)
+            shutil.copy(made, libraries / library_name(chosen, element))
+
         try:
-            for chosen in wanted_sets():
-                for element in chosen.elements:
-                    made = build_library(element, instruction_set=chosen, progress=show)
-                    shutil.copy(made, libraries / library_name(chosen, element))
+            with ThreadPoolExecutor(usable_cores()) as pool:
+                list(pool.map(make, wanted_libraries()))
         except KernelsUnavailable as reason:
             sys.exit(f"The CPU kernels cannot be compiled: {reason}. {VARIABLE}=none builds without them.")
 
@@ -63,7 +67,7 @@ class WithLibraries(Distribution):
 
     def has_ext_modules(self) -> bool:
         """Whether the package has compiled parts."""
-        return bool(wanted_sets())
+        return bool(wanted_libraries())
 
 
 class WheelForEveryPython(bdist_wheel):

@@ -31,7 +31,7 @@ SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "lib"  # the libraries of an installed wheel
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-w")
 COMPILERS = ("c++", "g++", "clang++")
-BUILD_TIMEOUT = 300.0  # seconds for a source file
+BUILD_TIMEOUT = 600.0  # seconds for a source file; linear.cpp takes 50 on an idle core
 ABANDONED = 3600.0  # seconds after which an unfinished build has no owner
 
 
@@ -40,12 +40,17 @@ class KernelsUnavailable(Exception):
 
 
 def build_library(
-    element: str, *extra_flags: str, instruction_set: InstructionSet | None = None, progress: Progress | None = None
+    element: str,
+    *extra_flags: str,
+    instruction_set: InstructionSet | None = None,
+    progress: Progress | None = None,
+    jobs: int | None = None,
 ) -> Path:
     """The library for an element type (one of ELEMENTS) and an instruction set, by default the one in use.
 
     `extra_flags` are appended to the compiler's. `progress` is called with a stage and a percentage if the library has
-    to be compiled. Raises KernelsUnavailable.
+    to be compiled; up to `jobs` source files are compiled at once, by default as many as there are cores. Raises
+    KernelsUnavailable.
     """
     chosen = require_kernels(element, instruction_set)
     packaged = PACKAGED / library_name(chosen, element)
@@ -59,7 +64,9 @@ def build_library(
                 stage = f"compiling the CPU kernels for {chosen.name} and {element}"
                 log.debug("%s", stage)
                 report = (lambda percent: progress(stage, percent)) if progress else None
-                compile_library(compiler, [*_flags(chosen, element), *extra_flags], path, report)
+                compile_library(
+                    compiler, [*_flags(chosen, element), *extra_flags], path, jobs or usable_cores(), report
+                )
     return path
 
 
@@ -97,24 +104,24 @@ def compiler_command() -> list[str]:
 
 
 def compile_library(
-    compiler: list[str], flags: list[str], path: Path, progress: Callable[[int], None] | None = None
+    compiler: list[str], flags: list[str], path: Path, jobs: int, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Compiles the source files, as many at once as there are cores, and links them. The library is moved to `path`
+    """Compiles the source files, up to `jobs` at once, and links them. The library is moved to `path`
     when it is complete, so that no other process loads a part of it. `progress` is called with a percentage, on the
     calling thread. Raises KernelsUnavailable."""
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)  # the longest first
-    with _scratch_directory(path.parent) as scratch, ThreadPoolExecutor(usable_cores()) as pool:
+    with _scratch_directory(path.parent) as scratch, ThreadPoolExecutor(jobs) as pool:
         objects = [scratch / f"{source.stem}.o" for source in sources]
-        jobs = [
+        running = [
             pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", str(to)])
             for source, to in zip(sources, objects, strict=True)
         ]
         report = progress or (lambda percent: None)
         report(0)
         try:
-            for done, job in enumerate(as_completed(jobs), start=1):
+            for done, job in enumerate(as_completed(running), start=1):
                 job.result()
-                report(100 * done // len(jobs))
+                report(100 * done // len(running))
         finally:
             pool.shutdown(cancel_futures=True)
         unfinished = scratch / path.name
