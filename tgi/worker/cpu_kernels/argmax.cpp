@@ -12,33 +12,31 @@ struct ReduceJob final : Job {
     ReduceJob(const BlockMaxima& block_maxima, const GreedyTokens& best) : block_maxima(block_maxima), best(best) {}
 
     void run(int64_t chunk, int64_t) const override {
-        const int64_t first = chunk * 16, rows = std::min<int64_t>(block_maxima.rows - first, 16);
-        const __mmask16 there = (1u << rows) - 1;
-        const auto each = [&](const float* column, int64_t panel) {
-            return _mm512_maskz_loadu_ps(there, column + panel * block_maxima.rows + first);
+        const int64_t first = chunk * LANES, rows = std::min(block_maxima.rows - first, LANES);
+        const auto each = [&](const void* column, int64_t panel) {
+            return load_first((const float*)column + panel * block_maxima.rows + first, rows);
         };
-        __m512 most = _mm512_set1_ps(LOWEST), sums[4] = {};
-        __m512i at = _mm512_setzero_si512();
+        Float most = broadcast(LOWEST), sums[4] = {};
+        Int at = as_int(zeros());
         for (int64_t panel = 0; panel < block_maxima.panels; panel++) {
-            const __m512 here = each(block_maxima.highest, panel);
-            const __mmask16 higher = _mm512_cmp_ps_mask(here, most, _CMP_GT_OQ);
-            most = _mm512_max_ps(here, most);
-            at = _mm512_mask_mov_epi32(at, higher, _mm512_castps_si512(each((const float*)block_maxima.at, panel)));
+            const Float here = each(block_maxima.highest, panel);
+            at = select(here > most, as_int(each(block_maxima.at, panel)), at);
+            most = max(here, most);
         }
-        const __m512 base = BlockMaxima::finite(most);
+        const Float base = BlockMaxima::finite(most);
         for (int64_t panel = 0; panel < block_maxima.panels; panel++) {
-            const __m512 part = exp_nonpositive(_mm512_sub_ps(each(block_maxima.highest, panel), base));
-            sums[panel % 4] = _mm512_fmadd_ps(part, each(block_maxima.sums, panel), sums[panel % 4]);
+            const Float part = exp_nonpositive(each(block_maxima.highest, panel) - base);
+            sums[panel % 4] = fma(part, each(block_maxima.sums, panel), sums[panel % 4]);
         }
-        const __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-        alignas(64) float total[16];
-        _mm512_store_ps(total, sum);
-        _mm512_mask_storeu_ps(best.highest + first, there, most);
-        _mm512_mask_storeu_epi64(best.at + first, there, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(at)));
-        _mm512_mask_storeu_epi64(best.at + first + 8, there >> 8, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(at,
-            1)));
-        for (int64_t row = first; row < first + rows; row++)
+        alignas(64) float total[LANES];
+        alignas(64) int32_t ids[LANES];
+        store(total, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+        store(ids, at);
+        store_first(best.highest + first, most, rows);
+        for (int64_t row = first; row < first + rows; row++) {
+            best.at[row] = ids[row - first];
             best.logprobs[row] = best.highest[row] - best.highest[row] - std::log(total[row - first]);
+        }
     }
 
     const BlockMaxima& block_maxima;
@@ -54,14 +52,15 @@ struct BlockMaximaJob final : Job {
         const int64_t first = chunk * CHUNK, last = std::min(first + CHUNK, call.block_maxima.panels);
         for (int64_t row = 0; row < call.rows; row++)
             for (int64_t panel = first; panel < last; panel++)
-                call.block_maxima.set(row, panel, load_logits(row, panel * PANEL), load_logits(row,
-                    panel * PANEL + 16));
+                call.block_maxima.set(row, panel, load_logits(row, panel * PANEL),
+                    load_logits(row, panel * PANEL + LANES));
     }
 
     // Sixteen logits of a row.
-    __m512 load_logits(int64_t row, int64_t at) const {
-        const __mmask16 mask = at + 16 <= call.size ? 0xffff : at >= call.size ? 0 : (1u << (call.size - at)) - 1;
-        return _mm512_mask_loadu_ps(_mm512_set1_ps(LOWEST), mask, call.logits + row * call.size + at);
+    Float load_logits(int64_t row, int64_t at) const {
+        const int64_t count = std::max<int64_t>(call.size - at, 0);
+        if (count >= LANES) return load(call.logits + row * call.size + at);
+        return select(first_lanes(count), load_first(call.logits + row * call.size + at, count), broadcast(LOWEST));
     }
 
     static constexpr int64_t CHUNK = 64;  // panels of a chunk
@@ -71,7 +70,7 @@ struct BlockMaximaJob final : Job {
 }  // namespace
 
 void reduce_blocks(ThreadPool& pool, const BlockMaxima& block_maxima, const GreedyTokens& best) {
-    pool.run(ReduceJob(block_maxima, best), (block_maxima.rows + 15) / 16);
+    pool.run(ReduceJob(block_maxima, best), (block_maxima.rows + LANES - 1) / LANES);
 }
 
 void argmax(ThreadPool& pool, const ArgmaxCall& call) {

@@ -24,7 +24,7 @@ struct GreedyTokens {
 };
 
 // e^x for x <= 0, with an absolute error below 1e-6.
-inline __m512 exp_nonpositive(__m512 x) { return exp2(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f))); }
+inline Float exp_nonpositive(Float x) { return exp2(x * broadcast(1.44269504f)); }
 
 // For each block of a row: the highest logit, its lowest index in the row, and the sum over the block of e^(logit -
 // highest).
@@ -37,25 +37,21 @@ struct BlockMaxima {
     static constexpr int64_t BYTES = sizeof(float) + sizeof(float) + sizeof(int32_t);
 
     // Sets a block of a row. Elements behind the last logit are LOWEST.
-    void set(int64_t row, int64_t panel, __m512 left, __m512 right) const {
-        const __m512 least = _mm512_set1_ps(LOWEST);
-        // max_ps returns its second operand if one is NaN.
-        left = _mm512_max_ps(left, least), right = _mm512_max_ps(right, least);
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(left, right));
-        const __m512 all = _mm512_set1_ps(most), base = finite(all);
-        const uint32_t equal = _mm512_cmpeq_ps_mask(left, all) | _mm512_cmpeq_ps_mask(right, all) << 16;
+    void set(int64_t row, int64_t panel, Float left, Float right) const {
+        // The maximum is its second operand if one is NaN.
+        left = max(left, broadcast(LOWEST)), right = max(right, broadcast(LOWEST));
+        const float most = reduce_max(max(left, right));
+        const Float all = broadcast(most), base = finite(all);
+        const uint32_t equal = bits_of(left == all) | bits_of(right == all) << LANES;
         const int64_t to = panel * rows + row;
         highest[to] = most;
-        sums[to] = _mm512_reduce_add_ps(_mm512_add_ps(exp_nonpositive(_mm512_sub_ps(left, base)),
-            exp_nonpositive(_mm512_sub_ps(right, base))));
+        sums[to] = reduce_add(exp_nonpositive(left - base) + exp_nonpositive(right - base));
         at[to] = panel * PANEL + __builtin_ctz(equal);
     }
 
     // The number that is subtracted from logits: the highest, or 0 where that is LOWEST, so that the exponentials are
     // 0.
-    static __m512 finite(__m512 most) {
-        return _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(most, _mm512_set1_ps(LOWEST)), most);
-    }
+    static Float finite(Float most) { return select(most == broadcast(LOWEST), zeros(), most); }
 
     float *highest, *sums;  // [panels, rows]
     int32_t* at;

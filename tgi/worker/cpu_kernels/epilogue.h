@@ -54,7 +54,7 @@ void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t
         if (call.block_maxima) {
             for (int half = 0; half < 2; half++) y[half] = select(first_lanes(count[half]), y[half],
                 broadcast(LOWEST));
-            call.block_maxima->set(row, at / PANEL, y[0].part[0], y[1].part[0]);
+            call.block_maxima->set(row, at / PANEL, y[0], y[1]);
         } else if (!call.wide) {
             if (count[1] == LANES) store(call.y + to, y[0], y[1]);
             else

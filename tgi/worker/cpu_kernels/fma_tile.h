@@ -14,6 +14,9 @@
 
 namespace tgi {
 
+constexpr int64_t COLUMNS = 32;  // of a block
+constexpr int64_t MAX_TILE_ROWS = 32;  // rows of a tile, for callers that hold the sums of one
+
 #if defined(__AVX512F__)
 constexpr int64_t FMA_ROWS = 8;  // rows whose sums fit the registers, with 32 columns
 constexpr int64_t WIDE_FMA_ROWS = 8;
@@ -108,5 +111,29 @@ inline void tile_matmul(const float* a, int64_t a_step, int64_t rows, B&& b, int
             c_step);
     }
 }
+
+// 32 of `columns` columns that are stored interleaved, in the order of `element_index`.
+template <class T>
+struct InterleavedColumns {
+    const T* next_block() {
+        const T* found = at;
+        at += 16 * step;
+        return found;
+    }
+
+    const T* at;
+    int64_t step;  // from one pair of inputs to the next
+    int64_t right = IS_PAIRED<T> ? 32 : 16;
+};
+
+// The same for columns that are stored interleaved with others.
+template <bool add = false, class T>
+inline void tile_matmul(const float* a, int64_t a_step, int64_t rows, const T* b, int64_t columns, int64_t depth,
+    float* c, int64_t c_step) {
+    tile_matmul<add>(a, a_step, rows, InterleavedColumns<T>{b, 2 * columns}, depth, c, c_step);
+}
+
+// The dot engine's tiles have to be configured before products; here there are none.
+inline void configure_tiles(int64_t) {}
 
 }  // namespace tgi

@@ -7,7 +7,7 @@
 namespace tgi {
 
 struct HeadCall {
-    const bf16* x;  // [rows, inputs]
+    const Element* x;  // [rows, inputs]
     PackedWeight weight;
     const float* bias;  // [outputs], or null
     LogitScale logit_scale;

@@ -3,8 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
-
-#include <immintrin.h>
+#include <cstring>
 
 #include "prefetch.h"
 
@@ -17,15 +16,20 @@ struct ReadMemoryJob final : Job {
     int64_t chunks() const { return (bytes + CHUNK - 1) / CHUNK; }
 
     void run(int64_t chunk, int64_t) const override {
-        __m512i sum = _mm512_setzero_si512();
+        Words sum = {};
         const int64_t last = std::min((chunk + 1) * CHUNK, bytes);
         for (int64_t from = chunk * CHUNK; from < last; from += CACHE_LINE) {
             prefetch_l2((const uint8_t*)at + from + PREFETCH_DISTANCE, 1);
-            sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + from));
+            Words words;
+            memcpy(&words, at + from, sizeof words);
+            sum += words;
         }
-        total.fetch_add(_mm512_reduce_add_epi64(sum), std::memory_order_relaxed);
+        int64_t all = 0;
+        for (size_t lane = 0; lane < CACHE_LINE / 8; lane++) all += sum[lane];
+        total.fetch_add(all, std::memory_order_relaxed);
     }
 
+    typedef int64_t Words __attribute__((vector_size(CACHE_LINE)));
     static constexpr int64_t CHUNK = 1 << 18;  // bytes of a chunk
     const char* const at;
     const int64_t bytes;

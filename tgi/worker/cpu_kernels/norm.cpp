@@ -3,17 +3,33 @@
 
 #include <cmath>
 
-#include "vector_math.h"
+#include "simd.h"
 
 namespace tgi {
 namespace {
 
 constexpr int64_t CHUNK = 8;  // rows of a chunk
 
-inline __m512 load_masked(const bf16* at, __mmask16 there) {
-    const __m256i half = _mm256_maskz_loadu_epi16(there, at);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
+struct WholeVector {
+    template <class T>
+    Float load(const T* at) const {
+        return tgi::load(at);
+    }
+    void store(Element* at, Float x) const { tgi::store(at, x); }
+    Float kept(Float x) const { return x; }
+};
+
+// The last vector of a part. Its other lanes are 0 when loaded and `kept`.
+struct FirstLanes {
+    template <class T>
+    Float load(const T* at) const {
+        return load_first(at, count);
+    }
+    void store(Element* at, Float x) const { store_first(at, x, count); }
+    Float kept(Float x) const { return select(first_lanes(count), x, zeros()); }
+
+    int64_t count;
+};
 
 struct NormJob final : Job {
     explicit NormJob(const NormCall& call) : call(call) {}
@@ -26,30 +42,35 @@ struct NormJob final : Job {
 
     // The part from element `from` on; `scales` is the index of its first weight.
     void one(int64_t from, int64_t scales) const {
-        const bf16* x = call.x + from;
-        bf16* y = call.y + from;
-        const float mean = call.centred ? total(x, 0.f, false) / call.size : 0.f;
-        const __m512 middle = _mm512_set1_ps(mean);
-        const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(total(x, mean, true) / call.size + call.epsilon));
-        for (int64_t at = 0; at < call.size; at += 16) {
-            const __mmask16 there = at + 16 <= call.size ? 0xffff : (1u << (call.size - at)) - 1;
-            __m512 z = _mm512_mul_ps(_mm512_sub_ps(load_masked(x + at, there), middle), scale);
-            z = _mm512_mul_ps(z, _mm512_maskz_loadu_ps(there, call.weight + scales + at));
-            if (call.bias) z = _mm512_add_ps(z, _mm512_maskz_loadu_ps(there, call.bias + scales + at));
-            _mm256_mask_storeu_epi16(y + at, there, (__m256i)_mm512_cvtneps_pbh(z));
-        }
+        const Element* x = call.x + from;
+        Element* y = call.y + from;
+        const float mean = call.centred ? total<false>(x, 0.f) / call.size : 0.f;
+        const Float middle = broadcast(mean);
+        const Float scale = broadcast(1.f / std::sqrt(total<true>(x, mean) / call.size + call.epsilon));
+        each_vector([&](int64_t at, auto first) {
+            Float z = (first.load(x + at) - middle) * scale * first.load(call.weight + scales + at);
+            if (call.bias) z = z + first.load(call.bias + scales + at);
+            first.store(y + at, z);
+        });
     }
 
     // The sum of x - mean, or of its squares.
-    float total(const bf16* x, float mean, bool squares) const {
-        const __m512 middle = _mm512_set1_ps(mean);
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t at = 0; at < call.size; at += 16) {
-            const __mmask16 there = at + 16 <= call.size ? 0xffff : (1u << (call.size - at)) - 1;
-            const __m512 z = _mm512_maskz_sub_ps(there, load_masked(x + at, there), middle);
-            sum = squares ? _mm512_fmadd_ps(z, z, sum) : _mm512_add_ps(sum, z);
-        }
-        return _mm512_reduce_add_ps(sum);
+    template <bool squares>
+    float total(const Element* x, float mean) const {
+        Float sum = zeros();
+        each_vector([&](int64_t at, auto first) {
+            const Float z = first.kept(first.load(x + at) - broadcast(mean));
+            sum = squares ? fma(z, z, sum) : sum + z;
+        });
+        return reduce_add(sum);
+    }
+
+    // Calls `use` with the index of each vector of a part and a WholeVector or FirstLanes.
+    template <class Use>
+    void each_vector(const Use& use) const {
+        int64_t at = 0;
+        for (; at + LANES <= call.size; at += LANES) use(at, WholeVector());
+        if (at < call.size) use(at, FirstLanes{call.size - at});
     }
 
     const NormCall call;

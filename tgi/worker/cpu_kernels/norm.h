@@ -9,10 +9,10 @@
 namespace tgi {
 
 struct NormCall {
-    const bf16* x;  // [rows, step]; the first `parts` times `size` elements of each row are normed
+    const Element* x;  // [rows, step]; the first `parts` times `size` elements of each row are normed
     const float* weight;  // [parts, size]
     const float* bias;  // [parts, size], or null
-    bf16* y;  // [rows, step]; may be x
+    Element* y;  // [rows, step]; may be x
     int64_t rows, step, parts, size;
     bool centred;
     float epsilon;

@@ -5,31 +5,32 @@
 #include <algorithm>
 #include <chrono>
 
-#include "vector_math.h"
+#include "simd.h"
 
 namespace tgi {
 namespace {
 
-constexpr int64_t ALIGNED = 32;  // elements of a cache line
+constexpr int64_t ALIGNED = 64 / sizeof(Element);  // elements of a cache line
 
 struct AddJob final : Job {
-    AddJob(const bf16* x, bf16* y, int64_t size, float scale) : x(x), y(y), size(size), scale(broadcast(scale)) {}
+    AddJob(const Element* x, Element* y, int64_t size, float scale) : x(x), y(y), size(size), scale(broadcast(scale)) {}
 
     int64_t chunks() const { return (size + CHUNK - 1) / CHUNK; }
 
     void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * CHUNK, size);
-        for (int64_t at = chunk * CHUNK; at < last; at += 16) {
-            alignas(32) bf16 scaled[16];  // rounded to bfloat16, as a separate tensor would be
-            store(scaled, load(x + at) * scale);
-            store(y + at, load(y + at) + load(scaled));
+        for (int64_t at = chunk * CHUNK; at < last; at += LANES) {
+            const int64_t count = last - at;
+            alignas(64) Element scaled[LANES];  // rounded, as a separate tensor would be
+            store(scaled, load_first(x + at, count) * scale);
+            store_first(y + at, load_first(y + at, count) + load(scaled), count);
         }
     }
 
     static constexpr int64_t CHUNK = 16384;  // elements of a chunk
-    const bf16* x;
-    bf16* y;
-    const int64_t size;  // a multiple of 16
+    const Element* x;
+    Element* y;
+    const int64_t size;
     const Float scale;
 };
 
@@ -101,7 +102,7 @@ void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
     operations_.push_back([=, width = widths_[x], product = weights_.size()](const Run& run) mutable {
         if (!run.inputs.greedy_rows) return;
         const GreedyRows& greedy_rows = *run.inputs.greedy_rows;
-        bf16* const rows = run.buffers[y];
+        Element* const rows = run.buffers[y];
         for (int64_t row = 0; row < greedy_rows.count; row++)
             std::copy_n(run.buffers[x] + greedy_rows.at[row] * width, width, rows + row * width);
         norm.x = norm.y = rows, norm.rows = greedy_rows.count, norm.step = width;
@@ -135,9 +136,9 @@ void Program::reserve(int64_t tokens) {
     int64_t size = ALIGNED;
     for (size_t buffer = 1; buffer < widths_.size(); buffer++) size += capacity_ * widths_[buffer];
     scratch_.reset();
-    scratch_.reset(new bf16[size]);
+    scratch_.reset(new Element[size]);
     const auto start = reinterpret_cast<uintptr_t>(scratch_.get());
-    bf16* next = scratch_.get() + (64 - start % 64) % 64 / sizeof(bf16);
+    Element* next = scratch_.get() + (64 - start % 64) % 64 / sizeof(Element);
     for (size_t buffer = 1; buffer < widths_.size(); buffer++) {
         buffers_[buffer] = next;
         next += capacity_ * widths_[buffer];

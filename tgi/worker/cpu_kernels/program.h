@@ -42,7 +42,7 @@ struct GreedyRows {
 };
 
 struct StepInputs {
-    bf16* rows;  // buffer 0: input of the first layer, output of the last one
+    Element* rows;  // buffer 0: input of the first layer, output of the last one
     const int64_t* positions;  // [tokens]
     const float* const* angles;  // of each rope, as in RopeCall
     bf16* const* caches;  // of each layer
@@ -78,7 +78,7 @@ class Program {
     struct Run {
         ThreadPool& pool;
         const StepInputs& inputs;
-        const std::vector<bf16*>& buffers;
+        const std::vector<Element*>& buffers;
         const std::vector<PackedWeight>& weights;
         int64_t tokens;
 
@@ -92,9 +92,9 @@ class Program {
     std::vector<int64_t> widths_;
     std::vector<Operation> operations_;
     std::vector<PackedWeight> weights_;  // of the products, in their order
-    std::unique_ptr<bf16[]> scratch_;
+    std::unique_ptr<Element[]> scratch_;
     int64_t capacity_ = 0;  // tokens
-    std::vector<bf16*> buffers_;
+    std::vector<Element*> buffers_;
 };
 
 }  // namespace tgi
