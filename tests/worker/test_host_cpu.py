@@ -79,6 +79,27 @@ def test_the_best_set_of_the_processor_is_chosen_unless_limited(limit: str | Non
     assert (found and found.name) == chosen
 
 
+@pytest.mark.parametrize(
+    ("listed", "chosen"),
+    [
+        ("hw.optional.arm.FEAT_BF16: 0\nhw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_FP16: 1", "neon"),  # M1
+        ("\n".join(f"hw.optional.arm.{name}: 1" for name in host_cpu.SYSCTL_FEATURES), "neon_bf16"),  # M2
+        ("", "neon"),
+    ],
+)
+def test_apple_silicon_is_recognized(listed: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sysctl is a script that prints what a Mac's prints, and fails as for names that the system does not know."""
+    (sysctl := tmp_path / "sysctl").write_text(f"#!/bin/sh\necho '{listed}'\nexit 1\n")
+    sysctl.chmod(0o700)
+    monkeypatch.setattr(host_cpu, "SYSCTL", str(sysctl))
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.delenv(CPU_VARIABLE, raising=False)
+    found = kernel_set()
+    assert found is not None
+    assert found.name == chosen
+
+
 def reported(limit: str) -> str:
     variables = {CPU_VARIABLE, *(name for one in INSTRUCTION_SETS for name in one.environment)}
     environment = {name: value for name, value in os.environ.items() if name not in variables}

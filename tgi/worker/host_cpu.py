@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 CPU_VARIABLE = "TGI_CPU"
 CPUINFO = Path("/proc/cpuinfo")
 CPUINFO_LINE = {"x86_64": "flags", "aarch64": "Features"}  # the line that lists the features, by architecture
+SYSCTL = "/usr/sbin/sysctl"
 # macOS on Apple silicon: Linux's name of each feature, by the last part of the name in sysctl's hw.optional.arm.
 SYSCTL_FEATURES = {"FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm", "FEAT_DotProd": "asimddp", "FEAT_FP16": "asimdhp"}
 # Instruction sets that multiply numbers of a type without converting them first, by the name of the type. Others
@@ -116,7 +117,7 @@ def threads_from_environment() -> int | None:
 def _processor_features() -> frozenset[str]:
     """The features that the processor has, limited or not."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
-        return _apple_features()
+        return _apple_features(SYSCTL)
     wanted = CPUINFO_LINE.get(platform.machine())
     if wanted is None or not CPUINFO.exists():
         return frozenset()
@@ -128,13 +129,15 @@ def _processor_features() -> frozenset[str]:
 
 
 @cache
-def _apple_features() -> frozenset[str]:
+def _apple_features(program: str) -> frozenset[str]:
     """The features of Apple silicon, by Linux's names. All have NEON; names that the system does not know are
     absent."""
-    command = ["/usr/sbin/sysctl", *(f"hw.optional.arm.{name}" for name in SYSCTL_FEATURES)]
+    command = [program, *(f"hw.optional.arm.{name}" for name in SYSCTL_FEATURES)]
     try:
         listed = subprocess.run(command, capture_output=True, text=True).stdout
     except OSError:
         listed = ""
-    found = (line.rpartition(".")[2].split(": ") for line in listed.splitlines())
-    return frozenset(("asimd", *(SYSCTL_FEATURES[name] for name, value in found if value == "1")))
+    values = {
+        name.rpartition(".")[2]: value for name, _, value in (line.partition(": ") for line in listed.splitlines())
+    }
+    return frozenset(("asimd", *(linux for name, linux in SYSCTL_FEATURES.items() if values.get(name) == "1")))
