@@ -5,12 +5,15 @@
 #include "lora.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "engine.h"
 
 namespace tgi {
 namespace {
+
+constexpr int64_t padded(int64_t size) { return (size + 31) / 32 * 32; }
 
 struct LoraJob final : Job {
     explicit LoraJob(const LoraCall& call) : call(call) {}
@@ -26,24 +29,26 @@ struct LoraJob final : Job {
                 memset(call.plus + tokens[r] * call.width + begin, 0, outputs * sizeof(float));
             return;
         }
-        static thread_local std::vector<bf16> gathered, thin;
-        gathered.resize(rows * call.inputs);
+        const int64_t depth = padded(call.inputs);
+        static thread_local std::vector<Operand> gathered, thin;
+        gathered.resize(rows * depth);
         thin.resize(rows * pair.rank);
         for (int64_t r = 0; r < rows; r++)
-            memcpy(&gathered[r * call.inputs], call.x + tokens[r] * call.inputs, call.inputs * sizeof(bf16));
+            for (int64_t k = 0; k < depth; k += LANES)
+                store(&gathered[r * depth + k], load_first(call.x + tokens[r] * call.inputs + k,
+                    std::clamp<int64_t>(call.inputs - k, 0, LANES)));
         alignas(64) float sums[MAX_TILE_ROWS][COLUMNS];
         configure_tiles(rows);
         for (int64_t at = 0; at < pair.rank; at += COLUMNS) {
-            tile_matmul(gathered.data(), call.inputs, rows, pair.a + at * call.inputs, COLUMNS, call.inputs, sums[0],
-                COLUMNS);
+            tile_matmul(gathered.data(), depth, rows, pair.a + at * depth, COLUMNS, depth, sums[0], COLUMNS);
             for (int64_t r = 0; r < rows; r++)
-                for (int64_t n = 0; n < COLUMNS; n += 16)
-                    store(&thin[r * pair.rank + at + n], _mm512_load_ps(sums[r] + n));
+                store(&thin[r * pair.rank + at], load(sums[r]), load(sums[r] + LANES));
         }
         for (int64_t at = 0; at < outputs; at += COLUMNS) {
             tile_matmul(thin.data(), pair.rank, rows, pair.b + at * pair.rank, COLUMNS, pair.rank, sums[0], COLUMNS);
             for (int64_t r = 0; r < rows; r++)
-                memcpy(call.plus + tokens[r] * call.width + begin + at, sums[r], sizeof sums[r]);
+                memcpy(call.plus + tokens[r] * call.width + begin + at, sums[r],
+                    std::min(outputs - at, COLUMNS) * sizeof(float));
         }
     }
 

@@ -7,17 +7,18 @@
 
 namespace tgi {
 
-// The matrices of an adapter for one projection: x a b. `rank` and the sizes of the projection are multiples of 32;
-// rank 0: the adapter does not change this projection.
+// The matrices of an adapter for one projection: x a b. Each is stored in panels of 32 columns, whose numbers have the
+// order of `element_index`, padded with zeros to multiples of 32 in both dimensions. `rank` is padded, too; rank 0: the
+// adapter does not change this projection.
 struct LoraPair {
-    const bf16* a;  // [rank / 32][inputs / 2][32][2]
-    const bf16* b;  // [outputs / 32][rank / 2][32][2]
+    const Element* a;  // [rank / 32][inputs][32]
+    const Element* b;  // [outputs / 32][rank][32]
     int64_t rank;
 };
 
 // The projections of one input, whose results are stored next to each other.
 struct LoraCall {
-    const bf16* x;  // [tokens, inputs]
+    const Element* x;  // [tokens, inputs]
     float* plus;  // [tokens, width]; rows of tokens without an adapter are not written
     const int64_t* tokens;  // sorted by adapter
     const int64_t* tiles;  // [count + 1]: tile t has tokens tiles[t] to tiles[t + 1] - 1, at most MAX_TILE_ROWS,
