@@ -317,10 +317,8 @@ def test_cuda_8_bit_cache(way: str, stored: torch.dtype, monkeypatch: pytest.Mon
     """Values beyond the range of 8 bits are clamped; scales are applied at writing and reading."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(cuda, "varlen_attn", reference(calls, None))
-    kv = KVCacheSpec(2, 6, 2, 16, torch.float32, quantized_dtype=stored, cache_scales=((1.0, 1.0), (0.05, 20.0)))
-    assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(
-        kv._replace(quantized_dtype=None), torch.device("cuda")
-    )
+    kv = KVCacheSpec(2, 6, 2, 16, torch.float32, stored_dtype=stored, cache_scales=((1.0, 1.0), (0.05, 20.0)))
+    assert page_bytes(kv, torch.device("cuda")) * 4 == page_bytes(kv._replace(stored_dtype=None), torch.device("cuda"))
     assert cuda._choose(kv._replace(dtype=torch.bfloat16), torch.device("cuda")) == "packed"
     on_cuda(kv, way)
     assert len(calls) == (2 if way == "packed" else 0)

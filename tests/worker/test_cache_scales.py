@@ -31,9 +31,9 @@ def test_scales_apply_to_an_8_bit_cache(tmp_path: Path) -> None:
     scales = {"0_k_scale": torch.tensor([0.5]), "0_v_scale": torch.tensor(0.25).bfloat16()}
     kv = load_spec(tmp_path / "each", **scales)
     assert [kv.layer_scales(layer) for layer in range(2)] == [(1.0, 1.0)] * 2
-    kv = kv._replace(quantized_dtype=torch.float8_e4m3fn)
+    kv = kv._replace(stored_dtype=torch.float8_e4m3fn)
     assert [kv.layer_scales(layer) for layer in range(2)] == [(0.5, 0.25), (1.0, 1.0)]
-    kv = load_spec(tmp_path / "both", **{"1_kv_scale": torch.tensor(2.0)})._replace(quantized_dtype=torch.float8_e5m2)
+    kv = load_spec(tmp_path / "both", **{"1_kv_scale": torch.tensor(2.0)})._replace(stored_dtype=torch.float8_e5m2)
     assert [kv.layer_scales(layer) for layer in range(2)] == [(1.0, 1.0), (2.0, 2.0)]
     assert load_spec(tmp_path / "none").cache_scales == ()
 

@@ -114,7 +114,7 @@ def test_a_user_error_ends_the_worker_without_a_restart(
 
 def test_an_8_bit_kv_cache_is_rejected_on_cpu(tmp_path: Path) -> None:
     settings = Settings(model_dir=model("llama"), run_dir=tmp_path, device="cpu", kv_cache_dtype="fp8_e4m3fn")
-    with pytest.raises(UserError, match=r"`kv_cache_dtype` is fp8_e4m3fn.* for GPUs.* Leave out --kv-cache-dtype\."):
+    with pytest.raises(UserError, match=r"`kv_cache_dtype` is fp8_e4m3fn.* for GPUs.* Leave out --kv-cache-dtype,"):
         start_engine(settings, lambda stage, percent: None)
 
 

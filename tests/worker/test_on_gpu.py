@@ -169,7 +169,7 @@ def test_decode_attention_is_what_torch_computes(
     places = torch.arange(16 * sum(pages), device=there)
     written = random_tensor(there, len(places), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
     for window, cap in ((None, None), (4096, None), (None, 5.0)):
-        kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, (window,), cap, gpu_kernels=gpu, quantized_dtype=kept)
+        kv = KVCacheSpec(1, heads, kv_heads, head_dim, dtype, (window,), cap, gpu_kernels=gpu, stored_dtype=kept)
         cache = LayerKVCache(kv, 0, sum(pages), 16, there)
         cache.write(written, places)
         together, alone = (

@@ -56,6 +56,8 @@ GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATIO
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Values of --kv-cache-dtype, by the device.
+GPU_KV_CACHE_DTYPES, CPU_KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2"), ("bfloat16", "int8")
 
 # Values of --quantize that quantize weights at load -> format. Names of other libraries mean the nearest format.
 QUANTIZED_AT_LOAD = {
@@ -293,7 +295,7 @@ class Settings:
         None,
         "8-bit type of the KV cache, on a GPU: twice as many tokens.",
         text,
-        choices=("fp8_e4m3fn", "fp8_e5m2"),
+        choices=GPU_KV_CACHE_DTYPES,
         unset="the type of the activations",
     )
 

@@ -1,5 +1,6 @@
 """Attention on the CPU kernels: correct, and the same bits for every chunking, batch and number of threads."""
 
+import copy
 import math
 import mmap
 from pathlib import Path
@@ -9,29 +10,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import library
-from tests.worker.cpu_kernels.test_linear import VARIANTS
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant
 from tests.worker.test_attention import CPU, Sequence, expected, run, split
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.interface import KVCacheSpec
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE
-from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, CpuKernels
+from tgi.worker.cpu_kernels.kernels import PAGE_SIZE
 
-CLOSE = {"rtol": 2e-2, "atol": 2e-2}
+BEST = next(iter(VARIANTS))
+# By the type of queries, keys, values and results.
+CLOSE = {
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+    torch.float16: {"rtol": 3e-3, "atol": 3e-3},
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+}
 
 
 def shape(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    variant: str = "best",
+    variant: str = BEST,
     window: int | None = None,
     cap: float | None = None,
     threads: int = 1,
 ) -> KVCacheSpec:
-    kernels = CpuKernels(library(*VARIANTS[variant]), threads)
-    return KVCacheSpec(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap, kernels)
+    kernels = load_variant(variant, threads)
+    return KVCacheSpec(2, heads, kv_heads, head_dim, kernels.dtype, (None, window), cap, kernels)
 
 
 class Case(NamedTuple):
@@ -44,6 +50,13 @@ class Case(NamedTuple):
     cap: float | None
     sequences: tuple[Sequence, ...]
     right: list[list[Tensor]]
+
+    def sequences_in(self, dtype: torch.dtype) -> list[Sequence]:
+        """The sequences in this type, which represents their bfloat16 numbers exactly."""
+        copies = [copy.copy(one) for one in self.sequences]
+        for one in copies:
+            one.query, one.key, one.value = (column.to(dtype) for column in (one.query, one.key, one.value))
+        return copies
 
 
 @pytest.fixture(
@@ -58,9 +71,9 @@ class Case(NamedTuple):
     ids=str,
 )
 def case(request: pytest.FixtureRequest) -> Case:
-    """Cached, since float64 takes far longer than the kernels; both variants are compared with it."""
+    """Cached, since float64 takes far longer than the kernels; all variants are compared with it."""
     heads, kv_heads, head_dim, window, cap = request.param
-    kv = shape(heads, kv_heads, head_dim, "best", window, cap)
+    kv = KVCacheSpec(2, heads, kv_heads, head_dim, torch.bfloat16, (None, window), cap)
     sequences = Sequence(1100, kv, 0), Sequence(150, kv, 1, seed=1), Sequence(400, kv, 2, seed=2)
     right = [[expected(one, window=sees, cap=cap) for one in sequences] for sees in kv.sliding_windows]
     return Case(heads, kv_heads, head_dim, window, cap, sequences, right)
@@ -69,13 +82,13 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_is_correct_and_the_same_in_any_chunk_and_batch(variant: str, case: Case) -> None:
     kv = shape(case.heads, case.kv_heads, case.head_dim, variant, case.window, case.cap, threads=2)
-    long, short, other = case.sequences
+    long, short, other = case.sequences_in(kv.dtype)
     for layer, right in enumerate(case.right):
         attention = build_attention(kv, 300, CPU)
         assert isinstance(attention, CpuKernelAttention)
         whole = [run(attention, (one, 0, len(one.query)), layer=layer)[0] for one in (long, short, other)]
         for found, wanted in zip(whole, right, strict=True):
-            torch.testing.assert_close(found.double(), wanted, **CLOSE)
+            torch.testing.assert_close(found.double(), wanted, **CLOSE[kv.dtype])
         again = build_attention(kv, 300, CPU)
         for start, stop in ((0, 7), (7, 520), (520, 521), (521, 1090), (1090, 1099)):
             assert torch.equal(run(again, (long, start, stop), layer=layer)[0], whole[0][start:stop])
@@ -95,8 +108,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert torch.equal(split(four, sequence, [599, 1]), split(one, sequence, [600]))
 
 
-def test_an_overflow_does_not_reach_the_next_owner_of_a_page() -> None:
-    kv = shape(4, 2, 32)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_overflow_does_not_reach_the_next_owner_of_a_page(variant: str) -> None:
+    kv = shape(4, 2, 32, variant)
     attention = build_attention(kv, 100, CPU)
     broken = Sequence(96, kv, 0)
     broken.key.fill_(math.inf)
@@ -104,13 +118,13 @@ def test_an_overflow_does_not_reach_the_next_owner_of_a_page() -> None:
     run(attention, (broken, 0, 96))
     sequence = Sequence(35, kv, 0)
     (found,) = run(attention, (sequence, 0, 35))
-    torch.testing.assert_close(found.double(), expected(sequence), **CLOSE)
+    torch.testing.assert_close(found.double(), expected(sequence), **CLOSE[kv.dtype])
 
 
 def test_a_page_takes_the_declared_bytes() -> None:
     kv = shape(4, 2, 64)
     assert page_size(kv, CPU) == PAGE_SIZE
-    assert page_bytes(kv, CPU) == 2 * 2 * 2 * 64 * 2 * PAGE_SIZE
+    assert page_bytes(kv, CPU) == 2 * 2 * 2 * 64 * kv.dtype.itemsize * PAGE_SIZE
 
 
 def test_pre_faulting_maps_memory_ahead_and_keeps_pages_in_use() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worker.cpu_kernels.available import library, our_kernels
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers, our_kernels
 from tests.worker.cpu_kernels.test_integer_linear import whole
-from tests.worker.cpu_kernels.test_linear import VARIANTS, numbers
 from tests.worker.cpu_kernels.test_models import directory
 from tests.worker.cpu_kernels.test_program import run, same, without_program
 from tests.worker.cpu_kernels.test_quantized_linear import quantized
@@ -39,15 +38,15 @@ FORMS: dict[str, Callable[[], Weight]] = {  # both weights, stacked
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(library(*VARIANTS[request.param]), 2)
+    return load_variant(request.param)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_product_has_the_bits_of_two(kernels: CpuKernels, form: str) -> None:
-    gate, up = FORMS[form]().split([OUTPUTS, OUTPUTS])
+    gate, up = kernels.supported_weight(FORMS[form]()).split([OUTPUTS, OUTPUTS])
     assert can_pack_together(gate, up)
     both, one, other = kernels.pack_weight(gate, up), kernels.pack_weight(gate), kernels.pack_weight(up)
-    x, bias = numbers(max(ROWS), INPUTS, seed=1), torch.randn(2 * OUTPUTS)
+    x, bias = numbers(max(ROWS), INPUTS, seed=1, dtype=kernels.dtype), torch.randn(2 * OUTPUTS)
     plus = torch.randn(max(ROWS), 2 * OUTPUTS)
     for rows in ROWS:
         for then, shift, more in (("silu", None, None), ("gelu_tanh", bias, None), ("silu", bias, plus[:rows])):

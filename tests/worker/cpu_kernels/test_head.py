@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import library
-from tests.worker.cpu_kernels.test_linear import VARIANTS, numbers
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers
 from tgi.worker.cpu_kernels.kernels import CpuKernels, PackedWeight
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.quantization.quantize import quantize_weight
@@ -17,7 +16,7 @@ ROWS = (0, 1, 2, 15, 17, 32, 33, 64, 100)
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(library(*VARIANTS[request.param]), 2)
+    return load_variant(request.param)
 
 
 def same(found: GreedyTokens, expected: Sequence[Tensor]) -> bool:
@@ -61,7 +60,7 @@ def test_nan_is_never_the_greedy_token(kernels: CpuKernels) -> None:
 
 def heads(kernels: CpuKernels, outputs: int, inputs: int) -> list[PackedWeight]:
     """A packed weight of each kind; some rows are equal."""
-    weight = numbers(outputs, inputs)
+    weight = numbers(outputs, inputs, dtype=kernels.dtype)
     weight[outputs // 2] = weight[2] = 3 * weight[1]
     return [
         kernels.pack_weight(weight),
@@ -74,7 +73,8 @@ def heads(kernels: CpuKernels, outputs: int, inputs: int) -> list[PackedWeight]:
 def test_the_greedy_head_matches_the_greedy_tokens_of_its_logits(
     kernels: CpuKernels, outputs: int, inputs: int, scale: float, cap: float | None
 ) -> None:
-    x, bias = numbers(ROWS[-1], inputs, seed=1), torch.randn(outputs, generator=torch.Generator().manual_seed(2))
+    x = numbers(ROWS[-1], inputs, seed=1, dtype=kernels.dtype)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2))
     x[5] = 0  # all logits are the bias
     for weight, plus in zip(heads(kernels, outputs, inputs), (None, bias, None), strict=True):
         scores = kernels.logits(x, weight, plus, scale, cap)
@@ -88,7 +88,7 @@ def test_the_greedy_head_matches_the_greedy_tokens_of_its_logits(
 
 
 def test_the_greedy_head_treats_nan_as_greedy_tokens_does(kernels: CpuKernels) -> None:
-    weight, x = numbers(100, 64), numbers(4, 64, seed=1)
+    weight, x = numbers(100, 64, dtype=kernels.dtype), numbers(4, 64, seed=1, dtype=kernels.dtype)
     weight[10] = torch.inf
     x[2] = torch.nan
     packed = kernels.pack_weight(weight)
@@ -97,7 +97,7 @@ def test_the_greedy_head_treats_nan_as_greedy_tokens_does(kernels: CpuKernels) -
 
 
 def test_the_memory_of_freed_logits_is_reused(kernels: CpuKernels) -> None:
-    packed, x = kernels.pack_weight(numbers(100, 64)), numbers(9, 64, seed=1)
+    packed, x = kernels.pack_weight(numbers(100, 64, dtype=kernels.dtype)), numbers(9, 64, seed=1, dtype=kernels.dtype)
     first = kernels.logits(x, packed, None, 1.0, None)
     some, place, kept = first[3:5], first.data_ptr(), first[3:5].clone()
     del first

@@ -1,11 +1,11 @@
-"""Products with integer weights: exact sums, so the same bits for any kernel, close to the dequantized weight."""
+"""Products with integer weights. The dot engine's sums are exact, so the same bits for any of its kernels; the FMA
+engine multiplies the activations as they are. Both are close to the dequantized weight."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import library
-from tests.worker.cpu_kernels.test_linear import VARIANTS, numbers
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant, numbers
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
 from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
 
@@ -14,7 +14,7 @@ SHAPES = ((64, 384), (33, 1184), (7, 96), (100, 288), (40, 4896))
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(library(*VARIANTS[request.param]), 2)
+    return load_variant(request.param)
 
 
 def whole(bits: int, outputs: int, inputs: int) -> QuantizedWeight:
@@ -28,8 +28,17 @@ def whole(bits: int, outputs: int, inputs: int) -> QuantizedWeight:
     return QuantizedWeight(codes, scales, None, factors)
 
 
+def expected_product(kernels: CpuKernels, x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """The definition of `CpuKernels.linear`, float32 [rows, outputs]: for the FMA engine by a product with the same
+    integers as a plain weight."""
+    if kernels.dot_engine:
+        return exactly(x, weight)
+    whole_numbers = kernels.pack_weight(weight.decoded().float())
+    return kernels.linear(x, whole_numbers, wide=True) * weight.scales.float().T
+
+
 def exactly(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The definition of `CpuKernels.linear`, float32 [rows, outputs]."""
+    """The definition of the dot engine's product."""
     largest = x.float().abs().amax(1, keepdim=True)
     given = torch.where(
         largest == 0, 0, torch.tensor(32767.0) / largest
@@ -47,8 +56,8 @@ def test_sums_are_exact_for_any_number_of_rows(kernels: CpuKernels, bits: int, s
     weight = whole(bits, *shape)
     assert weight.is_integer
     packed = kernels.pack_weight(weight)
-    x = numbers(620, shape[1], seed=1)
-    expected = exactly(x, weight)
+    x = numbers(620, shape[1], seed=1, dtype=kernels.dtype)
+    expected = expected_product(kernels, x, weight)
     for count in (*range(1, 36), 47, 48, 49, 64, 65, 100, 257, 300, 513, 620):
         assert torch.equal(kernels.linear(x[:count], packed, wide=True), expected[:count])
     assert torch.equal(kernels.linear(x[600:], packed, wide=True), expected[600:])
@@ -56,7 +65,7 @@ def test_sums_are_exact_for_any_number_of_rows(kernels: CpuKernels, bits: int, s
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_results_are_close_to_the_dequantized_weight(kernels: CpuKernels, bits: int) -> None:
-    weight, x = whole(bits, 64, 1184), numbers(20, 1184)
+    weight, x = whole(bits, 64, 1184), numbers(20, 1184, dtype=kernels.dtype)
     expected = x.double() @ weight.dequantized(torch.float32).double().T
     off = (kernels.linear(x, kernels.pack_weight(weight), wide=True) - expected).norm() / expected.norm()
     assert float(off) < 1e-4  # much less than the rounding of a result to bfloat16, about 1.7e-3
@@ -67,13 +76,14 @@ def test_results_are_close_to_the_dequantized_weight(kernels: CpuKernels, bits: 
 def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str, bits: int) -> None:
     weight = whole(bits, 100, 160)
     packed = kernels.pack_weight(weight)
-    x, other, bias, plus = numbers(40, 160), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
+    x, other = (numbers(40, size, dtype=kernels.dtype) for size in (160, 100))
+    bias, plus = torch.randn(100), torch.randn(40, 200)[:, 50:150]
     found = kernels.linear(x, packed, bias, EPILOGUES[then], other, plus)
     for count in (1, 17):
         assert torch.equal(
             kernels.linear(x[:count], packed, bias, EPILOGUES[then], other[:count], plus[:count]), found[:count]
         )
-    sums = exactly(x, weight) + bias + plus
+    sums = expected_product(kernels, x, weight) + bias + plus
     expected = {
         "none": lambda: sums,
         "silu": lambda: torch.nn.functional.silu(sums),
@@ -89,42 +99,45 @@ def test_epilogues_match_those_of_other_products(kernels: CpuKernels, then: str,
 def test_rows_of_zeros_and_extreme_or_invalid_activations(kernels: CpuKernels, bits: int) -> None:
     """Zeros, the largest and smallest numbers, infinity and NaN do not change other rows."""
     weight = whole(bits, 64, 192)
-    packed, x = kernels.pack_weight(weight), numbers(9, 192)
-    expected = exactly(x, weight)
+    packed, x = kernels.pack_weight(weight), numbers(9, 192, dtype=kernels.dtype)
+    expected = expected_product(kernels, x, weight)
     x[1] = 0
-    x[3] = 2.0**-120
+    x[3] = 2.0**-120  # zero in float16
     x[5, 7], x[6, 0], x[7, 191] = torch.nan, torch.inf, -torch.inf
-    x[8] = torch.where(x[8] > 0, 3e38, -3e38)
+    x[8] = torch.where(x[8] > 0, torch.finfo(kernels.dtype).max / 2, -torch.finfo(kernels.dtype).max / 2)
+    extreme = expected_product(kernels, x[8:], weight)[0]
     for count in (9, 40):
         y = kernels.linear(torch.cat([x] * 5)[:count], packed, wide=True)[:9]
         assert torch.equal(y[[0, 2, 4]], expected[[0, 2, 4]])
-        assert not y[[1, 3]].any()
-        assert y[5:8].isnan().all()
-        assert torch.equal(y[8], exactly(x[8:], weight)[0])
+        assert not y[1].any()
+        assert y[3].abs().max() < 2.0**-100
+        assert not y[5:8].isfinite().any()
+        torch.testing.assert_close(y[8], extreme, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_outputs_of_zeros_are_zero(kernels: CpuKernels, bits: int) -> None:
     weight = whole(bits, 40, 160)
     weight.scales[3] = 0
-    y = kernels.linear(numbers(20, 160), kernels.pack_weight(weight), wide=True)
+    x = numbers(20, 160, dtype=kernels.dtype)
+    y = kernels.linear(x, kernels.pack_weight(weight), wide=True)
     assert not y[:, 3].any()
-    assert torch.equal(y, exactly(numbers(20, 160), weight))
+    assert torch.equal(y, expected_product(kernels, x, weight))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: int, shape: tuple[int, int]) -> None:
     weight = whole(bits, *shape)
-    packed, plain = kernels.pack_weight(weight), weight.dequantized(torch.bfloat16)
+    packed, plain = kernels.pack_weight(weight), weight.dequantized(kernels.dtype)
     several = torch.arange(100).mul(29).remainder(shape[0])
     for ids in (torch.arange(shape[0]), several, several[:0]):
-        assert torch.equal(kernels.gather_rows(packed, ids).view(torch.int16), plain[ids].view(torch.int16))
+        assert torch.equal(kernels.gather_rows(packed, ids).view(torch.uint8), plain[ids].view(torch.uint8))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None:
-    weight, x = whole(bits, 96, 192), numbers(3, 192)
+    weight, x = whole(bits, 96, 192), numbers(3, 192, dtype=kernels.dtype)
     parts = [kernels.linear(x, kernels.pack_weight(part)) for part in weight.split([40, 56])]
     assert torch.equal(torch.cat(parts, 1), kernels.linear(x, kernels.pack_weight(weight)))
 

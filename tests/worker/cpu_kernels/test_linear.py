@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import library
+from tests.worker.cpu_kernels.available import EPSILON, VARIANTS, load_variant, numbers
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
 from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
 
 CPU = torch.device("cpu")
-# Both variants compute the same bits. On a processor without AMX they are the same kernels.
-VARIANTS = {"best": (), "without AMX": ("-mno-amx-tile", "-mno-amx-bf16")}
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none": lambda y, _: y,
     "silu": lambda y, _: F.silu(y),
@@ -27,71 +25,90 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(library(*VARIANTS[request.param]), 2)
+    return load_variant(request.param)
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+def weight_types(kernels: CpuKernels) -> list[torch.dtype]:
+    """The types of plain weights that these kernels take."""
+    return [dtype for dtype in EPSILON if kernels.dtype is torch.float32 or dtype is kernels.dtype]
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (200, 64), (960, 576), (7, 1536)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 32), (200, 64), (960, 576), (7, 1536), (33, 1), (40, 31), (70, 100), (100, 1155)]
+)
 def test_products_are_close_to_float64_and_do_not_depend_on_the_other_rows(
     kernels: CpuKernels, outputs: int, inputs: int
 ) -> None:
-    weight, x, bias = numbers(outputs, inputs), numbers(300, inputs, seed=1), torch.randn(outputs)
-    packed = kernels.pack_weight(weight)
-    y = kernels.linear(x, packed, bias, wide=True)
-    expected = x.double() @ weight.double().T + bias
-    assert (y - expected).abs().max() < 1e-5 * inputs
-    for count, first in itertools.product((0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 257), (0, 41)):
-        some = kernels.linear(x[first : first + count], packed, bias, wide=True)
-        assert torch.equal(some, y[first : first + count])
+    for dtype in weight_types(kernels):
+        weight, bias = numbers(outputs, inputs, dtype=dtype), torch.randn(outputs)
+        x = numbers(300, inputs, seed=1, dtype=kernels.dtype)
+        packed = kernels.pack_weight(weight)
+        y = kernels.linear(x, packed, bias, wide=True)
+        expected = x.double() @ weight.double().T + bias
+        assert (y - expected).abs().max() < 1e-5 * max(inputs, 32)
+        for count, first in itertools.product((0, 1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 64, 257), (0, 41)):
+            some = kernels.linear(x[first : first + count], packed, bias, wide=True)
+            assert torch.equal(some, y[first : first + count])
+        assert torch.equal(kernels.linear(x, packed, bias), y.to(kernels.dtype))
+
+
+def test_a_weight_is_converted_where_that_is_exact_or_needed(kernels: CpuKernels) -> None:
+    for dtype in EPSILON:
+        weight = numbers(40, 64, dtype=dtype)
+        found = kernels.supported_weight(weight)
+        assert found.dtype is (dtype if dtype in weight_types(kernels) else kernels.dtype)
+        assert torch.equal(found, weight.to(found.dtype))
 
 
 def test_the_contiguous_copy_of_a_transposed_weight_lives_until_it_is_packed(kernels: CpuKernels) -> None:
     # A copy of this size is unmapped as soon as it is freed.
-    weight = torch.arange(32 * 600_000).bfloat16().view(32, -1).t()
+    weight = torch.arange(32 * 600_000).to(kernels.dtype).view(32, -1).t()
     assert torch.equal(kernels.pack_weight(weight).memory, kernels.pack_weight(weight.contiguous()).memory)
 
 
 @pytest.mark.parametrize("then", EPILOGUES)
 def test_epilogues_are_computed_on_float32_sums(kernels: CpuKernels, then: str) -> None:
-    weight, x, other = numbers(100, 64), 0.3 * numbers(40, 64, seed=1), numbers(40, 100, seed=2)
+    dtype, epsilon = kernels.dtype, EPSILON[kernels.dtype]
+    weight, x = numbers(100, 64, dtype=dtype), 0.3 * numbers(40, 64, seed=1, dtype=dtype)
+    other = numbers(40, 100, seed=2, dtype=dtype)
     packed = kernels.pack_weight(weight)
     plus = torch.randn(40, 100)
     sums = kernels.linear(x, packed, plus=plus, wide=True)
     y = kernels.linear(x, packed, None, EPILOGUES[then], other, plus)
     expected = PLAIN[then](sums.double(), other.double())
-    assert (y.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
-    assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+    assert ((y.double() - expected).abs() <= epsilon * expected.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("then", ["silu", "gelu", "gelu_tanh"])
 def test_activations_are_correct_for_any_magnitude(kernels: CpuKernels, then: str) -> None:
-    sizes = torch.logspace(-30, 38, 64)
-    x = torch.cat((sizes, -sizes)).bfloat16()[:, None] * torch.eye(1, 64, dtype=torch.bfloat16)
-    packed = kernels.pack_weight(torch.ones(1, 64, dtype=torch.bfloat16))
+    dtype = kernels.dtype
+    smallest, largest = (-7, 4) if dtype is torch.float16 else (-30, 38)  # float16 has subnormal numbers there
+    sizes = torch.logspace(smallest, largest, 64)
+    x = torch.cat((sizes, -sizes)).to(dtype)[:, None] * torch.eye(1, 64, dtype=dtype)
+    packed = kernels.pack_weight(torch.ones(1, 64, dtype=dtype))
     y = kernels.linear(x, packed, None, EPILOGUES[then])
     expected = PLAIN[then](x[:, :1].double(), x[:, :1].double())
-    assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-35).all()
+    tiny = 2**-25 if dtype is torch.float16 else 1e-35
+    assert ((y.double() - expected).abs() <= EPSILON[dtype] * expected.abs() + tiny).all()
     assert kernels.linear(x[:1] * torch.nan, packed, None, EPILOGUES[then]).isnan().all()
 
 
 def test_adding_zeros_changes_no_bit(kernels: CpuKernels) -> None:
-    packed, x = kernels.pack_weight(numbers(64, 64)), numbers(5, 64, seed=1)
+    packed, x = kernels.pack_weight(numbers(64, 64, dtype=kernels.dtype)), numbers(5, 64, seed=1, dtype=kernels.dtype)
     assert torch.equal(kernels.linear(x, packed), kernels.linear(x, packed, plus=torch.zeros(5, 64)))
 
 
 @pytest.mark.parametrize(("centred", "size"), [(False, 576), (True, 576), (False, 37), (True, 16)])
 def test_norms_are_close_to_float64(kernels: CpuKernels, centred: bool, size: int) -> None:
-    x, weight, bias = 3 * numbers(50, size) + 1, torch.randn(size), torch.randn(size)
+    x, weight, bias = 3 * numbers(50, size, dtype=kernels.dtype) + 1, torch.randn(size), torch.randn(size)
     y = kernels.norm(x, weight, bias, 1e-5, centred)
     wide = x.double()
     if centred:
         expected = F.layer_norm(wide, (size,), weight.double(), bias.double(), 1e-5)
     else:
         expected = F.rms_norm(wide, (size,), weight.double(), 1e-5) + bias
-    assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
+    epsilon = EPSILON[kernels.dtype]
+    assert ((y.double() - expected).abs() <= epsilon * expected.abs() + min(1e-4, epsilon)).all()
     assert all(torch.equal(kernels.norm(x[n : n + 1], weight, bias, 1e-5, centred), y[n : n + 1]) for n in range(9))
 
 
@@ -100,11 +117,11 @@ def test_rope_matches_torch(kernels: CpuKernels, neighbours: bool, dim: int) -> 
     rope = RopeConfig(dim, {"rope_theta": 10000.0}, neighbours)
     ours, torchs = RotaryEmbedding(rope, CPU, kernels), RotaryEmbedding(rope, CPU)
     positions = torch.arange(0, 4000, 37)
-    x = numbers(len(positions), 5, 64)
+    x = numbers(len(positions), 5, 64, dtype=kernels.dtype)
     y, expected = x.clone(), x.clone()
     ours.rotate(y, 4, ours.angles(positions, 4000, 4))
     torchs.rotate(expected, 4, torchs.angles(positions, 4000, 4))
-    assert (y.float() - expected.float()).abs().max() < 0.04  # the last bit of a bfloat16
+    assert (y.float() - expected.float()).abs().max() < 8 * EPSILON[kernels.dtype]  # the last bit, of numbers up to 8
     assert torch.equal(y[:, 4], x[:, 4])
     assert torch.equal(y[..., dim:], x[..., dim:])
 

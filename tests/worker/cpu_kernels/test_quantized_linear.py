@@ -1,4 +1,5 @@
-"""Products with weights in groups: the same bits as with the dequantized weight."""
+"""Products with weights in groups: the same bits as with the dequantized weight, which the dot engine rounds to
+bfloat16 and the FMA engine does not round."""
 
 import mmap
 from pathlib import Path
@@ -7,28 +8,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import library
-from tests.worker.cpu_kernels.test_linear import VARIANTS, numbers
+from tests.worker.cpu_kernels.available import VARIANTS, library, load_variant, numbers
+from tests.worker.cpu_kernels.test_linear import weight_types
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, PackedWeight
 from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(library(*VARIANTS[request.param]), 2)
+    return load_variant(request.param)
 
 
-def quantized(bits: int, group: int, shifts: bool, outputs: int, inputs: int) -> QuantizedWeight:
-    """A random weight; it has every code if it is large enough."""
+def quantized(
+    bits: int, group: int, shifts: bool, outputs: int, inputs: int, dtype: torch.dtype = torch.float16
+) -> QuantizedWeight:
+    """A random weight with scales of this type; it has every code if it is large enough."""
     count = outputs * inputs * bits // 8
     codes = torch.arange(count).mul(37).to(torch.uint8).view(outputs, -1)
-    scales, more = (numbers(outputs, inputs // group, seed=seed).half() for seed in (3, 4))
+    scales, more = (numbers(outputs, inputs // group, seed=seed, dtype=dtype) for seed in (3, 4))
     return QuantizedWeight(codes.view(torch.int8) if bits == 8 else codes, scales, more if shifts else None)
 
 
+def dequantized(kernels: CpuKernels, weight: QuantizedWeight) -> Tensor:
+    """What the kernels compute with, by definition."""
+    return weight.dequantized(torch.bfloat16 if kernels.dot_engine else torch.float32)
+
+
 def assert_as_dequantized(kernels: CpuKernels, weight: QuantizedWeight, counts: tuple[int, ...]) -> None:
-    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(weight.dequantized(torch.bfloat16))
-    x = numbers(max(counts), weight.shape[1], seed=1)
+    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(dequantized(kernels, weight))
+    x = numbers(max(counts), weight.shape[1], seed=1, dtype=kernels.dtype)
     for count in counts:
         y = kernels.linear(x[:count], packed, wide=True)
         torch.testing.assert_close(y, kernels.linear(x[:count], plain, wide=True), rtol=0, atol=0, equal_nan=True)
@@ -49,19 +57,23 @@ def test_products_match_the_dequantized_weight(kernels: CpuKernels, bits: int, g
 def test_gathered_rows_match_the_dequantized_weight(kernels: CpuKernels, bits: int, group: int, shifts: bool) -> None:
     for outputs, inputs in ((1, 128), (33, 384), (71, 1152)):
         weight = quantized(bits, group, shifts, outputs, inputs)
-        assert_rows(kernels, kernels.pack_weight(weight), weight.dequantized(torch.bfloat16))
+        assert_rows(kernels, kernels.pack_weight(weight), weight.dequantized(kernels.dtype))
 
 
 def test_gathered_rows_of_a_plain_weight_are_exact(kernels: CpuKernels) -> None:
-    for outputs, inputs in ((1, 32), (33, 96), (71, 1152)):
-        assert_rows(kernels, kernels.pack_weight(numbers(outputs, inputs)), numbers(outputs, inputs))
+    for outputs, inputs in ((1, 32), (33, 96), (71, 1152), (40, 100), (3, 7)):
+        for dtype in weight_types(kernels):
+            weight = numbers(outputs, inputs, dtype=dtype)
+            assert_rows(kernels, kernels.pack_weight(weight), weight.to(kernels.dtype))
 
 
 def assert_rows(kernels: CpuKernels, packed: PackedWeight, weight: Tensor) -> None:
     """One row, all rows, repeated rows, a strided list of ids, and no row."""
     several = torch.arange(100).mul(29).remainder(len(weight))
     for ids in (torch.tensor([len(weight) - 1]), torch.arange(len(weight)), several, several[::2], several[:0]):
-        assert torch.equal(kernels.gather_rows(packed, ids).view(torch.int16), weight[ids].view(torch.int16))
+        found = kernels.gather_rows(packed, ids)
+        assert found.dtype is weight.dtype
+        assert torch.equal(found.view(torch.uint8), weight[ids].view(torch.uint8))
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 16)])
@@ -73,8 +85,9 @@ def test_inputs_need_not_be_a_multiple_of_128(kernels: CpuKernels, bits: int, gr
 @pytest.mark.parametrize("then", EPILOGUES)
 def test_epilogues_match_the_dequantized_weight(kernels: CpuKernels, then: str, bits: int) -> None:
     weight = quantized(bits, 32, bits == 4, 100, 64)
-    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(weight.dequantized(torch.bfloat16))
-    x, other, bias, plus = numbers(40, 64), numbers(40, 100), torch.randn(100), torch.randn(40, 200)[:, 50:150]
+    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(dequantized(kernels, weight))
+    x, other = (numbers(40, size, dtype=kernels.dtype) for size in (64, 100))
+    bias, plus = torch.randn(100), torch.randn(40, 200)[:, 50:150]
     first, second = (kernels.linear(x, one, bias, EPILOGUES[then], other, plus) for one in (packed, plain))
     assert torch.equal(first, second)
 
@@ -98,7 +111,8 @@ def test_scales_of_any_magnitude(kernels: CpuKernels, bits: int, shifts: bool) -
 @pytest.mark.parametrize("bits", [8, 4])
 def test_views_of_a_weight_can_be_packed(kernels: CpuKernels, bits: int) -> None:
     whole = quantized(bits, 64, True, 96, 128)
-    x, y = numbers(3, 128), kernels.linear(numbers(3, 128), kernels.pack_weight(whole))
+    x = numbers(3, 128, dtype=kernels.dtype)
+    y = kernels.linear(x, kernels.pack_weight(whole))
     parts = [kernels.linear(x, kernels.pack_weight(part)) for part in whole.split([40, 56])]
     assert torch.equal(torch.cat(parts, 1), y)
 
@@ -109,6 +123,27 @@ def test_a_packed_weight_takes_no_more_than_its_columns(
 ) -> None:
     weight = quantized(bits, group, shifts, 64, 256)
     assert kernels.pack_weight(weight).memory.nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(8, 16), (8, 32), (4, 32), (4, 128)])
+def test_scales_in_float32(kernels: CpuKernels, bits: int, group: int, shifts: bool) -> None:
+    """The FMA engine rounds scale * code + shift once; the dot engine takes scales in float16."""
+    weight = quantized(bits, group, shifts, 70, 384, torch.float32)
+    supported = kernels.supported_weight(weight)
+    assert isinstance(supported, QuantizedWeight)
+    if kernels.dot_engine:
+        assert_as_dequantized(kernels, supported, (1, 40))
+        return
+    assert all(one is other for one, other in zip(supported, weight, strict=True))
+    exact = weight.decoded().double().view(70, -1, group) * weight.scales[:, :, None].double()
+    if weight.shifts is not None:
+        exact += weight.shifts[:, :, None].double()
+    packed, plain = kernels.pack_weight(weight), kernels.pack_weight(exact.view(70, 384).float())
+    x = numbers(40, 384, dtype=kernels.dtype)
+    for count in (1, 40):
+        assert torch.equal(kernels.linear(x[:count], packed, wide=True), kernels.linear(x[:count], plain, wide=True))
+    assert_rows(kernels, packed, exact.view(70, 384).float().to(kernels.dtype))
 
 
 def test_an_unsupported_group_size_is_rejected(kernels: CpuKernels) -> None:

@@ -32,7 +32,7 @@ def drawn(
 ) -> list[Drawn]:
     """Rows come one by one, cross pages, end, and are filled up to the next of `rows`, if steps are recorded."""
     model = build_model(make(kind, layers=2), dtype, "cpu", lambda stage, percent: None)
-    attention = CudaAttention(model.kv._replace(gpu_kernels=gpu, quantized_dtype=stored), PAGES, CPU, "plain")
+    attention = CudaAttention(model.kv._replace(gpu_kernels=gpu, stored_dtype=stored), PAGES, CPU, "plain")
     recording = GraphCaptureConfig(Again(), attention, list(rows)) if rows else None
     engine = make_engine(model, slots=4, pages=PAGES, attention=attention, recording=recording)
     assert engine.capture_decode_graphs() == len(rows)  # one graph serves contexts of every length
@@ -103,7 +103,7 @@ def test_warm_up_covers_the_draft_model(drafts: int) -> None:
 def test_attention_of_a_layer_takes_three_launches() -> None:
     """And no copies, for any type of cache."""
     there = torch.device("meta")
-    kv = KVCacheSpec(1, 4, 2, 64, torch.bfloat16, gpu_kernels=GPU, quantized_dtype=torch.float8_e5m2)
+    kv = KVCacheSpec(1, 4, 2, 64, torch.bfloat16, gpu_kernels=GPU, stored_dtype=torch.float8_e5m2)
     attention = CudaAttention(kv, PAGES, there, "packed")
     batch = make_batch([Row([5], 3, [0]), Row([8], 9, [1])])
     plan = attention.plan(moved(batch, "meta"))

@@ -98,7 +98,7 @@ def test_paged_attention_is_causal(kv: KVCacheSpec, contexts: Sequence[int]) -> 
 @pytest.mark.parametrize("kept", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [BRAIN, HALF, SINGLE])
 def test_an_8_bit_cache_is_read_exactly(dtype: torch.dtype, kept: torch.dtype, gpu: GpuKernels) -> None:
-    case = Case(KVCacheSpec(1, 4, 2, 64, dtype, quantized_dtype=kept), (130,))
+    case = Case(KVCacheSpec(1, 4, 2, 64, dtype, stored_dtype=kept), (130,))
     near(case.found(gpu), case.expected())
 
 
@@ -132,7 +132,7 @@ def test_paged_attention_matches_torch_on_gathered_pages(
 @pytest.mark.parametrize("dtype", [BRAIN, HALF, SINGLE])
 def test_written_keys_and_values_match_torchs_conversion(dtype: torch.dtype, stored: torch.dtype | None) -> None:
     """For every 16-bit number of the type, including infinity and NaN."""
-    kv = KVCacheSpec(1, 2, 16, 64, dtype, quantized_dtype=stored, cache_scales=((0.03, 2.5),))
+    kv = KVCacheSpec(1, 2, 16, 64, dtype, stored_dtype=stored, cache_scales=((0.03, 2.5),))
     all_bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
     some = all_bits.view(HALF if dtype is HALF else BRAIN).to(dtype)
     if dtype is BRAIN and stored is None:

@@ -36,4 +36,4 @@ def page_size(kv: KVCacheSpec, device: torch.device) -> int:
 
 def page_bytes(kv: KVCacheSpec, device: torch.device) -> int:
     """Bytes of one page, over all layers."""
-    return 2 * kv.layers * kv.kv_heads * kv.cache_head_dim * kv.cache_dtype.itemsize * page_size(kv, device)
+    return kv.token_bytes * page_size(kv, device)

@@ -55,8 +55,10 @@ class KVCacheSpec(NamedTuple):
     softcap: float | None = None  # c: a score s becomes c * tanh(s / c)
     cpu_kernels: CpuKernels | None = None  # None: torch's kernels
     gpu_kernels: GpuKernels | None = None  # None: torch's kernels
-    quantized_dtype: torch.dtype | None = None  # 8-bit type of the cache (GPU only); None: the cache has `dtype`
-    # Per-layer (key, value) scales: an 8-bit cache stores key / scale and value / scale. Empty = 1 for all layers.
+    # Type of the cache; None: `dtype`. On CPU only our kernels take other types: bfloat16, and int8 with a
+    # float32 scale for each key and value. On a GPU 8-bit floats.
+    stored_dtype: torch.dtype | None = None
+    # Per-layer (key, value) scales: 8-bit floats are key / scale and value / scale. Empty = 1 for all layers.
     cache_scales: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -67,7 +69,13 @@ class KVCacheSpec(NamedTuple):
     @property
     def cache_dtype(self) -> torch.dtype:
         """The type of the stored keys and values."""
-        return self.quantized_dtype or self.dtype
+        return self.stored_dtype or self.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values over all layers."""
+        scale = torch.float32.itemsize if self.cache_dtype is torch.int8 else 0
+        return 2 * self.layers * self.kv_heads * (self.cache_head_dim * self.cache_dtype.itemsize + scale)
 
     def layer_scales(self, layer: int) -> tuple[float, float]:
         """The (key, value) scales of a layer's cache; (1, 1) for a cache that is not quantized."""

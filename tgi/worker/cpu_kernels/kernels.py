@@ -21,7 +21,6 @@ from tgi.worker.greedy import GreedyTokens
 from tgi.worker.quantization.weight import CODEBOOK, GROUPS, Weight
 
 PANEL = 32  # outputs of a panel (packed_weight.h); the last panel is padded
-INPUT_MULTIPLE = 32
 PAGE_SIZE = 32  # positions of a KV page
 KV_DIM_MULTIPLE = 32  # keys and values in a page are padded to a multiple of this
 MAX_HEAD_DIM = 256
@@ -144,7 +143,7 @@ class CpuKernels:
             raise KernelsUnavailable("the system does not let this process use AMX")
         weakref.finalize(self, library.tgi_stop, thread_pool)
         self.library, self.thread_pool, self.threads, self.dtype = library, thread_pool, threads, dtype
-        self.dot_engine = not hasattr(library, "tgi_engine") or library.tgi_engine() == 1
+        self.dot_engine = not hasattr(library, "tgi_dot_engine") or library.tgi_dot_engine() == 1
         functions = {}
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -178,8 +177,7 @@ class CpuKernels:
 
     def pack_weight(self, *weights: Weight) -> PackedWeight:
         """Packs a weight [outputs, inputs] for `linear`; or two that `can_pack_together`: a gate and an up projection.
-        Both have types as of `supported_weight`. `inputs` is a multiple of INPUT_MULTIPLE. Quantized codes are not
-        converted.
+        Both have types as of `supported_weight`. Quantized codes are not converted.
 
         What `linear` multiplies with, by engine:
 
@@ -190,7 +188,6 @@ class CpuKernels:
           integers, with an error of at most half a unit: 1 / 65,534 of the largest magnitude of the row.
         """
         (outputs, inputs), form = weights[0].shape, _format_code(weights[0])
-        assert inputs % INPUT_MULTIPLE == 0
         packed = self._empty_packed(outputs, inputs, form | GATED_FORMAT if len(weights) > 1 else form)
         for part, weight in enumerate(weights):
             assert can_pack_together(weight, weights[0])

@@ -7,10 +7,12 @@ from typing import Protocol
 import torch
 
 from tgi.worker.cpu_kernels.build import KernelsUnavailable, Progress, build_library, require_kernels
-from tgi.worker.cpu_kernels.kernels import INPUT_MULTIPLE, MAX_HEAD_DIM, CpuKernels
+from tgi.worker.cpu_kernels.kernels import MAX_HEAD_DIM, CpuKernels
 from tgi.worker.host_cpu import threads_from_environment, usable_cores
 
 log = logging.getLogger(__name__)
+
+SIZE_MULTIPLE = 32  # of the sizes of a model: attention and adapters are not padded
 
 
 class _Experts(Protocol):
@@ -91,10 +93,10 @@ def _require_fit(model: CpuModelCandidate) -> None:
 
 
 def _require_multiples(config: _DecoderConfig) -> None:
-    """Raises KernelsUnavailable for a size that products of the kernels do not pad."""
+    """Raises KernelsUnavailable for a size that the kernels do not pad."""
     for name, size in _input_sizes(config).items():
-        if size % INPUT_MULTIPLE:
-            raise KernelsUnavailable(f"the model's {name} of {size} is no multiple of {INPUT_MULTIPLE}")
+        if size % SIZE_MULTIPLE:
+            raise KernelsUnavailable(f"the model's {name} of {size} is no multiple of {SIZE_MULTIPLE}")
 
 
 def _input_sizes(config: _DecoderConfig) -> dict[str, int]:

@@ -19,7 +19,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import DeploymentLimits, SlotAssignment, Step, encode
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
-from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
+from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, QUANTIZED_AT_LOAD, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
@@ -59,7 +59,7 @@ class LoadedModels(NamedTuple):
 
     def cache_spec(self, model: Model) -> KVCacheSpec:
         """The KV cache of one of them, in the chosen dtype."""
-        return model.kv._replace(quantized_dtype=self.kv_cache_dtype)
+        return model.kv._replace(stored_dtype=self.kv_cache_dtype)
 
 
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
@@ -69,8 +69,7 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
         limited = "" if settings.cpu is None else ", limited by --cpu"
         torchs, ours = torch.backends.cpu.get_cpu_capability(), kernel_set()
         log.debug("instruction set of the CPU: torch's %s, ours %s%s", torchs, ours and ours.name, limited)
-    kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device)
-    models = _load_models(settings, device, progress)._replace(kv_cache_dtype=kv_cache_dtype)
+    models = _load_models(settings, device, progress)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
     available = _measure_memory(settings, models, graph_sizes)
@@ -130,6 +129,7 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
             kernels, reason = select_cpu_kernels(specs, device, progress)
         else:
             gpu, reason = select_gpu_kernels(specs, device)
+    kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device, kernels is not None)
     words = f"torch's ({reason})" if reason else "our own"
     if device == "cpu":
         chosen = kernel_set()
@@ -141,13 +141,13 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
         dtype = _dtype_by_trial(settings.run_dir, dtype)
 
     def build(directory: Path, model_progress: Progress) -> Model:
-        asked, narrow = quantize[directory], settings.kv_cache_dtype is not None
+        asked, narrow = quantize[directory], kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         trusted = settings.trust_remote_code
         return build_model(directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow)
 
     served = build(settings.model_dir, progress)
     if settings.draft_model_dir is None:
-        return LoadedModels(served, None, kernels=words)
+        return LoadedModels(served, None, kv_cache_dtype, words)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
     if draft.context_length < (settings.max_total_tokens or 0):
         raise UserError(
@@ -156,7 +156,7 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
         )
     if draft.context_length < served.context_length:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context_length)
-    return LoadedModels(served, draft, kernels=words)
+    return LoadedModels(served, draft, kv_cache_dtype, words)
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:
@@ -226,14 +226,22 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _kv_cache_dtype(name: str | None, device: str) -> torch.dtype | None:
-    """The dtype that --kv-cache-dtype names; None: the model's. Raises UserError on CPU."""
+def _kv_cache_dtype(name: str | None, device: str, cpu_kernels: bool) -> torch.dtype | None:
+    """The dtype that --kv-cache-dtype names; None: the model's. Raises UserError if the kernels that compute do not
+    support it."""
     if name is None:
         return None
-    if device != "cuda":
+    on_cpu = name in CPU_KV_CACHE_DTYPES
+    if on_cpu != (device == "cpu"):
+        places = ("CPU", "GPUs") if on_cpu else ("GPUs", "CPU")
         raise UserError(
-            f"`kv_cache_dtype` is {name}, and caches of 8 bits are for GPUs, but this worker is on CPU, where keys and "
-            "values have the model's type. Leave out --kv-cache-dtype."
+            f"`kv_cache_dtype` is {name}, a type of the KV cache for {places[0]}, but this worker computes on "
+            f"{'a GPU' if on_cpu else 'CPU'}. Leave out --kv-cache-dtype, or choose one for {places[1]}."
+        )
+    if on_cpu and not cpu_kernels:
+        raise UserError(
+            f"`kv_cache_dtype` is {name}, which only our own CPU kernels support, but torch's kernels compute this "
+            "model, where keys and values have the model's type. Leave out --kv-cache-dtype."
         )
     found: torch.dtype = getattr(torch, name.replace("fp8", "float8"))
     return found
