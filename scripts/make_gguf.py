@@ -25,8 +25,18 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3")
-# Offsets of the float16 scales in blocks of 256.
-SCALES = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
+# Offsets of the float16 scales in blocks of types that the gguf package does not quantize to.
+SCALES = {
+    GGMLQuantizationType.Q2_K: (80, 82),
+    GGMLQuantizationType.Q3_K: (108,),
+    GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2),
+    GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.IQ4_XS: (0,),
+    GGMLQuantizationType.IQ2_XXS: (0,),
+    GGMLQuantizationType.IQ3_S: (0,),
+    GGMLQuantizationType.IQ1_S: (0,),
+}
 SHIFTED = ("gemma", "gemma2", "gemma3_text")
 # Further entries if config.json has them: key of config.json -> key without the architecture.
 NUMBERS = {
@@ -73,7 +83,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def random_blocks(values: np.ndarray, block: GGMLQuantizationType) -> np.ndarray:
-    """Blocks of a K type, which the gguf package does not quantize to, about as large as the values."""
+    """Random blocks of a type in SCALES, about as large as the values."""
     size, stored = GGML_QUANT_SIZES[block]
     raw = np.random.default_rng(0).integers(0, 256, (values.size // size, stored), dtype=np.uint8)
     scales = [slice(at, at + 2) for at in SCALES[block]]

@@ -16,11 +16,20 @@ def plain_weights(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, T
     for name, tensor in tensors.items():
         stem, _, column = name.rpartition(".")
         if column == "codes":
-            weight = QuantizedWeight(tensor, tensors[f"{stem}.scales"], tensors.get(f"{stem}.shifts"))
-            found[stem] = weight.dequantized(dtype)
-        elif column not in ("scales", "shifts"):
+            scales, shifts = (_factors(tensors, stem, column) for column in ("scales", "shifts"))
+            assert scales is not None
+            found[stem] = QuantizedWeight(tensor, scales, shifts).dequantized(dtype)
+        elif not column.endswith(("scales", "shifts")):
             found[name] = tensor.to(dtype)
     return found
+
+
+def _factors(tensors: dict[str, Tensor], stem: str, column: str) -> Tensor | None:
+    """Scales or shifts in float32: some are stored as products."""
+    numbers, units = tensors.get(f"{stem}.{column}"), tensors.get(f"{stem}.super_{column}")
+    if numbers is None or units is None:
+        return None if numbers is None else numbers.float()
+    return numbers.float() * units.repeat_interleave(numbers.shape[1] // units.shape[1], 1)
 
 
 def transformers_model(directory: Path, dtype: torch.dtype) -> Any:

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from scripts.make_gguf import write_gguf
 from tests.dequantized import plain_weights
@@ -22,10 +22,12 @@ from tgi.hub.gguf.block_types import FORMS
 from tgi.hub.gguf.convert import convert
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import model_directory
-from tgi.microkernel.errors import UserError
+from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.quantization.weight import QuantizedWeight, as_plain
+from tgi.worker.quantization.weight_sources import PackedWeightSource
 
-KEPT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"}  # their scales are float16 in the file
 ROWS, COLUMNS = 24, 512
+NEVER_INFINITE = {GGMLQuantizationType.MXFP4, GGMLQuantizationType.NVFP4}  # their scales have 8 bits
 
 
 def quiet(stage: str, percent: float, size: int = 0) -> None:
@@ -74,21 +76,61 @@ def test_every_block_type_has_the_same_values(block: GGMLQuantizationType, tmp_p
     assert columns["y.codes"].dtype is (torch.int8 if form.bits == 8 else torch.uint8)
     assert columns["y.scales"].shape == (ROWS, COLUMNS // form.group)
     assert ("y.shifts" in columns) is form.shifted
-    found = plain_weights(columns, torch.float32)["y"]
+    assert ("y.super_scales" in columns) is (form.super_group > 0)
     expected = torch.from_numpy(dequantize(raw, block).reshape(ROWS, COLUMNS))
-    if block.name in KEPT:
-        assert torch.equal(found, expected)
-    else:
-        assert (found - expected).norm() < 3e-4 * expected.norm()
-        bound = 127 * columns["y.scales"].float().abs()
-        if form.shifted:
-            bound += columns["y.shifts"].float().abs()
-        assert ((found - expected).abs().view(ROWS, -1, form.group).amax(-1) <= 2**-11 * bound).all()
+    assert torch.equal(plain_weights(columns, torch.float32)["y"], expected)
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block", FORMS, ids=lambda block: block.name)
+def test_the_worker_rounds_scales_once_or_not_at_all(block: GGMLQuantizationType, exact: bool, tmp_path: Path) -> None:
+    """An error of at most 2^-11 of a scale times a code, and of a shift; subnormal scales 2^-25."""
+    raw = random_rows(block)
+    columns = written(raw, block, tmp_path)
+    save_file({f"y.weight{name[1:]}": tensor for name, tensor in columns.items()}, tmp_path / "model.safetensors")
+    expected = torch.from_numpy(dequantize(raw, block).reshape(ROWS, COLUMNS))
+    with Checkpoint(tmp_path) as checkpoint:
+        weight = PackedWeightSource(checkpoint, exact).weight("y", ROWS, COLUMNS)
+    if exact:
+        assert torch.equal(as_plain(weight, torch.float32), expected)
+    if not isinstance(weight, QuantizedWeight):  # its scales are beyond float16
+        assert block.name == "MXFP4"
+        assert torch.equal(weight, expected)
+        return
+    allowed = (torch.float16, torch.float32) if exact else (torch.float16,)
+    assert weight.scales.dtype in allowed
+    assert weight.shifts is None or weight.shifts.dtype is weight.scales.dtype
+    codes = weight.decoded().float().abs().view(ROWS, -1, weight.group).amax(-1)
+    bound = codes * (2**-11 * weight.scales.float().abs() + 2**-25)
+    if weight.shifts is not None:
+        bound += 2**-11 * weight.shifts.float().abs() + 2**-25
+    off = (weight.dequantized(torch.float32) - expected).abs().view(ROWS, -1, weight.group).amax(-1)
+    assert (off <= 1.001 * bound).all()
+
+
+def test_plain_tensors_are_kept_without_rounding(tmp_path: Path) -> None:
+    """In the smallest type that holds them: float32 that is bfloat16 takes 16 bits."""
+    numbers = torch.randn(ROWS, COLUMNS)
+    kinds = {
+        "F16": (numbers.half(), torch.float16),
+        "F32": (numbers, torch.float32),
+        "BF16": (numbers.bfloat16(), torch.bfloat16),
+    }
+    for name, (tensor, dtype) in kinds.items():
+        raw = tensor.view(torch.int16).numpy().view(np.uint8) if name == "BF16" else tensor.numpy()
+        found = written(raw, GGMLQuantizationType[name], tmp_path)
+        assert found["y"].dtype is dtype
+        assert torch.equal(found["y"], tensor)
+    found = written(numbers.bfloat16().float().numpy(), GGMLQuantizationType.F32, tmp_path)
+    assert found["y"].dtype is torch.bfloat16
+    assert torch.equal(found["y"], numbers.bfloat16())
+
+
+@pytest.mark.parametrize("block", sorted(FORMS.keys() - NEVER_INFINITE), ids=lambda block: block.name)
 def test_infinite_scales_are_detected_without_numpy_warnings(block: GGMLQuantizationType) -> None:
     infinite = np.tile(np.array([np.inf], np.float16).view(np.uint8), GGML_QUANT_SIZES[block][1] // 2)
+    if block is GGMLQuantizationType.IQ1_M:  # a float16 in four parts
+        infinite[-8:] = np.array([0, 0, 0xC000, 0x7000], np.uint16).view(np.uint8)
     with np.errstate(all="raise"):
         _, *factors = FORMS[block].stored(infinite[None])
     assert not all(np.isfinite(column).all() for column in factors)
@@ -116,7 +158,7 @@ TIED: dict[str, dict[str, Any]] = {
 )
 def test_a_packed_import_equals_a_dequantized_one(kind: str, block: str, tmp_path: Path) -> None:
     """Rows in the order of transformers, experts separated, norms not quantized; as many bytes as in the file."""
-    source = write_gguf(model(kind, **TIED.get(kind, {})), tmp_path / "m.gguf", block)
+    source = write_gguf(model(kind, dtype="bfloat16", **TIED.get(kind, {})), tmp_path / "m.gguf", block)
     packed, expected = (imported(source, tmp_path / name, name == "packed") for name in ("packed", "plain"))
     found = plain_weights(packed, torch.bfloat16)
     assert set(found) == set(expected)
@@ -146,17 +188,23 @@ def test_block_types_are_recorded_in_the_config_and_logged(tmp_path: Path, caplo
         source = write_gguf(original, tmp_path / f"{block}.gguf", block)
         directories[block] = model_directory(str(source), cache=tmp_path / "cache")
     said = json.loads((directories["Q4_0"] / "config.json").read_text())["quantization_config"]
-    assert said == {"quant_method": "gguf", "kept": {"Q4_0": 9}, "made_bfloat16": {"F32": 3}}
+    assert said == {"quant_method": "gguf", "kept": {"Q4_0": 9}, "plain": {"F32": 3}}
     assert [line for line in caplog.messages if "bits of" in line] == [
-        "weights keep the bits of the GGUF file where its tensors are Q4_0 (9); bfloat16 stands for F32 (3)"
+        "weights keep the bits of the GGUF file where its tensors are Q4_0 (9); plain are F32 (3)"
     ]
     assert "quantization_config" not in json.loads((directories["F16"] / "config.json").read_text())
     assert read_model_config(directories["Q4_0"]).dtype == "bfloat16"
 
 
-def test_scales_beyond_float16_are_rejected_with_advice(tmp_path: Path) -> None:
+def test_a_weight_whose_scales_are_beyond_float16_is_dequantized(tmp_path: Path) -> None:
     block = GGMLQuantizationType.Q6_K
     raw = random_rows(block).reshape(-1, GGML_QUANT_SIZES[block][1])
     raw[0, -18:] = np.frombuffer(bytes([100] * 16) + b"\x00\x70", np.uint8)  # 100 times 8192
-    with pytest.raises(UserError, match=r"float16 cannot hold.*`tgi import`"):
-        written(raw.reshape(ROWS, -1), block, tmp_path)
+    columns = written(raw.reshape(ROWS, -1), block, tmp_path)
+    save_file({f"x.weight{name[1:]}": tensor for name, tensor in columns.items()}, tmp_path / "model.safetensors")
+    expected = torch.from_numpy(dequantize(raw, block).reshape(ROWS, COLUMNS))
+    with Checkpoint(tmp_path) as checkpoint:
+        for exact, kind in ((False, torch.Tensor), (True, QuantizedWeight)):
+            found = PackedWeightSource(checkpoint, exact).weight("x", ROWS, COLUMNS)
+            assert isinstance(found, kind)
+            assert torch.equal(as_plain(found, torch.float32), expected)

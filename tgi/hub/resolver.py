@@ -116,10 +116,8 @@ def _log_block_types(directory: Path) -> Path:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError):  # read_model_config reports the problem
         return directory
-    kept, others = (
-        ", ".join(f"{name} ({count})" for name, count in found[key].items()) for key in ("kept", "made_bfloat16")
-    )
-    log.debug("weights keep the bits of the GGUF file where its tensors are %s; bfloat16 stands for %s", kept, others)
+    kept, others = (", ".join(f"{name} ({count})" for name, count in found[key].items()) for key in ("kept", "plain"))
+    log.debug("weights keep the bits of the GGUF file where its tensors are %s; plain are %s", kept, others)
     return directory
 
 

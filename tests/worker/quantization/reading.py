@@ -22,9 +22,11 @@ def some_weight() -> Tensor:
     return weight
 
 
-def read(directory: Path, outputs: int = OUTPUTS, inputs: int = INPUTS, float8: bool = False) -> Weight:
-    """The weight of "some.layer". `float8`: the device multiplies 8-bit floats."""
+def read(
+    directory: Path, outputs: int = OUTPUTS, inputs: int = INPUTS, float8: bool = False, exact: bool = False
+) -> Weight:
+    """The weight of "some.layer". `float8`: the device multiplies 8-bit floats. `exact`: scales are not rounded."""
     format = find_format(directory, json.loads((directory / "config.json").read_text()))
     assert format is not None
     with Checkpoint(directory) as checkpoint:
-        return FormatWeightSource(checkpoint, format, float8).weight("some.layer", outputs, inputs)
+        return FormatWeightSource(checkpoint, format, float8, exact).weight("some.layer", outputs, inputs)

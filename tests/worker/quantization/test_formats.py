@@ -66,6 +66,11 @@ def test_a_zero_point_as_a_shift_has_a_small_error(bits: int, error: float, tmp_
     levels = torch.from_numpy(exact.scales).double().repeat_interleave(32, 1)
     off = (as_plain(read(tmp_path), torch.float32) - exact.exactly()).abs() / levels
     assert 0 < off.max() <= error
+    unrounded = read(tmp_path, exact=True)
+    assert isinstance(unrounded, QuantizedWeight)
+    assert unrounded.bits == bits
+    off = (unrounded.dequantized(torch.float32) - exact.exactly()).abs() / levels
+    assert off.max() <= 2.0**-15
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,11 @@ def test_scales_beyond_float16_are_dequantized(tmp_path: Path) -> None:
     change_tensors(tmp_path, lambda tensors: tensors.update({scale: tensors[scale].bfloat16()}))
     assert isinstance(read(tmp_path), QuantizedWeight)
     change_tensors(tmp_path, lambda tensors: tensors.update({scale: tensors[scale] * 1e-6}))
-    assert isinstance(read(tmp_path), Tensor)
+    found, exact = read(tmp_path), read(tmp_path, exact=True)
+    assert isinstance(found, Tensor)
+    assert isinstance(exact, QuantizedWeight)
+    assert exact.scales.dtype is torch.float32
+    assert torch.equal(exact.dequantized(torch.float32), found)
 
 
 def test_one_scale_for_the_whole_weight(tmp_path: Path) -> None:
@@ -180,9 +189,8 @@ def test_layers_may_have_different_schemes(tmp_path: Path) -> None:
 
 def served(directory: Path, native: bool) -> list[Drawn]:
     """Generated tokens, with the CPU kernels or torch's."""
-    dtype = "bfloat16" if native else "float32"
-    kernels = our_kernels(read_model_spec(directory, dtype)) if native else None
-    engine = make_engine(build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels))
+    kernels = our_kernels(read_model_spec(directory, "bfloat16")) if native else None
+    engine = make_engine(build_model(directory, "bfloat16", "cpu", lambda stage, percent: None, kernels=kernels))
     return drive(engine, [[1, 17, 300, 45, 8], [1, 99]], 12)
 
 

@@ -37,7 +37,7 @@ def imported(place: Path, kind: str, block: str, packed: bool) -> Path:
     source = place / f"{kind}-{block}.gguf"
     if not source.is_file():
         sizes = {"hidden": 256, "intermediate": 512} if block == "K" else {"hidden": 128, "intermediate": 192}
-        write_gguf(make(kind, tie=kind == "llama", **sizes), source, mixed if block == "K" else block)
+        write_gguf(make(kind, tie=kind == "llama", dtype="bfloat16", **sizes), source, mixed if block == "K" else block)
     directory = place / f"{kind}-{block}-{packed}"
     directory.mkdir()
     convert(source, directory, lambda *told: None, packed=packed)

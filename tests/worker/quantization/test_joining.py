@@ -24,6 +24,21 @@ def test_quantized_weights_are_stacked_without_loss(chosen: list[tuple[int, int,
 
 
 @settings(deadline=None)
+@given(forms, st.integers(1, 7))
+def test_float32_scales_are_stacked_without_loss(chosen: list[tuple[int, int, bool]], wide: int) -> None:
+    """Of 17 bits, as those of K types."""
+    parts = [random_weight(3, 256, *form, seed=number) for number, form in enumerate(chosen)]
+    for number, part in enumerate(parts):
+        if wide >> number & 1:
+            shifts = None if part.shifts is None else part.shifts.float() * 61
+            parts[number] = part._replace(scales=part.scales.float() * 61, shifts=shifts)
+    found = stack_weights(parts, torch.float32)
+    assert isinstance(found, QuantizedWeight)
+    assert found.shifts is None or found.shifts.dtype is found.scales.dtype
+    assert torch.equal(found.dequantized(torch.float32), torch.cat([part.dequantized(torch.float32) for part in parts]))
+
+
+@settings(deadline=None)
 @given(st.lists(st.sampled_from((4, 8)), min_size=1, max_size=3), forms)
 def test_weights_with_one_scale_for_each_output_are_stacked_without_loss(
     whole: list[int], others: list[tuple[int, int, bool]]

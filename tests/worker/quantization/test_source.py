@@ -14,9 +14,9 @@ from tgi.worker.quantization.weight import QuantizedWeight
 from tgi.worker.quantization.weight_sources import EMBEDDING, HEAD, PackedWeightSource, QuantizingWeightSource
 
 
-def source(directory: Path, tensors: dict[str, Tensor]) -> PackedWeightSource:
+def source(directory: Path, tensors: dict[str, Tensor], exact: bool = False) -> PackedWeightSource:
     save_file(tensors, directory / "model.safetensors")
-    return PackedWeightSource(Checkpoint(directory))
+    return PackedWeightSource(Checkpoint(directory), exact)
 
 
 def columns(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -45,7 +45,8 @@ def test_columns_are_read_as_they_were_written(shifted: bool, tmp_path: Path) ->
         {"codes": torch.zeros(4, 32, dtype=torch.int32)},
         {"codes": torch.zeros(3, 32, dtype=torch.uint8)},
         {"codes": torch.zeros(0, dtype=torch.uint8)},
-        {"scales": torch.zeros(4, 2)},
+        {"scales": torch.zeros(4, 2, dtype=torch.int8)},
+        {"scales": torch.zeros(4, 2, dtype=torch.bfloat16)},
         {"scales": torch.zeros(4, 3, dtype=torch.float16)},
         {"scales": torch.zeros(4, 0, dtype=torch.float16)},
         {"scales": torch.zeros(4, 64, dtype=torch.float16)},
@@ -56,6 +57,31 @@ def test_invalid_columns_are_rejected(change: dict[str, Tensor], tmp_path: Path)
     broken = random_weight(4, 64, 4, 32, True)._replace(**change)
     with pytest.raises(UserError, match=r"'x\.weight' has columns that do not fit"):
         source(tmp_path, columns("x", broken)).weight("x", 4, 64)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_scales_are_products_where_they_are_stored_so(exact: bool, tmp_path: Path) -> None:
+    written = random_weight(4, 256, 4, 32, True)
+    generator = torch.Generator().manual_seed(5)
+    numbers = [torch.randint(-128, 128, (4, 8), generator=generator, dtype=torch.int8) for _ in range(2)]
+    units = [torch.randn(4, 2, generator=generator) / 1000 for _ in range(2)]
+    stored = columns("x", written._replace(scales=numbers[0], shifts=numbers[1]))
+    stored |= {f"x.weight.super_{kind}": unit for kind, unit in zip(("scales", "shifts"), units, strict=True)}
+    scales, shifts = (number * unit.repeat_interleave(4, 1) for number, unit in zip(numbers, units, strict=True))
+    expected = written._replace(scales=scales, shifts=shifts)
+    (tmp_path / "whole").mkdir()
+    found = source(tmp_path / "whole", stored, exact).weight("x", 4, 256)
+    assert isinstance(found, QuantizedWeight)
+    for column, product in ((found.scales, scales), (found.shifts, shifts)):
+        assert column is not None
+        assert column.dtype is (torch.float32 if exact else torch.float16)
+        assert torch.equal(column, product.to(column.dtype))
+    if exact:
+        assert torch.equal(found.dequantized(torch.float32), expected.dequantized(torch.float32))
+    for odd in (units[0].half(), torch.zeros(4, 3), torch.zeros(4, 0), torch.zeros(3, 2), torch.zeros(8)):
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=r"'x\.weight' has columns that do not fit"):
+            source(tmp_path / "broken", stored | {"x.weight.super_scales": odd}).weight("x", 4, 256)
 
 
 def test_only_plain_weights_of_suitable_size_are_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,5 +5,5 @@ Read convert.py first: the child process.
 - reader: the header of a file, with every count and offset checked
 - architecture: metadata and tensor names in Hugging Face's terms
 - tokenizer: the tokenizer from the metadata
-- weights, block_types: tensors in bfloat16 or in their own bits
+- weights, block_types: tensors in bfloat16, or in their own bits without any rounding
 """

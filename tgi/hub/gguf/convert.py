@@ -1,5 +1,5 @@
 """Child process that converts a GGUF file to a model directory: `python -P -m tgi.hub.gguf.convert FILE DIR [packed]`;
-`packed` keeps weights in their own bits.
+`packed` keeps weights in their own bits, and rounds nothing.
 
 It imports transformers, which takes memory and seconds, and exits. It prints one JSON list per line:
 ["progress", stage, percent, bytes] and, for a defective file, ["refused", sentence]. It ends when its standard input
@@ -48,16 +48,16 @@ def convert(file: Path, directory: Path, progress: ProgressCallback, *, packed: 
 def _quantization(source: reader.GGUFFile, plan: architecture.ConversionPlan) -> dict[str, Any]:
     """The config.json entry for weights in their own bits: tensors per block type. Empty without such weights."""
     kept: Counter[str] = Counter()
-    made_bfloat16: Counter[str] = Counter()
+    plain: Counter[str] = Counter()
     for tensor in {tensor.source: tensor for tensor in plan.tensors}.values():
-        counter = made_bfloat16 if weights.stored_block_format(source, tensor) is None else kept
+        counter = plain if weights.stored_block_format(source, tensor) is None else kept
         counter[source.tensors[tensor.source].type.name] += 1
     if not kept:
         return {}
     return {
         "quant_method": "gguf",
         "kept": dict(kept.most_common()),
-        "made_bfloat16": dict(made_bfloat16.most_common()),
+        "plain": dict(plain.most_common()),
     }
 
 

@@ -1,4 +1,4 @@
-"""Writes a GGUF file's tensors into one safetensors file, in chunks: in bfloat16 or in their own bits."""
+"""Writes a GGUF file's tensors into one safetensors file, in chunks: in bfloat16, or without any rounding."""
 
 import json
 import math
@@ -25,11 +25,14 @@ PLAIN = {
     GGMLQuantizationType.I32: "<i4",
     GGMLQuantizationType.I64: "<i8",
 }
-BYTES = {"BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+LARGE = np.float32(2.0**100)  # scales above this may be of weights that float32 cannot hold
+
+StoredForm = BlockFormat | str  # of a tensor; plain numbers are named by their safetensors type
 
 
 def stored_block_format(file: GGUFFile, wanted: TargetTensor) -> BlockFormat | None:
-    """The format in which a tensor keeps its bits; None if it is written as bfloat16, as are norms and biases."""
+    """The format in which a tensor keeps its bits; None if it is written as plain numbers, as are norms and biases."""
     return FORMS.get(file.tensors[wanted.source].type) if wanted.matrix else None
 
 
@@ -43,16 +46,19 @@ def write_weights(
 ) -> None:
     """Writes `wanted` to the safetensors file `path`. `progress` receives the bytes written and the total.
 
-    If `packed`, the weights of layers, embedding and head whose block type is in block_types.py keep their bits: NAME
-    is then written as NAME.codes, NAME.scales and, if it has any, NAME.shifts. Raises UserError for a block type that
-    cannot be dequantized and for weights that are not finite. Format: https://github.com/huggingface/safetensors#format,
-    a length, a JSON header, then the data.
+    If `packed`, nothing is rounded. The weights of layers, embedding and head whose block type is in block_types.py
+    keep their bits: NAME is then written as NAME.codes, NAME.scales and, where its type has them, NAME.shifts,
+    NAME.super_scales and NAME.super_shifts. Other tensors are written in the smallest plain type that holds their
+    numbers. Without `packed` all are rounded to bfloat16.
+
+    Raises UserError for a block type that cannot be dequantized and for weights that are not finite. Format:
+    https://github.com/huggingface/safetensors#format, a length, a JSON header, then the data.
     """
-    forms = [stored_block_format(file, tensor) if packed else None for tensor in wanted]
+    forms = [_stored_form(file, tensor) if packed else "BF16" for tensor in wanted]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor, kept in zip(wanted, forms, strict=True):
-        for name, (dtype, shape) in _columns(tensor, kept).items():
+    for tensor, form in zip(wanted, forms, strict=True):
+        for name, (dtype, shape) in _columns(tensor, form).items():
             begin, end = end, end + BYTES[dtype] * math.prod(shape)
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -62,9 +68,9 @@ def write_weights(
         out.write(text)
         start, done = out.tell(), 0
         progress(done, end)
-        for tensor, kept in zip(wanted, forms, strict=True):
-            places = [start + header[name]["data_offsets"][0] for name in _columns(tensor, kept)]
-            for piece in _pieces(file, file.tensors[tensor.source], tensor, kept):
+        for tensor, form in zip(wanted, forms, strict=True):
+            places = [start + header[name]["data_offsets"][0] for name in _columns(tensor, form)]
+            for piece in _pieces(file, tensor, form):
                 for number, column in enumerate(piece):
                     out.seek(places[number])
                     places[number] += out.write(column.tobytes())
@@ -72,18 +78,37 @@ def write_weights(
                 progress(done, end)
 
 
-def _columns(wanted: TargetTensor, kept: BlockFormat | None) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _stored_form(file: GGUFFile, wanted: TargetTensor) -> StoredForm:
+    """The smallest form that holds a tensor exactly. Float32 tensors are read for it: those of models that were trained
+    in bfloat16 often hold only such numbers."""
+    kept, block = stored_block_format(file, wanted), file.tensors[wanted.source].type
+    if kept is not None:
+        return kept
+    if not wanted.shift and block in (GGMLQuantizationType.BF16, GGMLQuantizationType.F16):
+        return str(block.name)
+    exact = all(not (values.view(np.uint32) & 0xFFFF).any() for (values,) in _pieces(file, wanted, "F32"))
+    return "BF16" if exact else "F32"
+
+
+def _columns(wanted: TargetTensor, form: StoredForm) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name, safetensors type and shape of each stored tensor."""
-    if kept is None:
-        return {wanted.name: ("BF16", wanted.shape)}
+    if isinstance(form, str):
+        return {wanted.name: (form, wanted.shape)}
     rows, inputs = wanted.shape
-    return {f"{wanted.name}.{name}": (dtype, (rows, inputs // each)) for name, (dtype, each) in kept.columns.items()}
+    return {f"{wanted.name}.{name}": (dtype, (rows, inputs // each)) for name, (dtype, each) in form.columns.items()}
 
 
 def bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
     """Finite float32 values rounded to the nearest bfloat16 (ties to even), as their upper 16 bits."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+PLAIN_FORMS: dict[str, Callable[[np.ndarray[Any, np.dtype[np.float32]]], Array]] = {
+    "BF16": bfloat16,
+    "F16": lambda values: values.astype(np.float16),
+    "F32": np.ascontiguousarray,
+}
 
 
 def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -95,11 +120,9 @@ def row_order(rows: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
-def _pieces(
-    file: GGUFFile, tensor: GGUFTensor, wanted: TargetTensor, kept: BlockFormat | None
-) -> Iterator[list[Array]]:
+def _pieces(file: GGUFFile, wanted: TargetTensor, form: StoredForm) -> Iterator[list[Array]]:
     """Yields the tensor's stored columns in row order, at most PIECE elements at a time."""
-    heads = wanted.heads
+    tensor, heads = file.tensors[wanted.source], wanted.heads
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     rows = math.prod(tensor.shape) // columns
     if len(tensor.shape) == 1 and not heads:
@@ -116,27 +139,23 @@ def _pieces(
     step = max(1, PIECE // columns)
     for first in range(0, rows, step):
         some = stored[first : first + step] if order is None else stored[order[first : first + step]]
-        if kept is None:
-            yield [bfloat16(_values(file, tensor, some) - np.float32(wanted.shift))]
+        if isinstance(form, str):
+            yield [PLAIN_FORMS[form](_values(file, tensor, some) - np.float32(wanted.shift))]
         else:
-            yield _stored(file, tensor, some, kept)
+            yield _stored(file, tensor, some, form)
 
 
 def _stored(file: GGUFFile, tensor: GGUFTensor, rows: Array, kept: BlockFormat) -> list[Array]:
     """The stored columns of some rows, in the tensor's own bits."""
     blocks = rows.reshape(-1, GGML_QUANT_SIZES[tensor.type][1])
     codes, *factors = kept.stored(blocks)
-    if not all(np.isfinite(column).all() for column in factors):
+    if not all((np.abs(column) < LARGE).all() for column in factors if column.dtype != np.int8):
         _values(file, tensor, rows)
-        raise UserError(
-            f"{file.path}: the tensor {tensor.name!r} has scales that float16 cannot hold. Import the file with "
-            "`tgi import`, which makes all weights bfloat16, and serve that directory."
-        )
     return [codes, *factors]
 
 
 def _values(file: GGUFFile, tensor: GGUFTensor, rows: Array) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Some rows in float32. Raises UserError if they cannot be rounded to finite bfloat16."""
+    """Some rows in float32. Raises UserError if they are not finite, also when rounded to bfloat16."""
     values = _dequantize(file, tensor, rows)
     if not np.isfinite(values).all() or np.abs(values).max() > 3.38e38:  # beyond it bfloat16 rounds to infinity
         raise UserError(f"{file.path}: the tensor {tensor.name!r} has numbers that are not finite; it is damaged.")

@@ -119,17 +119,20 @@ def _build_decoder(
 ) -> DecoderModel:
     progress("loading weights", 0)
     dtype, scheme = spec.dtype, spec.scheme
+    exact = dtype is torch.float32
     if scheme.made is not None and device.type == "cpu" and kernels is None:
         log.warning("--quantize saves no memory here: torch's CPU kernels need dequantized weights")
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         quantize = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
-        source = scheme.source(checkpoint, quantize, float8.stays_float8_on(device))
+        source = scheme.source(checkpoint, quantize, float8.stays_float8_on(device), exact=exact)
         reader = DecoderWeightLoader(source, config, dtype, device, kernels, gpu)
         weights = reader.load(lambda percent: progress("loading weights", percent * 9 // 10))
         scales = read_kv_scales(checkpoint, len(config.layers)) if quantized_cache else ()
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Maps the file again for the embedding, which releases the pages read so far; lookups read only their rows.
         with Checkpoint(directory) as checkpoint:
-            weights = weights._replace(embedding=stored_embedding(scheme.stored_source(checkpoint), config, dtype))
+            weights = weights._replace(
+                embedding=stored_embedding(scheme.stored_source(checkpoint, exact=exact), config, dtype)
+            )
     progress("measuring kernels", 95)
     return DecoderModel(config, weights, dtype, device, kernels, gpu, scales)

@@ -22,37 +22,40 @@ class AffineWeight(NamedTuple):
     scales: Tensor  # float [outputs, groups]
     order: Tensor | None = None  # the group of each input, int64 [inputs]; None: the groups follow each other
 
-    def unsupported_reason(self) -> str | None:
-        """Why QuantizedWeight cannot represent this weight; None: it can."""
+    def unsupported_reason(self, exact: bool = False) -> str | None:
+        """Why `quantized` cannot represent this weight; None: it can."""
         if self.order is not None:
             return "its groups are scattered over the inputs (act-order)"
         if self._group_size() is None:
             return f"its groups of {self.inputs // self.scales.shape[1]} inputs are not made of 16, 32, 64 or 128"
         half = self.scales.to(torch.float16).float()
-        if not torch.all((half - self.scales.float()).abs() <= SCALE_ERROR * self.scales.float().abs()):
+        if not exact and not torch.all((half - self.scales.float()).abs() <= SCALE_ERROR * self.scales.float().abs()):
             return "its scales are beyond what float16 has"
         return None
 
-    def quantized(self) -> QuantizedWeight:
+    def quantized(self, exact: bool = False) -> QuantizedWeight:
         """The same weight. `unsupported_reason` must be None.
 
         Codes are unchanged. Scales are rounded to float16 if they have another type, with a relative error of at most
         2**-11 (SCALE_ERROR if the result is subnormal). A zero point becomes a shift of -scale * zero, rounded to
         float16, with an error of at most zero / 2048 of the level spacing: 0.0073 with 4 bits, 0.0625 with 8 bits, for
         which zero points count from the middle of the codes. A zero point in the middle needs no shift and is exact.
+        `exact`: where float16 would round a scale or a shift, all are float32.
         """
         group = self._group_size()
         assert group is not None
         repeats = self.inputs // group // self.scales.shape[1]
         codes = self.codes[:, : self.inputs * self.bits // 8].contiguous()
         middle = 1 << (self.bits - 1)
-        shifts = None
+        factors = [self.scales.float()]
         if self._common_zero() != middle:
             zeros = self.zeros.float() - (middle if self.bits == 8 else 0)
-            shifts = (-self.scales.float() * zeros).to(torch.float16).repeat_interleave(repeats, 1)
+            factors.append(-factors[0] * zeros)
+        dtype = torch.float32 if exact and any((one.half() != one).any() for one in factors) else torch.float16
+        scales, *shifts = (one.to(dtype).repeat_interleave(repeats, 1) for one in factors)
         if self.bits == 8:
             codes = (codes ^ 0x80).view(torch.int8)
-        return QuantizedWeight(codes, self.scales.to(torch.float16).repeat_interleave(repeats, 1), shifts)
+        return QuantizedWeight(codes, scales, *(shifts or [None]))
 
     def dequantized(self) -> Tensor:
         """The weight, float32 [outputs, inputs], without rounding of scales and zero points."""

@@ -47,22 +47,27 @@ class QuantizationScheme(NamedTuple):
     stored: CheckpointFormat | None = None  # None: plain, or in the columns that PackedWeightSource reads
     made: str | None = None  # what plain weights become at load: "int8", "int4", "fp8"; None: they stay plain
 
-    def stored_source(self, checkpoint: Checkpoint, float8: bool = False) -> WeightSource:
-        """A source of the weights as the files have them."""
+    def stored_source(self, checkpoint: Checkpoint, float8: bool = False, exact: bool = False) -> WeightSource:
+        """A source of the weights as the files have them. `exact`: scales of groups are not rounded to float16."""
         return (
-            PackedWeightSource(checkpoint)
+            PackedWeightSource(checkpoint, exact)
             if self.stored is None
-            else FormatWeightSource(checkpoint, self.stored, float8)
+            else FormatWeightSource(checkpoint, self.stored, float8, exact)
         )
 
     def source(
-        self, checkpoint: Checkpoint, quantize: WeightQuantizer = quantize_weight, float8: bool = False
+        self,
+        checkpoint: Checkpoint,
+        quantize: WeightQuantizer = quantize_weight,
+        float8: bool = False,
+        exact: bool = False,
     ) -> WeightSource:
         """A source of the weights as the model computes with them; `quantize` quantizes plain ones. `float8`: the
-        device multiplies 8-bit floats. Raises UserError if --quantize fp8 is given and the device does not."""
+        device multiplies 8-bit floats. `exact`: as for `stored_source`. Raises UserError if --quantize fp8 is given and
+        the device does not."""
         for remark in () if self.stored is None else self.stored.remarks:
             log.debug("%s", remark)
-        stored = self.stored_source(checkpoint, float8)
+        stored = self.stored_source(checkpoint, float8, exact)
         if self.made is None:
             return stored
         if self.made == "fp8" and not float8:

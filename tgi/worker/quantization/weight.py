@@ -27,12 +27,15 @@ class QuantizedWeight(NamedTuple):
       Matrix products of 8-bit floats take float32 scales, and with codes of up to 448 the scales are often so small
       that float16 has too few bits for them.
 
+    Scales and shifts of groups are float16. They are float32 where float16 would round those of a checkpoint and the
+    model computes in float32.
+
     Every column has one row for each output, so weights are split and concatenated by outputs without conversion.
     """
 
     codes: Tensor
-    scales: Tensor  # float16 [outputs, inputs // group]; float32 [outputs, 1] for 8-bit floats
-    shifts: Tensor | None  # float16 [outputs, inputs // group]; None: all zero
+    scales: Tensor  # float16 or float32 [outputs, inputs // group]; float32 [outputs, 1] for 8-bit floats
+    shifts: Tensor | None  # the dtype of scales [outputs, inputs // group]; None: all zero
     factors: Tensor | None = None  # uint8 [outputs, inputs // 32], rows of CODEBOOK
 
     @property
@@ -106,6 +109,12 @@ class QuantizedWeight(NamedTuple):
         """The weight of these outputs, int64 [n]."""
         return QuantizedWeight(*(None if column is None else column.index_select(0, outputs) for column in self))
 
+    def with_factors(self, dtype: torch.dtype) -> "QuantizedWeight":
+        """The weight with scales and shifts of that dtype."""
+        return self._replace(
+            scales=self.scales.to(dtype), shifts=None if self.shifts is None else self.shifts.to(dtype)
+        )
+
     def to(self, device: torch.device) -> "QuantizedWeight":
         """A copy on this device."""
         return QuantizedWeight(*(None if column is None else column.to(device) for column in self))
@@ -170,11 +179,12 @@ def _common_form(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight] | No
     parts = [part if part.factors is None else QuantizedWeight(part.decoded(), part.scales, None) for part in parts]
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     shifted = any(part.shifts is not None for part in parts)
+    dtype = torch.float32 if any(part.scales.dtype is torch.float32 for part in parts) else torch.float16
     if any(part.group % group for part in parts):
         return None
     found = []
     for part in parts:
-        part = _with_group(part, group)
+        part = _with_group(part, group).with_factors(dtype)
         if part.bits < bits:
             part = QuantizedWeight(part.decoded(), part.scales, part.shifts)
         if shifted and part.shifts is None:

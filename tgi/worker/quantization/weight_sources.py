@@ -38,10 +38,16 @@ class WeightSource(Protocol):
 
 class PackedWeightSource:
     """Reads quantized weights from the columns of QuantizedWeight, where a checkpoint has them: NAME.weight.codes,
-    NAME.weight.scales and, if there are any, NAME.weight.shifts. All other tensors are plain."""
+    NAME.weight.scales and, if there are any, NAME.weight.shifts. All other tensors are plain.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Scales are floats, or int8 [outputs, groups] with float32 NAME.weight.super_scales [outputs, fewer groups], each for
+    several neighbouring scales: their product is the scale. Shifts alike. `exact`: scales and shifts are not rounded to
+    float16. A weight of which float16 cannot hold them is then dequantized.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, exact: bool = False) -> None:
         self._checkpoint = checkpoint
+        self._exact = exact
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint or f"{name}.codes" in self._checkpoint
@@ -57,26 +63,51 @@ class PackedWeightSource:
         stored = f"{name}.weight"
         if f"{stored}.codes" not in self._checkpoint:
             return self._checkpoint.tensor(stored, outputs, inputs)
-        codes, scales = (self._checkpoint.raw_tensor(f"{stored}.{column}") for column in ("codes", "scales"))
-        shifts = f"{stored}.shifts"
-        found = QuantizedWeight(
-            codes, scales, self._checkpoint.raw_tensor(shifts) if shifts in self._checkpoint else None
-        )
-        _require_valid_columns(stored, found)
+        found = self._read(stored, self._exact)
         if found.shape != (outputs, inputs):
             raise self._checkpoint.shape_error(stored, found.shape, (outputs, inputs))
-        return found
+        if self._exact or all(_within_range(column) for column in (found.scales, found.shifts) if column is not None):
+            return found
+        log.debug("the weight of %s is dequantized at load: float16 cannot hold its scales", name)
+        return self._read(stored, True).dequantized(torch.float32)
+
+    def _read(self, name: str, exact: bool) -> QuantizedWeight:
+        shifts = self._factors(name, "shifts", exact) if f"{name}.shifts" in self._checkpoint else None
+        found = QuantizedWeight(
+            self._checkpoint.raw_tensor(f"{name}.codes"), self._factors(name, "scales", exact), shifts
+        )
+        codes, scales, *_ = found
+        fit = codes.dtype in (torch.int8, torch.uint8) and codes.dim() == scales.dim() == 2 and scales.numel() > 0
+        fit = fit and codes.shape[0] == scales.shape[0] and found.shape[1] % scales.shape[1] == 0
+        fit = fit and found.group in GROUPS and (shifts is None or shifts.shape == scales.shape)
+        if not fit:
+            raise _unfit(name)
+        return found if shifts is None or shifts.dtype is scales.dtype else found.with_factors(torch.float32)
+
+    def _factors(self, name: str, column: str, exact: bool) -> Tensor:
+        """Scales or shifts: float16, or float32 if `exact` and they are not stored as float16."""
+        stored, dtype = self._checkpoint.raw_tensor(f"{name}.{column}"), torch.float32 if exact else torch.float16
+        if f"{name}.super_{column}" not in self._checkpoint:
+            if stored.dtype not in (torch.float16, torch.float32):
+                raise _unfit(name)
+            return stored if stored.dtype is torch.float16 else stored.to(dtype)
+        units = self._checkpoint.raw_tensor(f"{name}.super_{column}")
+        fit = stored.dtype is torch.int8 and units.dtype is torch.float32 and stored.dim() == units.dim() == 2
+        fit = fit and units.numel() > 0 and len(stored) == len(units) and stored.shape[1] % units.shape[1] == 0
+        if not fit:
+            raise _unfit(name)
+        found = torch.empty(*units.shape, stored.shape[1] // units.shape[1], dtype=dtype)
+        torch.mul(stored.view(found.shape), units[:, :, None], out=found)
+        return found.view(stored.shape)
 
 
-def _require_valid_columns(name: str, found: QuantizedWeight) -> None:
-    """Raises UserError unless the columns have the types of a QuantizedWeight and shapes that fit each other."""
-    codes, scales, shifts, _ = found
-    fit = codes.dtype in (torch.int8, torch.uint8) and codes.dim() == scales.dim() == 2 and scales.numel() > 0
-    fit = fit and codes.shape[0] == scales.shape[0] and found.shape[1] % scales.shape[1] == 0 and found.group in GROUPS
-    for column in (scales, scales if shifts is None else shifts):
-        fit = fit and column.dtype is torch.float16 and column.shape == scales.shape
-    if not fit:
-        raise UserError(f"The quantized weight {name!r} has columns that do not fit each other. Fetch the model again.")
+def _unfit(name: str) -> UserError:
+    return UserError(f"The quantized weight {name!r} has columns that do not fit each other. Fetch the model again.")
+
+
+def _within_range(column: Tensor) -> bool:
+    """Whether these scales or shifts were within the range of float16, to which they have been rounded."""
+    return bool(column.isfinite().all())
 
 
 class CheckpointFormat(Protocol):
@@ -99,8 +130,10 @@ class FormatWeightSource:
     plain, and one that QuantizedWeight cannot represent is dequantized: the log names the first one for each reason.
     Raises UserError if no weight at all is in that format."""
 
-    def __init__(self, checkpoint: Checkpoint, format: CheckpointFormat, float8: bool = False) -> None:
-        """`float8`: the device multiplies 8-bit floats."""
+    def __init__(
+        self, checkpoint: Checkpoint, format: CheckpointFormat, float8: bool = False, exact: bool = False
+    ) -> None:
+        """`float8`: the device multiplies 8-bit floats. `exact`: scales and shifts are not rounded to float16."""
         if not {name.rpartition(".")[2] for name in checkpoint} & set(format.stored_as):
             raise UserError(
                 f"The config in {checkpoint.directory} says that its weights are quantized, but none of its tensors is "
@@ -109,6 +142,7 @@ class FormatWeightSource:
         self._checkpoint = checkpoint
         self._format = format
         self._float8 = float8
+        self._exact = exact
         self._logged: set[str] = set()  # reasons
 
     def __contains__(self, name: str) -> bool:
@@ -131,11 +165,14 @@ class FormatWeightSource:
         found = self._format.read_weight(LayerTensors(self._checkpoint, name, outputs, inputs))
         if isinstance(found, Tensor):
             return found
-        reason = found.unsupported_reason()
-        if isinstance(found, BlockScaledFloats) and not self._float8:
+        if isinstance(found, AffineWeight):
+            reason = found.unsupported_reason(self._exact)
+        elif self._float8:
+            reason = found.unsupported_reason()
+        else:
             reason = "this device does not multiply 8-bit floats"
         if reason is None:
-            return found.quantized()
+            return found.quantized(self._exact) if isinstance(found, AffineWeight) else found.quantized()
         if reason not in self._logged:
             self._logged.add(reason)
             log.debug("the weight of %s, and others like it, is dequantized at load: %s", name, reason)
