@@ -61,23 +61,33 @@ class Bench:
         quantize: str | None = None,
         shape: dict[str, Any] = CONFIG,
         rows: int = ROWS,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         config = read_decoder_config(shape)
-        kernels = None if plain else select_cpu_kernels([ModelSpec(config, torch.bfloat16)], "cpu")[0]
+        kernels = None if plain else select_cpu_kernels([ModelSpec(config, dtype)], "cpu")[0]
         if kernels is None:
             choose_threads()
         source: WeightSource = RandomCheckpoint()
         if quantize:
             source = QuantizingWeightSource(source, quantize)
-        reader = DecoderWeightLoader(source, config, torch.bfloat16, CPU, kernels)
+        reader = DecoderWeightLoader(source, config, dtype, CPU, kernels)
         with torch.inference_mode():
-            model = DecoderModel(config, reader.load(lambda percent: None), torch.bfloat16, CPU, kernels)
+            model = DecoderModel(config, reader.load(lambda percent: None), dtype, CPU, kernels)
         size = page_size(model.kv, CPU)
         each = -(-(prompt + rounds + 2) // size)
         slots = rows * (len(kinds) + 1)
         pages, total = slots * each, size * each
         limits = DeploymentLimits(
-            total, total - 1, size * pages, 4096, slots, pages, size, config.vocab_size, "bfloat16", "cpu"
+            total,
+            total - 1,
+            size * pages,
+            4096,
+            slots,
+            pages,
+            size,
+            config.vocab_size,
+            str(dtype).removeprefix("torch."),
+            "cpu",
         )
         self.engine = TorchEngine(model, build_attention(model.kv, pages, CPU), limits)
         for rank in sorted({rank for _, rank in kinds}):

@@ -1,34 +1,40 @@
-"""Shows the parts of a decode step on our CPU kernels, next to the memory floor.
+"""Shows the parts of a decode step and of a prompt on our CPU kernels, next to the floors of memory and arithmetic.
 
-    scripts/bench step [--shape 135m] [--rows 1,8,32] [--context 200] [--rounds 60]
-        [--quantize int8]
+    scripts/bench step [--shape 135m] [--rows 1,8,32] [--context 200] [--prefill 512] [--rounds 60]
+        [--quantize int8] [--dtype float32] [--cpu avx2]
 
 The model has the layers of SmolLM2-135M, Qwen2.5-0.5B or Llama-3.2-1B, or two of width 64, a vocabulary of 32,000 and
-random weights. Prints medians over the rounds. The floor is the time in which the same threads, at the same moments,
-read as many bytes as the step must read: all weights once, and the keys and values of the contexts. Other load
-affects both.
+random weights in bfloat16. Prints medians over the rounds. Floors are measured by the same threads at the same moments,
+so that other load affects them too: the time in which they read as many bytes as the step must read, all weights once,
+and the keys and values of the contexts; and the time in which they compute as many multiply-adds as the step must
+compute, with the instruction of the kernels' products and no memory.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from scripts.benchmarks import lora
-from scripts.benchmarks.shapes import CONFIG, SHAPES, stored
+from scripts.benchmarks.engine_driver import collected
+from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored
 from tgi.microkernel.options import count, counts
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
 from tgi.worker.cpu_kernels.arena import Arena
+from tgi.worker.host_cpu import kernel_set, limit_instruction_set
+from tgi.worker.instruction_sets import BY_NAME, ELEMENTS
 from tgi.worker.models.decoder import DecoderModel
 
 MATRICES = ("qkv", "output", "gate and up", "down")
-READ = 256 << 20  # bytes read for the floor
+READ = 256 << 20  # bytes read for the floor of memory
+CHUNKS = 100  # of multiply-adds for the floor of arithmetic, a few milliseconds
 
 
 class Watch:
@@ -62,40 +68,103 @@ def operations(model: DecoderModel) -> list[str]:
     return [f"linear: {next(matrices)}" if name == "linear" else name for name in program.operations]
 
 
-def measure(shape: str, rows: int, context: int, rounds: int, quantize: str | None) -> tuple[dict[str, float], float]:
-    """Milliseconds of each part, the whole step, and the floor."""
-    config = CONFIG | SHAPES[shape] | {"vocab_size": 32000, "max_position_embeddings": context + 2 * rounds + 64}
-    bench = lora.Bench([], context, rounds + 8, False, quantize, config, rows)
-    model = bench.engine._model
-    assert isinstance(model, DecoderModel)
-    program, kernels = model._program, model.kv.cpu_kernels
-    assert program is not None
-    assert kernels is not None
-    names = operations(model)
-    watch = Watch()
-    program.run = watch.around("program", program.run)  # type: ignore[method-assign]
-    program.clock = torch.zeros(len(names), dtype=torch.float64)
-    weights = stored((model._weights.layers, model._weights.head))
-    cached = rows * (context + rounds / 2) * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
-    memory = Arena().allocate(READ).fill_(1)  # in large pages, as the weights are
-    measured = []
-    for number in range(rounds + 5):
-        program.clock.zero_()
-        watch.spent.clear()
-        with watch.part("step"):
-            bench.decode(0)
-        spent = defaultdict(float, watch.spent)
-        for name, seconds in zip(names, program.clock.tolist(), strict=True):
+class Column(NamedTuple):
+    """One column of the table, in milliseconds."""
+
+    title: str
+    parts: dict[str, float]
+    memory: float  # the floor
+    arithmetic: float  # the floor
+
+
+class Measurement:
+    """The parts and floors of one kind of step of a model."""
+
+    def __init__(self, bench: lora.Bench) -> None:
+        model = bench.engine._model
+        assert isinstance(model, DecoderModel)
+        program, kernels = model._program, model.kv.cpu_kernels
+        if program is None or kernels is None:
+            sys.exit("There is nothing to measure: our own kernels cannot be had here.")
+        self.model, self._kernels, self._program = model, kernels, program
+        self._names = operations(model)
+        self._watch = Watch()
+        program.run = self._watch.around("program", program.run)  # type: ignore[method-assign]
+        program.clock = torch.zeros(len(self._names), dtype=torch.float64)
+        self._memory = Arena().allocate(READ).fill_(1)  # in large pages, as the weights are
+        self._measured: list[dict[str, float]] = []
+
+    def step(self, work: Callable[[], object], read: float, operations: float, counted: bool) -> None:
+        """Runs a step that must read so many bytes and compute so many operations, then measures its floors."""
+        assert self._program.clock is not None
+        self._program.clock.zero_()
+        self._watch.spent.clear()
+        with self._watch.part("step"):
+            work()
+        spent = defaultdict(float, self._watch.spent)
+        for name, seconds in zip(self._names, self._program.clock.tolist(), strict=True):
             spent[name] += 1e3 * seconds
         spent["rest"] = spent["step"] - spent["program"]
-        with watch.part("floor"):
-            kernels.read_memory(memory)
-        spent["floor"] = watch.spent["floor"] * (weights + cached) / memory.nbytes
-        if number >= 5:
-            measured.append(spent)
-    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
-    floor = found.pop("floor")
-    return found, floor
+        with self._watch.part("memory"):
+            self._kernels.read_memory(self._memory)
+        with self._watch.part("arithmetic"):
+            computed = self._kernels.fma_peak(CHUNKS)
+        spent["memory"] = self._watch.spent["memory"] * read / self._memory.nbytes
+        spent["arithmetic"] = self._watch.spent["arithmetic"] * operations / computed
+        if counted:
+            self._measured.append(spent)
+
+    def column(self, title: str) -> Column:
+        """The medians."""
+        found = {name: statistics.median(one[name] for one in self._measured) for name in self._measured[0]}
+        return Column(title, found, found.pop("memory"), found.pop("arithmetic"))
+
+
+def decode(config: dict[str, Any], rows: int, options: argparse.Namespace) -> Column:
+    """Decode steps of these rows."""
+    context, rounds = options.context, options.rounds
+    bench = lora.Bench([], context, rounds + 8, False, options.quantize, config, rows, options.dtype)
+    found = Measurement(bench)
+    model, position = found.model, context + rounds / 2
+    weights = stored((model._weights.layers, model._weights.head))
+    cached = rows * position * page_bytes(model.kv, model.device) / page_size(model.kv, model.device)
+    operations = rows * (2 * matmul_weights(config) + 2 * head_weights(config) + attention_operations(config, position))
+    for number in range(rounds + 5):
+        found.step(lambda: bench.decode(0), weights + cached, operations, number >= 5)
+    return found.column(f"{rows} rows")
+
+
+def prefill(config: dict[str, Any], tokens: int, options: argparse.Namespace) -> Column:
+    """A prompt of that many tokens, computed in one step without its past."""
+    bench = lora.Bench([], tokens, 2, False, options.quantize, config, 1, options.dtype)
+    found, requests = Measurement(bench), bench.kinds[0]
+    weights = stored((found.model._weights.layers, found.model._weights.head))
+    attended = tokens * attention_operations(config, (tokens + 1) / 2)
+    operations = 2 * tokens * matmul_weights(config) + 2 * head_weights(config) + attended
+
+    def work() -> None:
+        for step in requests.prompts():
+            collected(bench.engine, bench.engine.launch(step))
+
+    for number in range(max(3, options.rounds // 6) + 1):
+        found.step(work, weights, operations, number >= 1)
+    return found.column(f"prompt of {tokens}")
+
+
+def matmul_weights(config: dict[str, Any]) -> int:
+    """Numbers of the matrices of all layers."""
+    each = sum(outputs * inputs for outputs, inputs in matrices(config).values())
+    return int(config["num_hidden_layers"] * each)
+
+
+def head_weights(config: dict[str, Any]) -> int:
+    """Numbers of the output head."""
+    return int(config["vocab_size"] * config["hidden_size"])
+
+
+def attention_operations(config: dict[str, Any], positions: float) -> float:
+    """Operations of all layers for a token that attends to so many positions: scores and their sum of values."""
+    return 4 * float(config["num_hidden_layers"] * config["hidden_size"]) * positions
 
 
 def main() -> None:
@@ -104,17 +173,41 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--rows", type=counts, default="1,8,32")
     parser.add_argument("--context", type=count, default=200)
+    parser.add_argument(
+        "--prefill", type=counts, default="512", help="tokens of prompts, comma separated; at most 4096"
+    )
     parser.add_argument("--rounds", type=count, default=60)
     parser.add_argument("--quantize", choices=list(QUANTIZED_AT_LOAD))
+    parser.add_argument("--dtype", type=data_type, default="bfloat16", help="of activations and KV cache")
+    parser.add_argument("--cpu", choices=BY_NAME, help="the instruction set")
     options = parser.parse_args()
-    columns = {}
-    for rows in options.rows:
-        columns[rows] = measure(options.shape, rows, options.context, options.rounds, options.quantize)
-    first = next(iter(columns.values()))[0]
+    limit_instruction_set(options.cpu)
+    longest = max(options.context + 2 * options.rounds, *options.prefill) + 64
+    config = CONFIG | SHAPES[options.shape] | {"vocab_size": 32000, "max_position_embeddings": longest}
+    columns = [decode(config, rows, options) for rows in options.rows]
+    columns += [prefill(config, tokens, options) for tokens in options.prefill]
+    chosen = kernel_set()
+    print(f"{options.shape}, context {options.context}, {options.dtype}, {chosen.name if chosen else ''}\n")
+    print("\n".join(table(columns)))
+
+
+def table(columns: list[Column]) -> list[str]:
+    """The lines of a table in Markdown."""
+    first = columns[0].parts
     parts = [name for name in first if ":" in name or name in ("norm", "rope", "attention", "add", "lora", "head")]
-    print(f"| ms, {options.shape}, context {options.context} |" + "".join(f" {rows} rows |" for rows in columns))
-    print("|---|" + "---|" * len(columns))
-    for name in [*parts, "rest", "step"]:
-        print(f"| {name} |" + "".join(f" {found[name]:.2f} |" for found, _ in columns.values()))
-    print("| floor of memory |" + "".join(f" {floor:.2f} |" for _, floor in columns.values()))
-    print("| floor / step |" + "".join(f" {floor / found['step']:.0%} |" for found, floor in columns.values()))
+    lines = ["| ms |" + "".join(f" {one.title} |" for one in columns), "|---|" + "---|" * len(columns)]
+    rows = {name: [one.parts[name] for one in columns] for name in [*parts, "rest", "step"]}
+    lines += [f"| {name} |" + "".join(f" {value:.2f} |" for value in values) for name, values in rows.items()]
+    for name in ("memory", "arithmetic"):
+        floors = [getattr(one, name) for one in columns]
+        lines.append(f"| floor of {name} |" + "".join(f" {floor:.2f} |" for floor in floors))
+        shares = [floor / one.parts["step"] for floor, one in zip(floors, columns, strict=True)]
+        lines.append(f"| {name} / step |" + "".join(f" {share:.0%} |" for share in shares))
+    return lines
+
+
+def data_type(name: str) -> torch.dtype:
+    """A type by its name. Raises ArgumentTypeError."""
+    if name not in ELEMENTS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(ELEMENTS)}")
+    return getattr(torch, name)

@@ -129,3 +129,9 @@ def test_rope_matches_torch(kernels: CpuKernels, neighbours: bool, dim: int) -> 
 def test_read_memory_reads_every_byte(kernels: CpuKernels) -> None:
     memory = torch.randint(-100, 100, (200, 1000), generator=torch.Generator().manual_seed(1))
     assert kernels.read_memory(memory) == memory.sum()
+
+
+def test_operations_of_the_peak_measurement_are_those_of_its_chunks(kernels: CpuKernels) -> None:
+    one = kernels.fma_peak(1)
+    assert one > 0
+    assert kernels.fma_peak(7) == 7 * one

@@ -22,5 +22,5 @@ C++ sources, from the bottom up (interface.cpp lists all functions that Python c
 - head, argmax: logits, and greedy tokens without storing the logits,
 - attention.cpp with kv_cache.h, attention_tile.h and online_softmax.h: paged attention,
 - norm, rope, lora, gather_rows: the other operations of a layer,
-- program: the recorded layers; quantize_weights: see quantizer; memory_read: a bandwidth measurement.
+- program: the recorded layers; quantize_weights: see quantizer; memory_read, fma_peak: measurements.
 """

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "argmax.h"
+#include "fma_peak.h"
 #include "head.h"
 #include "linear.h"
 #include "lora.h"
@@ -102,6 +103,8 @@ void tgi_greedy_head(ThreadPool* pool, const Element* x, const uint8_t* weight, 
 
 void tgi_read_memory(ThreadPool* pool, const void* at, int64_t bytes, int64_t* sum) { *sum = read_memory(*pool, at,
     bytes); }
+
+void tgi_fma_peak(ThreadPool* pool, int64_t chunks, int64_t* operations) { *operations = fma_peak(*pool, chunks); }
 
 void tgi_rope(ThreadPool* pool, Element* x, const float* angles, const int64_t* positions, int64_t tokens, int64_t stride,
               int64_t heads, int64_t head_dim, int64_t rotary_dim, int64_t neighbours) {

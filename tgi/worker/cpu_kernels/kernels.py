@@ -50,6 +50,7 @@ _SIGNATURES = {
     "tgi_logits": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, c_void_p),
     "tgi_greedy_head": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, *[c_void_p] * 4),
     "tgi_read_memory": (c_void_p, c_int64, c_void_p),
+    "tgi_fma_peak": (c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attention": (
         *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
@@ -155,7 +156,7 @@ class CpuKernels:
         self._rope, self._argmax = functions["tgi_rope"], functions["tgi_argmax"]
         self._logits, self._greedy_head = functions["tgi_logits"], functions["tgi_greedy_head"]
         self._read_memory, self._lora = functions["tgi_read_memory"], functions["tgi_lora"]
-        self._attention = functions["tgi_attention"]
+        self._attention, self._fma_peak = functions["tgi_attention"], functions["tgi_fma_peak"]
         self._arena = Arena()
         self._logits_buffer, self._block_maxima_buffer = ScratchBuffer(), ScratchBuffer()
         self._block_maximum_bytes = library.tgi_block_maximum_bytes()  # for each panel of a row
@@ -332,6 +333,13 @@ class CpuKernels:
         total = torch.empty(1, dtype=torch.int64)
         self._read_memory(memory.data_ptr(), memory.nbytes, total.data_ptr())
         return int(total)
+
+    def fma_peak(self, chunks: int) -> int:
+        """Runs the multiply-adds of the engine of products in that many chunks, each some 50 microseconds of a thread,
+        to measure their peak rate. Returns the number of operations, two for each multiply-add."""
+        operations = torch.empty(1, dtype=torch.int64)
+        self._fma_peak(chunks, operations.data_ptr())
+        return int(operations)
 
     def lora(self, x: Tensor, plus: Tensor, tiles: LoraTiles, adapters: int, bounds: Tensor) -> None:
         """Writes the LoRA sums of projections of x [T, inputs] to the rows of plus (float32 [T, width]) whose token has
