@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tgi.worker.cpu_kernels.build import PACKAGED, SOURCES, KernelsUnavailable, build_library, library_name
 from tgi.worker.host_cpu import usable_cores
-from tgi.worker.instruction_sets import BY_NAME, INSTRUCTION_SETS, InstructionSet
+from tgi.worker.instruction_sets import BY_NAME, ELEMENTS, INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "TGI_WHEEL_KERNELS"
 MACHINES = {"arm64": "aarch64"}  # macOS's name -> that of the table
@@ -35,7 +35,7 @@ def wanted_libraries() -> list[tuple[InstructionSet, str]]:
         names = [name.strip() for name in named.split(",")]
     if unknown := [name for name in names if name not in BY_NAME]:
         sys.exit(f"{VARIABLE} is {named!r}: {unknown[0]!r} is not one of all, none, {', '.join(BY_NAME)}.")
-    return [(BY_NAME[name], element) for name in names for element in BY_NAME[name].elements]
+    return [(BY_NAME[name], element) for name in names for element in ELEMENTS]
 
 
 class BuildWithKernels(build_py):

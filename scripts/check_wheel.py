@@ -6,6 +6,7 @@ import os
 import sys
 
 from tgi.worker.host_cpu import CPU_VARIABLE, kernel_set, limit_instruction_set
+from tgi.worker.instruction_sets import ELEMENTS
 
 OUTPUTS, INPUTS, ROWS = 96, 64, 5
 
@@ -34,7 +35,7 @@ def main() -> None:
     chosen = kernel_set()
     if chosen is None:
         sys.exit("This processor has none of the instruction sets that kernels are compiled for.")
-    for element in chosen.elements:
+    for element in ELEMENTS:
         check(element)
 
 

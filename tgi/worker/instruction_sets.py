@@ -22,7 +22,6 @@ class InstructionSet(NamedTuple):
     features: frozenset[str]  # that it needs, by Linux's names (/proc/cpuinfo)
     flags: tuple[str, ...]  # of GCC and Clang
     environment: dict[str, str]  # variables that limit torch, oneDNN and MKL to it
-    elements: tuple[str, ...]  # of ELEMENTS: the types that our kernels compute in with it
 
 
 _AVX2_FEATURES = frozenset(("avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "popcnt"))
@@ -40,7 +39,6 @@ INSTRUCTION_SETS = (
         _BF16_FEATURES | {"amx_tile", "amx_bf16", "amx_int8"},
         (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mtune=sapphirerapids"),
         {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"},
-        ("bfloat16",),
     ),
     InstructionSet(
         "avx512_bf16",
@@ -52,7 +50,6 @@ INSTRUCTION_SETS = (
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
             "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3",
         },
-        ("bfloat16",),
     ),
     InstructionSet(
         "avx512",
@@ -60,7 +57,6 @@ INSTRUCTION_SETS = (
         _AVX512_FEATURES,
         (*_AVX512_FLAGS, "-mtune=skylake-avx512"),
         {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
-        (),
     ),
     InstructionSet(
         "avx2",
@@ -68,7 +64,6 @@ INSTRUCTION_SETS = (
         _AVX2_FEATURES,
         (*_AVX2_FLAGS, "-mtune=haswell"),
         {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
-        (),
     ),
     InstructionSet(
         "neon_bf16",
@@ -76,7 +71,6 @@ INSTRUCTION_SETS = (
         frozenset(("asimd", "asimddp", "asimdhp", "bf16", "i8mm")),
         ("-march=armv8.2-a+dotprod+fp16+bf16+i8mm",),
         {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "ADVANCED_SIMD"},
-        (),
     ),
     InstructionSet(
         "neon",
@@ -84,7 +78,6 @@ INSTRUCTION_SETS = (
         frozenset(("asimd",)),
         ("-march=armv8-a",),
         {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "ADVANCED_SIMD"},
-        (),
     ),
 )
 

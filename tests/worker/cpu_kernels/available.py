@@ -38,7 +38,7 @@ def _variants() -> dict[str, Variant]:
         found.append(Variant("avx512_bf16", "bfloat16"))
     if best.machine == "x86_64":
         found += [Variant("avx2", "bfloat16"), Variant("avx2", "float32")]
-    return {" ".join(one): one for one in found if one.element in BY_NAME[one.instruction_set].elements}
+    return {" ".join(one): one for one in found}
 
 
 VARIANTS = _variants()
@@ -86,7 +86,7 @@ def _unavailable_reason(element: str, instruction_set: str | None) -> str | None
     try:
         build.build_library(element, instruction_set=chosen)
     except KernelsUnavailable as reason:
-        if chosen is not None and element in chosen.elements and _compiles_small_source(chosen):
+        if chosen is not None and _compiles_small_source(chosen):
             return None
         return str(reason)
     return None

@@ -63,7 +63,7 @@ def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: st
 def test_models_that_do_not_fit_are_left_to_torch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "require_kernels", lambda element: None)
+    monkeypatch.setattr(selection, "require_instruction_set", lambda: None)
     recipe = read_model_spec(directory("llama"), "bfloat16")
     small = read_model_spec(make("llama"), "bfloat16")  # head_dim 16
     assert select_cpu_kernels([recipe], "cuda")[0] is None

@@ -53,7 +53,7 @@ def build_library(
     to be compiled; up to `jobs` source files are compiled at once, by default as many as there are cores. Raises
     KernelsUnavailable.
     """
-    chosen = require_kernels(element, instruction_set)
+    chosen = require_instruction_set(instruction_set)
     packaged = PACKAGED / library_name(chosen, element)
     if not extra_flags and packaged.exists():
         return packaged
@@ -71,15 +71,12 @@ def build_library(
     return path
 
 
-def require_kernels(element: str, instruction_set: InstructionSet | None = None) -> InstructionSet:
-    """The instruction set, by default the one in use. Raises KernelsUnavailable if there are no kernels for it and this
-    element type."""
+def require_instruction_set(instruction_set: InstructionSet | None = None) -> InstructionSet:
+    """The instruction set, by default the one in use. Raises KernelsUnavailable if there are no kernels for it."""
     chosen = instruction_set or kernel_set()
     if chosen is None:
         names = ", ".join(one.name for one in INSTRUCTION_SETS)
         raise KernelsUnavailable(f"this processor has none of the instruction sets {names}")
-    if element not in chosen.elements:
-        raise KernelsUnavailable(f"there are none for {element} with {chosen.name}")
     return chosen
 
 

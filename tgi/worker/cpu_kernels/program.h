@@ -45,7 +45,7 @@ struct StepInputs {
     Element* rows;  // buffer 0: input of the first layer, output of the last one
     const int64_t* positions;  // [tokens]
     const float* const* angles;  // of each rope, as in RopeCall
-    bf16* const* caches;  // of each layer
+    Element* const* caches;  // of each layer
     const LoraStep* lora_step;  // may be null
     const GreedyRows* greedy_rows;  // may be null
     AttentionBatch step;

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from tgi.worker.cpu_kernels.build import KernelsUnavailable, Progress, build_library, require_kernels
+from tgi.worker.cpu_kernels.build import KernelsUnavailable, Progress, build_library, require_instruction_set
 from tgi.worker.cpu_kernels.kernels import MAX_HEAD_DIM, CpuKernels
 from tgi.worker.host_cpu import threads_from_environment, usable_cores
 
@@ -59,7 +59,7 @@ def select_cpu_kernels(
         return None, "they are for CPU"
     try:
         element = _element(models)
-        require_kernels(element)
+        require_instruction_set()
         for model in models:
             _require_fit(model)
     except KernelsUnavailable as reason:
