@@ -117,17 +117,4 @@ inline Float gelu(Float x) {
     return load(each);
 }
 
-#if defined(__AVX512F__)
-// The same for sources that are written for AVX-512 alone.
-inline void store(bf16* at, __m512 x) { store(at, Float{{x}}); }
-inline void store(bf16* at, __m512 first, __m512 second) { store(at, Float{{first}}, Float{{second}}); }
-inline __m512 exp2(__m512 x) { return exp2(Float{{x}}).part[0]; }
-inline __m512 at_least(float least, __m512 x) { return at_least(least, Float{{x}}).part[0]; }
-inline __m512 tanh(__m512 x) { return tanh(Float{{x}}).part[0]; }
-inline __m512 silu(__m512 x) { return silu(Float{{x}}).part[0]; }
-inline __m512 gelu_tanh(__m512 x) { return gelu_tanh(Float{{x}}).part[0]; }
-inline __m512 gelu(__m512 x) { return gelu(Float{{x}}).part[0]; }
-inline __m512 horizontal_maxima(const __m512 (&x)[16]) { return horizontal_maxima((const Float(&)[16])x).part[0]; }
-#endif
-
 }  // namespace tgi
