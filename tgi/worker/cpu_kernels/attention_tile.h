@@ -96,11 +96,6 @@ struct ConvertedBlocks {
     static constexpr int64_t step = 64, right = IS_PAIRED<Operand> ? 32 : 16;
 };
 
-// The inputs of a pair, of 16 columns.
-TGI_INLINE void load_pair(const int8_t* at, int64_t apart, Float (&pair)[2]) {
-    pair[0] = to_float(load(at)), pair[1] = to_float(load(at + apart));
-}
-
 #if TGI_DOT_ENGINE
 // Numbers that bfloat16 has exactly.
 TGI_INLINE void store_pair(bf16* at, const Float (&pair)[2]) {
@@ -118,8 +113,8 @@ inline ConvertedBlocks convert_columns(B blocks, int64_t depth, Operand* to) {
         const auto* at = blocks.next_block();
         for (int64_t pair = 0; pair < 16; pair++)
             for (int64_t half = 0; half < 2; half++) {
-                Float columns[2];
-                load_pair(at + pair * blocks.step + half * blocks.right, blocks.step / 2, columns);
+                const auto* from = at + pair * blocks.step + half * blocks.right;
+                const Float columns[] = {load_input<0>(from, blocks.step / 2), load_input<1>(from, blocks.step / 2)};
                 store_pair(to + (k / 2 + pair) * 64 + half * ConvertedBlocks::right, columns);
             }
     }

@@ -1,8 +1,8 @@
 // Columns of packed weights for the FMA engine: plain numbers, and codes that are decoded to float32 in registers.
 // packed_weight.cpp describes the layouts.
 //
-// A code in a group becomes scale * code + shift, rounded once: the product is exact. An integer becomes a float32
-// number, whose scale is applied to the sum. The 4-bit codebook has integers too: round(level * factor / 127), where the
+// Codes in groups are summed group by group: scale * (sum of x * code) + shift * (sum of x). An integer becomes a float32
+// number, whose scale is applied to the whole sum. The 4-bit codebook has integers too: round(level * factor / 127), where the
 // levels are the numbers of the first factor, 127, and a factor is the negative number of code 0, whose level is -127.
 #pragma once
 #include "fma_tile.h"
@@ -26,82 +26,147 @@ struct PanelColumns {
         return found;
     }
 
-    PanelColumns<T, false> cached() const { return {at}; }
+    const T* at;
+};
+
+// Blocks of 32 inputs of codes as float32 numbers, for `fma_pair`. In bytes of 4-bit codes, the upper ones count 16 times:
+// the rows' odd inputs are a sixteenth (OperandRows), which is exact and saves a shift.
+struct NibbleBlock {
+    static constexpr int64_t SIZE = 16 * PANEL;  // from one block to the next
+
+    template <int which>
+    TGI_INLINE Float input(int j, int half) const {
+        return to_float(load(at + 256 * half + 16 * j) & broadcast(which ? 0xf0 : 0x0f));
+    }
+
+    const uint8_t* at;
+};
+
+template <class T>
+struct CodeBlock {
+    static constexpr int64_t SIZE = 32 * PANEL;
+
+    template <int which>
+    TGI_INLINE Float input(int j, int half) const {
+        const T* const tile = at + 512 * half + 32 * j + 16 * which;
+        if constexpr (std::is_same_v<T, float>) return load(tile);
+        else return to_float(load(tile));
+    }
 
     const T* at;
 };
 
-template <class Columns>
-constexpr bool IS_PLAIN = false;
-template <class T, bool prefetches>
-constexpr bool IS_PLAIN<PanelColumns<T, prefetches>> = true;
-template <class T, bool prefetches>
-constexpr bool IS_PLAIN<const PanelColumns<T, prefetches>> = true;
+// Units of a panel: the scales and shifts (of type Scale) of a group, or of two groups of 16 inputs, and their codes.
+// `decoded`: the codes as float32, which replace those of the units.
+template <class BlockType, bool has_shifts, class ScaleType>
+struct GroupColumns {
+    using Block = BlockType;
+    using Scale = ScaleType;
+    // Without shifts, 4-bit codes are 8 too large.
+    static constexpr bool shifts = has_shifts, subtracts_eight = !has_shifts && std::is_same_v<Block, NibbleBlock>;
 
-// The inputs 2 j and 2 j + 1 of 4-bit codes, from 0 to 15.
-TGI_INLINE void load_nibbles(const uint8_t* at, Int (&pair)[2]) {
-    const Int bytes = load(at);
-    pair[0] = bytes & broadcast(15), pair[1] = shift_right(bytes, 4);
+    TGI_INLINE void prefetch() const {
+        prefetch_ahead(at, header + group * PANEL * (int64_t)sizeof(*Block::at) * Block::SIZE / (32 * PANEL));
+    }
+
+    const uint8_t* at;
+    int64_t group, header, unit_bytes;  // inputs of a group, bytes of a unit before its codes, bytes of a unit
+    const float* decoded = nullptr;
+};
+
+template <class Columns>
+constexpr bool IS_GROUPED = false;
+template <class Block, bool shifts, class Scale>
+constexpr bool IS_GROUPED<GroupColumns<Block, shifts, Scale>> = true;
+
+// Adds a group's sums of codes, times the scales, and its sum of x, times the shifts.
+template <class Columns, int R, int V>
+TGI_INLINE void add_group(const Columns& columns, const uint8_t* header, int half, const Float (&sums)[R][V],
+    const float* x_sums, int64_t x_sums_step, bool add, float* c, int64_t c_step) {
+    using Scale = typename Columns::Scale;
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+        const Float scale = load((const Scale*)header + LANES * (half + v));
+        Float shift;
+        if (Columns::shifts) shift = load((const Scale*)header + PANEL + LANES * (half + v));
+        if (Columns::subtracts_eight) shift = scale * broadcast(-8.f);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            float* const to = c + r * c_step + LANES * v;
+            Float sum = fma(sums[r][v], scale, add ? load(to) : zeros());
+            if (Columns::shifts || Columns::subtracts_eight)
+                sum = fma(broadcast(x_sums[r * x_sums_step]), shift, sum);
+            store(to, sum);
+        }
+    }
 }
 
-// Codes in groups; Scale is f16 or float.
-template <int bits, bool shifts, class Scale>
-class GroupColumns {
-  public:
-    GroupColumns(const WeightFormat& form, const uint8_t* panel) : group_(form.group), at_(panel) {}
-
-  private:
-    friend struct FmaBlock<GroupColumns>;
-
-    // Scales, and shifts of the codes as they are stored: without shifts, 4-bit codes are 8 too large.
-    TGI_INLINE void load_group(Float (&scale)[2], Float (&shift)[2]) {
-        for (int half = 0; half < 2; half++) {
-            scale[half] = load((const Scale*)at_ + LANES * half);
-            if (shifts) shift[half] = load((const Scale*)at_ + PANEL + LANES * half);
-            else if (bits == 4) shift[half] = scale[half] * broadcast(-8.f);
+// The sums of R rows times V times 16 columns, from column 16 * half on. A group's codes are summed first.
+template <int R, int V, bool decoded, class Columns>
+__attribute__((noinline)) void fma_groups(const float* a, int64_t a_step, const float* x_sums, int64_t x_sums_step,
+    const Columns& columns, int half, int64_t depth, bool add, float* c, int64_t c_step) {
+    using Block = std::conditional_t<decoded, CodeBlock<float>, typename Columns::Block>;
+    using Code = std::remove_reference_t<decltype(*Block::at)>;
+    const int64_t group = columns.group, group_bytes = columns.header / (group == 16 ? 2 : 1);
+    const uint8_t* unit = columns.at;
+    const float* decoded_unit = columns.decoded;
+    for (int64_t k = 0; k < depth; unit += columns.unit_bytes) {
+        if (!decoded) columns.prefetch();
+        Block block{decoded ? (Code*)decoded_unit : (Code*)(unit + columns.header)};
+        const auto finish = [&](int64_t number, const Float (&sums)[R][V]) __attribute__((always_inline)) {
+            add_group(columns, unit + number * group_bytes, half, sums, x_sums++, x_sums_step, add, c, c_step);
+            add = true;
+        };
+        if (group == 16) {
+            for (int number = 0; number < 2; number++) {
+                Float sums[R][V];
+                begin_sums(false, c, c_step, sums);
+#pragma GCC unroll 2
+                for (int j = 0; j < 8; j++)
+                    fma_pair(a + k + 16 * number + 2 * j, a_step, block, 8 * number + j, half, sums);
+                finish(number, sums);
+            }
+            k += 32, decoded_unit += 32 * PANEL;
+            continue;
         }
-        at_ += PANEL * sizeof(Scale) * (1 + shifts);
+        Float sums[R][V];
+        begin_sums(false, c, c_step, sums);
+        for (const int64_t end = k + group; k < end; k += 32, block.at += Block::SIZE)
+#pragma GCC unroll 2
+            for (int j = 0; j < 16; j++) fma_pair(a + k + 2 * j, a_step, block, j, half, sums);
+        finish(0, sums);
+        decoded_unit += group * PANEL;
     }
+}
 
-    const int64_t group_;
-    const uint8_t* at_;
-    int64_t left_ = 0;  // inputs of the group
-    Float scale_[2][2], shift_[2][2];  // of the first and the other 16 of 32 inputs, if groups have 16; [half of panel]
-};
+template <int R, bool decoded, class Columns>
+inline void fma_groups(const float* a, int64_t a_step, const float* x_sums, int64_t x_sums_step,
+    const Columns& columns, int64_t depth, bool add, float* c) {
+    if constexpr (R <= WIDE_FMA_ROWS)
+        return fma_groups<R, 2, decoded>(a, a_step, x_sums, x_sums_step, columns, 0, depth, add, c, PANEL);
+    else
+        for (int half = 0; half < 2; half++)
+            fma_groups<R, 1, decoded>(a, a_step, x_sums, x_sums_step, columns, half, depth, add, c + LANES * half,
+                PANEL);
+}
 
-template <int bits, bool shifts, class Scale>
-struct FmaBlock<GroupColumns<bits, shifts, Scale>> {
-    static constexpr int64_t TILE = 64 * bits;  // bytes of 32 inputs of 16 outputs
-
-    TGI_INLINE explicit FmaBlock(GroupColumns<bits, shifts, Scale>& all) : all(all) {
-        prefetch_ahead(all.at_, 2 * TILE + PANEL * sizeof(Scale) * (1 + shifts));
-        if (all.group_ == 16) {
-            for (int part = 0; part < 2; part++) all.load_group(all.scale_[part], all.shift_[part]);
-            second = 1;
-        } else {
-            if (!all.left_) all.load_group(all.scale_[0], all.shift_[0]), all.left_ = all.group_;
-            all.left_ -= 32;
-        }
-        codes = all.at_;
-        all.at_ += 2 * TILE;
+// Up to FMA_ROWS rows; c is [rows][PANEL]. x_sums [rows][x_sums_step]: the sums of the rows' inputs in each group.
+template <bool decoded, class Columns>
+inline void fma_few_groups(const float* a, int64_t a_step, int64_t rows, const float* x_sums, int64_t x_sums_step,
+    const Columns& columns, int64_t depth, bool add, float* c) {
+    switch (rows) {
+#if defined(__AVX512F__)
+        case 8: return fma_groups<8, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+        case 7: return fma_groups<7, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+#endif
+        case 6: return fma_groups<6, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+        case 5: return fma_groups<5, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+        case 4: return fma_groups<4, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+        case 3: return fma_groups<3, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+        case 2: return fma_groups<2, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+        case 1: return fma_groups<1, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
     }
-
-    TGI_INLINE void pair(int j, int half, Float (&found)[2]) const {
-        Int code[2];
-        const uint8_t* tile = codes + half * TILE;
-        if (bits == 4) load_nibbles(tile + 16 * j, code);
-        else for (int input = 0; input < 2; input++) code[input] = load((const int8_t*)tile + 32 * j + 16 * input);
-        const int part = j < 8 ? 0 : second;
-        for (int input = 0; input < 2; input++) {
-            const Float number = to_float(code[input]), scale = all.scale_[part][half];
-            found[input] = shifts || bits == 4 ? fma(number, scale, all.shift_[part][half]) : number * scale;
-        }
-    }
-
-    GroupColumns<bits, shifts, Scale>& all;
-    const uint8_t* codes;
-    int second = 0;  // index of the scales of the other 16 inputs
-};
+}
 
 // 8-bit integers.
 struct IntegerColumns {
@@ -119,8 +184,9 @@ template <>
 struct FmaBlock<IntegerColumns> {
     TGI_INLINE explicit FmaBlock(IntegerColumns& all) : at(all.next_block()) {}
 
-    TGI_INLINE void pair(int j, int half, Float (&found)[2]) const {
-        for (int input = 0; input < 2; input++) found[input] = to_float(load(at + 512 * half + 32 * j + 16 * input));
+    template <int which>
+    TGI_INLINE Float input(int j, int half) const {
+        return to_float(load(at + 512 * half + 32 * j + 16 * which));
     }
 
     const int8_t* at;
@@ -147,29 +213,23 @@ struct FmaBlock<CodebookColumns> {
         all.at_ += PANEL + 512;
     }
 
-    TGI_INLINE void pair(int j, int half, Float (&found)[2]) const {
-        const uint8_t* at = codes + 256 * half + 16 * j;
-        alignas(16) uint8_t code[2][16];
-        alignas(16) int8_t level[2][16];
+    template <int which>
+    TGI_INLINE Float input(int j, int half) const {
         typedef uint8_t Bytes __attribute__((vector_size(16)));
         Bytes both;
-        memcpy(&both, at, 16);
-        const Bytes low = both & 15, high = both >> 4;
-        memcpy(code[0], &low, 16), memcpy(code[1], &high, 16);
-        for (int input = 0; input < 2; input++) {
-            look_up(code[input], level[input]);
-            found[input] = round_to_even(to_float(load(level[input])) * factor[half]);
-        }
+        memcpy(&both, codes + 256 * half + 16 * j, 16);
+        alignas(16) int8_t level[16];
+        look_up(which ? both >> 4 : both & 15, level);
+        return round_to_even(to_float(load(level)) * factor[half]);
     }
 
     // The levels of 16 codes.
-    TGI_INLINE void look_up(const uint8_t* code, int8_t* level) const {
+    template <class Bytes>
+    TGI_INLINE void look_up(Bytes code, int8_t* level) const {
 #if defined(__x86_64__)
-        const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), _mm_load_si128(
-            (const __m128i*)code));
-        _mm_store_si128((__m128i*)level, found);
+        _mm_store_si128((__m128i*)level, _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), (__m128i)code));
 #else
-        vst1q_s8(level, vqtbl1q_s8(vld1q_s8(table), vld1q_u8(code)));
+        vst1q_s8(level, vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)code));
 #endif
     }
 
@@ -178,38 +238,45 @@ struct FmaBlock<CodebookColumns> {
     Float factor[2];
 };
 
-// Calls `use` with a function that makes the columns of a panel from its input `k` on, a multiple of the unit.
+// Calls `use` with a function that makes the columns of a panel of numbers or integers from its input `k` on, a multiple
+// of 32.
 template <class Use>
 void with_columns(const PackedWeight& w, const Use& use) {
     const WeightFormat& form = w.form;
     const int64_t header = form.header_bytes(w.inputs);
     const auto at = [&w, header](int64_t number, int64_t k) {
-        const int64_t bytes = k * PANEL * w.form.bits / 8 + k / 32 * w.form.factor_bytes();
-        return w.panel(number) + header + bytes + (w.form.group ? k / w.form.group * w.form.group_bytes() : 0);
-    };
-    const auto grouped = [&](auto bits, auto shifts, auto scale) {
-        use([&](int64_t number, int64_t k) {
-            return GroupColumns<bits, shifts, decltype(scale)>(form, at(number, k));
-        });
+        return w.panel(number) + header + k * PANEL * w.form.bits / 8 + k / 32 * w.form.factor_bytes();
     };
     const auto plain = [&](auto number_type) {
         using T = decltype(number_type);
         use([&](int64_t number, int64_t k) { return PanelColumns<T, true>{(const T*)at(number, k)}; });
     };
-    const auto shifted = [&](auto bits, auto shifts) {
-        form.scale_bytes == 4 ? grouped(bits, shifts, float()) : grouped(bits, shifts, f16());
-    };
-    const auto coded = [&](auto bits) {
-        form.shifts ? shifted(bits, std::true_type()) : shifted(bits, std::false_type());
-    };
     if (form.bits == 32) plain(float());
     else if (form.bits == 16) form.half ? plain(f16()) : plain(bf16());
-    else if (form.integer && form.bits == 8)
+    else if (form.bits == 8)
         use([&](int64_t number, int64_t k) { return IntegerColumns{(const int8_t*)at(number, k)}; });
-    else if (form.integer)
-        use([&](int64_t number, int64_t k) { return CodebookColumns((const int8_t*)w.at, at(number, k)); });
-    else if (form.bits == 8) coded(std::integral_constant<int, 8>());
-    else coded(std::integral_constant<int, 4>());
+    else use([&](int64_t number, int64_t k) { return CodebookColumns((const int8_t*)w.at, at(number, k)); });
+}
+
+// The same for codes in groups; `k` is a multiple of the unit.
+template <class Use>
+void with_groups(const PackedWeight& w, const Use& use) {
+    const WeightFormat& form = w.form;
+    const int64_t header = form.unit() / form.group * form.group_bytes();
+    const int64_t unit_bytes = header + form.unit() * PANEL * form.bits / 8;
+    const auto grouped = [&](auto block, auto shifts, auto scale) {
+        use([&](int64_t number, int64_t k) {
+            const uint8_t* at = w.panel(number) + k / form.unit() * unit_bytes;
+            return GroupColumns<decltype(block), shifts, decltype(scale)>{at, form.group, header, unit_bytes};
+        });
+    };
+    const auto shifted = [&](auto block, auto shifts) {
+        form.scale_bytes == 4 ? grouped(block, shifts, float()) : grouped(block, shifts, f16());
+    };
+    const auto coded = [&](auto block) {
+        form.shifts ? shifted(block, std::true_type()) : shifted(block, std::false_type());
+    };
+    form.bits == 8 ? coded(CodeBlock<int8_t>()) : coded(NibbleBlock());
 }
 
 }  // namespace tgi

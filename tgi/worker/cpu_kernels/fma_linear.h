@@ -1,7 +1,7 @@
 // Products with packed weights on the FMA engine.
 //
 // Few rows read each panel of the weight once. Many rows go over a panel in parts that stay in the L1 cache: numbers are
-// widened each time, which takes one instruction for several multiplications; codes are decoded to float32 once.
+// widened each time, which takes one instruction for several multiplications; codes are turned into float32 once.
 #pragma once
 #include "epilogue.h"
 #include "fma_decoders.h"
@@ -20,15 +20,49 @@ struct ScaledSums {
     const float *at, *scales;
 };
 
+// The sums of the rows' inputs in each group, and the rows themselves with a sixteenth of the odd inputs for 4-bit codes
+// (NibbleBlock).
+struct GroupSumsJob final : Job {
+    GroupSumsJob(const OperandRows& x, int64_t rows, const WeightFormat& form, float* scaled, float* sums)
+        : x(x), rows(rows), group(form.group), odd(form.bits == 4 ? 1 / 16.f : 1.f), scaled(scaled), sums(sums) {}
+
+    int64_t chunks() const { return rows <= CHUNK ? 1 : (rows + CHUNK - 1) / CHUNK; }
+
+    void run(int64_t chunk, int64_t) const override {
+        alignas(64) static constexpr float ODD[LANES] = {0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1};
+        const Float factors = fma(load(ODD), broadcast(odd - 1), broadcast(1.f));
+        for (int64_t row = chunk * CHUNK; row < std::min((chunk + 1) * CHUNK, rows); row++)
+            for (int64_t k = 0, number = row * (x.step / group); k < x.step; number++) {
+                Float sum = zeros();
+                for (const int64_t end = k + group; k < end; k += LANES) {
+                    const Float inputs = load(x.at + row * x.step + k);
+                    sum = sum + inputs;
+                    store(scaled + row * x.step + k, inputs * factors);
+                }
+                sums[number] = reduce_add(sum);
+            }
+    }
+
+    static constexpr int64_t CHUNK = 16;  // rows of a chunk
+    const OperandRows x;
+    const int64_t rows, group;
+    const float odd;
+    float *const scaled, *const sums;
+};
+
 struct FmaLinearJob final : LinearJob {
-    FmaLinearJob(const LinearCall& call, const OperandRows& x, int64_t threads)
-        : LinearJob(call, chunk_rows(call, FMA_ROWS), threads), x(x), depth(x.step) {}
+    // `x_sums`: the sums of GroupSumsJob, of a weight in groups.
+    FmaLinearJob(const LinearCall& call, const OperandRows& x, const float* x_sums, int64_t threads)
+        : LinearJob(call, chunk_rows(call, FMA_ROWS), threads), x(x), depth(x.step), x_sums(x_sums),
+          x_sums_step(w.form.group ? x.step / w.form.group : 0) {}
 
     void compute(int64_t row, int64_t rows, int64_t first, int64_t last) const override {
-        with_columns(w, [&](const auto& columns_at) {
+        const auto with = [&](const auto& columns_at) {
             if (rows <= FMA_ROWS) few_rows(row, rows, first, last, columns_at);
             else many_rows(row, rows, first, last, columns_at);
-        });
+        };
+        if (w.form.group) with_groups(w, with);
+        else with_columns(w, with);
     }
 
   private:
@@ -40,73 +74,103 @@ struct FmaLinearJob final : LinearJob {
         apply_epilogue(call_of(number), row, rows, first_output(number), ScaledSums{sums, scales});
     }
 
+    // The sums of up to FMA_ROWS rows times `inputs` inputs from k on; added to those before if k > 0.
+    template <class Columns>
+    void multiply(int64_t row, int64_t rows, int64_t k, int64_t inputs, const Columns& columns, float* sums) const {
+        const float* from = x.at + row * x.step + k;
+        if constexpr (IS_GROUPED<Columns>) {
+            const float* group_sums = x_sums + row * x_sums_step + k / w.form.group;
+            if (columns.decoded)
+                fma_few_groups<true>(from, x.step, rows, group_sums, x_sums_step, columns, inputs, k > 0, sums);
+            else fma_few_groups<false>(from, x.step, rows, group_sums, x_sums_step, columns, inputs, k > 0, sums);
+        } else {
+            Columns again = columns;
+            if (k) fma_few_rows<true>(from, x.step, rows, again, inputs, sums, PANEL);
+            else fma_few_rows<false>(from, x.step, rows, again, inputs, sums, PANEL);
+        }
+    }
+
     template <class ColumnsAt>
     void few_rows(int64_t row, int64_t rows, int64_t first, int64_t last, const ColumnsAt& columns_at) const {
         alignas(64) float sums[FMA_ROWS][PANEL];
         for (int64_t number = first; number < last; number++) {
-            auto columns = columns_at(number, 0);
-            fma_few_rows<false>(x.at + row * x.step, x.step, rows, columns, depth, sums[0], PANEL);
+            multiply(row, rows, 0, depth, columns_at(number, 0), sums[0]);
             finish(number, row, rows, sums[0]);
         }
     }
 
     template <class ColumnsAt>
     void many_rows(int64_t row, int64_t rows, int64_t first, int64_t last, const ColumnsAt& columns_at) const {
-        alignas(64) static thread_local float sums[MAX_CHUNK_ROWS + FMA_ROWS][PANEL];
-        const int64_t unit = w.form.unit(), parts = (depth + part_inputs() - 1) / part_inputs();
-        const int64_t part = (depth / unit + parts - 1) / parts * unit;
+        const int64_t unit = w.form.unit(), most = w.form.bits == 16 ? MAX_PART_INPUTS : MAX_PART_INPUTS / 2;
+        const int64_t parts = (depth + most - 1) / most, part = (depth / unit + parts - 1) / parts * unit;
         for (int64_t number = first; number < last; number++)
             for (int64_t k = 0; k < depth; k += part) {
                 const int64_t inputs = std::min(part, depth - k);
-                const auto columns = columns_at(number, k);
-                if constexpr (IS_PLAIN<decltype(columns)>) {
-                    part_of_rows(number, row, rows, k, inputs, columns.cached(), sums[0]);
-                } else {
-                    alignas(64) static thread_local float room[MAX_PART_INPUTS / 2 + 128][PANEL];  // whole groups
-                    decode(columns, inputs, room[0]);
-                    part_of_rows(number, row, rows, k, inputs, PanelColumns<float, false>{room[0]}, sums[0]);
-                }
+                const auto columns = decoded_columns(columns_at(number, k), inputs);
+                part_of_rows(number, row, rows, k, inputs, columns);
             }
-    }
-
-    int64_t part_inputs() const {
-        return w.form.bits == 16 ? MAX_PART_INPUTS : MAX_PART_INPUTS / 2;
     }
 
     // The sums of all rows times a part of a panel, and the epilogue after the last part.
     template <class Columns>
-    void part_of_rows(int64_t number, int64_t row, int64_t rows, int64_t k, int64_t inputs, const Columns& columns,
-        float* sums) const {
-        for (int64_t done = 0; done < rows; done += FMA_ROWS, sums += FMA_ROWS * PANEL) {
+    void part_of_rows(int64_t number, int64_t row, int64_t rows, int64_t k, int64_t inputs, const Columns& columns)
+        const {
+        alignas(64) static thread_local float sums[MAX_CHUNK_ROWS + FMA_ROWS][PANEL];
+        for (int64_t done = 0; done < rows; done += FMA_ROWS) {
             const int64_t count = std::min(rows - done, FMA_ROWS);
-            const float* from = x.at + (row + done) * x.step + k;
-            Columns again = columns;
-            if (k) fma_few_rows<true>(from, x.step, count, again, inputs, sums, PANEL);
-            else fma_few_rows<false>(from, x.step, count, again, inputs, sums, PANEL);
-            if (k + inputs == depth) finish(number, row + done, count, sums);
+            multiply(row + done, count, k, inputs, columns, sums[done]);
+            if (k + inputs == depth) finish(number, row + done, count, sums[done]);
         }
     }
 
+    // The columns that many rows are multiplied with: numbers as they are, codes as float32.
+    template <class T>
+    static PanelColumns<T, false> decoded_columns(const PanelColumns<T, true>& columns, int64_t) { return {columns.at}; }
+
     template <class Columns>
-    static void decode(Columns columns, int64_t inputs, float* to) {
-        for (int64_t k = 0; k < inputs; k += 32, to += 32 * PANEL) {
-            const FmaBlock<Columns> block(columns);
-            for (int half = 0; half < 2; half++)
-#pragma GCC unroll 4
-                for (int j = 0; j < 16; j++) {
-                    Float pair[2];
-                    block.pair(j, half, pair);
-                    store(to + 512 * half + 32 * j, pair[0], pair[1]);
-                }
+    static auto decoded_columns(Columns columns, int64_t inputs) {
+        alignas(64) static thread_local float room[MAX_PART_INPUTS / 2 + 128][PANEL];  // a part has whole groups
+        if constexpr (IS_GROUPED<Columns>) {
+            const uint8_t* codes = columns.at + columns.header;
+            const int64_t blocks = std::max<int64_t>(columns.group / 32, 1);
+            using Block = typename Columns::Block;
+            using Code = std::remove_reference_t<decltype(*Block::at)>;
+            for (int64_t k = 0; k < inputs; codes += columns.unit_bytes)
+                for (int64_t n = 0; n < blocks; n++, k += 32)
+                    decode_block(Block{(Code*)codes + n * Block::SIZE}, room[k]);
+            columns.decoded = room[0];
+            return columns;
+        } else {
+            for (int64_t k = 0; k < inputs; k += 32) decode_block(FmaBlock<Columns>(columns), room[k]);
+            return PanelColumns<float, false>{room[0]};
         }
+    }
+
+    template <class Block>
+    static void decode_block(const Block& block, float* to) {
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 16; j++)
+                store(to + 512 * half + 32 * j, block.template input<0>(j, half), block.template input<1>(j, half));
     }
 
     const OperandRows x;
     const int64_t depth;
+    const float* const x_sums;
+    const int64_t x_sums_step;
 };
 
 inline void run_linear(ThreadPool& pool, const LinearCall& call) {
-    const FmaLinearJob job(call, operand_rows(pool, call), pool.threads());
+    OperandRows x = operand_rows(pool, call);
+    static thread_local std::vector<float> scaled, x_sums;
+    if (const int64_t group = call.weight.form.group) {
+        if ((int64_t)scaled.size() < call.rows * x.step) scaled.resize(call.rows * x.step);
+        if ((int64_t)x_sums.size() < call.rows * x.step / group) x_sums.resize(call.rows * x.step / group);
+        const GroupSumsJob job(x, call.rows, call.weight.form, scaled.data(), x_sums.data());
+        pool.run(job, job.chunks());
+        x.at = scaled.data();
+    }
+    const FmaLinearJob job(call, x, x_sums.data(), pool.threads());
     pool.run(job, job.queue.threads());
 }
 

@@ -25,51 +25,59 @@ constexpr int64_t FMA_ROWS = 6;  // rows whose sums fit the registers, with 16 c
 constexpr int64_t WIDE_FMA_ROWS = 3;  // and with 32
 #endif
 
-// The inputs of a pair, of 16 columns. `apart`: elements from one input to the next, of types that are not paired.
-TGI_INLINE void load_pair(const bf16* at, int64_t, Float (&pair)[2]) {
-    const Int words = load((const int32_t*)at);
-    pair[0] = as_float(shift_left(words, 16));
-    pair[1] = as_float(words & broadcast(int32_t(0xffff0000)));
-}
-
-template <class T>
-TGI_INLINE void load_pair(const T* at, int64_t apart, Float (&pair)[2]) {
-    pair[0] = load(at), pair[1] = load(at + apart);
-}
-
 // The next 32 inputs of b. `step` is the number of elements from one pair of inputs to the next, `right` from the first
 // 16 columns to the other 16. Decoders specialize this.
 template <class B>
 struct FmaBlock {
     TGI_INLINE explicit FmaBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
 
-    // Inputs 2 j and 2 j + 1 of the first (0) or the other (1) 16 columns.
-    TGI_INLINE void pair(int j, int half, Float (&found)[2]) const { load_pair(at + j * step + half * right, step / 2, found); }
+    // Input 2 j or 2 j + 1 of the first (0) or the other (1) 16 columns.
+    template <int which>
+    TGI_INLINE Float input(int j, int half) const {
+        return load_input<which>(at + j * step + half * right, step / 2);
+    }
 
     decltype(std::declval<B&>().next_block()) at;
     const int64_t step, right;
 };
 
-// The sums of R rows times V times 16 columns, from column 16 * half on.
-template <bool add, int R, int V, class B>
-inline void fma_rows(const float* a, int64_t a_step, B& b, int half, int64_t depth, float* c, int64_t c_step) {
-    Float sums[R][V];
+// Adds the inputs 2 j and 2 j + 1 of V times 16 columns to the sums of R rows; x: the rows' inputs.
+template <int R, int V, class Block>
+TGI_INLINE void fma_pair(const float* x, int64_t step, const Block& block, int j, int half, Float (&sums)[R][V]) {
+    const auto add_input = [&](Float column, int v, int input) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r][v] = fma(broadcast(x[r * step + input]), column, sums[r][v]);
+    };
+    // Columns are loaded just before their use: with AVX2 the sums take 12 of 16 registers.
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) add_input(block.template input<0>(j, half + v), v, 0);
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) add_input(block.template input<1>(j, half + v), v, 1);
+}
+
+// Reads or clears the sums of R rows times V times 16 columns.
+template <int R, int V>
+TGI_INLINE void begin_sums(bool add, const float* c, int64_t c_step, Float (&sums)[R][V]) {
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int v = 0; v < V; v++) sums[r][v] = add ? load(c + r * c_step + LANES * v) : zeros();
+}
+
+// The sums of R rows times V times 16 columns, from column 16 * half on. Not inlined, since it needs all registers.
+template <bool add, int R, int V, class B>
+__attribute__((noinline)) void fma_rows(const float* a, int64_t a_step, B& b, int half, int64_t depth, float* c,
+    int64_t c_step) {
+    Float sums[R][V];
+    begin_sums(add, c, c_step, sums);
     for (int64_t k = 0; k < depth; k += 32) {
         const FmaBlock<B> block(b);
-#pragma GCC unroll 4
-        for (int j = 0; j < 16; j++) {
-            Float columns[V][2];
-            for (int v = 0; v < V; v++) block.pair(j, half + v, columns[v]);
-            for (int input = 0; input < 2; input++)
-                for (int r = 0; r < R; r++) {
-                    const Float x = broadcast(a[r * a_step + k + 2 * j + input]);
-                    for (int v = 0; v < V; v++) sums[r][v] = fma(x, columns[v][input], sums[r][v]);
-                }
-        }
+#pragma GCC unroll 2
+        for (int j = 0; j < 16; j++) fma_pair(a + k + 2 * j, a_step, block, j, half, sums);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int v = 0; v < V; v++) store(c + r * c_step + LANES * v, sums[r][v]);
 }
 

@@ -2,6 +2,7 @@
 #include "gather_rows.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #if TGI_DOT_ENGINE
@@ -76,22 +77,39 @@ struct GatherRowsJob final : Job {
 #else
 
     void coded_row(int64_t panel, int64_t n, Element* y) const {
-        const float scale = w.form.integer ? ((const float*)w.panel(panel))[n] : 1.f;
-        with_columns(w, [&](const auto& columns_at) {
-            auto columns = columns_at(panel, 0);
-            for (int64_t k = 0; k < w.inputs; k += 32) {
-                const FmaBlock<decltype(columns)> block(columns);
-                for (int64_t j = 0; j < 16; j++) {
-                    Float pair[2];
-                    block.pair(j, n / 16, pair);
-                    for (int64_t input = 0; input < 2 && k + 2 * j + input < w.inputs; input++) {
-                        alignas(64) float lanes[LANES];
-                        store(lanes, pair[input]);
-                        y[k + 2 * j + input] = round_to<Element>(lanes[n % 16] * scale);
-                    }
-                }
+        if (w.form.group) with_groups(w, [&](const auto& columns_at) { grouped_row(columns_at(panel, 0), n, y); });
+        else with_columns(w, [&](const auto& columns_at) { integer_row(columns_at(panel, 0), panel, n, y); });
+    }
+
+    template <class Columns>
+    void grouped_row(const Columns& columns, int64_t n, Element* y) const {
+        using Scale = typename Columns::Scale;
+        const int64_t unit = w.form.unit(), bits = w.form.bits;
+        for (int64_t k = 0; k < w.inputs; k++) {
+            const uint8_t* at = columns.at + k / unit * columns.unit_bytes;
+            const auto* scales = (const Scale*)(at + k % unit / w.form.group * w.form.group_bytes()) + n;
+            const uint8_t* tile = at + columns.header + (k % unit / 32 * 2 + n / 16) * 64 * bits + n % 16;
+            const int64_t i = k % 32;
+            const float code = bits == 8 ? (int8_t)tile[16 * i] : tile[i / 2 * 16] >> i % 2 * 4 & 15;
+            const float shift = Columns::shifts ? to_float(scales[PANEL])
+                                                : Columns::subtracts_eight ? -8 * to_float(scales[0]) : 0;
+            y[k] = round_to<Element>(std::fma(code, to_float(scales[0]), shift));
+        }
+    }
+
+    template <class Columns>
+    void integer_row(Columns columns, int64_t panel, int64_t n, Element* y) const {
+        const float scale = ((const float*)w.panel(panel))[n];
+        for (int64_t k = 0; k < w.inputs; k += 32) {
+            const FmaBlock<Columns> block(columns);
+            for (int64_t j = 0; j < 16; j++) {
+                alignas(64) float pair[2][LANES];
+                store(pair[0], block.template input<0>(j, n / 16));
+                store(pair[1], block.template input<1>(j, n / 16));
+                for (int64_t i = 0; i < 2 && k + 2 * j + i < w.inputs; i++)
+                    y[k + 2 * j + i] = round_to<Element>(pair[i][n % 16] * scale);
             }
-        });
+        }
     }
 
 #endif

@@ -12,7 +12,7 @@ namespace {
 // Sixteen pairs at a time, the last ones together.
 void rotate_halves(Element* head, const float* cos, const float* sin, int64_t half) {
     for (int64_t i = 0; i < half; i += LANES) {
-        const int64_t count = half - i;
+        const int64_t count = std::min(half - i, LANES);
         const Float first = load_first(head + i, count), second = load_first(head + half + i, count);
         const Float a = second * load_first(sin + i, count), b = first * load_first(sin + half + i, count);
         store_first(head + i, fms(first, load_first(cos + i, count), a), count);

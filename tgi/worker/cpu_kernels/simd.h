@@ -492,6 +492,26 @@ TGI_INLINE void store_first(bf16* at, Float x, int64_t count) {
 }
 #endif
 
+// --- columns of products ---------------------------------------------------------------------------------------------
+
+// Input 2 j (which = 0) or 2 j + 1 of 16 columns, from the first number of the pair. `apart`: elements from one input to
+// the next, of types that are not paired.
+template <int which>
+TGI_INLINE Float load_input(const bf16* at, int64_t) {
+    const Int words = load((const int32_t*)at);
+    return as_float(which ? words & broadcast(int32_t(0xffff0000)) : shift_left(words, 16));
+}
+
+template <int which, class T>
+TGI_INLINE Float load_input(const T* at, int64_t apart) {
+    return load(at + which * apart);
+}
+
+template <int which>
+TGI_INLINE Float load_input(const int8_t* at, int64_t apart) {
+    return to_float(load(at + which * apart));
+}
+
 // --- reductions ------------------------------------------------------------------------------------------------------
 
 // Combines lane i with lane i + 8, then i + 4, i + 2 and i + 1.
