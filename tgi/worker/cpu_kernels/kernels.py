@@ -335,7 +335,7 @@ class CpuKernels:
         return int(total)
 
     def fma_peak(self, chunks: int) -> int:
-        """Runs the multiply-adds of the engine of products in that many chunks, each some 50 microseconds of a thread,
+        """Runs the multiply-adds of the engine of products in that many chunks, each some 20 microseconds of a thread,
         to measure their peak rate. Returns the number of operations, two for each multiply-add."""
         operations = torch.empty(1, dtype=torch.int64)
         self._fma_peak(chunks, operations.data_ptr())
