@@ -1,8 +1,8 @@
 """Puts the compiled CPU kernels into wheels: a library for each instruction set of this kind of machine and for each
 element type. Everything else about the build is in pyproject.toml.
 
-The environment variable TGI_WHEEL_KERNELS limits the libraries: names of instruction sets with commas between, or
-"none" for a wheel whose kernels are compiled at the first start. An editable installation compiles nothing.
+The environment variable TGI_WHEEL_KERNELS limits the libraries: SET or SET:ELEMENT with commas between, or "none" for a
+wheel whose kernels are compiled at the first start. An editable installation compiles nothing.
 """
 
 import os
@@ -29,13 +29,19 @@ MACHINES = {"arm64": "aarch64"}  # macOS's name -> that of the table
 def wanted_libraries() -> list[tuple[InstructionSet, str]]:
     """The instruction set and element type of each library. Ends with a message if the variable has an unknown name."""
     machine = MACHINES.get(platform.machine(), platform.machine())
+    libraries = {f"{one.name}:{element}": (one, element) for one in INSTRUCTION_SETS for element in ELEMENTS}
     named = os.environ.get(VARIABLE, "all")
-    names = [] if named == "none" else [one.name for one in INSTRUCTION_SETS if one.machine == machine]
-    if named not in ("all", "none"):
-        names = [name.strip() for name in named.split(",")]
-    if unknown := [name for name in names if name not in BY_NAME]:
-        sys.exit(f"{VARIABLE} is {named!r}: {unknown[0]!r} is not one of all, none, {', '.join(BY_NAME)}.")
-    return [(BY_NAME[name], element) for name in names for element in ELEMENTS]
+    if named == "none":
+        return []
+    if named == "all":
+        return [library for library in libraries.values() if library[0].machine == machine]
+    wanted = []
+    for item in (item.strip() for item in named.split(",")):
+        found = [library for name, library in libraries.items() if item in (name, library[0].name)]
+        if not found:
+            sys.exit(f"{VARIABLE} is {named!r}: {item!r} is not one of all, none, {', '.join(BY_NAME)}.")
+        wanted += found
+    return wanted
 
 
 class BuildWithKernels(build_py):

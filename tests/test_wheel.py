@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from tgi.worker.host_cpu import CPU_VARIABLE, kernel_set
-from tgi.worker.instruction_sets import BY_NAME, ELEMENTS, InstructionSet
+from tgi.worker.instruction_sets import BY_NAME, InstructionSet
 
 ROOT = Path(__file__).parent.parent
 # What a build reads. It runs in a copy, since setuptools writes to the directory that it builds.
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "requirements", "setup.py", "tgi")
 CHECK = ROOT / "scripts" / "check_wheel.py"
 SMALLER = ("avx2", "neon")  # what is tested besides the set in use
+TESTED = ("bfloat16", "float32")  # element types; other tests need the same libraries, so they are compiled once
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,12 @@ def usable_sets() -> list[InstructionSet]:
 
 
 def test_the_wheel_brings_kernels_that_compute_where_there_is_no_compiler(distribution: Path, tmp_path: Path) -> None:
-    names = [one.name for one in usable_sets()]
+    names = [f"{one.name}:{element}" for one in usable_sets() for element in TESTED]
     done = build("wheel", distribution, tmp_path, TGI_WHEEL_KERNELS=",".join(names) or "none")
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.startswith("tgi_server-0.1.0-py3-none-")
-    assert wheel.name.endswith("-any.whl") == (not usable_sets())
+    assert wheel.name.endswith("-any.whl") == (not names)
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
@@ -71,9 +72,11 @@ def test_the_wheel_brings_kernels_that_compute_where_there_is_no_compiler(distri
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     for one in usable_sets():
         environment = {"PATH": str(python.parent), "XDG_CACHE_HOME": str(tmp_path / "cache"), CPU_VARIABLE: one.name}
-        checked = subprocess.run([python, CHECK], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        checked = subprocess.run(
+            [python, CHECK, *TESTED], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
         assert checked.returncode == 0, checked.stderr
-        assert checked.stdout.count("computes as torch does") == len(ELEMENTS)
+        assert checked.stdout.count("computes as torch does") == len(TESTED)
         assert not (tmp_path / "cache").exists()
 
 
