@@ -1,10 +1,12 @@
 """Whole models on the CPU kernels: as close to float32 as on torch's kernels, and the same bits in any batch."""
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
@@ -32,8 +34,8 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def load(kind: str, dtype: str = "bfloat16", native: bool = False) -> Model:
-    path = directory(kind)
+def load(kind: str, dtype: str = "bfloat16", native: bool = False, path: Path | None = None) -> Model:
+    path = path or directory(kind)
     kernels = our_kernels(read_model_spec(path, dtype)) if native else None
     return build_model(path, dtype, "cpu", lambda stage, percent: None, kernels=kernels)
 
@@ -45,12 +47,18 @@ def logprobs(model: Model) -> torch.Tensor:
     return model.forward(make_batch(rows, attention.page_size), attention).log_softmax(-1)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: str) -> None:
-    ours = load(kind, native=True)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, "bfloat16") for kind in FAMILIES),
+        *((kind, dtype) for kind in ("llama", "gemma2", "mixtral") for dtype in ("float16", "float32")),
+    ],
+)
+def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: str, dtype: str) -> None:
+    ours = load(kind, dtype, native=True)
     engine = make_engine(ours, pages=64)
     assert isinstance(engine._attention, CpuKernelAttention)
-    exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind))
+    exact, torchs = logprobs(load(kind, "float32")), logprobs(load(kind, dtype))
     off, allowed = (logprobs(ours) - exact).abs(), (torchs - exact).abs()
     assert off.mean() <= 1.25 * allowed.mean() + 1e-4
     # A batch of greedy rows only computes no logits.
@@ -60,15 +68,28 @@ def test_a_model_is_as_exact_as_with_torch_and_independent_of_the_batch(kind: st
     assert together == alone
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_weights_of_16_bits_stay_so_in_a_float32_model(stored: str, tmp_path: Path) -> None:
+    """The logits are those of the widened weights, bit for bit."""
+    narrow = make("llama", dtype=stored)
+    tensors = load_file(narrow / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").symlink_to(narrow / "config.json")
+    found, wide = (load("llama", "float32", native=True, path=path) for path in (narrow, tmp_path))
+    assert (found.footprint.bytes, wide.footprint.bytes) == tuple(size * found.footprint.numbers for size in (2, 4))
+    assert torch.equal(logprobs(found), logprobs(wide))
+
+
 def test_models_that_do_not_fit_are_left_to_torch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selection, "require_instruction_set", lambda: None)
     recipe = read_model_spec(directory("llama"), "bfloat16")
-    small = read_model_spec(make("llama"), "bfloat16")  # head_dim 16
+    assert recipe.decoder is not None
+    large = recipe._replace(decoder=dataclasses.replace(recipe.decoder, head_dim=258))
     assert select_cpu_kernels([recipe], "cuda")[0] is None
     for recipes, reason in (
-        ([recipe, small], "head_dim of 16"),
+        ([recipe, large], "head_dim of 258"),
         ([recipe, read_model_spec(directory("llama"), "float32")], "in different types: bfloat16, float32"),
         ([read_model_spec(make("gpt2"), "bfloat16")], "through transformers"),
     ):

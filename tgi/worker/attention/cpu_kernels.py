@@ -1,5 +1,6 @@
 """Attention on CPU with our own kernels, which read the pages in place; see cpu_kernels/attention.cpp."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
 from tgi.worker.cpu_kernels.arena import LARGE_PAGE, SMALL_PAGE, map_region
-from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, CpuKernels
+from tgi.worker.cpu_kernels.kernels import PAGE_SIZE, AttentionRows, CpuKernels, KVCache
 
 
 class CpuKernelPlan(NamedTuple):
@@ -20,7 +21,7 @@ class CpuKernelPlan(NamedTuple):
 class CpuKernelAttention:
     """Implements AttentionBackend and PrefaultingBackend.
 
-    The cache of a layer is [pages, kv_heads, 2 * PAGE_SIZE * cache_head_dim], in the layout of the kernel.
+    The cache of a layer is in the layout of the kernel (KVCache).
     """
 
     page_size = PAGE_SIZE
@@ -28,7 +29,8 @@ class CpuKernelAttention:
     def __init__(self, kv: KVCacheSpec, pages: int, kernels: CpuKernels) -> None:
         self._kv = kv
         self._kernels = kernels
-        self._shape = (pages, kv.kv_heads, 2 * PAGE_SIZE * kv.cache_head_dim)
+        self._shape = (pages, kv.kv_heads, kv.token_bytes * PAGE_SIZE // (kv.layers * kv.kv_heads))  # in bytes
+        self.kv_form = kernels.kv_form(kv.cache_dtype)  # for a program
         self._cache = [self._memory() for _ in range(kv.layers)]
         # Addresses of the layers' caches, int64 [layers], for a program.
         self.caches = torch.tensor([cache.data_ptr() for cache in self._cache])
@@ -37,19 +39,17 @@ class CpuKernelAttention:
 
     def _memory(self) -> Tensor:
         """One layer's cache: zeros whose memory is mapped at the first write."""
-        pages, heads, size = self._shape
-        zeros = map_region(pages * heads * size * self._kv.dtype.itemsize)
-        return torch.frombuffer(zeros, dtype=self._kv.dtype).view(self._shape)
+        return torch.frombuffer(map_region(math.prod(self._shape)), dtype=torch.uint8).view(self._shape)
 
     def prefault_pages(self, used: int, further: int) -> bool:
         """See PrefaultingBackend. One call maps one large page of one layer."""
         pages, heads, size = self._shape
-        page = heads * size * self._kv.dtype.itemsize
+        page = heads * size
         if (begun := -(-used * page // LARGE_PAGE) * LARGE_PAGE) > self._mapped_bytes:
             self._mapped_bytes, self._next_layer = begun, 0
         if self._mapped_bytes >= min(used + further, pages) * page:
             return False
-        memory = self._cache[self._next_layer].view(-1).view(torch.uint8)
+        memory = self._cache[self._next_layer].view(-1)
         memory[self._mapped_bytes : self._mapped_bytes + LARGE_PAGE : SMALL_PAGE] = 0
         self._next_layer += 1
         if self._next_layer == len(self._cache):
@@ -68,5 +68,5 @@ class CpuKernelAttention:
         """See AttentionBackend; the result is [T, heads * head_dim]."""
         kv = self._kv
         return self._kernels.paged_attention(
-            self._cache[layer], qkv, plan.rows, scale, kv.sliding_window(layer), kv.softcap
+            KVCache(self._cache[layer], self.kv_form), qkv, plan.rows, scale, kv.sliding_window(layer), kv.softcap
         )

@@ -30,7 +30,7 @@ Progress = Callable[[str, int], None]  # stage, percent
 SOURCES = Path(__file__).parent
 PACKAGED = SOURCES / "lib"  # the libraries of an installed wheel
 # Clang would turn a * b + c into a fused multiply-add where both stand in one expression.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-pthread", "-w")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-w")
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT = 600.0  # seconds for a source file; linear.cpp takes 50 on an idle core
 ABANDONED = 3600.0  # seconds after which an unfinished build has no owner

@@ -21,6 +21,8 @@
 
 using namespace tgi;
 
+// All else is hidden: a process may load several libraries, which must not share variables of the same name.
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Creates a thread pool. Null if the system does not let this process use AMX.
@@ -111,11 +113,11 @@ void tgi_rope(ThreadPool* pool, Element* x, const float* angles, const int64_t* 
     rope(*pool, {x, angles, positions, tokens, stride, heads, head_dim, rotary_dim, neighbours != 0});
 }
 
-void tgi_attention(ThreadPool* pool, Element* cache, int64_t heads, int64_t kv_heads, int64_t head_dim,
+void tgi_attention(ThreadPool* pool, void* cache, int64_t form, int64_t heads, int64_t kv_heads, int64_t head_dim,
     const int64_t* slots,
                 const int32_t* bounds, const int32_t* contexts, const int32_t* pages, int64_t rows, int64_t width,
                 const Element* qkv, Element* y, int64_t window, float scale, float softcap) {
-    attention(*pool, {cache, heads, kv_heads, head_dim}, {slots, bounds, contexts, pages, rows, width},
+    attention(*pool, {cache, heads, kv_heads, head_dim, KvForm(form)}, {slots, bounds, contexts, pages, rows, width},
            {qkv, y, window, scale, softcap});
 }
 
@@ -176,11 +178,12 @@ void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scale
 
 void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const int64_t* positions,
     const float* const* angles,
-                     Element* const* caches, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
+                     void* const* caches, int64_t kv_form, const LoraStep* lora_step, const int64_t* slots, const int32_t* bounds,
                      const int32_t* contexts, const int32_t* pages, int64_t count, int64_t width,
                          const GreedyRows* greedy_rows,
                      double* clock) {
     const AttentionBatch step{slots, bounds, contexts, pages, count, width};
-    program->run(*pool, {rows, positions, angles, caches, lora_step, greedy_rows, step}, clock);
+    program->run(*pool, {rows, positions, angles, caches, KvForm(kv_form), lora_step, greedy_rows, step}, clock);
 }
 }
+#pragma GCC visibility pop

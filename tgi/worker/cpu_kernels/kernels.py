@@ -53,7 +53,7 @@ _SIGNATURES = {
     "tgi_fma_peak": (c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
     "tgi_attention": (
-        *(c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int64, c_int64),
+        *(c_void_p, *[c_int64] * 4, *[c_void_p] * 4, c_int64, c_int64),
         *(c_void_p, c_void_p, c_int64, c_float, c_float),
     ),
 }
@@ -114,6 +114,13 @@ class AttentionRows(NamedTuple):
     width: int
 
 
+class KVCache(NamedTuple):
+    """The keys and values of one layer, in the layout of kv_cache.h."""
+
+    memory: Tensor  # uint8 [pages, kv_heads, bytes of a page of a head], zero at first
+    form: int  # CpuKernels.kv_form of their type
+
+
 class LoraTiles(NamedTuple):
     """The tokens of a step that have an adapter, in tiles of up to MAX_TILE_ROWS tokens of one adapter; all int64."""
 
@@ -144,7 +151,7 @@ class CpuKernels:
             raise KernelsUnavailable("the system does not let this process use AMX")
         weakref.finalize(self, library.tgi_stop, thread_pool)
         self.library, self.thread_pool, self.threads, self.dtype = library, thread_pool, threads, dtype
-        self.dot_engine = not hasattr(library, "tgi_dot_engine") or library.tgi_dot_engine() == 1
+        self.dot_engine = library.tgi_dot_engine() == 1
         functions = {}
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
@@ -171,8 +178,7 @@ class CpuKernels:
         if not isinstance(weight, Tensor):
             if weight.is_integer or not self.dot_engine or weight.scales.dtype is torch.float16:
                 return weight
-            shifts = None if weight.shifts is None else weight.shifts.half()
-            return weight._replace(scales=weight.scales.half(), shifts=shifts)
+            return weight.with_factors(torch.float16)
         keep = self.dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
         return weight if keep else weight.to(self.dtype)
 
@@ -182,8 +188,8 @@ class CpuKernels:
 
         What `linear` multiplies with, by engine:
 
-        - The FMA engine multiplies the activations with the exact values of the weight: those of a plain weight, or
-          `weight.dequantized(torch.float32)`; sums are float32.
+        - The FMA engine multiplies the activations with the exact values of the weight and rounds sums to float32 only:
+          in a quantized weight, those of the products with the codes of a group, which are scaled afterwards.
         - The dot engine computes with scales of groups, or shifts, exactly as with
           `weight.dequantized(torch.bfloat16)`. With one scale for each output it quantizes the activations to 16-bit
           integers, with an error of at most half a unit: 1 / 65,534 of the largest magnitude of the row.
@@ -351,16 +357,27 @@ class CpuKernels:
         )  # fmt: skip
 
     def paged_attention(
-        self, cache: Tensor, qkv: Tensor, rows: AttentionRows, scale: float, window: int | None, softcap: float | None
+        self,
+        cache: KVCache,
+        qkv: Tensor,
+        rows: AttentionRows,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
-        """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache` [pages, kv_heads, 2 *
-        PAGE_SIZE * padded_head_dim(head_dim)], and returns the attention of its queries, [T, heads * head_dim]."""
+        """Writes the keys and values of qkv [T, heads + 2 * kv_heads, head_dim] to `cache`, and returns the attention
+        of its queries, [T, heads * head_dim]."""
         tokens, all_heads, head_dim = qkv.shape
-        kv_heads = cache.shape[1]
+        kv_heads = cache.memory.shape[1]
         heads = all_heads - 2 * kv_heads
         y = torch.empty(tokens, heads * head_dim, dtype=self.dtype)
         self._attention(
-            cache.data_ptr(), heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(), window or 0, scale,
-            softcap or 0.0,
+            cache.memory.data_ptr(), cache.form, heads, kv_heads, head_dim, *rows, qkv.data_ptr(), y.data_ptr(),
+            window or 0, scale, softcap or 0.0,
         )  # fmt: skip
         return y
+
+    def kv_form(self, dtype: torch.dtype) -> int:
+        """The number in `enum class KvForm` of kv_cache.h of a cache of this type: that of the library, bfloat16 or
+        int8."""
+        return 0 if dtype is self.dtype else {torch.bfloat16: 1, torch.int8: 2}[dtype]

@@ -45,7 +45,8 @@ struct StepInputs {
     Element* rows;  // buffer 0: input of the first layer, output of the last one
     const int64_t* positions;  // [tokens]
     const float* const* angles;  // of each rope, as in RopeCall
-    Element* const* caches;  // of each layer
+    void* const* caches;  // of each layer
+    KvForm kv_form;
     const LoraStep* lora_step;  // may be null
     const GreedyRows* greedy_rows;  // may be null
     AttentionBatch step;

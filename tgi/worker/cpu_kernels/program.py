@@ -27,7 +27,7 @@ _SIGNATURES = {
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
         *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float),
     ),
-    "tgi_program_run": (*[c_void_p] * 10, c_int64, c_int64, c_void_p, c_void_p),
+    "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_void_p),
 }
 NO_TARGET = -1
 
@@ -174,12 +174,14 @@ class Program:
         positions: Tensor,
         angles: Sequence[tuple[Tensor, Tensor]],
         caches: Tensor,
+        kv_form: int,
         step: AttentionRows,
         lora: LoraStep | None = None,
         draw_at: Tensor | None = None,
     ) -> PreparedStep:
         """The arguments of `run` for the rows of buffer 0, which are computed in place. `angles` are those of each rope
-        (Rotary.angles), `caches` (int64 [layers]) the addresses of the layers' KV caches. If draw_at (int64 [D], token
+        (Rotary.angles), `caches` (int64 [layers]) the addresses of the layers' KV caches, whose form is `kv_form`
+        (CpuKernels.kv_form). If draw_at (int64 [D], token
         numbers) is given, `run` returns the greedy tokens of those tokens."""
         assert rows.is_contiguous()
         assert rows.dtype is self._kernels.dtype
@@ -193,7 +195,7 @@ class Program:
             drawing = _GreedyRows(draw_at.data_ptr(), len(draw_at), *columns)
         tables = (c_void_p * len(angles))(*(table.data_ptr() for table, _ in angles))
         arguments = (
-            rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(),
+            rows.data_ptr(), positions.data_ptr(), tables, caches.data_ptr(), kv_form,
             None if lora is None else lora.fields.data_ptr(), *step, drawing,
         )  # fmt: skip
         return PreparedStep(best, arguments, (rows, positions, angles, caches, lora, draw_at, peaks))

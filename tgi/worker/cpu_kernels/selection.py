@@ -12,25 +12,12 @@ from tgi.worker.host_cpu import threads_from_environment, usable_cores
 
 log = logging.getLogger(__name__)
 
-SIZE_MULTIPLE = 32  # of the sizes of a model: attention and adapters are not padded
-
-
-class _Experts(Protocol):
-    @property
-    def intermediate(self) -> int: ...
-
 
 class _DecoderConfig(Protocol):
-    """The sizes that are needed of models.config.DecoderConfig."""
+    """What is needed of decoder_config.DecoderConfig."""
 
     @property
-    def hidden(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
     def head_dim(self) -> int: ...
-    @property
-    def experts(self) -> _Experts | None: ...
 
 
 class CpuModelCandidate(Protocol):
@@ -87,21 +74,5 @@ def _require_fit(model: CpuModelCandidate) -> None:
     config = model.decoder
     if config is None:
         raise KernelsUnavailable("the model runs through transformers")
-    _require_multiples(config)
     if config.head_dim > MAX_HEAD_DIM:
         raise KernelsUnavailable(f"the model's head_dim of {config.head_dim} is over {MAX_HEAD_DIM}")
-
-
-def _require_multiples(config: _DecoderConfig) -> None:
-    """Raises KernelsUnavailable for a size that the kernels do not pad."""
-    for name, size in _input_sizes(config).items():
-        if size % SIZE_MULTIPLE:
-            raise KernelsUnavailable(f"the model's {name} of {size} is no multiple of {SIZE_MULTIPLE}")
-
-
-def _input_sizes(config: _DecoderConfig) -> dict[str, int]:
-    """The numbers of inputs of all matrix products, by name."""
-    sizes = {"hidden size": config.hidden, "intermediate size": config.intermediate, "head_dim": config.head_dim}
-    if config.experts is not None:
-        sizes["width of an expert"] = config.experts.intermediate
-    return sizes

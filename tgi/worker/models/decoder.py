@@ -98,7 +98,9 @@ class DecoderModel:
             calls.append(partial(hidden.mul_, self._embedding_scale))
         angles = self._angles(batch.positions, batch.page_table.shape[1] * attention.page_size)
         rows = attention.plan(batch).rows
-        ready = program.prepare(hidden, batch.positions, angles, attention.caches, rows, None, batch.logits_indices)
+        ready = program.prepare(
+            hidden, batch.positions, angles, attention.caches, attention.kv_form, rows, None, batch.logits_indices
+        )
         assert ready.best is not None
         return PreparedDecode(batch, (*calls, partial(program.run, ready)), ready.best)
 
@@ -141,7 +143,9 @@ class DecoderModel:
         if self._program is not None and isinstance(attention, CpuKernelAttention):
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
-                self._program.prepare(hidden, positions, angles, attention.caches, plan.rows, adapted, logits_indices)
+                self._program.prepare(
+                    hidden, positions, angles, attention.caches, attention.kv_form, plan.rows, adapted, logits_indices
+                )
             )
         else:
             greedy = None
