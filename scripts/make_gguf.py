@@ -25,17 +25,18 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
 }
 PERMUTED = ("llama", "mixtral", "granite", "smollm3")
-# Offsets of the float16 scales in blocks of types that the gguf package does not quantize to.
+# Blocks of types that the gguf package does not quantize to: the offset of each float16 scale, and its size relative to
+# others, so that random codes have a mean of 0.
 SCALES = {
-    GGMLQuantizationType.Q2_K: (80, 82),
-    GGMLQuantizationType.Q3_K: (108,),
-    GGMLQuantizationType.Q4_K: (0, 2),
-    GGMLQuantizationType.Q5_K: (0, 2),
-    GGMLQuantizationType.Q6_K: (208,),
-    GGMLQuantizationType.IQ4_XS: (0,),
-    GGMLQuantizationType.IQ2_XXS: (0,),
-    GGMLQuantizationType.IQ3_S: (0,),
-    GGMLQuantizationType.IQ1_S: (0,),
+    GGMLQuantizationType.Q2_K: {80: 1.0, 82: 1.5},
+    GGMLQuantizationType.Q3_K: {108: 1.0},
+    GGMLQuantizationType.Q4_K: {0: 1.0, 2: 7.5},
+    GGMLQuantizationType.Q5_K: {0: 1.0, 2: 15.5},
+    GGMLQuantizationType.Q6_K: {208: 1.0},
+    GGMLQuantizationType.IQ4_XS: {0: 1.0},
+    GGMLQuantizationType.IQ2_XXS: {0: 1.0},
+    GGMLQuantizationType.IQ3_S: {0: 1.0},
+    GGMLQuantizationType.IQ1_S: {0: 1.0},
 }
 SHIFTED = ("gemma", "gemma2", "gemma3_text")
 # Further entries if config.json has them: key of config.json -> key without the architecture.
@@ -84,14 +85,13 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def random_blocks(values: np.ndarray, block: GGMLQuantizationType) -> np.ndarray:
     """Random blocks of a type in SCALES, about as large as the values."""
-    size, stored = GGML_QUANT_SIZES[block]
-    raw = np.random.default_rng(0).integers(0, 256, (values.size // size, stored), dtype=np.uint8)
-    scales = [slice(at, at + 2) for at in SCALES[block]]
-    for scale in scales:
-        raw[:, scale] = np.array([1.0], np.float16).view(np.uint8)
-    fitting = values.std() / dequantize(raw, block).std()
-    for scale in scales:
-        raw[:, scale] = np.array([fitting], np.float16).view(np.uint8)
+    weights, stored = GGML_QUANT_SIZES[block]
+    raw = np.random.default_rng(0).integers(0, 256, (values.size // weights, stored), dtype=np.uint8)
+    fitting = 1.0
+    for _ in range(2):
+        for at, size in SCALES[block].items():
+            raw[:, at : at + 2] = np.array([size * fitting], np.float16).view(np.uint8)
+        fitting = values.std() / dequantize(raw, block).std()
     return raw.reshape(*values.shape[:-1], -1)
 
 

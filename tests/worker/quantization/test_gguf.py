@@ -17,6 +17,7 @@ from tgi.hub.gguf import reader
 from tgi.hub.gguf.convert import convert
 from tgi.microkernel.errors import UserError
 from tgi.worker.attention import build_attention
+from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.layers.linear import Linear
 from tgi.worker.models.decoder import DecoderModel, _linears
 from tgi.worker.models.interface import Model
@@ -127,3 +128,19 @@ def test_float32_uses_unrounded_weights(place: Path) -> None:
     exact, rounded = (logits(load(imported(place, "llama", "Q8_0", way), "float32", False)) for way in (True, False))
     assert not torch.equal(exact, rounded)
     assert (exact - rounded).norm() < 0.02 * rounded.norm()
+
+
+@pytest.mark.parametrize("block", ["Q8_0", "K", "F16"])
+def test_float16_is_closer_to_float32_than_bfloat16(place: Path, block: str) -> None:
+    """On the kernels that are selected for each type on this machine."""
+    directory = imported(place, "llama", block, True)
+    exact, half, brain = (
+        logits(load_selected(directory, dtype), range(1, 100, 8)) for dtype in ("float32", "float16", "bfloat16")
+    )
+    off, allowed = ((other - exact).norm(dim=-1).median() for other in (half, brain))
+    assert 0 < 3 * off < allowed
+
+
+def load_selected(directory: Path, dtype: str) -> Model:
+    kernels, _ = select_cpu_kernels([read_model_spec(directory, dtype)], "cpu")
+    return build_model(directory, dtype, "cpu", lambda stage, percent: None, kernels=kernels)

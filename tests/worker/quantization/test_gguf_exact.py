@@ -71,7 +71,7 @@ def test_logprobs_in_float32_equal_those_of_exact_dequantization(kind: str, bloc
     directory = tmp_path / "packed"
     directory.mkdir()
     convert(file, directory, lambda *told: None, packed=True)
-    network = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
+    network = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.float64).eval()
     missing, unexpected = network.load_state_dict(dequantized(file, original), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}  # tied
@@ -82,7 +82,7 @@ def test_logprobs_in_float32_equal_those_of_exact_dequantization(kind: str, bloc
     for length in (1, 17, 90):
         ids = torch.randint(3, 512, (length,), generator=generator)
         with torch.inference_mode():
-            expected = network(ids[None]).logits[0].log_softmax(-1)
+            expected = network(ids[None]).logits[0].log_softmax(-1).float()
         found = prefill(loaded, build_attention(loaded.kv, 20, loaded.device), ids.tolist(), list(range(20)))
         torch.testing.assert_close(found.log_softmax(-1), expected[-1], rtol=4e-6, atol=1e-4)
         steps = in_chunks(

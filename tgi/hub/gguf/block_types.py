@@ -239,10 +239,15 @@ def _iq1_m(blocks: Array) -> QuantColumns:
 
 
 def _ternary(block: Type, blocks: Array) -> QuantColumns:
-    """TQ1_0 and TQ2_0: -1, 0 and 1 times a float16 at the end of the block, which is two of our largest groups."""
+    """TQ1_0 and TQ2_0: -1, 0 and 1 times a float16 at the end of the block, which is two of our largest groups.
+
+    They become 0, 1 and 2 with a shift. Without one they would be 7, 8 and 9, less 8: kernels that sum the codes of a
+    group before they subtract would lose digits.
+    """
     unit = blocks.copy()
     unit[:, -2:] = np.array([1.0], np.float16).view(np.uint8)
-    return QuantColumns(_decoded(block, unit), np.repeat(_half(blocks[:, -2:].copy()), 2, axis=1))
+    scales = np.repeat(_half(blocks[:, -2:].copy()), 2, axis=1)
+    return QuantColumns(_decoded(block, unit) + np.int8(1), scales, -scales)
 
 
 def _mxfp4(blocks: Array) -> QuantColumns:
@@ -278,8 +283,8 @@ FORMS = {
     Type.IQ3_S: BlockFormat(8, 32, False, _iq3_s, 256),
     Type.IQ1_S: BlockFormat(8, 32, False, _iq1_s, 256),
     Type.IQ1_M: BlockFormat(8, 16, False, _iq1_m, 256),
-    Type.TQ1_0: BlockFormat(4, 128, False, partial(_ternary, Type.TQ1_0)),
-    Type.TQ2_0: BlockFormat(4, 128, False, partial(_ternary, Type.TQ2_0)),
+    Type.TQ1_0: BlockFormat(4, 128, True, partial(_ternary, Type.TQ1_0)),
+    Type.TQ2_0: BlockFormat(4, 128, True, partial(_ternary, Type.TQ2_0)),
     Type.MXFP4: BlockFormat(8, 32, False, _mxfp4, floats="F32"),
     Type.NVFP4: BlockFormat(8, 16, False, _nvfp4),
 }
