@@ -15,14 +15,17 @@ namespace tgi {
 //
 // Pages may be anywhere, and the hardware prefetcher stays within 4 KB, so the start of each page would stall. It
 // follows several streams at once, which together get more memory bandwidth than one after the other: so the keys and
-// values of both pages are prefetched in alternation. `to_l1`: into the L1 cache, else into the L2 cache.
+// values of both pages are prefetched in alternation. `to_l1`: into the L1 cache, else into the L2 cache. `passes`: how
+// often the products of a block go over its keys and values.
 template <class T>
 class PagePrefetcher {
   public:
     PagePrefetcher() = default;
 
-    PagePrefetcher(const KvCache& cache, const int32_t* pages, int64_t count, int64_t head, bool to_l1)
-        : to_l1_(to_l1), streams_(2 * count), left_(PAGE * cache.padded_dim() * sizeof(T) / (LINES * CACHE_LINE)) {
+    PagePrefetcher(const KvCache& cache, const int32_t* pages, int64_t count, int64_t head, bool to_l1,
+        int64_t passes)
+        : to_l1_(to_l1), streams_(2 * count), lines_(std::max<int64_t>(LINES / passes, 1)),
+          left_(PAGE * cache.padded_dim() * sizeof(T) / (lines_ * CACHE_LINE)) {
         for (int64_t n = 0; n < count; n++) {
             at_[2 * n] = reinterpret_cast<const char*>(keys<T>(cache, pages[n], head));
             at_[2 * n + 1] = reinterpret_cast<const char*>(values<T>(cache, pages[n], head));
@@ -37,7 +40,7 @@ class PagePrefetcher {
         if (left_ == 0) return;
         left_--;
         for (int64_t n = 0; n < streams_; n++)
-            for (int64_t line = 0; line < LINES; line++, at_[n] += CACHE_LINE) {
+            for (int64_t line = 0; line < lines_; line++, at_[n] += CACHE_LINE) {
                 if (to_l1_) __builtin_prefetch(at_[n], 0, 3);
                 else __builtin_prefetch(at_[n], 0, 2);
             }
@@ -48,10 +51,10 @@ class PagePrefetcher {
     }
 
   private:
-    static constexpr int64_t LINES = 4 * sizeof(T);  // of each stream at once
+    static constexpr int64_t LINES = 4 * sizeof(T);  // of each stream for 32 x 32 elements
     const char* at_[4];
     bool to_l1_ = false;
-    int64_t streams_ = 0, left_ = 0;
+    int64_t streams_ = 0, lines_ = 0, left_ = 0;
 };
 
 // 32 keys of a page, as columns of a product.
@@ -59,6 +62,10 @@ template <class T>
 struct KeyBlocks {
     const T* next_block() {
         prefetcher.prefetch_part();
+        return next_unprefetched();
+    }
+
+    const T* next_unprefetched() {
         const T* found = at;
         at += 32 * PAGE;
         return found;
@@ -74,8 +81,10 @@ template <class T>
 struct ValueBlocks {
     const T* next_block() {
         prefetcher.prefetch_part();
-        return pages[next++];
+        return next_unprefetched();
     }
+
+    const T* next_unprefetched() { return pages[next++]; }
 
     const T* pages[2];
     int64_t step;
@@ -85,14 +94,17 @@ struct ValueBlocks {
 };
 
 // 32 columns alone, converted to the type that the engine multiplies.
+template <class T>
 struct ConvertedBlocks {
     const Operand* next_block() {
+        prefetcher.prefetch_part();
         const Operand* found = at;
         at += 32 * 32;
         return found;
     }
 
     const Operand* at;
+    PagePrefetcher<T>& prefetcher;
     static constexpr int64_t step = 64, right = IS_PAIRED<Operand> ? 32 : 16;
 };
 
@@ -107,18 +119,18 @@ TGI_INLINE void store_pair(float* at, const Float (&pair)[2]) { store(at, pair[0
 #endif
 
 // Converts all inputs of 32 columns.
-template <class B>
-inline ConvertedBlocks convert_columns(B blocks, int64_t depth, Operand* to) {
+template <class T, template <class> class Blocks>
+inline ConvertedBlocks<T> convert_columns(Blocks<T> blocks, int64_t depth, Operand* to) {
     for (int64_t k = 0; k < depth; k += 32) {
-        const auto* at = blocks.next_block();
+        const T* at = blocks.next_unprefetched();
         for (int64_t pair = 0; pair < 16; pair++)
             for (int64_t half = 0; half < 2; half++) {
-                const auto* from = at + pair * blocks.step + half * blocks.right;
+                const T* from = at + pair * blocks.step + half * blocks.right;
                 const Float columns[] = {load_input<0>(from, blocks.step / 2), load_input<1>(from, blocks.step / 2)};
-                store_pair(to + (k / 2 + pair) * 64 + half * ConvertedBlocks::right, columns);
+                store_pair(to + (k / 2 + pair) * 64 + half * ConvertedBlocks<T>::right, columns);
             }
     }
-    return {to};
+    return {to, blocks.prefetcher};
 }
 
 // Some rows of one KV head, and the positions that they see.
@@ -239,7 +251,7 @@ class AttentionTile {
     void multiply(const Operand* a, int64_t a_step, B&& blocks, int64_t depth, float* c, int64_t c_step) const {
         if constexpr (!std::is_same_v<T, Operand>)
             if (TGI_DOT_ENGINE || at.rows > UNCONVERTED_ROWS) {
-                ConvertedBlocks converted = convert_columns(blocks, depth, workspace.columns);
+                auto converted = convert_columns(blocks, depth, workspace.columns);
                 return tile_matmul<add>(a, a_step, at.rows, converted, depth, c, c_step);
             }
         if constexpr (std::is_same_v<T, Operand> || !TGI_DOT_ENGINE)
@@ -252,7 +264,16 @@ class AttentionTile {
 
     // With many rows, two blocks do not fit the L1 cache.
     PagePrefetcher<T> prefetcher(int64_t from) const { return {cache, pages_at(from), page_count(from), at.head,
-        at.rows <= LANES}; }
+        at.rows <= LANES, passes()}; }
+
+    // How often a product of the tile's rows goes over its columns.
+    int64_t passes() const {
+#if TGI_DOT_ENGINE
+        return 1;
+#else
+        return at.rows <= WIDE_FMA_ROWS ? 1 : (at.rows + FMA_ROWS - 1) / FMA_ROWS * (WIDE_FMA_ROWS < FMA_ROWS ? 2 : 1);
+#endif
+    }
 
     // Updates the maxima of up to 16 rows with the scores of a block, and rescales the rows whose maximum has grown.
     void update_maxima(int64_t first, int64_t last, int64_t from, const float* const (&scales)[2],

@@ -49,10 +49,18 @@ TGI_INLINE void fma_pair(const float* x, int64_t step, const Block& block, int j
         for (int r = 0; r < R; r++) sums[r][v] = fma(broadcast(x[r * step + input]), column, sums[r][v]);
     };
     // Columns are loaded just before their use: with AVX2 the sums take 12 of 16 registers.
+#if defined(__AVX512F__)
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) add_input(block.template input<0>(j, half + v), v, 0);
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) add_input(block.template input<1>(j, half + v), v, 1);
+#else
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+        add_input(block.template input<0>(j, half + v), v, 0);
+        add_input(block.template input<1>(j, half + v), v, 1);
+    }
+#endif
 }
 
 // Reads or clears the sums of R rows times V times 16 columns.
