@@ -1,4 +1,4 @@
-"""Draws docs/figures/*.svg from docs/figures/comparison.json, the output of `scripts/bench --against ... --json`.
+"""Draws docs/figures/*.svg from the JSON files there, which are outputs of `scripts/bench --against ... --json`.
 
 python -m scripts.benchmarks.plots
 """
@@ -55,21 +55,28 @@ def bar_chart(title: str, groups: list[str], series: list[Series]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def comparison_chart(document: dict[str, Any], model: str) -> str:
-    """Tokens/s of each server on each workload of one model."""
+def comparison_chart(document: dict[str, Any], model: str, where: str = "") -> str:
+    """Tokens/s of each server on each workload of one model. `where` is added to the title."""
     servers: dict[str, Any] = document["models"][model]
     workloads = list(dict.fromkeys(name for record in servers.values() for name in record["workloads"]))
     series = [
         Series(NAMES.get(name, name), [_tokens_s(record["workloads"].get(w)) for w in workloads])
         for name, record in servers.items()
     ]
-    return bar_chart(f"Output tokens/s, {model} model, by workload (more is better)", workloads, series)
+    return bar_chart(f"Output tokens/s, {model} model{where}, by workload (more is better)", workloads, series)
+
+
+# Words for the title, by JSON file.
+COMPARISONS = {"comparison": "", "comparison-avx2": ", AVX2"}
 
 
 def charts(folder: Path) -> dict[str, str]:
     """File name -> SVG text of every chart."""
-    comparison = json.loads((folder / "comparison.json").read_text())
-    return {f"comparison-{model}.svg": comparison_chart(comparison, model) for model in comparison["models"]}
+    found: dict[str, str] = {}
+    for name, where in COMPARISONS.items():
+        document = json.loads((folder / f"{name}.json").read_text())
+        found |= {f"{name}-{model}.svg": comparison_chart(document, model, where) for model in document["models"]}
+    return found
 
 
 def _tokens_s(repetitions: list[dict[str, float]] | None) -> float | None:
@@ -81,7 +88,7 @@ def _number(value: float) -> str:
 
 
 def main() -> None:
-    """Parses the command line, measures and prints."""
+    """Writes the charts."""
     for name, text in charts(FIGURES).items():
         (FIGURES / name).write_text(text)
 

@@ -7,7 +7,7 @@ The model has the layers of SmolLM2-135M, Qwen2.5-0.5B or Llama-3.2-1B, or two o
 random weights in bfloat16. Prints medians over the rounds. Floors are measured by the same threads at the same moments,
 so that other load affects them too: the time in which they read as many bytes as the step must read, all weights once,
 and the keys and values of the contexts; and the time in which they compute as many multiply-adds as the step must
-compute, with the instruction of the kernels' products and no memory.
+compute, with the instruction of the kernels' products and no memory, at the best rate of all rounds.
 """
 
 import argparse
@@ -74,11 +74,14 @@ class Column(NamedTuple):
     title: str
     parts: dict[str, float]
     memory: float  # the floor
-    arithmetic: float  # the floor
+    operations: float
 
 
 class Measurement:
-    """The parts and floors of one kind of step of a model."""
+    """The parts and floors of one kind of step of a model. `peak` is the best rate of multiply-adds in operations per
+    millisecond that any round saw: other load only lowers it."""
+
+    peak = 0.0
 
     def __init__(self, bench: lora.Bench) -> None:
         model = bench.engine._model
@@ -109,15 +112,16 @@ class Measurement:
             self._kernels.read_memory(self._memory)
         with self._watch.part("arithmetic"):
             computed = self._kernels.fma_peak(CHUNKS)
+        Measurement.peak = max(Measurement.peak, computed / self._watch.spent["arithmetic"])
         spent["memory"] = self._watch.spent["memory"] * read / self._memory.nbytes
-        spent["arithmetic"] = self._watch.spent["arithmetic"] * operations / computed
+        self._operations = operations
         if counted:
             self._measured.append(spent)
 
     def column(self, title: str) -> Column:
         """The medians."""
         found = {name: statistics.median(one[name] for one in self._measured) for name in self._measured[0]}
-        return Column(title, found, found.pop("memory"), found.pop("arithmetic"))
+        return Column(title, found, found.pop("memory"), self._operations)
 
 
 def decode(config: dict[str, Any], rows: int, options: argparse.Namespace) -> Column:
@@ -198,8 +202,8 @@ def table(columns: list[Column]) -> list[str]:
     lines = ["| ms |" + "".join(f" {one.title} |" for one in columns), "|---|" + "---|" * len(columns)]
     rows = {name: [one.parts[name] for one in columns] for name in [*parts, "rest", "step"]}
     lines += [f"| {name} |" + "".join(f" {value:.2f} |" for value in values) for name, values in rows.items()]
-    for name in ("memory", "arithmetic"):
-        floors = [getattr(one, name) for one in columns]
+    arithmetic = [one.operations / Measurement.peak for one in columns]
+    for name, floors in (("memory", [one.memory for one in columns]), ("arithmetic", arithmetic)):
         lines.append(f"| floor of {name} |" + "".join(f" {floor:.2f} |" for floor in floors))
         shares = [floor / one.parts["step"] for floor, one in zip(floors, columns, strict=True)]
         lines.append(f"| {name} / step |" + "".join(f" {share:.0%} |" for share in shares))

@@ -3,7 +3,9 @@
 import json
 from xml.etree import ElementTree
 
-from scripts.benchmarks.plots import FIGURES, Series, bar_chart, charts
+import pytest
+
+from scripts.benchmarks.plots import COMPARISONS, FIGURES, Series, bar_chart, charts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -13,10 +15,11 @@ def test_charts_are_up_to_date() -> None:
     assert made == {path.name: path.read_text() for path in FIGURES.glob("*.svg")}, "run -m scripts.benchmarks.plots"
 
 
-def test_every_measured_value_has_a_bar() -> None:
-    document = json.loads((FIGURES / "comparison.json").read_text())
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_every_measured_value_has_a_bar(name: str) -> None:
+    document = json.loads((FIGURES / f"{name}.json").read_text())
     for model, servers in document["models"].items():
-        chart = ElementTree.fromstring(charts(FIGURES)[f"comparison-{model}.svg"])
+        chart = ElementTree.fromstring(charts(FIGURES)[f"{name}-{model}.svg"])
         values = sum(len(record["workloads"]) for record in servers.values())
         assert len(chart.findall(f"{SVG}rect")) == values + len(servers)  # and a legend
 
