@@ -47,6 +47,8 @@ MARKERS = {
         "tokenizer/answer/test_calls",
         "tokenizer/test_cost",
         "worker/cpu_kernels/test_attention",
+        "worker/cpu_kernels/test_neon",
+        "worker/cpu_kernels/test_vectors",
         "worker/gpu_kernels/",
         "worker/quantization/test_gguf",
         "worker/quantization/test_quantize",
