@@ -1,5 +1,5 @@
 """Measures the loss of quantization: perplexity of a text in bfloat16 and in the formats made from it, and with keys
-and values in 8 bits, as on a GPU.
+and values in 8 bits: floats as on a GPU, integers as on our CPU kernels.
 
     scripts/bench quality [--model-id FILE.gguf] [--windows 16] [--length 512]
 
@@ -147,6 +147,9 @@ def load(directory: Path, positions: int) -> list[Format]:
     for name, stored in CACHES.items():
         attention = CudaAttention(exact.model.kv._replace(stored_dtype=stored), pages, CPU, "plain")
         found.append(exact._replace(name=f"{exact.name}, cache {name}", attention=attention))
+    if kernels is not None:
+        cache = build_attention(exact.model.kv._replace(stored_dtype=torch.int8), pages, CPU)
+        found.append(exact._replace(name=f"{exact.name}, cache int8", attention=cache))
     return found
 
 
