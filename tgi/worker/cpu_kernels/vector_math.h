@@ -8,11 +8,11 @@
 namespace tgi {
 
 // The larger of two numbers; NaN where x is NaN.
-inline Float at_least(float least, Float x) { return max(broadcast(least), x); }
+TGI_INLINE Float at_least(float least, Float x) { return max(broadcast(least), x); }
 
 // 2^x for x < 128, with a relative error below 3e-7: x is split into an integer and a fraction r in [0, 1), and 2^r is
 // a polynomial. Without AVX-512, results below 2^-126 are 0.
-inline Float exp2(Float x) {
+TGI_INLINE Float exp2(Float x) {
 #if defined(__AVX512F__)
     const Float r{{_mm512_reduce_ps(x.part[0], _MM_FROUND_TO_NEG_INF)}};
 #else
@@ -77,7 +77,7 @@ inline Float horizontal_maxima(const Float (&x)[16]) {
 
 // 1 / x for 1 <= x < 2^127, with a relative error below 2^-22. With AVX-512 it is one step of Newton's method, in a
 // fifth of the time of a division. Others divide: their estimates differ from one maker of processors to another.
-inline Float reciprocal(Float x) {
+TGI_INLINE Float reciprocal(Float x) {
 #if defined(__AVX512F__)
     const Float near{{_mm512_rcp14_ps(x.part[0])}};
     return near * fnma(x, near, broadcast(2.f));
@@ -87,23 +87,23 @@ inline Float reciprocal(Float x) {
 }
 
 // 1 / (1 + e^-x) for x >= -87.3, where it is nearly 2^-126; relative error below 1e-6 for x > -10. NaN stays NaN.
-inline Float sigmoid(Float x) { return reciprocal(broadcast(1.f) + exp2(x * broadcast(-1.44269504f))); }
+TGI_INLINE Float sigmoid(Float x) { return reciprocal(broadcast(1.f) + exp2(x * broadcast(-1.44269504f))); }
 
-inline Float tanh(Float x) {
+TGI_INLINE Float tanh(Float x) {
     const Float two = broadcast(2.f);
     return fms(two, sigmoid(at_least(-87.3f, two * x)), broadcast(1.f));
 }
 
 // x sigmoid(x). Below -87.3 it is the value at -87.3, -1e-36. The bound applies to the factor x too: a huge x times the
 // smallest sigmoid would not be small.
-inline Float silu(Float x) {
+TGI_INLINE Float silu(Float x) {
     x = at_least(-87.3f, x);
     return x * sigmoid(x);
 }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), computed with 1 + tanh(u) = 2 sigmoid(2 u). Below -9.99 it is the
 // value at -9.99, -2e-37, where the argument of the sigmoid is -87.1.
-inline Float gelu_tanh(Float x) {
+TGI_INLINE Float gelu_tanh(Float x) {
     x = at_least(-9.99f, x);
     const Float inner = fma(x * x * x, broadcast(0.044715f), x);
     return x * sigmoid(inner * broadcast(1.59576912f));
