@@ -49,6 +49,7 @@ def test_a_worker_process_computes_what_the_engine_computes(kind: str, tmp_path:
         max_total_tokens=64,
         watermark_gamma=0.3,
         watermark_delta=5.0,
+        disable_custom_kernels=True,
         model_dir=directory,
         run_dir=tmp_path,
     )
