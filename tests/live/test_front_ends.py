@@ -126,6 +126,8 @@ def test_metrics_are_the_sums_of_two_front_ends(server: Server) -> None:
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
         for path in ("/generate", "/generate_stream"):
             answer = httpx.post(f"{server.url}{path}", json=body, **CLIENT_OPTIONS)
+            if answer.status_code == 503:
+                return False  # the other front end, which shares the port, is not ready yet
             assert answer.status_code == 200, answer.text + server.output_text()
             sent += 1
         return all(

@@ -10,6 +10,7 @@ import torch
 
 from tests.models import model
 from tests.tops import split_tops
+from tests.worker.cpu_kernels.available import library
 from tests.worker.driving import drive, make_engine
 from tests.worker.test_fake_worker import good, slot, step
 from tests.worker.test_loop import TIMEOUT, Scheduler
@@ -127,6 +128,17 @@ def test_a_draft_model_computes_in_the_type_of_the_served_model(tmp_path: Path) 
     engine = start_engine(settings, lambda stage, percent: None)
     assert engine._draft_runner is not None
     assert engine._draft_runner._model.kv.dtype is torch.float32
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+def test_the_kv_cache_on_cpu_may_have_another_type(stored: str, tmp_path: Path) -> None:
+    library()
+    values = {"model_dir": model("llama", dtype="bfloat16"), "run_dir": tmp_path, "device": "cpu"}
+    engine = start_engine(Settings(**values, kv_cache_dtype=stored), lambda stage, percent: None)
+    assert engine._attention._kv.cache_dtype is getattr(torch, stored)
+    torchs = Settings(**values, kv_cache_dtype=stored, disable_custom_kernels=True)
+    with pytest.raises(UserError, match="which only our own CPU kernels support"):
+        start_engine(torchs, lambda stage, percent: None)
 
 
 @pytest.mark.parametrize("least", [{"max_batch_prefill_tokens": 1}, {"max_total_tokens": 2}, {"max_batch_size": 1}])

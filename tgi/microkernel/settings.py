@@ -293,9 +293,9 @@ class Settings:
     kv_cache_dtype: str | None = setting(
         QUANTIZATION,
         None,
-        "8-bit type of the KV cache, on a GPU: twice as many tokens.",
+        "Type of the KV cache: an 8-bit float on a GPU, bfloat16 or int8 on CPU; fewer bits hold more tokens.",
         text,
-        choices=GPU_KV_CACHE_DTYPES,
+        choices=(*GPU_KV_CACHE_DTYPES, *CPU_KV_CACHE_DTYPES),
         unset="the type of the activations",
     )
 

@@ -121,6 +121,25 @@ def test_an_overflow_does_not_reach_the_next_owner_of_a_page(variant: str) -> No
     torch.testing.assert_close(found.double(), expected(sequence), **CLOSE[kv.dtype])
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("element", ["bfloat16", "float32"])
+def test_a_cache_of_another_type_is_close_and_the_same_in_any_chunk(element: str, stored: torch.dtype) -> None:
+    """Of a page in bfloat16 half the bytes of float32; in int8 a byte for each number, and a scale for each key and
+    value."""
+    variant = next(name for name, one in VARIANTS.items() if one.element == element)
+    plain = shape(8, 2, 40, variant)
+    kv = plain._replace(stored_dtype=stored)
+    row = 64 + 4 if stored is torch.int8 else 2 * 64  # of 40 numbers, padded
+    assert page_bytes(kv, CPU) == 2 * 2 * 2 * row * PAGE_SIZE
+    sequence = Sequence(700, plain, 0)
+    attention, again = build_attention(kv, 200, CPU), build_attention(kv, 200, CPU)
+    whole = split(attention, sequence, [700])
+    torch.testing.assert_close(whole.double(), expected(sequence), rtol=5e-2, atol=5e-2)
+    assert torch.equal(split(again, sequence, [33, 1, 500, 1]), whole)
+    if stored is kv.dtype:
+        assert torch.equal(split(build_attention(plain, 200, CPU), sequence, [700]), whole)
+
+
 def test_a_page_takes_the_declared_bytes() -> None:
     kv = shape(4, 2, 64)
     assert page_size(kv, CPU) == PAGE_SIZE

@@ -161,12 +161,6 @@ def test_a_processor_without_a_supported_instruction_set_is_the_reason(
         build_library("bfloat16")
 
 
-def test_a_type_without_kernels_is_the_reason() -> None:
-    lacking = BY_NAME["amx"]._replace(elements=())
-    with pytest.raises(KernelsUnavailable, match="there are none for float32 with amx"):
-        build_library("float32", instruction_set=lacking)
-
-
 def test_a_cache_that_others_can_write_to_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tgi").mkdir()
     os.chmod(tmp_path / "tgi", 0o777)

@@ -54,6 +54,7 @@ static void convert(const T* from, T* to, float* wide, int64_t count) {
     store(wide, x), store_first(to, x, count);
 }
 
+#pragma GCC visibility push(default)
 extern "C" {
 void compute(int function, const float* from_x, const float* from_y, const float* from_z, float* to, int64_t vectors) {
     for (int64_t n = 0; n < vectors; n++) {
