@@ -64,8 +64,13 @@ def logits(model: Model, lengths: Sequence[int] = (90, 1, 17)) -> torch.Tensor:
     ("kind", "block"), [("llama", "Q8_0"), ("llama", "Q4_0"), ("llama", "Q4_1"), ("mixtral", "Q4_1")]
 )
 def test_logits_match_the_dequantized_file(place: Path, kind: str, block: str, native: bool) -> None:
-    packed, plain = (logits(load(imported(place, kind, block, way), "bfloat16", native)) for way in (True, False))
-    assert torch.equal(packed, plain)
+    """To the bit where weights are rounded to bfloat16 before the product; our FMA engine does not round them."""
+    models = [load(imported(place, kind, block, way), "bfloat16", native) for way in (True, False)]
+    packed, plain = map(logits, models)
+    if models[0].kv.cpu_kernels is not None and not models[0].kv.cpu_kernels.dot_engine:
+        assert (packed - plain).norm() < 0.03 * plain.norm()
+    else:
+        assert torch.equal(packed, plain)
 
 
 @pytest.mark.parametrize("block", ["Q8_0", "Q4_0", "Q4_1", "BF16"])
