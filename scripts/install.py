@@ -33,7 +33,7 @@ INSTALLING = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 
 class Installation:
-    """Follows pip's output. Call `tick` while there is none."""
+    """Follows pip's output. Call `tick` while pip writes nothing."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch  # pip's temporary directory, where a file grows while it is fetched
@@ -109,7 +109,7 @@ def _size(path: Path) -> int:
 
 
 def said(pip: "subprocess.Popen[str]") -> Iterator[str]:
-    """Yields the lines of pip's output, and "" while there is none."""
+    """Yields the lines of pip's output, and "" while pip writes nothing."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""The worker's CPU kernels, in C++ for AVX-512 and AMX: compiled on this machine on first use, and cached.
+"""The worker's CPU kernels, in C++ for AVX2, AVX-512, AMX and NEON, from the package or compiled on first use.
 
 Invariant: each row of a result is summed in an order that depends neither on the other rows of the call, nor on the
 number of threads, nor on which thread computes it. So a request's tokens do not depend on its batch.
@@ -6,7 +6,7 @@ number of threads, nor on which thread computes it. So a request's tokens do not
 Read kernels.py first: the kernels as functions of tensors. Then:
 
 - selection: whether the CPU kernels can compute the models of this worker,
-- build: the compiler call and the cache of compiled libraries,
+- build: compiled libraries, one for each instruction set and element type, and the compiler call,
 - program: the operations of all layers, recorded at load and run as one call per step,
 - quantizer: quantizes weights at load, bit for bit as quantization/quantize.py,
 - arena: memory in huge pages for weights, KV cache and scratch buffers.
