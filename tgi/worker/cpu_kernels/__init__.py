@@ -18,7 +18,8 @@ C++ sources, from the bottom up (interface.cpp lists all functions that Python c
 - packed_weight: the layout of packed weights,
 - engine.h: products of tiles, up to 32 rows times 32 columns, by the dot engine (dot_tile.h, dot_decoders.h) or the FMA
   engine (fma_tile.h, fma_decoders.h),
-- linear.cpp with linear_job.h, dot_linear.h and byte_planes, or fma_linear.h; epilogue.h, work_stealing.h: layers,
+- linear.cpp with linear_job.h, dot_linear.h and byte_planes, or fma_linear.h; epilogue.h, work_stealing.h: layers.
+  Each kind of weight formats is compiled in a file of its own (linear_numbers.cpp, ...),
 - head, argmax: logits, and greedy tokens without storing the logits,
 - attention.cpp with kv_cache.h, attention_tile.h and online_softmax.h: paged attention,
 - norm, rope, lora, gather_rows: the other operations of a layer,

@@ -118,15 +118,10 @@ class GroupDecoder {
     alignas(64) bf16 buffers_[2][1024];
 };
 
-// Calls `use` with the template arguments of GroupDecoder for this format.
+// Calls `use` with the second template argument of GroupDecoder for this format.
 template <class Use>
-void with_group_format(const WeightFormat& form, Use use) {
-    using Eight = std::integral_constant<int, 8>;
-    using Four = std::integral_constant<int, 4>;
-    using Yes = std::true_type;
-    using No = std::false_type;
-    if (form.bits == 8) form.shifts ? use(Eight(), Yes()) : use(Eight(), No());
-    else form.shifts ? use(Four(), Yes()) : use(Four(), No());
+void with_shifts(const WeightFormat& form, const Use& use) {
+    form.shifts ? use(std::true_type()) : use(std::false_type());
 }
 
 // Decodes a panel of 4-bit codebook codes, 64 inputs at a time: row by row in registers (ColumnBlock), or to memory.

@@ -15,7 +15,9 @@ constexpr int64_t PART_INPUTS = 576;  // inputs of a panel that are computed tog
 constexpr int64_t MAX_PARTIAL_SUMS = 4096;  // rows of stored partial sums: 512 KB, a quarter of an L2 cache of 2 MB
 
 // bfloat16 rows and float32 sums; the weight is bfloat16 or codes that are decoded to it.
+template <FormatKind kind>
 struct BfloatOperands {
+    static constexpr int BITS = kind == FormatKind::eight_bit_groups ? 8 : 4;  // of codes
     using Sum = float;
     using SumReader = FloatSums;
     static constexpr int64_t MAX_ROWS = MAX_TILE_ROWS;  // rows of a block
@@ -29,11 +31,18 @@ struct BfloatOperands {
     // Calls `use` with a function that makes the columns of a panel, for all inputs.
     template <class Use>
     void panels(const uint8_t* end, const Use& use) const {
-        if (call.weight.form.bits == 16)
-            return use([=](const uint8_t* panel) { return amx_columns((const bf16*)panel, panel + PREFETCH_DISTANCE,
-                end); });
-        with_group_format(call.weight.form, [&](auto bits, auto shifts) {
-            use([&](const uint8_t* panel) { return GroupDecoder<bits, shifts>(call.weight, panel); });
+        if constexpr (kind == FormatKind::numbers)
+            use([=](const uint8_t* panel) { return amx_columns((const bf16*)panel, panel + PREFETCH_DISTANCE, end); });
+        else with_shifts(call.weight.form, [&](auto shifts) {
+            use([&](const uint8_t* panel) { return GroupDecoder<BITS, shifts>(call.weight, panel); });
+        });
+    }
+
+    // Writes the columns of `depth` inputs from `k` on to `to`.
+    void decode(const uint8_t* panel, int64_t k, int64_t depth, bf16* to) const {
+        with_shifts(call.weight.form, [&](auto shifts) {
+            GroupDecoder<BITS, shifts> source(call.weight, panel + call.weight.form.panel_bytes(k));
+            for (int64_t done = 0; done < depth; done += 32) source.decode(to + done * PANEL);
         });
     }
 
@@ -79,14 +88,18 @@ struct IntegerOperands {
             panel + head + PREFETCH_DISTANCE, end); });
     }
 
+    void decode(const uint8_t* panel, int64_t k, int64_t depth, bf16* to) const {
+        NibbleDecoder source(call.weight, panel, 2 * k);
+        for (int64_t done = 0; done < depth; done += 32) source.decode(to + done * PANEL);
+    }
+
     bool two_panels_at_once(int64_t) const { return call.weight.form.bits == 4 &&
         call.rows <= MAX_DOT_PRODUCT_ROWS / 2; }
 
     // Without AMX, the upper and the lower bytes of a row are consecutive rows.
     template <class... B>
     void few_rows(const RowOperand& x, int64_t depth, int32_t* sums, B&&... panels) const {
-        if (uses_dot_products()) return dot_matmul(x.at, x.step, 2 * x.first, depth, sums, COLUMNS, NoWork(),
-            panels...);
+        if (uses_dot_products()) return dot_matmul(x.at, x.step, 2 * x.first, depth, sums, COLUMNS, panels...);
         if constexpr (sizeof...(panels) == 1) tile_matmul(x, panels..., depth, sums, COLUMNS);
     }
 
@@ -112,7 +125,7 @@ struct DotLinearJob final : LinearJob {
         const uint8_t* end = w.panel(w.panels());
         prefetch_l2(w.panel(first), std::min((end - w.panel(first)) / CACHE_LINE, PREFETCH_DISTANCE / CACHE_LINE));
         if (rows <= std::min(MAX_ROWS, MAX_ROWS_PER_PASS)) few_rows(row, rows, first, last);
-        else with_epilogue(call.epilogue, [&](auto epilogue) { many_rows<epilogue>(row, rows, first, last); });
+        else many_rows(row, rows, first, last);
     }
 
     // Few rows times some panels. If possible, each panel of the first half is computed together with one of the second
@@ -142,7 +155,6 @@ struct DotLinearJob final : LinearJob {
 
     // Many rows times some panels, in blocks of rows. The last block starts early enough to be as high as the others;
     // it does not store the rows that the block before has stored.
-    template <Epilogue epilogue>
     void many_rows(int64_t row, int64_t rows, int64_t first, int64_t last) const {
         alignas(64) static thread_local Sum sums[MAX_PARTIAL_SUMS][COLUMNS];
         const int64_t high = std::min(rows, MAX_ROWS), blocks = (rows + high - 1) / high;
@@ -150,7 +162,7 @@ struct DotLinearJob final : LinearJob {
         const int64_t part = (depth_total / unit + parts - 1) / parts * unit;
         // One panel at a time if the L2 cache holds the rows; otherwise a part of the inputs times several panels.
         const int64_t together = rows <= rows_in_l2(depth_total) ? 1 : MAX_PARTIAL_SUMS / (blocks * MAX_TILE_ROWS);
-        PendingEpilogue<epilogue, typename Operands::SumReader> pending;
+        PendingEpilogue<typename Operands::SumReader> pending;
         configure_tiles(operands.rows(row, high));
         for (int64_t from = first, to; from < last; from = to) {
             to = std::min(from + together, last);
@@ -191,13 +203,7 @@ struct DotLinearJob final : LinearJob {
     ColumnBlocks columns(int64_t number, int64_t k, int64_t depth, const uint8_t* next, const uint8_t* end) const {
         if (w.form.is_plain()) return amx_columns(panel_at(number, k), next, std::min(next + depth * PANEL * 2, end));
         alignas(64) static thread_local bf16 room[(PART_INPUTS + 128) * PANEL];  // a part consists of whole groups
-        const auto fill = [&](auto source) {
-            for (int64_t done = 0; done < depth; done += 32) source.decode(room + done * PANEL);
-        };
-        if constexpr (std::is_same_v<Sum, int32_t>) fill(NibbleDecoder(w, w.panel(number), 2 * k));
-        else with_group_format(w.form, [&](auto bits, auto shifts) {
-            fill(GroupDecoder<bits, shifts>(w, w.panel(number) + w.form.panel_bytes(k)));
-        });
+        operands.decode(w.panel(number), k, depth, room);
         return amx_columns(room);
     }
 
@@ -211,10 +217,11 @@ void run(ThreadPool& pool, const LinearCall& call, const Operands& operands) {
     pool.run(job, job.queue.threads());
 }
 
-inline void run_linear(ThreadPool& pool, const LinearCall& call) {
+template <FormatKind kind>
+void linear_of(ThreadPool& pool, const LinearCall& call) {
     const OperandRows x = operand_rows(pool, call);
-    if (call.weight.form.integer) run(pool, call, IntegerOperands{call, split_activations(pool, call, x)});
-    else run(pool, call, BfloatOperands{call, x});
+    if constexpr (kind == FormatKind::integers) run(pool, call, IntegerOperands{call, split_activations(pool, call, x)});
+    else run(pool, call, BfloatOperands<kind>{call, x});
 }
 
 }  // namespace tgi

@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "prefetch.h"
+#include "row_count.h"
 #include "vector_math.h"
 
 namespace tgi {
@@ -64,9 +65,8 @@ struct ColumnBlock {
 
 // The sums of M rows times one block of columns, or times several blocks in alternation. The sums of each further block
 // are stored 16 rows below those of the block before.
-template <bool add, int M, class Sum, class Overlapped, class... B>
-inline void dot_rows(const bf16* a, int64_t a_step, int64_t depth, Sum* c, int64_t c_step, Overlapped& overlapped,
-    B&... b) {
+template <bool add, int M, class Sum, class... B>
+__attribute__((noinline)) void dot_rows(const bf16* a, int64_t a_step, int64_t depth, Sum* c, int64_t c_step, B&... b) {
     using Of = Arithmetic<Sum>;
     constexpr int N = sizeof...(b);
     decltype(Of::zero()) sums[N][M][2];
@@ -90,7 +90,6 @@ inline void dot_rows(const bf16* a, int64_t a_step, int64_t depth, Sum* c, int64
         };
         int n = 0;
         (add_block(ColumnBlock<B>(b), sums[n++]), ...);
-        overlapped();
     }
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++)
@@ -100,23 +99,11 @@ inline void dot_rows(const bf16* a, int64_t a_step, int64_t depth, Sum* c, int64
 constexpr int64_t MAX_DOT_ROWS = 8;  // rows that go through b together without AMX
 
 // The sums of up to MAX_DOT_ROWS rows without AMX, or of half as many rows times two blocks of columns.
-template <bool add = false, class Sum, class Overlapped, class... B>
-inline void dot_matmul(const bf16* a, int64_t a_step, int64_t rows, int64_t depth, Sum* c, int64_t c_step,
-    Overlapped&& overlapped, B&... b) {
-    if constexpr (sizeof...(b) == 1) {
-        switch (rows) {
-            case 8: return dot_rows<add, 8>(a, a_step, depth, c, c_step, overlapped, b...);
-            case 7: return dot_rows<add, 7>(a, a_step, depth, c, c_step, overlapped, b...);
-            case 6: return dot_rows<add, 6>(a, a_step, depth, c, c_step, overlapped, b...);
-            case 5: return dot_rows<add, 5>(a, a_step, depth, c, c_step, overlapped, b...);
-        }
-    }
-    switch (rows) {
-        case 4: return dot_rows<add, 4>(a, a_step, depth, c, c_step, overlapped, b...);
-        case 3: return dot_rows<add, 3>(a, a_step, depth, c, c_step, overlapped, b...);
-        case 2: return dot_rows<add, 2>(a, a_step, depth, c, c_step, overlapped, b...);
-        case 1: return dot_rows<add, 1>(a, a_step, depth, c, c_step, overlapped, b...);
-    }
+template <bool add = false, class Sum, class... B>
+inline void dot_matmul(const bf16* a, int64_t a_step, int64_t rows, int64_t depth, Sum* c, int64_t c_step, B&... b) {
+    with_row_count<MAX_DOT_ROWS / sizeof...(b)>(rows, [&](auto count) {
+        dot_rows<add, count>(a, a_step, depth, c, c_step, b...);
+    });
 }
 
 constexpr int64_t COLUMNS = 32;
@@ -276,6 +263,7 @@ inline void configure_tiles(const RowOperand&) {}
 
 template <bool add = false, class Sum, class A, class B, class Overlapped = NoWork>
 inline void tile_matmul(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_step, Overlapped&& overlapped = {}) {
+    for (int64_t k = 0; k < depth; k += 32) overlapped();  // here nothing overlaps
     for (const bool second : {false, true}) {
         const bf16* a = all.at + second * all.apart;
         const int64_t rows = second ? all.second : all.first;
@@ -283,7 +271,7 @@ inline void tile_matmul(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_st
             const auto multiply = [&](auto& from) {
                 Sum* to = c + (16 * second + row) * c_step;
                 dot_matmul<add>(a + row * all.step, all.step, std::min(rows - row, MAX_DOT_ROWS), depth, to, c_step,
-                    overlapped, from);
+                    from);
             };
             if (row + MAX_DOT_ROWS >= rows && (second || !all.second)) return multiply(b);
             auto again = b;

@@ -63,28 +63,23 @@ void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t
     }
 }
 
-// Calls `use` with the epilogue as a compile-time constant.
-template <class Use>
-inline void with_epilogue(Epilogue epilogue, const Use& use) {
-    switch (epilogue) {
-        case Epilogue::none: return use(std::integral_constant<Epilogue, Epilogue::none>());
-        case Epilogue::silu: return use(std::integral_constant<Epilogue, Epilogue::silu>());
-        case Epilogue::gelu: return use(std::integral_constant<Epilogue, Epilogue::gelu>());
-        case Epilogue::gelu_tanh: return use(std::integral_constant<Epilogue, Epilogue::gelu_tanh>());
-        case Epilogue::add: return use(std::integral_constant<Epilogue, Epilogue::add>());
-        case Epilogue::mul: return use(std::integral_constant<Epilogue, Epilogue::mul>());
-        case Epilogue::logit: return use(std::integral_constant<Epilogue, Epilogue::logit>());
+// The same for the epilogue of the call. Not inlined: with all epilogues it is long, and products call it in many places.
+template <class SumReader>
+__attribute__((noinline)) void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t at,
+    const SumReader& sums) {
+    switch (call.epilogue) {
+        case Epilogue::none: return apply_epilogue<Epilogue::none>(call, first, rows, at, sums);
+        case Epilogue::silu: return apply_epilogue<Epilogue::silu>(call, first, rows, at, sums);
+        case Epilogue::gelu: return apply_epilogue<Epilogue::gelu>(call, first, rows, at, sums);
+        case Epilogue::gelu_tanh: return apply_epilogue<Epilogue::gelu_tanh>(call, first, rows, at, sums);
+        case Epilogue::add: return apply_epilogue<Epilogue::add>(call, first, rows, at, sums);
+        case Epilogue::mul: return apply_epilogue<Epilogue::mul>(call, first, rows, at, sums);
+        case Epilogue::logit: return apply_epilogue<Epilogue::logit>(call, first, rows, at, sums);
     }
 }
 
+// Sums whose epilogue is applied a few rows at a time, while the next sums are computed.
 template <class SumReader>
-inline void apply_epilogue(const LinearCall& call, int64_t first, int64_t rows, int64_t at, const SumReader& sums) {
-    with_epilogue(call.epilogue, [&](auto epilogue) { apply_epilogue<epilogue>(call, first, rows, at, sums); });
-}
-
-// Sums whose epilogue is applied a few rows at a time, while the next sums are computed. The epilogue is `epilogue`, or
-// mul for an up projection.
-template <Epilogue epilogue, class SumReader>
 class PendingEpilogue {
   public:
     // Sets the arguments of `apply_epilogue`; the previous sums must be finished. Prefetches what add and mul read: its
@@ -99,8 +94,7 @@ class PendingEpilogue {
     void run_some(int64_t most) {
         const int64_t rows = std::min(most, rows_);
         if (rows == 0) return;
-        if (call_->epilogue == epilogue) apply_epilogue<epilogue>(*call_, first_, rows, at_, sums_);
-        else apply_epilogue<Epilogue::mul>(*call_, first_, rows, at_, sums_);
+        apply_epilogue(*call_, first_, rows, at_, sums_);
         first_ += rows, rows_ -= rows, sums_.next(rows);
     }
 

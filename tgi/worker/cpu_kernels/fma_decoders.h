@@ -154,18 +154,9 @@ inline void fma_groups(const float* a, int64_t a_step, const float* x_sums, int6
 template <bool decoded, class Columns>
 inline void fma_few_groups(const float* a, int64_t a_step, int64_t rows, const float* x_sums, int64_t x_sums_step,
     const Columns& columns, int64_t depth, bool add, float* c) {
-    switch (rows) {
-#if defined(__AVX512F__)
-        case 8: return fma_groups<8, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-        case 7: return fma_groups<7, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-#endif
-        case 6: return fma_groups<6, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-        case 5: return fma_groups<5, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-        case 4: return fma_groups<4, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-        case 3: return fma_groups<3, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-        case 2: return fma_groups<2, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-        case 1: return fma_groups<1, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
-    }
+    with_row_count<FMA_ROWS>(rows, [&](auto count) {
+        fma_groups<count, decoded>(a, a_step, x_sums, x_sums_step, columns, depth, add, c);
+    });
 }
 
 // 8-bit integers.
@@ -238,45 +229,52 @@ struct FmaBlock<CodebookColumns> {
     Float factor[2];
 };
 
-// Calls `use` with a function that makes the columns of a panel of numbers or integers from its input `k` on, a multiple
-// of 32.
+// Calls `use` with a function that makes the columns of a panel from its input `k` on: of numbers, k is a multiple of 32.
 template <class Use>
-void with_columns(const PackedWeight& w, const Use& use) {
-    const WeightFormat& form = w.form;
-    const int64_t header = form.header_bytes(w.inputs);
-    const auto at = [&w, header](int64_t number, int64_t k) {
-        return w.panel(number) + header + k * PANEL * w.form.bits / 8 + k / 32 * w.form.factor_bytes();
-    };
+void with_numbers(const PackedWeight& w, const Use& use) {
     const auto plain = [&](auto number_type) {
         using T = decltype(number_type);
-        use([&](int64_t number, int64_t k) { return PanelColumns<T, true>{(const T*)at(number, k)}; });
+        use([&](int64_t number, int64_t k) { return PanelColumns<T, true>{(const T*)w.panel(number) + k * PANEL}; });
     };
-    if (form.bits == 32) plain(float());
-    else if (form.bits == 16) form.half ? plain(f16()) : plain(bf16());
-    else if (form.bits == 8)
+    if (w.form.bits == 32) plain(float());
+    else w.form.half ? plain(f16()) : plain(bf16());
+}
+
+// The same for integers.
+template <class Use>
+void with_integers(const PackedWeight& w, const Use& use) {
+    const auto at = [&w](int64_t number, int64_t k) {
+        const int64_t header = w.form.header_bytes(w.inputs);
+        return w.panel(number) + header + k * PANEL * w.form.bits / 8 + k / 32 * w.form.factor_bytes();
+    };
+    if (w.form.bits == 8)
         use([&](int64_t number, int64_t k) { return IntegerColumns{(const int8_t*)at(number, k)}; });
     else use([&](int64_t number, int64_t k) { return CodebookColumns((const int8_t*)w.at, at(number, k)); });
 }
 
-// The same for codes in groups; `k` is a multiple of the unit.
-template <class Use>
+// The same for codes in groups, with a type of blocks of codes; `k` is a multiple of the unit.
+template <class Block, class Use>
 void with_groups(const PackedWeight& w, const Use& use) {
     const WeightFormat& form = w.form;
     const int64_t header = form.unit() / form.group * form.group_bytes();
     const int64_t unit_bytes = header + form.unit() * PANEL * form.bits / 8;
-    const auto grouped = [&](auto block, auto shifts, auto scale) {
+    const auto grouped = [&](auto shifts, auto scale) {
         use([&](int64_t number, int64_t k) {
             const uint8_t* at = w.panel(number) + k / form.unit() * unit_bytes;
-            return GroupColumns<decltype(block), shifts, decltype(scale)>{at, form.group, header, unit_bytes};
+            return GroupColumns<Block, shifts, decltype(scale)>{at, form.group, header, unit_bytes};
         });
     };
-    const auto shifted = [&](auto block, auto shifts) {
-        form.scale_bytes == 4 ? grouped(block, shifts, float()) : grouped(block, shifts, f16());
-    };
-    const auto coded = [&](auto block) {
-        form.shifts ? shifted(block, std::true_type()) : shifted(block, std::false_type());
-    };
-    form.bits == 8 ? coded(CodeBlock<int8_t>()) : coded(NibbleBlock());
+    const auto shifted = [&](auto shifts) { form.scale_bytes == 4 ? grouped(shifts, float()) : grouped(shifts, f16()); };
+    form.shifts ? shifted(std::true_type()) : shifted(std::false_type());
+}
+
+// The same for formats of one kind.
+template <FormatKind kind, class Use>
+void with_columns(const PackedWeight& w, const Use& use) {
+    if constexpr (kind == FormatKind::numbers) with_numbers(w, use);
+    else if constexpr (kind == FormatKind::integers) with_integers(w, use);
+    else if constexpr (kind == FormatKind::eight_bit_groups) with_groups<CodeBlock<int8_t>>(w, use);
+    else with_groups<NibbleBlock>(w, use);
 }
 
 }  // namespace tgi

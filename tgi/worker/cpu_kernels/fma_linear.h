@@ -50,6 +50,7 @@ struct GroupSumsJob final : Job {
     float *const scaled, *const sums;
 };
 
+template <FormatKind kind>
 struct FmaLinearJob final : LinearJob {
     // `x_sums`: the sums of GroupSumsJob, of a weight in groups.
     FmaLinearJob(const LinearCall& call, const OperandRows& x, const float* x_sums, int64_t threads)
@@ -61,8 +62,7 @@ struct FmaLinearJob final : LinearJob {
             if (rows <= FMA_ROWS) few_rows(row, rows, first, last, columns_at);
             else many_rows(row, rows, first, last, columns_at);
         };
-        if (w.form.group) with_groups(w, with);
-        else with_columns(w, with);
+        with_columns<kind>(w, with);
     }
 
   private:
@@ -160,7 +160,8 @@ struct FmaLinearJob final : LinearJob {
     const int64_t x_sums_step;
 };
 
-inline void run_linear(ThreadPool& pool, const LinearCall& call) {
+template <FormatKind kind>
+void linear_of(ThreadPool& pool, const LinearCall& call) {
     OperandRows x = operand_rows(pool, call);
     static thread_local std::vector<float> scaled, x_sums;
     if (const int64_t group = call.weight.form.group) {
@@ -170,7 +171,7 @@ inline void run_linear(ThreadPool& pool, const LinearCall& call) {
         pool.run(job, job.chunks());
         x.at = scaled.data();
     }
-    const FmaLinearJob job(call, x, x_sums.data(), pool.threads());
+    const FmaLinearJob<kind> job(call, x, x_sums.data(), pool.threads());
     pool.run(job, job.queue.threads());
 }
 

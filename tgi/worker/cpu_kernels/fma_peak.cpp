@@ -12,7 +12,7 @@ namespace {
 
 #if TGI_DOT_ENGINE && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
-// Products of 32 rows and 32 columns over 32 inputs, as tile_matmul.h computes them: four sums, two tiles of rows, two
+// Products of 32 rows and 32 columns over 32 inputs, as dot_tile.h computes them: four sums, two tiles of rows, two
 // of columns, each 16 rows of 64 bytes.
 struct Instructions {
     static constexpr int64_t OPERATIONS = 2 * 32 * 32 * 32, ROUNDS = 1000;

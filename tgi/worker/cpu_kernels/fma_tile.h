@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "prefetch.h"
+#include "row_count.h"
 #include "simd.h"
 
 namespace tgi {
@@ -102,18 +103,7 @@ inline void fma_rows(const float* a, int64_t a_step, B& b, int64_t depth, float*
 // Up to FMA_ROWS rows.
 template <bool add, class B>
 inline void fma_few_rows(const float* a, int64_t a_step, int64_t rows, B& b, int64_t depth, float* c, int64_t c_step) {
-    switch (rows) {
-#if defined(__AVX512F__)
-        case 8: return fma_rows<add, 8>(a, a_step, b, depth, c, c_step);
-        case 7: return fma_rows<add, 7>(a, a_step, b, depth, c, c_step);
-#endif
-        case 6: return fma_rows<add, 6>(a, a_step, b, depth, c, c_step);
-        case 5: return fma_rows<add, 5>(a, a_step, b, depth, c, c_step);
-        case 4: return fma_rows<add, 4>(a, a_step, b, depth, c, c_step);
-        case 3: return fma_rows<add, 3>(a, a_step, b, depth, c, c_step);
-        case 2: return fma_rows<add, 2>(a, a_step, b, depth, c, c_step);
-        case 1: return fma_rows<add, 1>(a, a_step, b, depth, c, c_step);
-    }
+    with_row_count<FMA_ROWS>(rows, [&](auto count) { fma_rows<add, count>(a, a_step, b, depth, c, c_step); });
 }
 
 // Any number of rows. `depth` is a multiple of 32, b a type with `next_block`, `step` and `right`, or a decoder. `add`:

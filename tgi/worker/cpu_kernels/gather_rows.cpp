@@ -51,13 +51,18 @@ struct GatherRowsJob final : Job {
     void coded_row(int64_t panel, int64_t n, Element* y) const {
         const uint8_t* at = w.panel(panel);
         if (w.form.integer) return integer_row(n, at, y);
-        with_group_format(w.form, [&](auto bits, auto shifts) {
-            GroupDecoder<bits, shifts> source(w, at);
-            for (int64_t k = 0; k < w.inputs; k += 32) {
-                const bf16* pair = source.next_block() + n / 16 * source.right + n % 16 * 2;
-                for (int64_t j = 0; j < 16; j++, pair += source.step, y += 2) memcpy(y, pair, 2 * sizeof(bf16));
-            }
+        with_shifts(w.form, [&](auto shifts) {
+            if (w.form.bits == 8) grouped_row(GroupDecoder<8, shifts>(w, at), n, y);
+            else grouped_row(GroupDecoder<4, shifts>(w, at), n, y);
         });
+    }
+
+    template <class Decoder>
+    void grouped_row(Decoder source, int64_t n, Element* y) const {
+        for (int64_t k = 0; k < w.inputs; k += 32) {
+            const bf16* pair = source.next_block() + n / 16 * source.right + n % 16 * 2;
+            for (int64_t j = 0; j < 16; j++, pair += source.step, y += 2) memcpy(y, pair, 2 * sizeof(bf16));
+        }
     }
 
     // Output n of a panel of integers.
@@ -77,8 +82,11 @@ struct GatherRowsJob final : Job {
 #else
 
     void coded_row(int64_t panel, int64_t n, Element* y) const {
-        if (w.form.group) with_groups(w, [&](const auto& columns_at) { grouped_row(columns_at(panel, 0), n, y); });
-        else with_columns(w, [&](const auto& columns_at) { integer_row(columns_at(panel, 0), panel, n, y); });
+        const auto grouped = [&](const auto& columns_at) { grouped_row(columns_at(panel, 0), n, y); };
+        if (w.form.integer)
+            with_integers(w, [&](const auto& columns_at) { integer_row(columns_at(panel, 0), panel, n, y); });
+        else if (w.form.bits == 8) with_groups<CodeBlock<int8_t>>(w, grouped);
+        else with_groups<NibbleBlock>(w, grouped);
     }
 
     template <class Columns>

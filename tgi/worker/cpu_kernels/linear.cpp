@@ -4,16 +4,16 @@
 // nothing but the row.
 #include "linear.h"
 
-#if TGI_DOT_ENGINE
-#include "dot_linear.h"
-#else
-#include "fma_linear.h"
-#endif
-
 namespace tgi {
 
 void linear(ThreadPool& pool, const LinearCall& call) {
-    if (call.rows) run_linear(pool, call);
+    if (!call.rows) return;
+    switch (call.weight.form.kind()) {
+        case FormatKind::numbers: return linear_of<FormatKind::numbers>(pool, call);
+        case FormatKind::eight_bit_groups: return linear_of<FormatKind::eight_bit_groups>(pool, call);
+        case FormatKind::four_bit_groups: return linear_of<FormatKind::four_bit_groups>(pool, call);
+        case FormatKind::integers: return linear_of<FormatKind::integers>(pool, call);
+    }
 }
 
 }  // namespace tgi

@@ -36,4 +36,9 @@ struct LinearCall {
 
 void linear(ThreadPool& pool, const LinearCall& call);
 
+// The same for formats of one kind and at least one row. Each kind is compiled in a source file of its own
+// (linear_numbers.cpp, ...), so that they are compiled at the same time.
+template <FormatKind kind>
+void linear_of(ThreadPool& pool, const LinearCall& call);
+
 }  // namespace tgi

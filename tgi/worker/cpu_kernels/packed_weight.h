@@ -10,6 +10,9 @@ namespace tgi {
 
 constexpr int64_t PANEL = 32;  // outputs that are computed together
 
+// The formats of one kind share the code of products (linear_of).
+enum class FormatKind { numbers, eight_bit_groups, four_bit_groups, integers };
+
 // The format of a weight: plain numbers (bfloat16 or float16 with 16 bits, or float32); 8-bit or 4-bit codes in groups,
 // with a scale and perhaps a shift, in float16 or float32, for each output and `group` inputs; or `integer`: 8-bit
 // integers with one scale for each output, stored as such or as 4-bit codebook codes with a factor for each output and
@@ -20,6 +23,12 @@ struct WeightFormat {
     explicit WeightFormat(int64_t code)
         : bits(code & 255), group(code >> 8 & 255), shifts(code >> 16 & 1), integer(code >> 17 & 1),
           weights(1 + (code >> 18 & 1)), half(code >> 19 & 1), scale_bytes(code >> 20 & 1 ? 4 : 2) {}
+
+    FormatKind kind() const {
+        if (integer) return FormatKind::integers;
+        if (!group) return FormatKind::numbers;
+        return bits == 8 ? FormatKind::eight_bit_groups : FormatKind::four_bit_groups;
+    }
 
     // Whether a panel holds numbers, which need no decoding; the dot engine also multiplies 8-bit integers as they are.
     bool is_plain() const { return bits >= 16 || (TGI_DOT_ENGINE && integer && bits == 8); }

@@ -1,0 +1,4 @@
+// Products with packed weights of 4-bit codes in groups.
+#include "linear_engine.h"
+
+template void tgi::linear_of<tgi::FormatKind::four_bit_groups>(ThreadPool& pool, const LinearCall& call);
