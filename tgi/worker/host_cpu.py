@@ -12,6 +12,7 @@ microseconds, about the gap between two parallel regions, and then sleep: most o
 than twice the time where every core but one is taken.
 """
 
+import ctypes
 import logging
 import os
 import platform
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 CPU_VARIABLE = "TGI_CPU"
 CPUINFO = Path("/proc/cpuinfo")
 CPUINFO_LINE = {"x86_64": "flags", "aarch64": "Features"}  # the line that lists the features, by architecture
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # the system call of x86-64 that permits AMX, its arguments
 SYSCTL = "/usr/sbin/sysctl"
 # macOS on Apple silicon: Linux's name of each feature, by the last part of the name in sysctl's hw.optional.arm.
 SYSCTL_FEATURES = {"FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm", "FEAT_DotProd": "asimddp", "FEAT_FP16": "asimdhp"}
@@ -49,16 +51,17 @@ CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 def limit_instruction_set(name: str | None) -> None:
     """Limits this process and its children to one of INSTRUCTION_SETS; None: no limit. Call before torch is imported.
 
-    Raises UserError for an unknown name, and on a processor that lacks a feature of the set.
+    Raises UserError for an unknown name, and where the processor lacks a feature of the set or the system does not
+    permit it.
     """
     if name is None:
         return
     if name not in BY_NAME:
         raise UserError(f"{CPU_VARIABLE} is {name!r}, which is not one of {', '.join(BY_NAME)}.", code=2)
     if missing := BY_NAME[name].features - _processor_features():
+        reason = "the system does not permit" if missing <= _listed_features() else "this processor has no"
         raise UserError(
-            f"{CPU_VARIABLE} is {name}, but this processor has no {', '.join(sorted(missing))}: unset it, or leave out "
-            "--cpu."
+            f"{CPU_VARIABLE} is {name}, but {reason} {', '.join(sorted(missing))}: unset it, or leave out --cpu."
         )
     os.environ[CPU_VARIABLE] = name
     os.environ.update(BY_NAME[name].environment)
@@ -115,7 +118,21 @@ def threads_from_environment() -> int | None:
 
 
 def _processor_features() -> frozenset[str]:
-    """The features that the processor has, limited or not."""
+    """The features that the processor has and the system permits, limited or not."""
+    listed = _listed_features()
+    amx = frozenset(name for name in listed if name.startswith("amx_"))
+    return listed if not amx or _system_permits_amx() else listed - amx
+
+
+@cache
+def _system_permits_amx() -> bool:
+    """Whether Linux lets this process use AMX, which it has to be asked for. The permission is that of the process and
+    of its later children. Linux before 5.16 and some sandboxes refuse."""
+    return ctypes.CDLL(None).syscall(*map(ctypes.c_long, (ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA))) == 0
+
+
+def _listed_features() -> frozenset[str]:
+    """The features that the system lists."""
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return _apple_features(SYSCTL)
     wanted = CPUINFO_LINE.get(platform.machine())
