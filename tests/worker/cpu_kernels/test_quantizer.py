@@ -6,18 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import library
-from tgi.worker.cpu_kernels.kernels import CpuKernels
-from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant
+from tgi.worker.cpu_kernels.quantizer import TYPES, CpuQuantizer
 from tgi.worker.quantization.quantize import FACTOR_GROUP, quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight
 
 MOST_GROUPS, MOST_OUTPUTS = 5, 6
 
 
-@pytest.fixture(scope="module")
-def quantizer() -> CpuQuantizer:
-    return CpuQuantizer(CpuKernels(library(), 2))
+@pytest.fixture(scope="module", params=VARIANTS)
+def quantizer(request: pytest.FixtureRequest) -> CpuQuantizer:
+    return CpuQuantizer(load_variant(request.param))
 
 
 def same(found: QuantizedWeight, wanted: QuantizedWeight) -> bool:
@@ -45,7 +44,7 @@ def weights(draw: st.DrawFn) -> Tensor:
         weight[output, place] = number
     for output in draw(st.sets(st.integers(0, outputs - 1), max_size=2)):
         weight[output, : FACTOR_GROUP * draw(st.integers(0, groups))] = 0
-    return weight.bfloat16()
+    return weight.to(draw(st.sampled_from(TYPES)))
 
 
 @settings(max_examples=200)
@@ -54,9 +53,10 @@ def test_weights_match_torch(quantizer: CpuQuantizer, weight: Tensor, form: str)
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_many_outputs_match_torch_with_several_threads(quantizer: CpuQuantizer, form: str) -> None:
-    weight = torch.randn(1000, 192, generator=torch.Generator().manual_seed(3)).bfloat16()
+def test_many_outputs_match_torch_with_several_threads(quantizer: CpuQuantizer, form: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(1000, 192, generator=torch.Generator().manual_seed(3)).to(dtype)
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))
     assert same(
         quantizer.quantize_weight(weight.T.contiguous().T, form), quantize_weight(weight, form)
@@ -64,6 +64,6 @@ def test_many_outputs_match_torch_with_several_threads(quantizer: CpuQuantizer, 
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
-def test_types_other_than_bfloat16_are_quantized_by_torch(quantizer: CpuQuantizer, form: str) -> None:
-    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(4))
+def test_other_types_are_quantized_by_torch(quantizer: CpuQuantizer, form: str) -> None:
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     assert same(quantizer.quantize_weight(weight, form), quantize_weight(weight, form))

@@ -60,9 +60,9 @@ void tgi_pack_integer(ThreadPool* pool, const uint8_t* codes, const f16* scales,
     pack_integer(*pool, codes, scales, factors, table, {packed, outputs, inputs, WeightFormat(form)}, part);
 }
 
-void tgi_quantize(ThreadPool* pool, const bf16* weight, const float* errors, const uint8_t* choices, f16* scales,
-                  uint8_t* codes, uint8_t* factors, int64_t outputs, int64_t inputs) {
-    quantize(*pool, {weight, errors, choices, scales, codes, factors, outputs, inputs});
+void tgi_quantize(ThreadPool* pool, const void* weight, int64_t form, const float* errors, const uint8_t* choices,
+    f16* scales, uint8_t* codes, uint8_t* factors, int64_t outputs, int64_t inputs) {
+    quantize(*pool, {weight, WeightFormat(form), errors, choices, scales, codes, factors, outputs, inputs});
 }
 
 void tgi_linear(ThreadPool* pool, const Element* x, const uint8_t* weight, int64_t form, const float* bias,

@@ -67,7 +67,7 @@ def _columns(weight: Weight) -> tuple[Tensor | None, ...]:
     return (weight,) if isinstance(weight, Tensor) else tuple(weight)
 
 
-def _format_code(weight: Weight) -> int:
+def format_code(weight: Weight) -> int:
     """The code of WeightFormat in packed_weight.h."""
     if isinstance(weight, Tensor):
         return 8 * weight.dtype.itemsize | (HALF_FORMAT if weight.dtype is torch.float16 else 0)
@@ -85,7 +85,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def can_pack_together(one: Weight, other: Weight) -> bool:
     """Whether two weights have the same shape and format, as `pack_weight` needs of a gate and an up projection."""
-    return one.shape == other.shape and _format_code(one) == _format_code(other)
+    return one.shape == other.shape and format_code(one) == format_code(other)
 
 
 class PackedWeight(NamedTuple):
@@ -194,7 +194,7 @@ class CpuKernels:
           `weight.dequantized(torch.bfloat16)`. With one scale for each output it quantizes the activations to 16-bit
           integers, with an error of at most half a unit: 1 / 65,534 of the largest magnitude of the row.
         """
-        (outputs, inputs), form = weights[0].shape, _format_code(weights[0])
+        (outputs, inputs), form = weights[0].shape, format_code(weights[0])
         packed = self._empty_packed(outputs, inputs, form | GATED_FORMAT if len(weights) > 1 else form)
         for part, weight in enumerate(weights):
             assert can_pack_together(weight, weights[0])

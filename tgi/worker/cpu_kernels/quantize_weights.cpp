@@ -1,7 +1,8 @@
-// Quantizes bfloat16 weights to 8 or 4 bits, bit for bit as quantization/quantize.py.
+// Quantizes weights to 8 or 4 bits, bit for bit as quantization/quantize.py.
 #include "quantize_weights.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -13,18 +14,28 @@ constexpr int MAX_INT8 = 127, GRID_STEPS = 4, FACTORS = 8, GROUP = 32;
 typedef float FactorErrors __attribute__((vector_size(4 * FACTORS)));
 
 // The largest magnitude, NaN if an element is NaN: bit patterns without the sign have the order of the magnitudes.
-float largest(const bf16* weight, int64_t inputs) {
-    uint16_t most = 0;
-    for (int64_t at = 0; at < inputs; at++) most = std::max<uint16_t>(most, weight[at].bits & 0x7fff);
-    return to_float(bf16{most});
+template <class T>
+float largest(const T* weight, int64_t inputs) {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+    Bits most = 0;
+    for (int64_t at = 0; at < inputs; at++) {
+        Bits bits;
+        memcpy(&bits, weight + at, sizeof bits);
+        most = std::max<Bits>(most, bits & Bits(-1) >> 1);
+    }
+    T found;
+    memcpy(&found, &most, sizeof found);
+    return to_float(found);
 }
 
 // Sixteen weights in units of their output's scale, from -MAX_INT8 to MAX_INT8; 0 for NaN.
-Float units(const bf16* weight, Float reciprocal) {
+template <class T>
+Float units(const T* weight, Float reciprocal) {
     const Float found = load(weight) * reciprocal;
     return select(found == found, max(broadcast(-float(MAX_INT8)), min(broadcast(float(MAX_INT8)), found)), zeros());
 }
 
+template <class T>
 struct QuantizeJob final : Job {
     explicit QuantizeJob(const QuantizeCall& call) : call(call), height(std::max<int64_t>(1,
         CHUNK_WEIGHTS / call.inputs)) {}
@@ -34,7 +45,7 @@ struct QuantizeJob final : Job {
     void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * height, call.outputs);
         for (int64_t output = chunk * height; output < last; output++) {
-            const bf16* weight = call.weight + output * call.inputs;
+            const T* weight = (const T*)call.weight + output * call.inputs;
             const f16 half = round_to<f16>(largest(weight, call.inputs) / MAX_INT8);
             call.scales[output] = half;
             const float scale = to_float(half);
@@ -87,8 +98,12 @@ struct QuantizeJob final : Job {
 }  // namespace
 
 void quantize(ThreadPool& pool, const QuantizeCall& call) {
-    const QuantizeJob job(call);
-    pool.run(job, job.chunks());
+    const auto run = [&](auto number) {
+        const QuantizeJob<decltype(number)> job(call);
+        pool.run(job, job.chunks());
+    };
+    if (call.form.bits == 32) run(float());
+    else call.form.half ? run(f16()) : run(bf16());
 }
 
 }  // namespace tgi

@@ -2,14 +2,15 @@
 #pragma once
 #include <cstdint>
 
-#include "elements.h"
+#include "packed_weight.h"
 #include "thread_pool.h"
 
 namespace tgi {
 
 // The tables are those of quantization/quantize.py, with a row of 8 numbers for each grid point.
 struct QuantizeCall {
-    const bf16* weight;  // [outputs, inputs], `inputs` a multiple of 32
+    const void* weight;  // numbers [outputs, inputs], `inputs` a multiple of 32
+    WeightFormat form;  // of the weight's numbers
     const float* grid_errors;  // GRID_ERRORS
     const uint8_t* grid_codes;  // GRID_CODES, and three bytes of padding
     f16* scales;  // float16 [outputs]
