@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "speculation": ("speculation", "requests to a server with --speculate and to one without"),
     "scheduler": ("scheduler", "the scheduler's pass for one step, and the prefix cache"),
     "sampling": ("sampling", "a step from logits to tokens, by logits processor"),
+    "memory": ("memory", "memory of the worker by type of weights, next to its bound"),
     "kernels": ("kernels", "matrix products of the CPU kernels and of oneDNN"),
     "step": ("step", "the parts of a decode step on the CPU kernels, next to the memory floor"),
     "lora": ("lora", "decode steps with LoRA adapters"),

@@ -48,11 +48,12 @@ class Server:
     def __init__(self, command: list[str], environ: dict[str, str], port: int, log: Path | None = None) -> None:
         self.port, self.first, self._log = port, 0.0, log
         self._run = tempfile.TemporaryDirectory(prefix="tgi-")
+        self.run_directory = Path(self._run.name) / "run"  # of this server
         self._begun = time.perf_counter()
         with log.open("wb") if log else contextlib.nullcontext() as output:
             self.process = subprocess.Popen(
                 command,
-                env=os.environ | {"TGI_RUN": str(Path(self._run.name) / "run")} | environ,
+                env=os.environ | {"TGI_RUN": str(self.run_directory)} | environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output or subprocess.DEVNULL,
                 stderr=output,

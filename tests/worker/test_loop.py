@@ -125,11 +125,12 @@ class Saving(FakeEngine):
     def __init__(self) -> None:
         super().__init__(SCRIPT)
         self.left = 3
-        self.finished = threading.Event()
+        self.finished, self.released = threading.Event(), threading.Event()
 
     def launch(self, step: Step) -> StepResult:
         self.left = 3
         self.finished.clear()
+        self.released.clear()
         return super().launch(step)
 
     def prefault_memory(self) -> bool:
@@ -137,6 +138,10 @@ class Saving(FakeEngine):
         if not self.left:
             self.finished.set()
         return self.left > 0
+
+    def release_memory(self) -> None:
+        assert not self.left
+        self.released.set()
 
 
 class Queueing(FakeEngine):
@@ -234,6 +239,7 @@ def test_memory_is_prefaulted_while_idle(start: Callable[[Any], Running]) -> Non
         running.scheduler.send(one)
         assert running.scheduler.result().number == one.number
         assert engine.finished.wait(TIMEOUT)
+    assert engine.released.wait(TIMEOUT)
 
 
 def test_a_step_that_raises_is_answered_and_the_worker_continues(start: Callable[[Any], Running]) -> None:

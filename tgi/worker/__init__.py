@@ -13,5 +13,6 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - greedy: argmax of the logits, for models and kernels that compute it themselves
 - activations, checkpoint, decoder_config: activation functions, reading checkpoints, the shape of a decoder
 - host_cpu, instruction_sets: the host's processor, and the instruction sets that kernels are compiled for
+- deferred_imports: parts of torch that are loaded only when something uses them
 - device_copies: copies between host and device that do not wait
 """

@@ -10,6 +10,7 @@ from tgi.microkernel.link import Link
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.settings import Settings
+from tgi.worker.deferred_imports import defer_imports
 from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorkerConfig
@@ -45,6 +46,7 @@ def _start_engine(settings: Settings, loop: WorkerLoop) -> tuple[Engine, WorkerF
     configure_thread_waiting()
     limit_instruction_set(settings.cpu)
     request_reproducible_mkl()
+    defer_imports()
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 
     engine = start_engine(settings, loop.progress)

@@ -1,6 +1,7 @@
 """Attention on CPU with our own kernels, which read the pages in place; see cpu_kernels/attention.cpp."""
 
 import math
+import mmap
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,11 @@ class CpuKernelAttention:
         self._next_layer = 0  # layers before this one have one LARGE_PAGE more
 
     def _memory(self) -> Tensor:
-        """One layer's cache: zeros whose memory is mapped at the first write."""
-        return torch.frombuffer(map_region(math.prod(self._shape)), dtype=torch.uint8).view(self._shape)
+        """One layer's cache: zeros whose memory is mapped at the first write. Core dumps leave it out."""
+        region = map_region(math.prod(self._shape))
+        if hasattr(mmap, "MADV_DONTDUMP"):
+            region.madvise(mmap.MADV_DONTDUMP)
+        return torch.frombuffer(region, dtype=torch.uint8).view(self._shape)
 
     def prefault_pages(self, used: int, further: int) -> bool:
         """See PrefaultingBackend. One call maps one large page of one layer."""

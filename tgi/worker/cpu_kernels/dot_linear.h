@@ -111,6 +111,14 @@ struct IntegerOperands {
     const BytePlanes planes;
 };
 
+// Stored partial sums of a thread, for all instantiations of a job: the first access to any thread-local variable of a
+// library writes all of them.
+template <class Sum>
+inline Sum (&partial_sums())[MAX_PARTIAL_SUMS][COLUMNS] {
+    alignas(64) static thread_local Sum sums[MAX_PARTIAL_SUMS][COLUMNS];
+    return sums;
+}
+
 // Inputs are counted in pairs of bytes: one bfloat16 number, or two 8-bit numbers.
 template <class Operands>
 struct DotLinearJob final : LinearJob {
@@ -156,7 +164,7 @@ struct DotLinearJob final : LinearJob {
     // Many rows times some panels, in blocks of rows. The last block starts early enough to be as high as the others;
     // it does not store the rows that the block before has stored.
     void many_rows(int64_t row, int64_t rows, int64_t first, int64_t last) const {
-        alignas(64) static thread_local Sum sums[MAX_PARTIAL_SUMS][COLUMNS];
+        Sum (&sums)[MAX_PARTIAL_SUMS][COLUMNS] = partial_sums<Sum>();
         const int64_t high = std::min(rows, MAX_ROWS), blocks = (rows + high - 1) / high;
         const int64_t unit = w.form.group ? w.form.unit() : 32, parts = (depth_total + PART_INPUTS - 1) / PART_INPUTS;
         const int64_t part = (depth_total / unit + parts - 1) / parts * unit;

@@ -69,6 +69,18 @@ struct FmaLinearJob final : LinearJob {
     // Bytes of a part of 16 outputs that stays in the L1 cache next to the rows.
     static constexpr int64_t PART_BYTES = 16384, MAX_PART_INPUTS = PART_BYTES / LANES / sizeof(bf16);
 
+    // The buffers of a thread, for all instantiations: the first access to any thread-local variable of a library writes
+    // all of them.
+    struct Workspace {
+        alignas(64) float sums[MAX_CHUNK_ROWS + FMA_ROWS][PANEL];
+        alignas(64) float columns[MAX_PART_INPUTS / 2 + 128][PANEL];  // decoded; a part has whole groups
+    };
+
+    static Workspace& workspace() {
+        static thread_local Workspace one;
+        return one;
+    }
+
     void finish(int64_t number, int64_t row, int64_t rows, const float* sums) const {
         const auto* scales = w.form.integer ? (const float*)w.panel(number) : nullptr;
         apply_epilogue(call_of(number), row, rows, first_output(number), ScaledSums{sums, scales});
@@ -115,7 +127,7 @@ struct FmaLinearJob final : LinearJob {
     template <class Columns>
     void part_of_rows(int64_t number, int64_t row, int64_t rows, int64_t k, int64_t inputs, const Columns& columns)
         const {
-        alignas(64) static thread_local float sums[MAX_CHUNK_ROWS + FMA_ROWS][PANEL];
+        auto& sums = workspace().sums;
         for (int64_t done = 0; done < rows; done += FMA_ROWS) {
             const int64_t count = std::min(rows - done, FMA_ROWS);
             multiply(row + done, count, k, inputs, columns, sums[done]);
@@ -129,7 +141,7 @@ struct FmaLinearJob final : LinearJob {
 
     template <class Columns>
     static auto decoded_columns(Columns columns, int64_t inputs) {
-        alignas(64) static thread_local float room[MAX_PART_INPUTS / 2 + 128][PANEL];  // a part has whole groups
+        auto& room = workspace().columns;
         if constexpr (IS_GROUPED<Columns>) {
             const uint8_t* codes = columns.at + columns.header;
             const int64_t blocks = std::max<int64_t>(columns.group / 32, 1);

@@ -17,6 +17,7 @@ from tgi.worker.engine.decode_fast_path import DecodeFastPath
 from tgi.worker.engine.draft_runner import DraftModel, DraftRunner
 from tgi.worker.engine.input_batch import BatchBuilder, Ints, Slots, StepRows
 from tgi.worker.engine.interface import BadStep, Poisoned
+from tgi.worker.engine.memory import release_idle_memory
 from tgi.worker.engine.prompt_logprobs import (
     PromptLogprobReader,
     PromptLogprobTensors,
@@ -141,6 +142,11 @@ class TorchEngine:
             return False
         pages = -(-PREFAULT_TOKENS // self.limits.page_size)
         return self._attention.prefault_pages(self._slots.touched_pages, pages)
+
+    def release_memory(self) -> None:
+        """See Engine."""
+        if not self._cuda:
+            release_idle_memory()
 
     def launch(self, step: Step) -> PendingStep | StepResult:
         """Starts a step. Raises BadStep where it does not match the slots, and Poisoned where the device is lost.

@@ -19,6 +19,9 @@ class Engine(Protocol):
         """Prepares memory that later steps will need, for a few milliseconds, while the worker is idle. False: nothing
         is left to prepare."""
 
+    def release_memory(self) -> None:
+        """Gives back memory that an idle worker does not need."""
+
     def launch(self, step: Step) -> Any:
         """Starts a step and returns it as pending. A device without a queue of its own computes the step here."""
 

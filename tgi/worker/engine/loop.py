@@ -31,6 +31,7 @@ class WorkerLoop:
         self._epoch = 0
         self._scheduler: PeerId | None = None
         self._may_prefault = True  # the engine may have memory left to prefault
+        self._may_release = False  # the engine may have memory to give back
         self._early_updates: list[tuple[PeerId, UpdateAdapter]] = []  # received while the model was loading
         process.watch_link(link)
 
@@ -70,9 +71,12 @@ class WorkerLoop:
             self._launch_next(engine)
             self._collect_done(engine)
             if received:
-                self._may_prefault = True
+                self._may_prefault = self._may_release = True
             elif self._may_prefault and not (self._queued or self._in_flight):
                 self._may_prefault = engine.prefault_memory()
+            elif self._may_release and not (self._queued or self._in_flight):  # idle for HEARTBEAT_SECONDS
+                engine.release_memory()
+                self._may_release = False
         self._process.publish_state("draining")
         self._drain(engine)
 

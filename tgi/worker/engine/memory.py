@@ -4,7 +4,7 @@ import ctypes
 import logging
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ GRAPH_BYTES = 8 << 20
 # On CPU the default cache takes this share of the available memory, because other processes need memory too.
 CPU_SHARE = 0.25
 MAX_CPU_CACHE_BYTES = 4 << 30
-SMAPS = Path("/proc/self/smaps")  # Linux: the mappings of this process, with their sizes
+# Linux: the mappings of this process, without and with their sizes
+MAPS, SMAPS = Path("/proc/self/maps"), Path("/proc/self/smaps")
 # The first line of a mapping: its addresses, permissions and file.
 MAPPING = re.compile(r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) (?P<permissions>\S+) \S+ \S+ \S+ *(?P<file>/.*)?")
 # The directory of a container's memory limit and use (cgroup v2).
@@ -161,14 +162,34 @@ def _pages(
 
 def release_start_memory() -> None:
     """Gives memory back that only the start has used, on Linux: freed memory that the C library keeps, and pages of
-    libraries, most of which only their initialization reads. The system maps a page again where it is used."""
+    libraries, most of which only their initialization reads. The system maps a page again where it is used. Call only
+    while no other thread maps memory."""
+    if SMAPS.exists():
+        _release(_unwritten_file_mappings(SMAPS.read_text()))
+
+
+def release_idle_memory() -> None:
+    """Gives memory back that an idle worker does not need, on Linux: freed memory that the C library keeps, and pages
+    with the code of libraries. It takes a few milliseconds, and the next step takes up to one more."""
+    if MAPS.exists():
+        _release(_code_mappings(MAPS.read_text()))
+
+
+def _release(mappings: Iterable[tuple[int, int]]) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
-    if not hasattr(mmap, "MADV_DONTNEED") or not SMAPS.exists():
+    if not hasattr(mmap, "MADV_DONTNEED"):
         return
-    for start, stop in _unwritten_file_mappings(SMAPS.read_text()):
+    for start, stop in mappings:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def _code_mappings(maps: str) -> Iterator[tuple[int, int]]:
+    """The addresses of the code of libraries. They stay mapped, whatever other threads do meanwhile."""
+    for found in map(MAPPING.fullmatch, maps.splitlines()):
+        if found is not None and found["permissions"] == "r-xp" and ".so" in (found["file"] or ""):
+            yield int(found["start"], 16), int(found["stop"], 16)
 
 
 def _unwritten_file_mappings(smaps: str) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, QUANTIZED_AT_LOAD, Set
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
+from tgi.worker.deferred_imports import load_deferred
 from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
@@ -129,6 +130,8 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
             kernels, reason = select_cpu_kernels(specs, device, progress)
         else:
             gpu, reason = select_gpu_kernels(specs, device)
+    if kernels is None:
+        load_deferred()  # torch computes, or transformers
     kv_cache_dtype = _kv_cache_dtype(settings.kv_cache_dtype, device, kernels is not None)
     words = f"torch's ({reason})" if reason else "our own"
     if device == "cpu":

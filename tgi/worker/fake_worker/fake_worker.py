@@ -81,6 +81,9 @@ class FakeEngine:
         """False: there is no memory to prefault."""
         return False
 
+    def release_memory(self) -> None:
+        """No effect."""
+
     def launch(self, step: Step) -> StepResult:
         """Runs the step, and sleeps until it has taken `step_us`."""
         begin = time.monotonic()
