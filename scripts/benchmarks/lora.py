@@ -62,12 +62,13 @@ class Bench:
         shape: dict[str, Any] = CONFIG,
         rows: int = ROWS,
         dtype: torch.dtype = torch.bfloat16,
+        source: WeightSource | None = None,  # in place of random weights
     ) -> None:
         config = read_decoder_config(shape)
         kernels = None if plain else select_cpu_kernels([ModelSpec(config, dtype)], "cpu")[0]
         if kernels is None:
             choose_threads()
-        source: WeightSource = RandomCheckpoint()
+        source = source or RandomCheckpoint()
         if quantize:
             source = QuantizingWeightSource(source, quantize)
         reader = DecoderWeightLoader(source, config, dtype, CPU, kernels)

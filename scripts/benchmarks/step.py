@@ -1,13 +1,14 @@
 """Shows the parts of a decode step and of a prompt on our CPU kernels, next to the floors of memory and arithmetic.
 
-    scripts/bench step [--shape 135m] [--rows 1,8,32] [--context 200] [--prefill 512] [--rounds 60]
-        [--quantize int8] [--dtype float32] [--cpu avx2]
+    scripts/bench step [--shape 135m | --model-id FILE.gguf] [--rows 1,8,32] [--context 200] [--prefill 512]
+        [--rounds 60] [--quantize int8] [--dtype float32] [--cpu avx2]
 
-The model has the layers of SmolLM2-135M, Qwen2.5-0.5B or Llama-3.2-1B, or two of width 64, a vocabulary of 32,000 and
-random weights in bfloat16. Prints medians over the rounds. Floors are measured by the same threads at the same moments,
-so that other load affects them too: the time in which they read as many bytes as the step must read, all weights once,
-and the keys and values of the contexts; and the time in which they compute as many multiply-adds as the step must
-compute, with the instruction of the kernels' products and no memory, at the best rate of all rounds.
+The model has the layers of SmolLM2-135M, Qwen2.5-0.5B or Llama-3.2-1B, or two of width 64, a vocabulary of 32,000
+and random weights in bfloat16; or it is a given one in its own bits. Prints medians over the rounds. Floors are
+measured by the same threads at the same moments, so that other load affects them too: the time in which they read
+as many bytes as the step must read, all weights once, and the keys and values of the contexts; and the time in
+which they compute as many multiply-adds as the step must compute, with the instruction of the kernels' products
+and no memory, at the best rate of all rounds.
 """
 
 import argparse
@@ -16,21 +17,25 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from scripts.benchmarks import lora
 from scripts.benchmarks.engine_driver import collected
-from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored
+from scripts.benchmarks.shapes import CONFIG, SHAPES, RandomCheckpoint, matrices, stored
+from tgi.hub.resolver import model_directory
 from tgi.microkernel.options import count, counts
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD
 from tgi.worker.attention import page_bytes, page_size
+from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.arena import Arena
 from tgi.worker.host_cpu import kernel_set, limit_instruction_set
 from tgi.worker.instruction_sets import BY_NAME, ELEMENTS
 from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.loader import read_config, read_model_spec
+from tgi.worker.quantization.weight_sources import WeightSource
 
 MATRICES = ("qkv", "output", "gate and up", "down")
 READ = 256 << 20  # bytes read for the floor of memory
@@ -124,10 +129,10 @@ class Measurement:
         return Column(title, found, found.pop("memory"), self._operations)
 
 
-def decode(config: dict[str, Any], rows: int, options: argparse.Namespace) -> Column:
+def decode(config: dict[str, Any], source: WeightSource, rows: int, options: argparse.Namespace) -> Column:
     """Decode steps of these rows."""
     context, rounds = options.context, options.rounds
-    bench = lora.Bench([], context, rounds + 8, False, options.quantize, config, rows, options.dtype)
+    bench = lora.Bench([], context, rounds + 8, False, options.quantize, config, rows, options.dtype, source)
     found = Measurement(bench)
     model, position = found.model, context + rounds / 2
     weights = stored((model._weights.layers, model._weights.head))
@@ -138,9 +143,9 @@ def decode(config: dict[str, Any], rows: int, options: argparse.Namespace) -> Co
     return found.column(f"{rows} rows")
 
 
-def prefill(config: dict[str, Any], tokens: int, options: argparse.Namespace) -> Column:
+def prefill(config: dict[str, Any], source: WeightSource, tokens: int, options: argparse.Namespace) -> Column:
     """A prompt of that many tokens, computed in one step without its past."""
-    bench = lora.Bench([], tokens, 2, False, options.quantize, config, 1, options.dtype)
+    bench = lora.Bench([], tokens, 2, False, options.quantize, config, 1, options.dtype, source)
     found, requests = Measurement(bench), bench.kinds[0]
     weights = stored((found.model._weights.layers, found.model._weights.head))
     attended = tokens * attention_operations(config, (tokens + 1) / 2)
@@ -175,6 +180,7 @@ def main() -> None:
     """Parses the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--model-id", help="a model in place of a shape")
     parser.add_argument("--rows", type=counts, default="1,8,32")
     parser.add_argument("--context", type=count, default=200)
     parser.add_argument(
@@ -187,11 +193,21 @@ def main() -> None:
     options = parser.parse_args()
     limit_instruction_set(options.cpu)
     longest = max(options.context + 2 * options.rounds, *options.prefill) + 64
-    config = CONFIG | SHAPES[options.shape] | {"vocab_size": 32000, "max_position_embeddings": longest}
-    columns = [decode(config, rows, options) for rows in options.rows]
-    columns += [prefill(config, tokens, options) for tokens in options.prefill]
+    with ExitStack() as opened:
+        source: WeightSource = RandomCheckpoint()
+        config = CONFIG | SHAPES[options.shape] | {"vocab_size": 32000}
+        if options.model_id:
+            directory = model_directory(options.model_id)
+            config = read_config(directory)
+            source = read_model_spec(directory, "auto").scheme.stored_source(
+                opened.enter_context(Checkpoint(directory))
+            )
+        config |= {"max_position_embeddings": longest}
+        columns = [decode(config, source, rows, options) for rows in options.rows]
+        columns += [prefill(config, source, tokens, options) for tokens in options.prefill]
     chosen = kernel_set()
-    print(f"{options.shape}, context {options.context}, {options.dtype}, {chosen.name if chosen else ''}\n")
+    title = options.model_id or options.shape
+    print(f"{title}, context {options.context}, {options.dtype}, {chosen.name if chosen else ''}\n")
     print("\n".join(table(columns)))
 
 

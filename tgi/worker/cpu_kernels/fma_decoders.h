@@ -14,13 +14,12 @@ inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += CACHE_LINE) prefetch_l1(at + PREFETCH_DISTANCE + line);
 }
 
-// Numbers of a panel. Few rows need them prefetched, many rows find them in the cache.
-template <class T, bool prefetches>
+// Numbers of a panel.
+template <class T>
 struct PanelColumns {
-    static constexpr int64_t step = 32, right = 512, BYTES = 32 * PANEL * sizeof(T);  // of 32 inputs
+    static constexpr int64_t step = 32, right = 512;
 
     const T* next_block() {
-        if (prefetches) prefetch_ahead((const uint8_t*)at, BYTES);
         const T* found = at;
         at += 32 * PANEL;
         return found;
@@ -29,14 +28,24 @@ struct PanelColumns {
     const T* at;
 };
 
-// Blocks of 32 inputs of codes as float32 numbers, for `fma_pair`. In bytes of 4-bit codes, the upper ones count 16 times:
-// the rows' odd inputs are a sixteenth (OperandRows), which is exact and saves a shift.
+// Codes that have been decoded, and are in the cache.
+struct DecodedColumns : PanelColumns<float> {};
+
+template <class Columns>
+constexpr bool IS_PLAIN = false;
+template <class T>
+constexpr bool IS_PLAIN<PanelColumns<T>> = true;
+
+// Blocks of 32 inputs of codes as float32 numbers, for `fma_pairs`. A byte of two 4-bit codes is lower + 16 upper, and
+//   even input * lower + odd input * upper = (even - odd / 16) * lower + odd / 16 * byte,
+// so the rows have these factors (GroupSumsJob), and a pair takes one mask and no shift: a seventh less than two masks.
 struct NibbleBlock {
     static constexpr int64_t SIZE = 16 * PANEL;  // from one block to the next
 
     template <int which>
     TGI_INLINE Float input(int j, int half) const {
-        return to_float(load(at + 256 * half + 16 * j) & broadcast(which ? 0xf0 : 0x0f));
+        const Int bytes = load(at + 256 * half + 16 * j);
+        return to_float(which ? bytes : bytes & broadcast(0x0f));
     }
 
     const uint8_t* at;
@@ -64,10 +73,6 @@ struct GroupColumns {
     using Scale = ScaleType;
     // Without shifts, 4-bit codes are 8 too large.
     static constexpr bool shifts = has_shifts, subtracts_eight = !has_shifts && std::is_same_v<Block, NibbleBlock>;
-
-    TGI_INLINE void prefetch() const {
-        prefetch_ahead(at, header + group * PANEL * (int64_t)sizeof(*Block::at) * Block::SIZE / (32 * PANEL));
-    }
 
     const uint8_t* at;
     int64_t group, header, unit_bytes;  // inputs of a group, bytes of a unit before its codes, bytes of a unit
@@ -111,7 +116,7 @@ __attribute__((noinline)) void fma_groups(const float* a, int64_t a_step, const 
     const uint8_t* unit = columns.at;
     const float* decoded_unit = columns.decoded;
     for (int64_t k = 0; k < depth; unit += columns.unit_bytes) {
-        if (!decoded) columns.prefetch();
+        if (!decoded) prefetch_ahead(unit, columns.header);
         Block block{decoded ? (Code*)decoded_unit : (Code*)(unit + columns.header)};
         const auto finish = [&](int64_t number, const Float (&sums)[R][V]) __attribute__((always_inline)) {
             add_group(columns, unit + number * group_bytes, half, sums, x_sums++, x_sums_step, add, c, c_step);
@@ -121,9 +126,7 @@ __attribute__((noinline)) void fma_groups(const float* a, int64_t a_step, const 
             for (int number = 0; number < 2; number++) {
                 Float sums[R][V];
                 begin_sums(false, c, c_step, sums);
-#pragma GCC unroll 2
-                for (int j = 0; j < 8; j++)
-                    fma_pair(a + k + 16 * number + 2 * j, a_step, block, 8 * number + j, half, sums);
+                fma_pairs<8>(a + k, a_step, block, 8 * number, half, sums);
                 finish(number, sums);
             }
             k += 32, decoded_unit += 32 * PANEL;
@@ -132,8 +135,7 @@ __attribute__((noinline)) void fma_groups(const float* a, int64_t a_step, const 
         Float sums[R][V];
         begin_sums(false, c, c_step, sums);
         for (const int64_t end = k + group; k < end; k += 32, block.at += Block::SIZE)
-#pragma GCC unroll 2
-            for (int j = 0; j < 16; j++) fma_pair(a + k + 2 * j, a_step, block, j, half, sums);
+            fma_pairs<16>(a + k, a_step, block, 0, half, sums);
         finish(0, sums);
         decoded_unit += group * PANEL;
     }
@@ -162,7 +164,6 @@ inline void fma_few_groups(const float* a, int64_t a_step, int64_t rows, const f
 // 8-bit integers.
 struct IntegerColumns {
     const int8_t* next_block() {
-        prefetch_ahead((const uint8_t*)at, 32 * PANEL);
         const int8_t* found = at;
         at += 32 * PANEL;
         return found;
@@ -173,6 +174,7 @@ struct IntegerColumns {
 
 template <>
 struct FmaBlock<IntegerColumns> {
+    FmaBlock() = default;
     TGI_INLINE explicit FmaBlock(IntegerColumns& all) : at(all.next_block()) {}
 
     template <int which>
@@ -196,8 +198,8 @@ class CodebookColumns {
 
 template <>
 struct FmaBlock<CodebookColumns> {
-    TGI_INLINE explicit FmaBlock(CodebookColumns& all) : table(all.table_), codes(all.at_ + PANEL) {
-        prefetch_ahead(all.at_, PANEL + 512);
+    FmaBlock() = default;
+    TGI_INLINE explicit FmaBlock(CodebookColumns& all) : table(all.table_), at(all.at_ + PANEL) {
         alignas(64) float factors[PANEL];
         for (int64_t n = 0; n < PANEL; n++) factors[n] = -table[16 * all.at_[n]];
         for (int half = 0; half < 2; half++) factor[half] = load(factors + LANES * half) * broadcast(1 / 127.f);
@@ -208,7 +210,7 @@ struct FmaBlock<CodebookColumns> {
     TGI_INLINE Float input(int j, int half) const {
         typedef uint8_t Bytes __attribute__((vector_size(16)));
         Bytes both;
-        memcpy(&both, codes + 256 * half + 16 * j, 16);
+        memcpy(&both, at + 256 * half + 16 * j, 16);
         alignas(16) int8_t level[16];
         look_up(which ? both >> 4 : both & 15, level);
         return round_to_even(to_float(load(level)) * factor[half]);
@@ -224,17 +226,28 @@ struct FmaBlock<CodebookColumns> {
 #endif
     }
 
-    const int8_t* const table;
-    const uint8_t* const codes;
+    const int8_t* table;
+    const uint8_t* at;
     Float factor[2];
 };
+
+template <class T>
+constexpr int64_t PREFETCHED<FmaBlock<PanelColumns<T>>> = 2 * PANEL * sizeof(T);
+template <>
+inline constexpr int64_t PREFETCHED<FmaBlock<IntegerColumns>> = 2 * PANEL;
+template <>
+inline constexpr int64_t PREFETCHED<FmaBlock<CodebookColumns>> = PANEL;
+template <>
+inline constexpr int64_t PREFETCHED<CodeBlock<int8_t>> = 2 * PANEL;
+template <>
+inline constexpr int64_t PREFETCHED<NibbleBlock> = PANEL;
 
 // Calls `use` with a function that makes the columns of a panel from its input `k` on: of numbers, k is a multiple of 32.
 template <class Use>
 void with_numbers(const PackedWeight& w, const Use& use) {
     const auto plain = [&](auto number_type) {
         using T = decltype(number_type);
-        use([&](int64_t number, int64_t k) { return PanelColumns<T, true>{(const T*)w.panel(number) + k * PANEL}; });
+        use([&](int64_t number, int64_t k) { return PanelColumns<T>{(const T*)w.panel(number) + k * PANEL}; });
     };
     if (w.form.bits == 32) plain(float());
     else w.form.half ? plain(f16()) : plain(bf16());

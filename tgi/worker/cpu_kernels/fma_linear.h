@@ -20,34 +20,34 @@ struct ScaledSums {
     const float *at, *scales;
 };
 
-// The sums of the rows' inputs in each group, and the rows themselves with a sixteenth of the odd inputs for 4-bit codes
-// (NibbleBlock).
+// The sums of the rows' inputs in each group, and for 4-bit codes the rows as their factors (NibbleBlock).
 struct GroupSumsJob final : Job {
-    GroupSumsJob(const OperandRows& x, int64_t rows, const WeightFormat& form, float* scaled, float* sums)
-        : x(x), rows(rows), group(form.group), odd(form.bits == 4 ? 1 / 16.f : 1.f), scaled(scaled), sums(sums) {}
+    GroupSumsJob(const OperandRows& x, int64_t rows, int64_t group, float* sums, float* factors)
+        : x(x), rows(rows), group(group), sums(sums), factors(factors) {}
 
     int64_t chunks() const { return rows <= CHUNK ? 1 : (rows + CHUNK - 1) / CHUNK; }
 
     void run(int64_t chunk, int64_t) const override {
-        alignas(64) static constexpr float ODD[LANES] = {0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1};
-        const Float factors = fma(load(ODD), broadcast(odd - 1), broadcast(1.f));
-        for (int64_t row = chunk * CHUNK; row < std::min((chunk + 1) * CHUNK, rows); row++)
-            for (int64_t k = 0, number = row * (x.step / group); k < x.step; number++) {
-                Float sum = zeros();
-                for (const int64_t end = k + group; k < end; k += LANES) {
-                    const Float inputs = load(x.at + row * x.step + k);
-                    sum = sum + inputs;
-                    store(scaled + row * x.step + k, inputs * factors);
-                }
-                sums[number] = reduce_add(sum);
-            }
+        const int64_t first = chunk * CHUNK, last = std::min(first + CHUNK, rows);
+        const float* const end = x.at + last * x.step;
+        float* to = sums + first * (x.step / group);
+        for (const float* at = x.at + first * x.step; at < end; at += group) {
+            Float sum = zeros();
+            for (int64_t k = 0; k < group; k += LANES) sum = sum + load(at + k);
+            *to++ = reduce_add(sum);
+        }
+        if (!factors) return;
+        for (int64_t k = first * x.step; k < last * x.step; k += 2) {
+            const float odd = x.at[k + 1] / 16;
+            factors[k] = x.at[k] - odd;
+            factors[k + 1] = odd;
+        }
     }
 
     static constexpr int64_t CHUNK = 16;  // rows of a chunk
     const OperandRows x;
     const int64_t rows, group;
-    const float odd;
-    float *const scaled, *const sums;
+    float *const sums, *const factors;  // factors: none for 8-bit codes
 };
 
 template <FormatKind kind>
@@ -105,7 +105,14 @@ struct FmaLinearJob final : LinearJob {
     template <class ColumnsAt>
     void few_rows(int64_t row, int64_t rows, int64_t first, int64_t last, const ColumnsAt& columns_at) const {
         alignas(64) float sums[FMA_ROWS][PANEL];
-        for (int64_t number = first; number < last; number++) {
+        int64_t number = first;
+        if constexpr (IS_PLAIN<decltype(columns_at(0, 0))>)
+            for (; rows == 1 && number + 1 < last; number += 2) {
+                decltype(columns_at(0, 0)) columns[] = {columns_at(number, 0), columns_at(number + 1, 0)};
+                fma_two_blocks(x.at + row * x.step, columns, depth, sums[0]);
+                for (int which = 0; which < 2; which++) finish(number + which, row, 1, sums[which]);
+            }
+        for (; number < last; number++) {
             multiply(row, rows, 0, depth, columns_at(number, 0), sums[0]);
             finish(number, row, rows, sums[0]);
         }
@@ -128,16 +135,18 @@ struct FmaLinearJob final : LinearJob {
     void part_of_rows(int64_t number, int64_t row, int64_t rows, int64_t k, int64_t inputs, const Columns& columns)
         const {
         auto& sums = workspace().sums;
-        for (int64_t done = 0; done < rows; done += FMA_ROWS) {
-            const int64_t count = std::min(rows - done, FMA_ROWS);
+        int64_t groups = (rows + FMA_ROWS - 1) / FMA_ROWS;  // of about equal size: two of 4 rows instead of 6 and 2
+        for (int64_t done = 0; done < rows; groups--) {
+            const int64_t count = (rows - done + groups - 1) / groups;
             multiply(row + done, count, k, inputs, columns, sums[done]);
             if (k + inputs == depth) finish(number, row + done, count, sums[done]);
+            done += count;
         }
     }
 
     // The columns that many rows are multiplied with: numbers as they are, codes as float32.
     template <class T>
-    static PanelColumns<T, false> decoded_columns(const PanelColumns<T, true>& columns, int64_t) { return {columns.at}; }
+    static PanelColumns<T> decoded_columns(const PanelColumns<T>& columns, int64_t) { return columns; }
 
     template <class Columns>
     static auto decoded_columns(Columns columns, int64_t inputs) {
@@ -154,7 +163,7 @@ struct FmaLinearJob final : LinearJob {
             return columns;
         } else {
             for (int64_t k = 0; k < inputs; k += 32) decode_block(FmaBlock<Columns>(columns), room[k]);
-            return PanelColumns<float, false>{room[0]};
+            return DecodedColumns{{room[0]}};
         }
     }
 
@@ -162,8 +171,10 @@ struct FmaLinearJob final : LinearJob {
     static void decode_block(const Block& block, float* to) {
         for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
-            for (int j = 0; j < 16; j++)
+            for (int j = 0; j < 16; j++) {
+                if (!half) prefetch_pair(block, j);
                 store(to + 512 * half + 32 * j, block.template input<0>(j, half), block.template input<1>(j, half));
+            }
     }
 
     const OperandRows x;
@@ -175,15 +186,16 @@ struct FmaLinearJob final : LinearJob {
 template <FormatKind kind>
 void linear_of(ThreadPool& pool, const LinearCall& call) {
     OperandRows x = operand_rows(pool, call);
-    static thread_local std::vector<float> scaled, x_sums;
+    static thread_local std::vector<float> sums, factors;
     if (const int64_t group = call.weight.form.group) {
-        if ((int64_t)scaled.size() < call.rows * x.step) scaled.resize(call.rows * x.step);
-        if ((int64_t)x_sums.size() < call.rows * x.step / group) x_sums.resize(call.rows * x.step / group);
-        const GroupSumsJob job(x, call.rows, call.weight.form, scaled.data(), x_sums.data());
+        const bool has_factors = call.weight.form.bits == 4;
+        if ((int64_t)sums.size() < call.rows * x.step / group) sums.resize(call.rows * x.step / group);
+        if (has_factors && (int64_t)factors.size() < call.rows * x.step) factors.resize(call.rows * x.step);
+        const GroupSumsJob job(x, call.rows, group, sums.data(), has_factors ? factors.data() : nullptr);
         pool.run(job, job.chunks());
-        x.at = scaled.data();
+        if (has_factors) x.at = factors.data();
     }
-    const FmaLinearJob<kind> job(call, x, x_sums.data(), pool.threads());
+    const FmaLinearJob<kind> job(call, x, sums.data(), pool.threads());
     pool.run(job, job.queue.threads());
 }
 

@@ -30,6 +30,7 @@ constexpr int64_t WIDE_FMA_ROWS = 3;  // and with 32
 // 16 columns to the other 16. Decoders specialize this.
 template <class B>
 struct FmaBlock {
+    FmaBlock() = default;
     TGI_INLINE explicit FmaBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
 
     // Input 2 j or 2 j + 1 of the first (0) or the other (1) 16 columns.
@@ -39,7 +40,7 @@ struct FmaBlock {
     }
 
     decltype(std::declval<B&>().next_block()) at;
-    const int64_t step, right;
+    int64_t step, right;
 };
 
 // Adds the inputs 2 j and 2 j + 1 of V times 16 columns to the sums of R rows; x: the rows' inputs.
@@ -64,6 +65,32 @@ TGI_INLINE void fma_pair(const float* x, int64_t step, const Block& block, int j
 #endif
 }
 
+// Bytes of a pair of inputs of a block, if those of later blocks have to be prefetched, else 0.
+template <class Block>
+constexpr int64_t PREFETCHED = 0;
+
+// Prefetches pair j of a later block. One pair at a time, between the loads of others, is up to an eighth faster than a
+// block at once, which fills the core's buffers.
+template <class Block>
+TGI_INLINE void prefetch_pair(const Block& block, int j) {
+    constexpr int64_t BYTES = PREFETCHED<Block>;
+    if (BYTES >= CACHE_LINE || (BYTES && j % 2 == 0))
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < BYTES; line += CACHE_LINE)
+            prefetch_l1((const uint8_t*)block.at + PREFETCH_DISTANCE + j * BYTES + line);
+}
+
+// Adds `count` pairs of inputs from pair `first` on, an even one.
+template <int count, int R, int V, class Block>
+TGI_INLINE void fma_pairs(const float* x, int64_t step, const Block& block, int first, int half, Float (&sums)[R][V]) {
+#pragma GCC unroll 2
+    for (int n = 0; n < count; n++) {
+        const int j = first + n;
+        prefetch_pair(block, j);
+        fma_pair(x + 2 * j, step, block, j, half, sums);
+    }
+}
+
 // Reads or clears the sums of R rows times V times 16 columns.
 template <int R, int V>
 TGI_INLINE void begin_sums(bool add, const float* c, int64_t c_step, Float (&sums)[R][V]) {
@@ -73,30 +100,41 @@ TGI_INLINE void begin_sums(bool add, const float* c, int64_t c_step, Float (&sum
         for (int v = 0; v < V; v++) sums[r][v] = add ? load(c + r * c_step + LANES * v) : zeros();
 }
 
-// The sums of R rows times V times 16 columns, from column 16 * half on. Not inlined, since it needs all registers.
-template <bool add, int R, int V, class B>
-__attribute__((noinline)) void fma_rows(const float* a, int64_t a_step, B& b, int half, int64_t depth, float* c,
+// The sums of R rows times V times 16 columns, from column 16 * half on, of P blocks of columns in alternation; the sums
+// of the second block follow those of the first. Not inlined, since it needs all registers.
+template <bool add, int R, int V, int P, class B>
+__attribute__((noinline)) void fma_rows(const float* a, int64_t a_step, B* b, int half, int64_t depth, float* c,
     int64_t c_step) {
-    Float sums[R][V];
-    begin_sums(add, c, c_step, sums);
+    Float sums[P][R][V];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) begin_sums(add, c + p * R * c_step, c_step, sums[p]);
     for (int64_t k = 0; k < depth; k += 32) {
-        const FmaBlock<B> block(b);
+        FmaBlock<B> blocks[P];
 #pragma GCC unroll 2
-        for (int j = 0; j < 16; j++) fma_pair(a + k + 2 * j, a_step, block, j, half, sums);
+        for (int p = 0; p < P; p++) blocks[p] = FmaBlock<B>(b[p]);
+#pragma GCC unroll 2
+        for (int j = 0; j < 16; j++)
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++) {
+                prefetch_pair(blocks[p], j);
+                fma_pair(a + k + 2 * j, a_step, blocks[p], j, half, sums[p]);
+            }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) store(c + r * c_step + LANES * v, sums[r][v]);
+    for (int p = 0; p < P; p++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) store(c + (p * R + r) * c_step + LANES * v, sums[p][r][v]);
 }
 
 template <bool add, int R, class B>
 inline void fma_rows(const float* a, int64_t a_step, B& b, int64_t depth, float* c, int64_t c_step) {
-    if constexpr (R <= WIDE_FMA_ROWS) return fma_rows<add, R, 2>(a, a_step, b, 0, depth, c, c_step);
+    if constexpr (R <= WIDE_FMA_ROWS) return fma_rows<add, R, 2, 1>(a, a_step, &b, 0, depth, c, c_step);
     else {
         B again = b;
-        fma_rows<add, R, 1>(a, a_step, b, 0, depth, c, c_step);
-        fma_rows<add, R, 1>(a, a_step, again, 1, depth, c + LANES, c_step);
+        fma_rows<add, R, 1, 1>(a, a_step, &b, 0, depth, c, c_step);
+        fma_rows<add, R, 1, 1>(a, a_step, &again, 1, depth, c + LANES, c_step);
     }
 }
 
@@ -104,6 +142,12 @@ inline void fma_rows(const float* a, int64_t a_step, B& b, int64_t depth, float*
 template <bool add, class B>
 inline void fma_few_rows(const float* a, int64_t a_step, int64_t rows, B& b, int64_t depth, float* c, int64_t c_step) {
     with_row_count<FMA_ROWS>(rows, [&](auto count) { fma_rows<add, count>(a, a_step, b, depth, c, c_step); });
+}
+
+// One row times two blocks of columns, which keeps twice as many multiply-adds going; c is [2][32].
+template <class B>
+inline void fma_two_blocks(const float* a, B (&b)[2], int64_t depth, float* c) {
+    fma_rows<false, 1, 2, 2>(a, 0, b, 0, depth, c, COLUMNS);
 }
 
 // Any number of rows. `depth` is a multiple of 32, b a type with `next_block`, `step` and `right`, or a decoder. `add`:
