@@ -1,4 +1,5 @@
-"""Tests of the CPU kernels with NEON, computed by an emulator: some in bfloat16. scripts/test-neon runs all."""
+"""Tests of the CPU kernels with NEON, with and without its dot products, computed by an emulator: some in bfloat16.
+scripts/test-neon runs all."""
 
 import os
 import subprocess
@@ -7,41 +8,51 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.cpu_kernels.emulation.library import missing_tools
+from tests.worker.cpu_kernels.emulation.library import PROCESSORS, missing_tools
 
 HERE = Path(__file__).parent
 # Those that take the emulator no more than a few seconds. The longest part is the compilation, so there is one type.
 LINEAR, ATTENTION = "test_linear.py::test_", "test_attention.py::test_"
 CLOSE = f"{LINEAR}products_are_close_to_float64_and_do_not_depend_on_the_other_rows"
 TESTS = (
-    *(f"{CLOSE}[neon bfloat16-{shape}]" for shape in ("200-64", "40-31", "70-100", "7-1536")),
+    *(f"{CLOSE}[SET bfloat16-{shape}]" for shape in ("200-64", "40-31", "70-100", "7-1536")),
     *(f"{LINEAR}{name}" for name in ("epilogues_are_computed_on_float32_sums", "adding_zeros_changes_no_bit")),
     *(f"{LINEAR}{name}" for name in ("norms_are_close_to_float64", "rope_matches_torch")),
     f"{LINEAR}activations_are_correct_for_any_magnitude",
-    "test_quantized_linear.py::test_products_match_the_dequantized_weight[neon bfloat16-8-32-True]",
-    "test_quantized_linear.py::test_scales_in_float32[neon bfloat16-4-128-True]",
+    "test_quantized_linear.py::test_products_match_the_dequantized_weight[SET bfloat16-8-32-True]",
+    "test_quantized_linear.py::test_scales_in_float32[SET bfloat16-4-128-True]",
     "test_integer_linear.py::test_results_are_close_to_the_dequantized_weight",
+    *(
+        f"test_integer_linear.py::test_epilogues_match_those_of_other_products[SET bfloat16-none-{bits}]"
+        for bits in (4, 8)
+    ),
     "test_quantizer.py",
     "test_head.py::test_greedy_tokens_and_their_logprobs",
     "test_head.py::test_nan_is_never_the_greedy_token",
-    "test_head.py::test_the_greedy_head_matches_the_greedy_tokens_of_its_logits[neon bfloat16-1.0-30.0-7-64]",
-    f"{ATTENTION}a_token_is_correct_and_the_same_in_any_chunk_and_batch[(4, 4, 32, None, None)-neon bfloat16]",
+    "test_head.py::test_the_greedy_head_matches_the_greedy_tokens_of_its_logits[SET bfloat16-1.0-30.0-7-64]",
+    f"{ATTENTION}a_token_is_correct_and_the_same_in_any_chunk_and_batch[(4, 4, 32, None, None)-SET bfloat16]",
     f"{ATTENTION}results_do_not_depend_on_the_number_of_threads",
+)
+# Whole models, with the set whose instructions the emulator computes fast: products of pairs of bfloat16 numbers take
+# it far longer than fused multiply-adds.
+MODELS = (
     "test_program.py::test_a_program_matches_its_operations[llama]",
     "test_program.py::test_a_program_applies_adapters[gemma2]",
 )
 
 
+@pytest.mark.parametrize("instruction_set", PROCESSORS)
 @pytest.mark.timeout(3600)  # the emulator takes a minute, and far longer on a busy machine
-def test_kernels_pass_their_tests_in_the_emulator() -> None:
+def test_kernels_pass_their_tests_in_the_emulator(instruction_set: str) -> None:
     if reason := missing_tools():
         assert "CI" not in os.environ, reason
         pytest.skip(reason)
-    chosen = ["-k", "bfloat16 or not float", *(str(HERE / name) for name in TESTS)]
+    names = TESTS + MODELS if instruction_set == "neon" else TESTS
+    tests = (str(HERE / name).replace("SET", instruction_set) for name in names)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
-        env=environment | {"TGI_EMULATE": "neon"}, capture_output=True, text=True,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "bfloat16 or not float", *tests],
+        env=environment | {"TGI_EMULATE": instruction_set}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

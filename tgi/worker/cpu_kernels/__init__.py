@@ -16,8 +16,8 @@ C++ sources, from the bottom up (interface.cpp lists all functions that Python c
 - elements.h, simd.h, vector_math.h: number types, vectors on every instruction set, and functions of them,
 - thread_pool, prefetch.h: threads, cache hints,
 - packed_weight: the layout of packed weights,
-- engine.h: products of tiles, up to 32 rows times 32 columns, by the dot engine (dot_tile.h, dot_decoders.h) or the FMA
-  engine (fma_tile.h, fma_decoders.h),
+- engine.h: products of tiles, up to 32 rows times 32 columns, by the dot engine (dot_tile.h, dot_decoders.h; AMX,
+  AVX-512 or NEON in bfloat16) or the FMA engine (fma_tile.h, fma_decoders.h; all else),
 - linear.cpp with linear_job.h, dot_linear.h and byte_planes, or fma_linear.h; epilogue.h, work_stealing.h: layers.
   Each kind of weight formats is compiled in a file of its own (linear_numbers.cpp, ...),
 - head, argmax: logits, and greedy tokens without storing the logits,

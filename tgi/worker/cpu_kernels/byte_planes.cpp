@@ -13,7 +13,7 @@ namespace tgi {
 namespace {
 
 constexpr float MAX_UNITS = 32767;  // units of a row's largest magnitude
-constexpr int OFFSET = 1 << 15;  // makes the integers unsigned
+constexpr int32_t OFFSET = 1 << 15;  // makes the integers unsigned
 constexpr float SMALLEST = 0x1p-100f;  // rows of smaller magnitudes become zeros
 
 struct SplitJob final : Job {
@@ -36,30 +36,27 @@ struct SplitJob final : Job {
   private:
     // The largest magnitude; infinity or NaN if an element is.
     float largest(const bf16* x) const {
-        const __m512i magnitude = _mm512_set1_epi16(0x7fff);
-        __m512i most = _mm512_setzero_si512();  // as bit patterns, which have the order of the magnitudes
-        for (int64_t k = 0; k < inputs; k += 32)
-            most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + k), magnitude));
-        const __m512i even = _mm512_slli_epi32(most, 16), odd = _mm512_and_si512(most, _mm512_set1_epi32(0xffff0000));
-        const uint32_t bits = _mm512_reduce_max_epu32(_mm512_max_epu32(even, odd));
+        const Int magnitude = broadcast(int32_t(0x7fffffff));
+        Int most{};  // as bit patterns, which have the order of the magnitudes
+        for (int64_t k = 0; k < inputs; k += 32) {
+            const Int even = as_int(load_input<0>(x + k, 0)), odd = as_int(load_input<1>(x + k, 0));
+            most = max(most, max(even & magnitude, odd & magnitude));
+        }
+        const int32_t bits = reduce_max(most);
         float found;
         memcpy(&found, &bits, sizeof found);
         return found;
     }
 
     void write(const bf16* x, float per_number, uint8_t* high, uint8_t* low) const {
-        const __m512 factor = _mm512_set1_ps(per_number);
-        const auto number = [&](__m512i bits) {
-            const __m512i nearest = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), factor));
-            return _mm512_add_epi32(nearest, _mm512_set1_epi32(OFFSET));
-        };
+        const Float factor = broadcast(per_number);
+        const Int offset = broadcast(OFFSET);
         for (int64_t k = 0; k < inputs; k += 32) {
-            const __m512i both = _mm512_loadu_si512(x + k);
-            const __m512i even = number(_mm512_slli_epi32(both, 16));
-            const __m512i odd = number(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)));
-            const __m512i numbers = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
-            _mm256_storeu_si256((__m256i*)(high + k), _mm512_cvtepi16_epi8(_mm512_srli_epi16(numbers, 8)));
-            _mm256_storeu_si256((__m256i*)(low + k), _mm512_cvtepi16_epi8(numbers));
+            const Int even = to_nearest_int(load_input<0>(x + k, 0) * factor) + offset;
+            const Int odd = to_nearest_int(load_input<1>(x + k, 0) * factor) + offset;
+            const Int numbers = even | shift_left(odd, 16);
+            store_even_bytes(high + k, shift_right(numbers, 8));
+            store_even_bytes(low + k, numbers);
         }
     }
 

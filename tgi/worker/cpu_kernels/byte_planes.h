@@ -30,12 +30,10 @@ struct BytePlaneSums {
     BytePlaneSums(const int32_t* at, int64_t apart, const float* units, const uint8_t* panel)
         : at(at), apart(apart), units(units), scales((const float*)panel), offsets((const int32_t*)panel + PANEL) {}
 
-    Float of(int half) const {
-        const __m512i upper = _mm512_add_epi32(_mm512_load_si512(at + 16 * half),
-            _mm512_load_si512(offsets + 16 * half));
-        const __m512 lower = _mm512_cvtepi32_ps(_mm512_load_si512(at + apart + 16 * half));
-        const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256.f), lower);
-        return {{_mm512_mul_ps(_mm512_mul_ps(sum, _mm512_load_ps(scales + 16 * half)), _mm512_set1_ps(*units))}};
+    TGI_INLINE Float of(int half) const {
+        const int n = LANES * half;
+        const Float upper = to_float(load(at + n) + load(offsets + n)), lower = to_float(load(at + apart + n));
+        return fma(upper, broadcast(256.f), lower) * load(scales + n) * broadcast(*units);
     }
 
     void next(int64_t rows) { at += rows * COLUMNS, units += rows; }

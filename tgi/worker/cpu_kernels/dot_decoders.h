@@ -2,12 +2,10 @@
 //
 // GroupDecoder computes bfloat16(scale * code + shift) in float32. The product is exact (a float16 has 11 significant
 // bits, a code 8), so a fused multiply-add gives the same. Scales and shifts are multiples of 2^-24, so results are
-// zero or far above the subnormal numbers, which the conversion to bfloat16 flushes to zero.
+// zero or far above the subnormal numbers, which a conversion to bfloat16 may flush to zero.
 //
 // NibbleDecoder maps 4-bit codes to 8-bit integers by a table of 16 numbers for each of 8 factors.
 #pragma once
-#include <immintrin.h>
-
 #include <type_traits>
 
 #include "packed_weight.h"
@@ -18,16 +16,14 @@ namespace tgi {
 // A value per output for 32 outputs, expanded for the vectors of a tile: vector v has the values of outputs 8 v to 8 v
 // + 7, each twice, for both inputs of a pair.
 struct OutputVectors {
-    void set(const uint8_t* halves) {
-        const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    TGI_INLINE void set(const uint8_t* halves) {
         for (int v = 0; v < 4; v += 2) {
-            const __m512 both = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(halves + 16 * v)));
-            each[v] = _mm512_permutexvar_ps(twice, both);
-            each[v + 1] = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), both);
+            const Float both = load((const f16*)(halves + 16 * v));
+            each[v] = twice<0>(both), each[v + 1] = twice<1>(both);
         }
     }
 
-    __m512 each[4];
+    Float each[4];
 };
 
 // Decodes a panel of codes in groups with scales, 32 inputs at a time.
@@ -77,34 +73,29 @@ class GroupDecoder {
         if (shifts) shift_.set(at + 64);
     }
 
-    static __m512 number(__m512 code, __m512 scale, __m512 shift) {
-        return shifts ? _mm512_fmadd_ps(code, scale, shift) : _mm512_mul_ps(code, scale);
-    }
-
-    static __m512 load_eight_bit(const uint8_t* codes) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+    TGI_INLINE static Float number(Float code, Float scale, Float shift) {
+        return shifts ? fma(code, scale, shift) : code * scale;
     }
 
     // Decodes `rows` rows of both tiles.
     template <int rows>
-    void tiles(const uint8_t* codes, bf16* to) const {
-        const __m512 table = shifts ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-                                    : _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    TGI_INLINE void tiles(const uint8_t* codes, bf16* to) const {
+        const NibbleNumbers nibbles(shifts ? 0 : -8);
         for (int v = 0; v < 4; v += 2, codes += 64 * bits, to += 512) {
-            const __m512 scale[2] = {scale_.each[v], scale_.each[v + 1]}, shift[2] = {shift_.each[v],
-                shift_.each[v + 1]};
+            const Float scale[2] = {scale_.each[v], scale_.each[v + 1]};
+            const Float shift[2] = {shift_.each[v], shift_.each[v + 1]};
 #pragma GCC unroll 16
             for (int row = 0; row < rows; row++) {
-                __m512 left, right;
+                Float left, right;
                 if (bits == 8) {
-                    left = load_eight_bit(codes + 32 * row), right = load_eight_bit(codes + 32 * row + 16);
-                } else {  // the permutation uses the lower four bits of each lane and ignores the others
-                    const __m512i words = _mm512_loadu_si512(codes + row / 4 * 64);
-                    left = _mm512_permutexvar_ps(_mm512_srli_epi32(words, row % 4 * 8), table);
-                    right = _mm512_permutexvar_ps(_mm512_srli_epi32(words, row % 4 * 8 + 4), table);
+                    const auto* at = (const int8_t*)codes + 32 * row;
+                    left = to_float(load(at)), right = to_float(load(at + 16));
+                } else {
+                    const Int words = load((const int32_t*)(codes + row / 4 * 64));
+                    left = nibbles.of(shift_right(words, row % 4 * 8));
+                    right = nibbles.of(shift_right(words, row % 4 * 8 + 4));
                 }
-                left = number(left, scale[0], shift[0]), right = number(right, scale[1], shift[1]);
-                _mm512_store_si512(to + 32 * row, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+                store(to + 32 * row, number(left, scale[0], shift[0]), number(right, scale[1], shift[1]));
             }
         }
     }
@@ -133,7 +124,7 @@ class NibbleDecoder {
     NibbleDecoder(const PackedWeight& weight, const uint8_t* panel, int64_t from)
         : factors_(panel + 2 * WeightFormat::SCALES + from / 64 * PANEL),
           at_(panel + weight.form.header_bytes(weight.inputs) + from / 64 * BYTES),
-          first_(_mm512_loadu_si512(weight.at)), second_(_mm512_loadu_si512(weight.at + 64)) {}
+          table_(weight.at) {}
 
     // The next 64 inputs, in a buffer of the decoder.
     const bf16* next_block() {
@@ -149,52 +140,47 @@ class NibbleDecoder {
     static constexpr int64_t BYTES = 1024;  // of the codes of 64 inputs
 
     const uint8_t *factors_, *at_;
-    const __m512i first_, second_;  // the halves of the table
+    const ByteTable table_;
     alignas(64) bf16 buffer_[1024];
 };
 
 template <>
 struct ColumnBlock<NibbleDecoder> {
-    explicit ColumnBlock(NibbleDecoder& all) : at(all.at_), low(all.first_), high(all.second_) {
+    TGI_INLINE explicit ColumnBlock(NibbleDecoder& all) : at(all.at_), table(all.table_) {
         for (int64_t line = 0; line < NibbleDecoder::BYTES; line += CACHE_LINE) prefetch_l1(at + PREFETCH_DISTANCE +
             line);
         // Further ahead than fits the L1 cache
         prefetch_l2(at + 2 * PREFETCH_DISTANCE, NibbleDecoder::BYTES / CACHE_LINE);
-        const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)all.factors_));
-        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const Int factor = broadcast(0x70707070);
         for (int side = 0; side < 2; side++) {
-            const __m512i output = _mm512_add_epi32(lane, _mm512_set1_epi32(16 * side));
-            const __m512i four = _mm512_mullo_epi32(output, _mm512_set1_epi32(0x01010101));
-            const __m512i both = _mm512_permutexvar_epi8(four, bytes), factor = _mm512_set1_epi8(0x70);
-            factors[side][0] = _mm512_and_si512(_mm512_slli_epi16(both, 4), factor);
-            factors[side][1] = _mm512_and_si512(both, factor);
+            const Int both = load_four_times(all.factors_ + 16 * side);
+            factors[side][0] = shift_left(both, 4) & factor, factors[side][1] = both & factor;
         }
         all.at_ += NibbleDecoder::BYTES, all.factors_ += PANEL;
     }
 
-    __m512i first(int row) const { return number(_mm512_loadu_si512(at + 64 * row), factors[0][row / 8]); }
-    __m512i second(int row) const { return number(_mm512_srli_epi16(_mm512_loadu_si512(at + 64 * row), 4),
-        factors[1][row / 8]); }
+    TGI_INLINE Int first(int row) const { return number(codes(row), factors[0][row / 8]); }
+    TGI_INLINE Int second(int row) const { return number(shift_right(codes(row), 4), factors[1][row / 8]); }
 
   private:
+    TGI_INLINE Int codes(int row) const { return load((const int32_t*)(at + 64 * row)); }
+
     // An index of the table: bits 4 to 6 are the factor, bits 0 to 3 the code.
-    __m512i number(__m512i codes, __m512i factor) const {
-        constexpr int EITHER = 0xea;  // (a & b) | c
-        return _mm512_permutex2var_epi8(low, _mm512_ternarylogic_epi64(codes, _mm512_set1_epi8(0x0f), factor, EITHER),
-            high);
+    TGI_INLINE Int number(Int codes, Int factor) const {
+        return table.look_up((codes & broadcast(0x0f0f0f0f)) | factor);
     }
 
     const uint8_t* at;
-    const __m512i low, high;
-    __m512i factors[2][2];  // of the left and right outputs, for the first 32 inputs and the other 32
+    const ByteTable table;
+    Int factors[2][2];  // of the left and right outputs, for the first 32 inputs and the other 32
 };
 
 void NibbleDecoder::decode(bf16* to) {
     const ColumnBlock<NibbleDecoder> block(*this);
 #pragma GCC unroll 16
     for (int row = 0; row < 16; row++) {
-        _mm512_store_si512(to + 32 * row, block.first(row));
-        _mm512_store_si512(to + right + 32 * row, block.second(row));
+        store((int32_t*)(to + 32 * row), block.first(row));
+        store((int32_t*)(to + right + 32 * row), block.second(row));
     }
 }
 

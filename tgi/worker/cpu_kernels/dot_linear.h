@@ -2,7 +2,8 @@
 //
 // Few rows read each panel of the weight once, from end to end. Many rows go over a panel in parts that stay in the L1
 // cache, while the rows stay in the L2 cache and are streamed through L1. If there are several parts, partial sums are
-// stored without rounding. AMX computes the sums of some rows while the epilogue of the previous rows runs.
+// stored without rounding. AMX computes the sums of some rows while the epilogue of the previous rows runs; other
+// instruction sets do one after the other.
 #pragma once
 #include "byte_planes.h"
 #include "dot_decoders.h"
@@ -103,7 +104,7 @@ struct IntegerOperands {
         if constexpr (sizeof...(panels) == 1) tile_matmul(x, panels..., depth, sums, COLUMNS);
     }
 
-    // Whether the call has so few rows that AVX-512 is faster than AMX.
+    // Whether the call has so few rows that dot products are as fast as AMX, or faster.
     bool uses_dot_products() const { return call.rows <= MAX_DOT_PRODUCT_ROWS; }
 
     static constexpr int64_t MAX_DOT_PRODUCT_ROWS = MAX_DOT_ROWS / 2;

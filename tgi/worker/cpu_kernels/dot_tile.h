@@ -1,91 +1,74 @@
-// The dot engine: products of tiles in bfloat16 or bytes with AMX or AVX-512, up to 32 rows times a block of 32 columns.
+// The dot engine: products of tiles in bfloat16 or bytes with AMX or with dot products in vectors (simd.h), up to 32
+// rows times a block of 32 columns.
 //
 // c[r][n] = sum over k of a[r][k] * b[k][n]. Rows of `a` are contiguous in k. `b` holds the pairs b[2 j][n], b[2 j +
-// 1][n] next to each other, the layout that both AMX tiles and AVX-512 dot products of pairs take. Either a and b are
-// bfloat16 and sums float32, or two bytes take the place of each number and sums are int32, which are exact
-// (Arithmetic).
+// 1][n] next to each other, the layout that both AMX tiles and dot products of pairs take. Either a and b are bfloat16
+// and sums float32, or two bytes take the place of each number and sums are int32, which are exact.
 //
 // Invariant: every row is summed over k in one order, whatever the number of rows, and whether at once or in parts of
 // multiples of 32. So a row's result does not depend on the other rows.
 #pragma once
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "prefetch.h"
 #include "row_count.h"
-#include "vector_math.h"
+#include "simd.h"
 
 namespace tgi {
 
-// The operands: pairs of bfloat16 with float32 sums; or four bytes in place of each pair, those of a unsigned and those
-// of b signed, with int32 sums.
+// 16 sums, of dot products of pairs of bfloat16; or of four bytes in place of each pair, those of a unsigned and those
+// of b signed.
 template <class Sum>
-struct Arithmetic;
-
-template <>
-struct Arithmetic<float> {
-    static __m512 zero() { return _mm512_setzero_ps(); }
-    static __m512 load(const float* at) { return _mm512_loadu_ps(at); }
-    static void store(float* at, __m512 sums) { _mm512_storeu_ps(at, sums); }
-    static __m512 dot(__m512 sums, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
-
-    // The same operation on three AMX tiles.
-    template <int c, int a, int b>
-    static void amx_dot() {
-        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
-    }
-};
-
-template <>
-struct Arithmetic<int32_t> {
-    static __m512i zero() { return _mm512_setzero_si512(); }
-    static __m512i load(const int32_t* at) { return _mm512_loadu_si512(at); }
-    static void store(int32_t* at, __m512i sums) { _mm512_storeu_si512(at, sums); }
-    static __m512i dot(__m512i sums, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(sums, a, b); }
-
-    template <int c, int a, int b>
-    static void amx_dot() {
-        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
-    }
-};
+using SumVector = std::conditional_t<std::is_same_v<Sum, float>, Float, Int>;
 
 // The next 32 inputs of b as rows of pairs: of the first 16 columns, and of the other 16.
 template <class B>
 struct ColumnBlock {
-    explicit ColumnBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
-    __m512i first(int row) const { return _mm512_loadu_si512(at + row * step); }
-    __m512i second(int row) const { return _mm512_loadu_si512(at + row * step + right); }
+    TGI_INLINE explicit ColumnBlock(B& b) : at(b.next_block()), step(b.step), right(b.right) {}
+    TGI_INLINE Int first(int row) const { return load((const int32_t*)(at + row * step)); }
+    TGI_INLINE Int second(int row) const { return load((const int32_t*)(at + row * step + right)); }
 
     const bf16* at;
     const int64_t step, right;
 };
 
 // The sums of M rows times one block of columns, or times several blocks in alternation. The sums of each further block
-// are stored 16 rows below those of the block before.
+// are stored 16 rows below those of the block before. Not inlined, since it needs all registers.
 template <bool add, int M, class Sum, class... B>
 __attribute__((noinline)) void dot_rows(const bf16* a, int64_t a_step, int64_t depth, Sum* c, int64_t c_step, B&... b) {
-    using Of = Arithmetic<Sum>;
     constexpr int N = sizeof...(b);
-    decltype(Of::zero()) sums[N][M][2];
+    SumVector<Sum> sums[N][M][2];
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++)
             for (int half = 0; half < 2; half++)
-                sums[n][m][half] = add ? Of::load(c + (16 * n + m) * c_step + 16 * half) : Of::zero();
+                sums[n][m][half] = add ? load(c + (16 * n + m) * c_step + 16 * half) : SumVector<Sum>{};
     for (int64_t k = 0; k < depth; k += 32) {
-        const auto add_block = [&](const auto& block, auto& found) {
-#pragma GCC unroll 16
-            for (int row = 0; row < 16; row++) {
-                const __m512i first = block.first(row), second = block.second(row);
-                for (int m = 0; m < M; m++) {
-                    int32_t pair;
-                    memcpy(&pair, a + m * a_step + k + 2 * row, 4);
-                    const __m512i both = _mm512_set1_epi32(pair);
-                    found[m][0] = Of::dot(found[m][0], both, first);
-                    found[m][1] = Of::dot(found[m][1], both, second);
-                }
+        const auto add_row = [&](auto j, const auto& pairs, const auto& block, int row, auto& found) TGI_INLINE_LAMBDA {
+            const Int first = block.first(row + j);
+            if (REGISTERS > 1) {  // there are no registers for columns that are not needed yet
+                for (int m = 0; m < M; m++) found[m][0] = dot<j>(found[m][0], pairs[m], first);
+                const Int second = block.second(row + j);
+                for (int m = 0; m < M; m++) found[m][1] = dot<j>(found[m][1], pairs[m], second);
+                return;
+            }
+            const Int second = block.second(row + j);
+            for (int m = 0; m < M; m++) {
+                found[m][0] = dot<j>(found[m][0], pairs[m], first);
+                found[m][1] = dot<j>(found[m][1], pairs[m], second);
+            }
+        };
+        const auto add_block = [&](const auto& block, auto& found) TGI_INLINE_LAMBDA {
+#pragma GCC unroll (REGISTERS == 1 ? 4 : 1)
+            for (int row = 0; row < 16; row += 4) {
+                RowPairs pairs[M];
+                for (int m = 0; m < M; m++) pairs[m].set(a + m * a_step + k + 2 * row);
+                add_row(std::integral_constant<int, 0>(), pairs, block, row, found);
+                add_row(std::integral_constant<int, 1>(), pairs, block, row, found);
+                add_row(std::integral_constant<int, 2>(), pairs, block, row, found);
+                add_row(std::integral_constant<int, 3>(), pairs, block, row, found);
             }
         };
         int n = 0;
@@ -93,10 +76,11 @@ __attribute__((noinline)) void dot_rows(const bf16* a, int64_t a_step, int64_t d
     }
     for (int n = 0; n < N; n++)
         for (int m = 0; m < M; m++)
-            for (int half = 0; half < 2; half++) Of::store(c + (16 * n + m) * c_step + 16 * half, sums[n][m][half]);
+            for (int half = 0; half < 2; half++) store(c + (16 * n + m) * c_step + 16 * half, sums[n][m][half]);
 }
 
-constexpr int64_t MAX_DOT_ROWS = 8;  // rows that go through b together without AMX
+// Rows that go through b together without AMX: their sums, for 32 columns, fit the registers.
+constexpr int64_t MAX_DOT_ROWS = REGISTERS == 1 ? 8 : 3;
 
 // The sums of up to MAX_DOT_ROWS rows without AMX, or of half as many rows times two blocks of columns.
 template <bool add = false, class Sum, class... B>
@@ -163,6 +147,13 @@ struct NoWork {
 
 constexpr int64_t MAX_ROWS_PER_PASS = MAX_TILE_ROWS;  // rows that go through b together
 
+// Adds the products of the AMX tiles a and b to the tile c.
+template <class Sum, int c, int a, int b>
+inline void amx_dot() {
+    if (std::is_same_v<Sum, float>) asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    else asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+}
+
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
@@ -206,14 +197,14 @@ inline void tile_matmul(const A& all, B&& b, int64_t depth, Sum* c, int64_t c_st
         if (A::streamed) _tile_stream_loadd(4, a, a_bytes);
         else _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, pairs, b_bytes);
-        Arithmetic<Sum>::template amx_dot<0, 4, 6>();
+        amx_dot<Sum, 0, 4, 6>();
         _tile_loadd(7, pairs + b.right, b_bytes);
-        Arithmetic<Sum>::template amx_dot<1, 4, 7>();
+        amx_dot<Sum, 1, 4, 7>();
         if (two) {
             if (A::streamed) _tile_stream_loadd(5, a + all.apart, a_bytes);
             else _tile_loadd(5, a + all.apart, a_bytes);
-            Arithmetic<Sum>::template amx_dot<2, 5, 6>();
-            Arithmetic<Sum>::template amx_dot<3, 5, 7>();
+            amx_dot<Sum, 2, 5, 6>();
+            amx_dot<Sum, 3, 5, 7>();
         }
         overlapped();
     }
@@ -240,14 +231,14 @@ inline void tile_matmul_two(const RowOperand& all, B&& left, B&& right, int64_t 
         const bf16* pairs = left.next_block();
         _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, pairs, b_bytes);
-        Arithmetic<Sum>::template amx_dot<0, 4, 6>();
+        amx_dot<Sum, 0, 4, 6>();
         _tile_loadd(7, pairs + left.right, b_bytes);
-        Arithmetic<Sum>::template amx_dot<1, 4, 7>();
+        amx_dot<Sum, 1, 4, 7>();
         pairs = right.next_block();
         _tile_loadd(6, pairs, b_bytes);
-        Arithmetic<Sum>::template amx_dot<2, 4, 6>();
+        amx_dot<Sum, 2, 4, 6>();
         _tile_loadd(7, pairs + right.right, b_bytes);
-        Arithmetic<Sum>::template amx_dot<3, 4, 7>();
+        amx_dot<Sum, 3, 4, 7>();
     }
     _tile_stored(0, c, c_bytes);
     _tile_stored(1, c + 16, c_bytes);

@@ -28,13 +28,22 @@ using Element = float;
 #error "define TGI_ELEMENT_BF16, TGI_ELEMENT_F16 or TGI_ELEMENT_F32"
 #endif
 
-// The engine of products: the dot engine (dot_tile.h) multiplies bfloat16 numbers with AMX or AVX-512, the FMA engine
-// (fma_tile.h) float32 numbers. `Operand` is the type of the rows that an engine multiplies.
-#if defined(TGI_ELEMENT_BF16) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+// The engine of products: the dot engine (dot_tile.h) multiplies bfloat16 numbers, with instructions for them that AMX,
+// AVX-512 and NEON have as extensions, the FMA engine (fma_tile.h) float32 numbers. `Operand` is the type of the rows
+// that an engine multiplies.
+#if !defined(TGI_ELEMENT_BF16)
+#define TGI_DOT_ENGINE 0
+#elif defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define TGI_DOT_ENGINE 1
-using Operand = bf16;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define TGI_DOT_ENGINE 1
 #else
 #define TGI_DOT_ENGINE 0
+#endif
+
+#if TGI_DOT_ENGINE
+using Operand = bf16;
+#else
 using Operand = float;
 #endif
 

@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-#include "elements.h"
+#include "simd.h"
 
 namespace tgi {
 namespace {
@@ -38,42 +38,41 @@ struct Instructions {
 
 #else
 
-// A register of float32 numbers. Independent sums: at least the latency of the instruction times those that start in a
-// cycle; together with two multiplicands they fit the registers.
-#if defined(__AVX512F__)
-constexpr int LANES = 16, SUMS = 20;
-#elif defined(__AVX2__)
-constexpr int LANES = 8, SUMS = 12;
+// Independent sums: at least the latency of the instruction times those that start in a cycle; together with two
+// multiplicands they fit the registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int SUMS = 12;
 #else
-constexpr int LANES = 4, SUMS = 20;
+constexpr int SUMS = 20;
 #endif
-typedef float Register __attribute__((vector_size(4 * LANES)));
 
 struct Instructions {
-    static constexpr int64_t OPERATIONS = 2 * LANES * SUMS * (TGI_DOT_ENGINE ? 2 : 1), ROUNDS = 10000;
+    static constexpr int64_t OPERATIONS = 2 * REGISTER_LANES * SUMS * (TGI_DOT_ENGINE ? 2 : 1), ROUNDS = 10000;
 
     Instructions() {
-        for (int i = 0; i < SUMS; i++) sums[i] = Register{} + float(i);  // not the same, or they would be one sum
+        for (int i = 0; i < SUMS; i++) sums[i] = FloatRegister{} + float(i);  // not the same, or they would be one sum
     }
 
     void run() {
 #pragma GCC unroll 20
         for (int i = 0; i < SUMS; i++) {
-#if TGI_DOT_ENGINE
+#if TGI_DOT_ENGINE && defined(__x86_64__)
             sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)a, (__m512bh)b);
+#elif TGI_DOT_ENGINE
+            sums[i] = vbfdotq_f32(sums[i], vreinterpretq_bf16_f32(a), vreinterpretq_bf16_f32(b));
 #else
-            sums[i] = sums[i] * a + b;  // contracted to one instruction
+            sums[i] = fma(sums[i], a, b);
 #endif
         }
     }
 
     float result() const {
-        Register total{};
-        for (const Register& sum : sums) total += sum;
+        FloatRegister total{};
+        for (const FloatRegister& sum : sums) total += sum;
         return total[0];
     }
 
-    Register sums[SUMS], a = Register{} + 0.5f, b = Register{} + 0.25f;
+    FloatRegister sums[SUMS], a = FloatRegister{} + 0.5f, b = FloatRegister{} + 0.25f;
 };
 
 #endif

@@ -3,6 +3,7 @@
 // Written with the vector extensions of GCC and clang; intrinsics stand where an instruction has no portable form.
 // Reductions add in the same order on every instruction set.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -35,6 +36,8 @@ typedef int8_t SignedByteRegister __attribute__((vector_size(REGISTER_LANES)));
 
 // Compilers stop inlining in large functions, where a call would pass vectors through memory.
 #define TGI_INLINE inline __attribute__((always_inline))
+
+#define TGI_INLINE_LAMBDA __attribute__((always_inline))
 
 #define TGI_EACH_REGISTER _Pragma("GCC unroll 4") for (int i = 0; i < REGISTERS; i++)
 
@@ -172,6 +175,19 @@ TGI_INLINE Float min(Float a, Float b) {
     return a;
 }
 
+TGI_INLINE Int max(Int a, Int b) {
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        a.part[i] = (IntRegister)_mm512_max_epi32((__m512i)a.part[i], (__m512i)b.part[i]);
+#elif defined(__AVX2__)
+        a.part[i] = (IntRegister)_mm256_max_epi32((__m256i)a.part[i], (__m256i)b.part[i]);
+#else
+        a.part[i] = vmaxq_s32(a.part[i], b.part[i]);
+#endif
+    }
+    return a;
+}
+
 // Rounds down to an integer.
 TGI_INLINE Float floor(Float x) {
     TGI_EACH_REGISTER {
@@ -211,6 +227,21 @@ TGI_INLINE Float to_float(Int x) {
 TGI_INLINE Int to_int(Float x) {
     Int y;
     TGI_EACH_REGISTER y.part[i] = __builtin_convertvector(x.part[i], IntRegister);
+    return y;
+}
+
+// The nearest integers, ties to even, as int32.
+TGI_INLINE Int to_nearest_int(Float x) {
+    Int y;
+    TGI_EACH_REGISTER {
+#if defined(__AVX512F__)
+        y.part[i] = (IntRegister)_mm512_cvtps_epi32(x.part[i]);
+#elif defined(__AVX2__)
+        y.part[i] = (IntRegister)_mm256_cvtps_epi32(x.part[i]);
+#else
+        y.part[i] = vcvtnq_s32_f32(x.part[i]);
+#endif
+    }
     return y;
 }
 
@@ -315,30 +346,6 @@ TGI_INLINE IntRegister widen(const uint16_t* at) {
 #endif
 }
 
-TGI_INLINE IntRegister widen(const uint8_t* at) {
-#if defined(__AVX512F__)
-    return (IntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
-#elif defined(__AVX2__)
-    return (IntRegister)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at));
-#else
-    uint32_t four;
-    memcpy(&four, at, 4);
-    return (IntRegister)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
-#endif
-}
-
-TGI_INLINE IntRegister widen(const int8_t* at) {
-#if defined(__AVX512F__)
-    return (IntRegister)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at));
-#elif defined(__AVX2__)
-    return (IntRegister)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
-#else
-    int32_t four;
-    memcpy(&four, at, 4);
-    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
-#endif
-}
-
 // Sixteen numbers from any address.
 TGI_INLINE Float load(const float* at) {
     Float x;
@@ -375,13 +382,30 @@ TGI_INLINE Int load(const int32_t* at) {
 // Sixteen bytes, widened.
 TGI_INLINE Int load(const int8_t* at) {
     Int x;
-    TGI_EACH_REGISTER x.part[i] = widen(at + i * REGISTER_LANES);
+#if defined(__AVX512F__)
+    x.part[0] = (IntRegister)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at));
+#elif defined(__AVX2__)
+    TGI_EACH_REGISTER x.part[i] = (IntRegister)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8 * i)));
+#else
+    const int8x16_t bytes = vld1q_s8(at);
+    const int16x8_t halves[] = {vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)};
+    TGI_EACH_REGISTER x.part[i] = i % 2 ? vmovl_high_s16(halves[i / 2]) : vmovl_s16(vget_low_s16(halves[i / 2]));
+#endif
     return x;
 }
 
 TGI_INLINE Int load(const uint8_t* at) {
     Int x;
-    TGI_EACH_REGISTER x.part[i] = widen(at + i * REGISTER_LANES);
+#if defined(__AVX512F__)
+    x.part[0] = (IntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
+#elif defined(__AVX2__)
+    TGI_EACH_REGISTER x.part[i] = (IntRegister)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8 * i)));
+#else
+    const uint8x16_t bytes = vld1q_u8(at);
+    const uint16x8_t halves[] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
+    TGI_EACH_REGISTER x.part[i] =
+        (IntRegister)(i % 2 ? vmovl_high_u16(halves[i / 2]) : vmovl_u16(vget_low_u16(halves[i / 2])));
+#endif
     return x;
 }
 
@@ -415,6 +439,12 @@ TGI_INLINE void store(int8_t* at, Int x) {
 
 // Rounds to nearest, ties to even.
 TGI_INLINE void store(bf16* at, Float x) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    for (int i = 0; i < REGISTERS; i += 2) {
+        const bfloat16x8_t eight = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(x.part[i]), x.part[i + 1]);
+        vst1q_bf16((bfloat16_t*)at + i * REGISTER_LANES, eight);
+    }
+#else
     TGI_EACH_REGISTER {
 #if defined(__AVX512BF16__)
         _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh(x.part[i]));
@@ -425,6 +455,7 @@ TGI_INLINE void store(bf16* at, Float x) {
         narrow(at + i * REGISTER_LANES, (rounded & is_number) | (nan & ~is_number));
 #endif
     }
+#endif
 }
 
 TGI_INLINE void store(f16* at, Float x) {
@@ -543,6 +574,12 @@ TGI_INLINE float reduce_add(Float x) {
 #endif
 }
 
+TGI_INLINE int32_t reduce_max(Int x) {
+    alignas(64) int32_t lanes[LANES];
+    store(lanes, x);
+    return *std::max_element(lanes, lanes + LANES);
+}
+
 TGI_INLINE float reduce_max(Float x) {
 #if defined(__AVX2__)
     const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
@@ -553,5 +590,148 @@ TGI_INLINE float reduce_max(Float x) {
     return reduce(x, [](float a, float b) { return a > b ? a : b; });
 #endif
 }
+
+// --- the dot engine: an Int as 16 pairs of bfloat16 numbers, or as 16 quadruples of bytes -----------------------------
+
+#if TGI_DOT_ENGINE
+
+// Four pairs or quadruples that follow each other in a row; each is multiplied with all of a vector.
+struct RowPairs {
+    TGI_INLINE void set(const bf16* from) {
+#if defined(__x86_64__)
+        at = from;
+#else
+        four = vld1q_s32((const int32_t*)from);
+#endif
+    }
+
+#if defined(__x86_64__)
+    template <int j>
+    TGI_INLINE __m512i get() const {
+        int32_t pair;
+        memcpy(&pair, at + 2 * j, 4);
+        return _mm512_set1_epi32(pair);
+    }
+
+    const bf16* at;
+#else
+    int32x4_t four;
+#endif
+};
+
+// Adds the products of two bfloat16 numbers, pair j of a row, with those of a vector. Instruction sets round the steps
+// differently.
+template <int j>
+TGI_INLINE Float dot(Float sums, RowPairs row, Int x) {
+#if defined(__x86_64__)
+    sums.part[0] = _mm512_dpbf16_ps(sums.part[0], (__m512bh)row.get<j>(), (__m512bh)x.part[0]);
+#else
+    TGI_EACH_REGISTER sums.part[i] = vbfdotq_laneq_f32(sums.part[i], vreinterpretq_bf16_s32(x.part[i]),
+        vreinterpretq_bf16_s32(row.four), j);
+#endif
+    return sums;
+}
+
+// Adds the products of four unsigned bytes, quadruple j of a row, with four signed bytes of a vector.
+template <int j>
+TGI_INLINE Int dot(Int sums, RowPairs row, Int x) {
+#if defined(__x86_64__)
+    sums.part[0] = (IntRegister)_mm512_dpbusd_epi32((__m512i)sums.part[0], row.get<j>(), (__m512i)x.part[0]);
+#else
+    TGI_EACH_REGISTER sums.part[i] = vsudotq_laneq_s32(sums.part[i], vreinterpretq_s8_s32(x.part[i]),
+        vreinterpretq_u8_s32(row.four), j);
+#endif
+    return sums;
+}
+
+// The lanes from 8 `half` to 8 `half` + 7, each twice.
+template <int half>
+TGI_INLINE Float twice(Float x) {
+#if defined(__x86_64__)
+    const __m512i lanes = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return {{_mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(8 * half)), x.part[0])}};
+#else
+    const FloatRegister first = x.part[2 * half], second = x.part[2 * half + 1];
+    return {{vzip1q_f32(first, first), vzip2q_f32(first, first),  //
+        vzip1q_f32(second, second), vzip2q_f32(second, second)}};
+#endif
+}
+
+// Sixteen bytes, each in all four bytes of its lane.
+TGI_INLINE Int load_four_times(const uint8_t* at) {
+    alignas(64) static constexpr uint8_t BYTES[] = {
+        0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7,
+        8, 8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 11, 11, 11, 11, 12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15,
+        15, 15};
+#if defined(__x86_64__)
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)at));
+    return {{(IntRegister)_mm512_shuffle_epi8(bytes, _mm512_load_si512(BYTES))}};
+#else
+    const uint8x16_t bytes = vld1q_u8(at);
+    Int x;
+    TGI_EACH_REGISTER x.part[i] = vreinterpretq_s32_u8(vqtbl1q_u8(bytes, vld1q_u8(BYTES + 16 * i)));
+    return x;
+#endif
+}
+
+// Stores every second byte, from the first on: 32 bytes.
+TGI_INLINE void store_even_bytes(uint8_t* at, Int x) {
+#if defined(__x86_64__)
+    _mm256_storeu_si256((__m256i*)at, _mm512_cvtepi16_epi8((__m512i)x.part[0]));
+#else
+    for (int i = 0; i < REGISTERS; i += 2)
+        vst1q_u8(at + 8 * i, vuzp1q_u8(vreinterpretq_u8_s32(x.part[i]), vreinterpretq_u8_s32(x.part[i + 1])));
+#endif
+}
+
+// The number `first` + n for the lower four bits n of a lane; the other bits are ignored.
+struct NibbleNumbers {
+    TGI_INLINE explicit NibbleNumbers(int first)
+#if defined(__x86_64__)
+        : table{{(FloatRegister)_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) + float(first)}} {}
+
+    TGI_INLINE Float of(Int lanes) const {
+        return {{_mm512_permutexvar_ps((__m512i)lanes.part[0], table.part[0])}};
+    }
+
+    const Float table;
+#else
+        : first(broadcast(int32_t(first))) {}
+
+    TGI_INLINE Float of(Int lanes) const { return to_float((lanes & broadcast(15)) + first); }
+
+    const Int first;
+#endif
+};
+
+// A table of 128 bytes.
+struct ByteTable {
+#if defined(__x86_64__)
+    explicit ByteTable(const uint8_t* at) : low(_mm512_loadu_si512(at)), high(_mm512_loadu_si512(at + 64)) {}
+
+    // The entries for indices below 128, which are bytes.
+    TGI_INLINE Int look_up(Int indices) const {
+        return {{(IntRegister)_mm512_permutex2var_epi8(low, (__m512i)indices.part[0], high)}};
+    }
+
+    const __m512i low, high;
+#else
+    explicit ByteTable(const uint8_t* at) : low(vld1q_u8_x4(at)), high(vld1q_u8_x4(at + 64)) {}
+
+    TGI_INLINE Int look_up(Int indices) const {
+        TGI_EACH_REGISTER {
+            const uint8x16_t index = vreinterpretq_u8_s32(indices.part[i]);
+            // An index out of range gives 0 in the first half, and keeps that of the first half in the second.
+            const uint8x16_t found = vqtbx4q_u8(vqtbl4q_u8(low, index), high, vsubq_u8(index, vdupq_n_u8(64)));
+            indices.part[i] = vreinterpretq_s32_u8(found);
+        }
+        return indices;
+    }
+
+    const uint8x16x4_t low, high;
+#endif
+};
+
+#endif
 
 }  // namespace tgi
