@@ -66,7 +66,9 @@ class LoadedModels(NamedTuple):
 def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     """Returns the engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
     device = _device(settings.device)
-    if device == "cpu":
+    if device != "cpu":
+        load_deferred()  # before the kernels' self-tests, which draw random numbers
+    else:
         limited = "" if settings.cpu is None else ", limited by --cpu"
         torchs, ours = torch.backends.cpu.get_cpu_capability(), kernel_set()
         log.debug("instruction set of the CPU: torch's %s, ours %s%s", torchs, ours and ours.name, limited)
