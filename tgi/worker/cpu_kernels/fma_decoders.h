@@ -65,35 +65,46 @@ struct CodeBlock {
     const T* at;
 };
 
-// Units of a panel: the scales and shifts (of type Scale) of a group, or of two groups of 16 inputs, and their codes.
+// Units of a panel: the scales and shifts (float16 or float32) of a group, or of two groups of 16 inputs, and their codes.
 // `decoded`: the codes as float32, which replace those of the units.
-template <class BlockType, bool has_shifts, class ScaleType>
+template <class BlockType, bool has_shifts>
 struct GroupColumns {
     using Block = BlockType;
-    using Scale = ScaleType;
     // Without shifts, 4-bit codes are 8 too large.
     static constexpr bool shifts = has_shifts, subtracts_eight = !has_shifts && std::is_same_v<Block, NibbleBlock>;
 
     const uint8_t* at;
     int64_t group, header, unit_bytes;  // inputs of a group, bytes of a unit before its codes, bytes of a unit
+    int64_t scale_bytes;
     const float* decoded = nullptr;
+
+    // The scale (0) or shift (1) of output n of the panel.
+    float factor(const uint8_t* header, int shift, int64_t n) const {
+        const int64_t at = PANEL * shift + n;
+        return scale_bytes == 4 ? ((const float*)header)[at] : to_float(((const f16*)header)[at]);
+    }
+
+    // The scales or shifts of 16 outputs.
+    TGI_INLINE Float factors(const uint8_t* header, int shift, int half) const {
+        const int64_t at = PANEL * shift + LANES * half;
+        return scale_bytes == 4 ? load((const float*)header + at) : load((const f16*)header + at);
+    }
 };
 
 template <class Columns>
 constexpr bool IS_GROUPED = false;
-template <class Block, bool shifts, class Scale>
-constexpr bool IS_GROUPED<GroupColumns<Block, shifts, Scale>> = true;
+template <class Block, bool shifts>
+constexpr bool IS_GROUPED<GroupColumns<Block, shifts>> = true;
 
 // Adds a group's sums of codes, times the scales, and its sum of x, times the shifts.
 template <class Columns, int R, int V>
 TGI_INLINE void add_group(const Columns& columns, const uint8_t* header, int half, const Float (&sums)[R][V],
     const float* x_sums, int64_t x_sums_step, bool add, float* c, int64_t c_step) {
-    using Scale = typename Columns::Scale;
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-        const Float scale = load((const Scale*)header + LANES * (half + v));
+        const Float scale = columns.factors(header, 0, half + v);
         Float shift;
-        if (Columns::shifts) shift = load((const Scale*)header + PANEL + LANES * (half + v));
+        if (Columns::shifts) shift = columns.factors(header, 1, half + v);
         if (Columns::subtracts_eight) shift = scale * broadcast(-8.f);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -185,50 +196,77 @@ struct FmaBlock<IntegerColumns> {
     const int8_t* at;
 };
 
+// The numbers of a table of 16 that 16 bytes from 0 to 15 select.
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+TGI_INLINE Int look_up(const int8_t* table, Bytes at) {
+#if defined(__x86_64__)
+    const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), (__m128i)at);
+#if defined(__AVX512F__)
+    return {{(IntRegister)_mm512_cvtepi8_epi32(found)}};
+#else
+    return {{(IntRegister)_mm256_cvtepi8_epi32(found),
+        (IntRegister)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(found, found))}};
+#endif
+#else
+    alignas(16) int8_t found[16];
+    vst1q_s8(found, vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)at));
+    return load(found);
+#endif
+}
+
 // Codes of the 4-bit codebook.
 class CodebookColumns {
   public:
-    CodebookColumns(const int8_t* table, const uint8_t* panel) : table_(table), at_(panel) {}
+    CodebookColumns(const int8_t* table, const uint8_t* panel) : table_(table), at_(panel) {
+        for (int64_t n = 0; n < 8; n++) factors_[n] = -table[16 * n];
+    }
 
   private:
     friend struct FmaBlock<CodebookColumns>;
     const int8_t* const table_;  // [8][16]
+    alignas(16) int8_t factors_[16] = {};  // the 8 factors
     const uint8_t* at_;
 };
 
 template <>
 struct FmaBlock<CodebookColumns> {
     FmaBlock() = default;
-    TGI_INLINE explicit FmaBlock(CodebookColumns& all) : table(all.table_), at(all.at_ + PANEL) {
-        alignas(64) float factors[PANEL];
-        for (int64_t n = 0; n < PANEL; n++) factors[n] = -table[16 * all.at_[n]];
-        for (int half = 0; half < 2; half++) factor[half] = load(factors + LANES * half) * broadcast(1 / 127.f);
+    TGI_INLINE explicit FmaBlock(CodebookColumns& all)
+        : table(all.table_), at(all.at_ + PANEL), levels(to_float(load(all.table_))) {
+        for (int half = 0; half < 2; half++)
+            factor[half] = to_float(look_up(all.factors_, bytes(all.at_ + LANES * half))) * broadcast(1 / 127.f);
         all.at_ += PANEL + 512;
     }
 
     template <int which>
     TGI_INLINE Float input(int j, int half) const {
-        typedef uint8_t Bytes __attribute__((vector_size(16)));
-        Bytes both;
-        memcpy(&both, at + 256 * half + 16 * j, 16);
-        alignas(16) int8_t level[16];
-        look_up(which ? both >> 4 : both & 15, level);
-        return round_to_even(to_float(load(level)) * factor[half]);
+        // Near 1.5 * 2^23 all float32 numbers are integers: an addition rounds to them, ties to even.
+        const Float rounder = broadcast(12582912.f);
+        return fma(level<which>(at + 256 * half + 16 * j), factor[half], rounder) - rounder;
     }
 
-    // The levels of 16 codes.
-    template <class Bytes>
-    TGI_INLINE void look_up(Bytes code, int8_t* level) const {
-#if defined(__x86_64__)
-        _mm_store_si128((__m128i*)level, _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table), (__m128i)code));
+    static TGI_INLINE Bytes bytes(const uint8_t* at) {
+        Bytes found;
+        memcpy(&found, at, 16);
+        return found;
+    }
+
+    // The levels of the lower (0) or upper (1) codes of 16 bytes.
+    template <int which>
+    TGI_INLINE Float level(const uint8_t* codes) const {
+#if defined(__AVX512F__)
+        // The permutation uses the lower four bits of each lane and ignores the others.
+        const __m512i words = _mm512_cvtepu8_epi32((__m128i)bytes(codes));
+        return {{_mm512_permutexvar_ps(which ? _mm512_srli_epi32(words, 4) : words, levels.part[0])}};
 #else
-        vst1q_s8(level, vqtbl1q_s8(vld1q_s8(table), (uint8x16_t)code));
+        return to_float(look_up(table, which ? bytes(codes) >> 4 : bytes(codes) & 15));
 #endif
     }
 
     const int8_t* table;
-    const uint8_t* at;
-    Float factor[2];
+    const uint8_t* at;  // the codes
+    Float levels, factor[2];
 };
 
 template <class T>
@@ -271,14 +309,13 @@ void with_groups(const PackedWeight& w, const Use& use) {
     const WeightFormat& form = w.form;
     const int64_t header = form.unit() / form.group * form.group_bytes();
     const int64_t unit_bytes = header + form.unit() * PANEL * form.bits / 8;
-    const auto grouped = [&](auto shifts, auto scale) {
+    const auto grouped = [&](auto shifts) {
         use([&](int64_t number, int64_t k) {
             const uint8_t* at = w.panel(number) + k / form.unit() * unit_bytes;
-            return GroupColumns<Block, shifts, decltype(scale)>{at, form.group, header, unit_bytes};
+            return GroupColumns<Block, shifts>{at, form.group, header, unit_bytes, form.scale_bytes};
         });
     };
-    const auto shifted = [&](auto shifts) { form.scale_bytes == 4 ? grouped(shifts, float()) : grouped(shifts, f16()); };
-    form.shifts ? shifted(std::true_type()) : shifted(std::false_type());
+    form.shifts ? grouped(std::true_type()) : grouped(std::false_type());
 }
 
 // The same for formats of one kind.

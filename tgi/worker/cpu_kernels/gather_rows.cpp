@@ -91,17 +91,16 @@ struct GatherRowsJob final : Job {
 
     template <class Columns>
     void grouped_row(const Columns& columns, int64_t n, Element* y) const {
-        using Scale = typename Columns::Scale;
         const int64_t unit = w.form.unit(), bits = w.form.bits;
         for (int64_t k = 0; k < w.inputs; k++) {
             const uint8_t* at = columns.at + k / unit * columns.unit_bytes;
-            const auto* scales = (const Scale*)(at + k % unit / w.form.group * w.form.group_bytes()) + n;
+            const uint8_t* header = at + k % unit / w.form.group * w.form.group_bytes();
+            const float scale = columns.factor(header, 0, n);
             const uint8_t* tile = at + columns.header + (k % unit / 32 * 2 + n / 16) * 64 * bits + n % 16;
             const int64_t i = k % 32;
             const float code = bits == 8 ? (int8_t)tile[16 * i] : tile[i / 2 * 16] >> i % 2 * 4 & 15;
-            const float shift = Columns::shifts ? to_float(scales[PANEL])
-                                                : Columns::subtracts_eight ? -8 * to_float(scales[0]) : 0;
-            y[k] = round_to<Element>(std::fma(code, to_float(scales[0]), shift));
+            const float shift = Columns::shifts ? columns.factor(header, 1, n) : Columns::subtracts_eight ? -8 * scale : 0;
+            y[k] = round_to<Element>(std::fma(code, scale, shift));
         }
     }
 
