@@ -1,5 +1,6 @@
 """The CPU kernels for tests. On a machine that cannot run them, such a test is skipped with the reason."""
 
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from tgi.worker.host_cpu import cpu_features
 from tgi.worker.instruction_sets import BY_NAME, ELEMENTS, InstructionSet
 from tgi.worker.models.loader import ModelSpec
 
+# Whether an emulator computes the kernels (emulation/). It is slow, so tests then have fewer and smaller products.
+EMULATED = bool(os.environ.get("TGI_EMULATE"))
 SMALL_SOURCE = "int some(int x) { return x; }"  # any C++ compiler that knows the flags compiles this
 
 

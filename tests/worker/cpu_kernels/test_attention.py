@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.cpu_kernels.available import VARIANTS, load_variant
+from tests.worker.cpu_kernels.available import EMULATED, VARIANTS, load_variant
 from tests.worker.test_attention import CPU, Sequence, expected, run, split
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
@@ -63,10 +63,10 @@ class Case(NamedTuple):
     scope="module",
     params=[
         (4, 4, 32, None, None),
-        (9, 3, 64, 40, None),
-        (8, 2, 128, 64, 0.5),
+        (3 if EMULATED else 9, 1 if EMULATED else 3, 64, 40, None),
+        (2 if EMULATED else 8, 2, 128, 64, 0.5),
         (40, 1, 32, 700, None),
-        (4, 2, 256, 513, 30.0),
+        (2 if EMULATED else 4, 1 if EMULATED else 2, 256, 513, 30.0),
     ],
     ids=str,
 )

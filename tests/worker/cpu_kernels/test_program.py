@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.worker.batches import Row, make_batch
+from tests.worker.cpu_kernels.available import EMULATED
 from tests.worker.cpu_kernels.test_models import directory, load
 from tests.worker.loras import make_adapter
 from tgi.worker.attention import build_attention
@@ -44,9 +45,13 @@ def steps(page_size: int) -> list[ForwardBatch]:
     """Steps: prompts of many lengths in chunks, decode rows next to chunks, and a row that draws several tokens."""
     ids = torch.randint(3, 512, (400,), generator=torch.Generator().manual_seed(3)).tolist()
     a, b, c = list(range(10)), list(range(10, 14)), list(range(20, 30))
-    first = [Row(ids[:90], 0, a), Row(ids[:1], 0, b), Row(ids[7:40], 0, c)]
-    second = [Row(ids[90:91], 90, a), Row(ids[200:215], 1, b), Row(ids[40:250], 33, c)]
-    third = [Row(ids[91:96], 91, a), Row(ids[215:216], 16, b), Row(ids[250:251], 243, c)]
+    prompt, chunk = (45, 60) if EMULATED else (90, 210)
+    first = [Row(ids[:prompt], 0, a), Row(ids[:1], 0, b), Row(ids[7:40], 0, c)]
+    second = [Row(ids[prompt : prompt + 1], prompt, a), Row(ids[200:215], 1, b), Row(ids[40 : 40 + chunk], 33, c)]
+    third = [
+        *(Row(ids[prompt + 1 : prompt + 6], prompt + 1, a), Row(ids[215:216], 16, b)),
+        Row(ids[40 + chunk : 41 + chunk], 33 + chunk, c),
+    ]
     drafted = make_batch(third, page_size)._replace(logits_indices=torch.arange(7))
     return [make_batch(first, page_size), make_batch(second, page_size), drafted]
 
