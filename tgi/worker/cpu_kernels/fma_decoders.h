@@ -10,7 +10,7 @@
 
 namespace tgi {
 
-inline void prefetch_ahead(const uint8_t* at, int64_t bytes) {
+TGI_INLINE void prefetch_ahead(const uint8_t* at, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += CACHE_LINE) prefetch_l1(at + PREFETCH_DISTANCE + line);
 }
 
