@@ -5,7 +5,7 @@
 //
 // Arguments are numbers and addresses in the memory of Python, which this process reads as its own: it maps none of it
 // at first, and the handler of the page fault (SIGSEGV) asks Python for the contents of the page and maps it at the same
-// address. A first write to a page keeps its original contents. When the call returns, changed bytes are sent to Python,
+// address. A first write to a page keeps its original contents. When the call returns, changed words are sent to Python,
 // and all pages are unmapped, since Python may change them until the next call.
 #include <dlfcn.h>
 #include <sched.h>
@@ -24,7 +24,7 @@
 
 namespace {
 
-constexpr uintptr_t PAGE = 4096;
+constexpr uintptr_t PAGE = 4096, WORDS = PAGE / sizeof(uint64_t);
 constexpr int64_t PAGES_AT_ONCE = 16;  // are fetched, unless one of them is mapped or Python has not mapped it
 constexpr int INTEGERS = 24, FLOATS = 8;
 
@@ -108,17 +108,18 @@ void handle_fault(int, siginfo_t* fault, void*) {
     busy.clear(std::memory_order_release);
 }
 
-// Sends the changed bytes of all pages to Python and unmaps the pages.
+// Sends the changed words of all pages to Python and unmaps the pages.
 void return_pages() {
     for (const auto& [at, page] : pages) {
         if (const uint8_t* old = page.original.get()) {
-            const auto* now = (const uint8_t*)at;
-            const int64_t first = std::mismatch(now, now + PAGE, old).first - now;
-            if (first < (int64_t)PAGE) {
-                int64_t end = PAGE;
-                while (now[end - 1] == old[end - 1]) end--;
-                send({WRITE, (int64_t)at + first, end - first});
-                send(now + first, end - first);
+            // No unchanged word between them: Python may have changed it since, such as its heap next to a small tensor.
+            const auto *now = (const uint64_t*)at, *before = (const uint64_t*)old;
+            for (uintptr_t n = 0; n < WORDS; n++) {
+                const uintptr_t first = n;
+                while (n < WORDS && now[n] != before[n]) n++;
+                if (n == first) continue;
+                send({WRITE, (int64_t)(now + first), (int64_t)((n - first) * sizeof *now)});
+                send(now + first, (n - first) * sizeof *now);
             }
         }
         munmap((void*)at, PAGE);
