@@ -50,6 +50,21 @@ struct GroupSumsJob final : Job {
     float *const sums, *const factors;  // factors: none for 8-bit codes
 };
 
+// Bytes of a part of 16 outputs that stays in the L1 cache next to the rows.
+constexpr int64_t PART_BYTES = 16384, MAX_PART_INPUTS = PART_BYTES / LANES / sizeof(bf16);
+
+// The buffers of a thread, for all kinds of formats: the first access to any thread-local variable of a library writes all
+// of them.
+struct FmaWorkspace {
+    alignas(64) float sums[MAX_CHUNK_ROWS + FMA_ROWS][PANEL];
+    alignas(64) float columns[MAX_PART_INPUTS / 2 + 128][PANEL];  // decoded; a part has whole groups
+};
+
+inline FmaWorkspace& fma_workspace() {
+    static thread_local FmaWorkspace one;
+    return one;
+}
+
 template <FormatKind kind>
 struct FmaLinearJob final : LinearJob {
     // `x_sums`: the sums of GroupSumsJob, of a weight in groups.
@@ -66,21 +81,6 @@ struct FmaLinearJob final : LinearJob {
     }
 
   private:
-    // Bytes of a part of 16 outputs that stays in the L1 cache next to the rows.
-    static constexpr int64_t PART_BYTES = 16384, MAX_PART_INPUTS = PART_BYTES / LANES / sizeof(bf16);
-
-    // The buffers of a thread, for all instantiations: the first access to any thread-local variable of a library writes
-    // all of them.
-    struct Workspace {
-        alignas(64) float sums[MAX_CHUNK_ROWS + FMA_ROWS][PANEL];
-        alignas(64) float columns[MAX_PART_INPUTS / 2 + 128][PANEL];  // decoded; a part has whole groups
-    };
-
-    static Workspace& workspace() {
-        static thread_local Workspace one;
-        return one;
-    }
-
     void finish(int64_t number, int64_t row, int64_t rows, const float* sums) const {
         const auto* scales = w.form.integer ? (const float*)w.panel(number) : nullptr;
         apply_epilogue(call_of(number), row, rows, first_output(number), ScaledSums{sums, scales});
@@ -134,7 +134,7 @@ struct FmaLinearJob final : LinearJob {
     template <class Columns>
     void part_of_rows(int64_t number, int64_t row, int64_t rows, int64_t k, int64_t inputs, const Columns& columns)
         const {
-        auto& sums = workspace().sums;
+        auto& sums = fma_workspace().sums;
         int64_t groups = (rows + FMA_ROWS - 1) / FMA_ROWS;  // of about equal size: two of 4 rows instead of 6 and 2
         for (int64_t done = 0; done < rows; groups--) {
             const int64_t count = (rows - done + groups - 1) / groups;
@@ -150,7 +150,7 @@ struct FmaLinearJob final : LinearJob {
 
     template <class Columns>
     static auto decoded_columns(Columns columns, int64_t inputs) {
-        auto& room = workspace().columns;
+        auto& room = fma_workspace().columns;
         if constexpr (IS_GROUPED<Columns>) {
             const uint8_t* codes = columns.at + columns.header;
             const int64_t blocks = std::max<int64_t>(columns.group / 32, 1);
