@@ -80,13 +80,11 @@ class Column(NamedTuple):
     parts: dict[str, float]
     memory: float  # the floor
     operations: float
+    peak: float  # the best rate of multiply-adds that any round saw, operations per millisecond
 
 
 class Measurement:
-    """The parts and floors of one kind of step of a model. `peak` is the best rate of multiply-adds in operations per
-    millisecond that any round saw: other load only lowers it."""
-
-    peak = 0.0
+    """The parts and floors of one kind of step of a model."""
 
     def __init__(self, bench: lora.Bench) -> None:
         model = bench.engine._model
@@ -101,6 +99,7 @@ class Measurement:
         program.clock = torch.zeros(len(self._names), dtype=torch.float64)
         self._memory = Arena().allocate(READ).fill_(1)  # in large pages, as the weights are
         self._measured: list[dict[str, float]] = []
+        self._peak = 0.0
 
     def step(self, work: Callable[[], object], read: float, operations: float, counted: bool) -> None:
         """Runs a step that must read so many bytes and compute so many operations, then measures its floors."""
@@ -117,7 +116,7 @@ class Measurement:
             self._kernels.read_memory(self._memory)
         with self._watch.part("arithmetic"):
             computed = self._kernels.fma_peak(CHUNKS)
-        Measurement.peak = max(Measurement.peak, computed / self._watch.spent["arithmetic"])
+        self._peak = max(self._peak, computed / self._watch.spent["arithmetic"])
         spent["memory"] = self._watch.spent["memory"] * read / self._memory.nbytes
         self._operations = operations
         if counted:
@@ -126,7 +125,7 @@ class Measurement:
     def column(self, title: str) -> Column:
         """The medians."""
         found = {name: statistics.median(one[name] for one in self._measured) for name in self._measured[0]}
-        return Column(title, found, found.pop("memory"), self._operations)
+        return Column(title, found, found.pop("memory"), self._operations, self._peak)
 
 
 def decode(config: dict[str, Any], source: WeightSource, rows: int, options: argparse.Namespace) -> Column:
@@ -218,7 +217,8 @@ def table(columns: list[Column]) -> list[str]:
     lines = ["| ms |" + "".join(f" {one.title} |" for one in columns), "|---|" + "---|" * len(columns)]
     rows = {name: [one.parts[name] for one in columns] for name in [*parts, "rest", "step"]}
     lines += [f"| {name} |" + "".join(f" {value:.2f} |" for value in values) for name, values in rows.items()]
-    arithmetic = [one.operations / Measurement.peak for one in columns]
+    peak = max(one.peak for one in columns)  # other load only lowers a rate
+    arithmetic = [one.operations / peak for one in columns]
     for name, floors in (("memory", [one.memory for one in columns]), ("arithmetic", arithmetic)):
         lines.append(f"| floor of {name} |" + "".join(f" {floor:.2f} |" for floor in floors))
         shares = [floor / one.parts["step"] for floor, one in zip(floors, columns, strict=True)]
