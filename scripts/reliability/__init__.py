@@ -1,0 +1,8 @@
+"""Reliability runs on real processes: `scripts/chaos`.
+
+Read chaos.py first.
+
+- chaos: starts a server, disturbs its processes under load, compares every answer, prints the verdict
+- features: the requests, with every feature of the API, and what of an answer is compared
+- client: one HTTP request over its own connection, with retries and resumption
+"""
