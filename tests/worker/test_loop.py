@@ -77,6 +77,12 @@ class FakeProcess:
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         self.states.append(state)
 
+    def begin_work(self, seconds: float) -> None:
+        pass
+
+    def end_work(self) -> None:
+        pass
+
     def extend_deadline(self, seconds: float) -> None:
         pass
 

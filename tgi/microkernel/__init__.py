@@ -11,6 +11,7 @@ Messages
 Processes
     process          the child side: entry point, poll loop, heartbeat, state file
     supervisor       the parent side: start, restart, drain
+    token_bucket     a limit on the rate of an action
     rundir           the run directory: sockets, locks, state files
     permits          the limit of concurrent requests, shared by all front ends
     interpreter      how child processes of the same Python are started

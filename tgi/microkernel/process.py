@@ -28,6 +28,9 @@ from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 
 # Interval of the wake-ups of an idle loop, its only CPU cost.
 HEARTBEAT_SECONDS = 2.0
+# A loop that has not turned for this long hangs, or for `hang_timeout` if that is shorter. Work that may take longer
+# extends the deadline before it begins.
+LOOP_TURN_SECONDS = 10.0
 
 # Environment variables that the supervisor passes to a child.
 SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
@@ -51,6 +54,8 @@ class Process:
         self.facts: dict[str, Any] = {}  # published with the state; to be set before "ready"
         self._state = ("", "", -1)
         self._heartbeat = Heartbeat(self.run_dir / f"{self.name}.beat")
+        self._work_deadline: float | None = None
+        self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
         self._parent_fd = parent_fd
         self._links: list[Link] = []
         self._monitored: dict[Any, Link] = {}
@@ -99,10 +104,10 @@ class Process:
         if any(link.has_pending_work for link in self._links):
             timeout = 0.0
         timeout = max(0.0, min(timeout, HEARTBEAT_SECONDS))
-        self.extend_deadline(timeout + self.settings.hang_timeout)
+        self.heartbeat(timeout)
         ready = self._poller.poll(int(timeout * 1000 + 0.999))
         if ready:
-            self.extend_deadline(self.settings.hang_timeout)
+            self.heartbeat(0.0)
         for source, _ in ready:
             if isinstance(source, int):
                 self.handle_wakeup()
@@ -130,11 +135,22 @@ class Process:
 
     def heartbeat(self, seconds: float = HEARTBEAT_SECONDS) -> None:
         """For loops that do not use `wait`: announces the next heartbeat within `seconds`."""
-        self.extend_deadline(seconds + self.settings.hang_timeout)
+        if self._work_deadline is None:
+            self.extend_deadline(seconds + self._loop_limit)
 
     def extend_deadline(self, seconds: float) -> None:
-        """Moves the watchdog's deadline to `seconds` from now (before loading, or a step of unusual size)."""
+        """Moves the watchdog's deadline to `seconds` from now, until the next heartbeat (before loading)."""
         self._heartbeat.set_deadline(time.monotonic() + seconds)
+
+    def begin_work(self, seconds: float) -> None:
+        """Sets a deadline that heartbeats do not move: work that ends within `seconds`, while the loop may turn."""
+        self._work_deadline = time.monotonic() + seconds
+        self._heartbeat.set_deadline(self._work_deadline)
+
+    def end_work(self) -> None:
+        """The work that began last has ended: from now on each turn of the loop moves the deadline."""
+        self._work_deadline = None
+        self.heartbeat(0.0)
 
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         """Writes the state file: "starting", "ready" or "draining", with stage and percentage of start-up."""

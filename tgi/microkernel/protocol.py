@@ -307,6 +307,7 @@ class Step(NamedTuple):
     draws: bytes  # uint8
     drafts: bytes = b""  # int32, one per row; empty: none has any. A row with drafts has draws = 1
     draft_ids: bytes = b""  # int32, sum(drafts); empty: the worker's draft model proposes them
+    limit_ms: int = 0  # the worker hangs if it computes this step for longer; 0: nothing is known of such steps
 
 
 class StepResult(NamedTuple):

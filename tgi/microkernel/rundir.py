@@ -148,15 +148,20 @@ def write_state(run: Path, state: ProcessState) -> None:
 
 def read_states(run: Path) -> list[ProcessState]:
     """The state files of a run directory, by name. Skips, with a warning, those that this version cannot read."""
-    states = []
-    for path in sorted((run / "state").glob("*.json")):
-        try:
-            states.append(ProcessState(**json.loads(path.read_text())))
-        except FileNotFoundError:
-            continue  # the process has just ended
-        except (ValueError, TypeError) as error:
-            log.warning("skipped %s, which another version of tgi has written, or which is damaged: %s", path, error)
-    return states
+    found = [read_state(run, path.stem) for path in sorted((run / "state").glob("*.json"))]
+    return [state for state in found if state is not None]
+
+
+def read_state(run: Path, name: str) -> ProcessState | None:
+    """The state file of one process. None if there is none, or, with a warning, if this version cannot read it."""
+    path = run / "state" / f"{name}.json"
+    try:
+        return ProcessState(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        log.warning("skipped %s, which another version of tgi has written, or which is damaged: %s", path, error)
+        return None
 
 
 def remove_state(run: Path, name: str) -> None:

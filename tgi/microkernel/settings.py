@@ -363,14 +363,14 @@ class Settings:
     hang_timeout: float = setting(
         OPERATIONS,
         120.0,
-        "Seconds without a heartbeat after which a process is restarted.",
+        "Upper bound of the seconds without progress after which a process is restarted.",
         seconds,
         env=("TGI_HANG_TIMEOUT",),
     )
     stall_limit: float = setting(
         OPERATIONS,
         60.0,
-        "Seconds without a finished step, with requests in flight, after which /health fails.",
+        "Upper bound of the seconds that a step may take until /health fails.",
         seconds,
         env=("TGI_STALL_LIMIT",),
     )

@@ -15,16 +15,25 @@ from tgi.microkernel import interpreter, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.process import LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS, Heartbeat, fatal_error_path
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.token_bucket import TokenBucket
 
 log = logging.getLogger(__name__)
 
 # In the direction of requests, which is the order of draining.
 DRAIN_ORDER = ("api", "tokenizer", "scheduler", "worker")
 
-# A process that ends earlier after its start is restarted with exponential backoff.
+# A process that runs this long has settled.
 SETTLED_SECONDS = 10.0
 
+# A process that had been ready is restarted at once: this many times in a row, in the long run once in a period. One
+# that ends before it is ready or has settled is restarted with exponential backoff.
+RESTARTS_IN_A_ROW = 10
+RESTART_PERIOD_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 10.0
+
+# A gap between two looks at the heartbeats that is longer than a tick and this: the supervisor itself did not run, and
+# perhaps neither did its children, so they get this long to report again before they are judged.
+PAUSE_SECONDS = 5.0
 
 # Poll interval while processes start, and later. SIGCHLD wakes the supervisor at once.
 STARTING_TICK_SECONDS, TICK_SECONDS = 0.1, 1.0
@@ -54,6 +63,7 @@ class ChildProcess:
     def __init__(self, spec: ProcessSpec, settings: Settings) -> None:
         self.spec = spec
         self.started = time.monotonic()
+        self.had_been_ready = False  # known when it has ended
         self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
         self.heartbeat.set_deadline(self.started + settings.start_timeout)
         # The child has the reading end: it reads EOF when this process ends for any reason.
@@ -97,6 +107,25 @@ class ChildProcess:
         os.close(self._pipe)
 
 
+class Backoff:
+    """How long to wait before one process is started again."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._restarts = TokenBucket(1 / RESTART_PERIOD_SECONDS, RESTARTS_IN_A_ROW)
+
+    def delay(self, had_been_ready: bool, lived_seconds: float, now: float) -> float:
+        """Seconds until the next start of a process that has ended after `lived_seconds`."""
+        if had_been_ready or lived_seconds > SETTLED_SECONDS:
+            self._seconds = 0.0
+            wait = self._restarts.seconds_until_next(now)
+            self._restarts.take(now + wait)
+            return wait
+        seconds = self._seconds
+        self._seconds = min(max(2 * seconds, FIRST_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
+        return seconds
+
+
 class Supervisor:
     """Runs in the main thread of `tgi up`, and of a role command for that role alone. Closes the sockets in `specs`."""
 
@@ -108,7 +137,9 @@ class Supervisor:
         self._on_tick = on_tick
         self._children: dict[str, ChildProcess] = {}
         self._restart_at: dict[str, float] = {}  # by time.monotonic, of ended processes
-        self._backoff: dict[str, float] = {}
+        self._backoff: dict[str, Backoff] = {spec.name: Backoff() for spec in specs}
+        self._looked_at = time.monotonic()  # at the heartbeats
+        self._pause_ends = 0.0
         self._ended: set[int] = set()  # pids whose metric files are still to be folded
         self._last_start = 0.0
         self._signals = 0
@@ -179,6 +210,8 @@ class Supervisor:
                 continue
             child.close()
             del self._children[name]
+            state = rundir.read_state(self.settings.run_dir, name)
+            child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
             rundir.remove_state(self.settings.run_dir, name)
             self._ended.add(child.pid)
             if child.spec.role not in restart:
@@ -200,17 +233,23 @@ class Supervisor:
             return f"{name} cannot run; see its last log line ({error})"
 
     def _schedule_restart(self, child: ChildProcess, code: int) -> None:
-        """Restarts at once a process that had settled, and with exponential backoff one that keeps ending."""
+        """Schedules the start of a new process after the backoff."""
         name = child.spec.name
-        settled = time.monotonic() - child.started > SETTLED_SECONDS
-        wait = 0.0 if settled else self._backoff.get(name, 0.0)
-        self._backoff[name] = 0.0 if settled else min(max(2 * wait, FIRST_BACKOFF_SECONDS), MAX_BACKOFF_SECONDS)
-        self._restart_at[name] = time.monotonic() + wait
+        now = time.monotonic()
+        self._restart_at[name] = now + self._backoff[name].delay(child.had_been_ready, now - child.started, now)
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         log.warning("%s (pid %d) %s; restarting it", name, child.pid, cause)
         metrics.tgi_process_restarts.labels(role=child.spec.role).inc()
 
     def _replace_hung(self) -> None:
+        """Kills the children whose deadline has passed. Time in which this process did not run does not count."""
+        now = time.monotonic()
+        if now - self._looked_at > TICK_SECONDS + PAUSE_SECONDS:
+            log.warning("the supervisor did not run for %.0f s", now - self._looked_at)
+            self._pause_ends = now + PAUSE_SECONDS
+        self._looked_at = now
+        if now < self._pause_ends:
+            return
         for name, child in self._children.items():
             if child.overdue() and child.poll() is None:
                 log.error("%s (pid %d) missed its heartbeat deadline; killing it", name, child.pid)

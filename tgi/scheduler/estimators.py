@@ -1,6 +1,8 @@
-"""Running estimates: the prefill budget of a step, a linear fit of step times, the waiting time of a new request."""
+"""Running estimates: the prefill budget of a step, how long a step may take, a linear fit of step times, the waiting
+time of a new request."""
 
 from math import exp
+from typing import NamedTuple
 
 # --- prefill budget ---------------------------------------------------------------------------------------------------
 
@@ -47,6 +49,77 @@ class PrefillBudget:
 
 def _average(old: float, new: float) -> float:
     return new if not old else old + STEP_COST_WEIGHT * (new - old)
+
+
+# --- step limits ------------------------------------------------------------------------------------------------------
+
+# A step that takes longer than this many times what such steps take, and longer than the seconds, is late.
+LATE_RATIO, LATE_SECONDS = 10, 4.0
+# How much later it may be if no such step, or none by this worker, has been observed: something may be compiled.
+UNSEEN_RATIO = 2
+# Size of a step, relative to the largest observed one, up to which its time is predicted.
+MAX_EXTRAPOLATION = 8
+# A worker that is late for this long hangs.
+HANG_SECONDS = 8.0
+# Weight of the newest step in the expected time, if it is shorter; longer ones count at once, up to this ratio.
+SHORTER_STEP_WEIGHT = 0.05
+MAX_GROWTH = 2
+
+
+class SizeClass(NamedTuple):
+    """The size of a step, on which its time depends, by powers of two: bit lengths of the number of computed tokens and
+    of the number of pairs of a computed token and a position that it attends to."""
+
+    tokens_bits: int
+    attended_bits: int
+
+
+class StepLimits:
+    """How long a step may take, learned from the times of finished steps.
+
+    A step takes at most as much longer than a smaller one as it is larger, in tokens or attended positions, whatever
+    each of them costs. So a size that was not observed is predicted from those that were, up to MAX_EXTRAPOLATION;
+    beyond it there is no limit. Times are seconds.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[SizeClass, float] = {}
+        self._new_worker = True  # no step of this worker was observed
+
+    def record(self, size: SizeClass, seconds: float) -> None:
+        """Adds a finished step."""
+        self._new_worker = False
+        known = self._expected.get(size)
+        if known is not None and seconds < known:
+            self._expected[size] = known + SHORTER_STEP_WEIGHT * (seconds - known)
+            return
+        if known is None:
+            known = self._extrapolate(size)
+        # A step in which the worker was suspended says nothing about the next one.
+        self._expected[size] = seconds if known is None else min(seconds, MAX_GROWTH * known)
+
+    def worker_lost(self) -> None:
+        """The next worker's first step may take longer."""
+        self._new_worker = True
+
+    def late_after(self, size: SizeClass) -> float | None:
+        """Seconds after which a step of this size is late; None: no such steps were observed."""
+        expected = self._expected.get(size)
+        unseen = expected is None
+        if expected is None and (expected := self._extrapolate(size)) is None:
+            return None
+        seconds = LATE_RATIO * expected
+        if seconds < LATE_SECONDS:
+            seconds = LATE_SECONDS
+        return seconds * UNSEEN_RATIO if unseen or self._new_worker else seconds
+
+    def _extrapolate(self, size: SizeClass) -> float | None:
+        """The expected time of a step of a size that was not observed."""
+        scales = (
+            (1 << max(0, size.tokens_bits - known.tokens_bits, size.attended_bits - known.attended_bits), seconds)
+            for known, seconds in self._expected.items()
+        )
+        return min((scale * seconds for scale, seconds in scales if scale <= MAX_EXTRAPOLATION), default=None)
 
 
 # --- linear fit -------------------------------------------------------------------------------------------------------

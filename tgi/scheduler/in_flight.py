@@ -19,6 +19,7 @@ from tgi.scheduler.columns import (
 )
 from tgi.scheduler.counters import Counters
 from tgi.scheduler.decode_batch import LaneRows
+from tgi.scheduler.estimators import SizeClass
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.request import Request
 
@@ -49,6 +50,8 @@ class InFlightStep(NamedTuple):
     sent_at: float
     drafts: list[int]  # draft tokens of each decode row; empty if no row has any
     early_exits: int  # `RunningBatch.early_exits` when it was planned; while that is the same, no request has left
+    size: SizeClass
+    late_after: float | None  # seconds, from StepLimits
 
     @property
     def requests(self) -> list[Request]:
@@ -98,10 +101,12 @@ class StepPipeline:
     ends when the worker is lost or a step fails. Times are seconds."""
 
     def __init__(self, stall_limit: float) -> None:
-        """`stall_limit`: time without an answer, with steps in flight, after which the worker counts as stalled."""
+        """`stall_limit`: time without an answer, with steps in flight, after which the worker counts as stalled, unless
+        the step is late before."""
         self.epoch = 1
         self.next_number = 1  # of the next step, in this epoch
         self._stall_limit = stall_limit
+        self._answer_limit = stall_limit  # seconds that the next answer may take
         self._steps: deque[InFlightStep] = deque()
         self._abandoned: set[tuple[int, int]] = set()  # (epoch, number) of steps after a failed one, still unanswered
         self._progress_at = 0.0  # when a step was last answered, or sent while none was in flight
@@ -128,6 +133,7 @@ class StepPipeline:
         """Appends a step that is being sent."""
         if not self._steps:
             self._progress_at = now
+            self._answer_limit = self._limit_of(step)
         self.next_number += 1
         self._steps.append(step)
 
@@ -140,7 +146,13 @@ class StepPipeline:
         step = self._steps.popleft()
         seconds = now - max(self._progress_at, step.sent_at)
         self._progress_at = now
+        if self._steps:
+            self._answer_limit = self._limit_of(self._steps[0])
         return step, seconds
+
+    def _limit_of(self, step: InFlightStep) -> float:
+        late_after, stall_limit = step.late_after, self._stall_limit
+        return stall_limit if late_after is None or late_after > stall_limit else late_after
 
     def step_failed(self) -> None:
         """The step that was answered last has failed, so later ones build on what it did not compute. Their answers are
@@ -155,18 +167,19 @@ class StepPipeline:
 
     def _begin_epoch(self) -> None:
         self._steps.clear()
+        self._answer_limit = self._stall_limit
         self.epoch += 1
         self.next_number = 1
 
     def is_stalled(self, now: float) -> bool:
         """Whether the next answer is overdue."""
-        return bool(self._steps or self._abandoned) and now >= self._progress_at + self._stall_limit
+        return bool(self._steps or self._abandoned) and now >= self._progress_at + self._answer_limit
 
     def stalls_at(self, now: float) -> float | None:
         """When it will be stalled unless an answer comes; None if it is already, or no answer is due."""
         if not (self._steps or self._abandoned) or self.is_stalled(now):
             return None
-        return self._progress_at + self._stall_limit
+        return self._progress_at + self._answer_limit
 
 
 # --- distribution of results ------------------------------------------------------------------------------------------

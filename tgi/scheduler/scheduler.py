@@ -26,7 +26,7 @@ from tgi.microkernel.protocol import (
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
 from tgi.scheduler.crash_isolation import CrashIsolation
-from tgi.scheduler.estimators import PrefillBudget, WaitEstimator
+from tgi.scheduler.estimators import PrefillBudget, StepLimits, WaitEstimator
 from tgi.scheduler.in_flight import (
     FinishedRequests,
     InFlightStep,
@@ -48,7 +48,7 @@ class SchedulerConfig(NamedTuple):
 
     prefix_caching: bool = True
     step_target: float = 0.2  # seconds that a step may take that has decode rows and prefill chunks
-    stall_limit: float = 60.0  # seconds without an answer, with steps in flight, until the status is unhealthy
+    stall_limit: float = 60.0  # upper bound of the seconds after which an unanswered step makes the status unhealthy
     max_drafts: int = 0  # draft tokens per row and step; 0: no speculation
     draft_model: bool = False  # the worker has a draft model
 
@@ -69,6 +69,7 @@ class Scheduler:
         self._planner: StepPlanner | None = None  # None until the first worker is ready
         self._queue = WaitingQueue()
         self._prefill_budget = PrefillBudget(config.step_target * 1e6)
+        self._step_limits = StepLimits()
         self._speculation = Speculation(config.max_drafts, config.draft_model) if config.max_drafts else None
         self._outbox = Outbox()
         self._tokenizers = TokenizerPeers(self._outbox)
@@ -284,6 +285,7 @@ class Scheduler:
             self._requeue_running(guilty, f"Server error: {fault}", now)
             return
         self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
+        self._step_limits.record(step.size, seconds)
         if self._speculation is not None:
             self._speculation.record_step(step, result, now)
         if result.row_errors:
@@ -330,6 +332,7 @@ class Scheduler:
             limits,
             prefix_caching=self.config.prefix_caching,
             prefill_budget=self._prefill_budget,
+            step_limits=self._step_limits,
             queue=self._queue,
             counters=self.counters,
             adapters=self.worker.adapters,
@@ -352,6 +355,7 @@ class Scheduler:
 
     def _handle_worker_lost(self, now: float) -> None:
         self.worker.disconnect()
+        self._step_limits.worker_lost()
         self.counters.worker_losses += 1
         guilty = self._crash_isolation.blame(self.pipeline.steps, strikes=1)
         self.pipeline.worker_lost()

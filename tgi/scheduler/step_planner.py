@@ -19,7 +19,7 @@ from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import ONE
 from tgi.scheduler.counters import Counters
 from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch
-from tgi.scheduler.estimators import PrefillBudget
+from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.request import NO_SLOT, Request, TokenizerClient, WaitingQueue
@@ -41,6 +41,7 @@ class StepPlanner:
         limits: DeploymentLimits,
         prefix_caching: bool,
         prefill_budget: PrefillBudget,
+        step_limits: StepLimits,
         queue: WaitingQueue,
         counters: Counters,
         adapters: WorkerAdapters,
@@ -53,6 +54,7 @@ class StepPlanner:
         self._page_size = limits.page_size
         self._prefix_caching = prefix_caching
         self._prefill_budget = prefill_budget
+        self._step_limits = step_limits
         self._counters = counters
         self._adapters = adapters
         self._speculation = speculation
@@ -82,7 +84,14 @@ class StepPlanner:
             slots, pages = kv_cache.take_appended()
             builder.page_slots.insert(0, pack_int32(slots))  # before any other page of the same request
             builder.page_ids[:0] = pages
-        return builder.build(number, epoch, joined=running > 0, early_exits=self.batch.early_exits, now=now)
+        return builder.build(
+            number,
+            epoch,
+            joined=running > 0,
+            early_exits=self.batch.early_exits,
+            now=now,
+            step_limits=self._step_limits,
+        )
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
@@ -356,9 +365,12 @@ class StepBuilder:
         self.starts += lane.starts
         self.lane_rows.append(lane.plan_rows(client, begin))
 
-    def build(self, number: int, epoch: int, joined: bool, early_exits: int, now: float) -> InFlightStep:
+    def build(
+        self, number: int, epoch: int, joined: bool, early_exits: int, now: float, step_limits: StepLimits
+    ) -> InFlightStep:
         """The step to send. `joined`: whether other requests ran before those admitted by this step."""
         decode_rows, prefill_tokens = len(self.rows), 0
+        attended = sum(self.starts) + decode_rows
         rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
         if self.chunks:
             chunk_slots, chunk_starts, chunk_tokens, chunk_draws = zip(*self.chunks, strict=True)
@@ -367,6 +379,10 @@ class StepBuilder:
             counts += pack_int32(chunk_tokens)
             draws += bytes(chunk_draws)
             prefill_tokens = sum(chunk_tokens)
+            attended += sum(tokens * (start + tokens) for _, start, tokens, _ in self.chunks)
+        computed = decode_rows + prefill_tokens + sum(self.drafts)
+        size = SizeClass(computed.bit_length(), attended.bit_length())
+        late_after = step_limits.late_after(size)
         step = Step(
             number=number,
             epoch=epoch,
@@ -377,6 +393,7 @@ class StepBuilder:
             starts=starts,
             counts=counts,
             draws=draws,
+            limit_ms=0 if late_after is None else int(1000 * (late_after + HANG_SECONDS)),
         )
         if self.drafts:
             drafts = pack_int32(self.drafts) + bytes(ITEM_BYTES * len(self.chunks))
@@ -395,4 +412,6 @@ class StepBuilder:
             sent_at=now,
             drafts=self.drafts,
             early_exits=early_exits,
+            size=size,
+            late_after=late_after,
         )

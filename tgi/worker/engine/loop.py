@@ -133,6 +133,7 @@ class WorkerLoop:
                 engine.collect(pending)
             except Exception as error:
                 _failed_result(error, step)
+        self._set_step_deadline()
         engine.reset()
 
     def _launch_next(self, engine: Engine) -> None:
@@ -146,11 +147,13 @@ class WorkerLoop:
             self._discard_steps(engine)
             self._queued.extend(later)
             self._epoch = step.epoch
+        self._set_step_deadline(step)
         try:
             self._in_flight.append((step, engine.launch(step)))
         except Exception as error:
             self._drain(engine)
             self._send_result(_failed_result(error, step))
+            self._set_step_deadline()
 
     def _collect_done(self, engine: Engine) -> None:
         """Sends the results that are ready. Waits for one only if no further step may be launched."""
@@ -168,6 +171,17 @@ class WorkerLoop:
         except Exception as error:
             result = _failed_result(error, step)
         self._send_result(result)
+        self._set_step_deadline()
+
+    def _set_step_deadline(self, *launching: Step) -> None:
+        """Sets the watchdog's deadline for the steps in flight and those that are being launched."""
+        steps = [step for step, _ in self._in_flight] + [*launching]
+        if not steps:
+            self._process.end_work()
+            return
+        hang_timeout = self._process.settings.hang_timeout
+        limits = (min(step.limit_ms / 1000 or hang_timeout, hang_timeout) for step in steps)
+        self._process.begin_work(sum(limits))
 
     def _send_result(self, result: StepResult) -> None:
         if result.error:

@@ -1,0 +1,83 @@
+"""Processes that hang (SIGSTOP) with default flags: /health says so, they are replaced, and streams continue. Slow ones
+are left alone."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.server import CLIENT_OPTIONS, Server, SharedServers
+from tests.live.test_tree import SCRIPTED, all_streams, token_ids
+
+FAULTS = Path(__file__).parent / "faults"
+
+
+@pytest.fixture
+def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
+    return shared_server("--model-id", str(tiny_llama), *SCRIPTED)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[Any]:
+    return all_streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED), 60)
+
+
+def suspend_until_replaced(server: Server, name: str, reports: bool = True) -> None:
+    """Stops a process until another has its place. Prints how long that took, and, with `reports`, how long /health
+    took to fail."""
+    hung = server.processes()[name]
+    began = time.monotonic()
+    hung.suspend()
+    if reports:
+        server.wait_until(lambda: not server.is_healthy(), f"/health reports that {name} hangs")
+        print(f"{name}: 503 after {time.monotonic() - began:.1f} s", end=", ")
+    server.wait_until(lambda: server.processes().get(name, hung).pid != hung.pid, f"{name} is replaced")
+    print(f"{name}: replaced after {time.monotonic() - began:.1f} s")
+
+
+def test_a_hung_worker_is_replaced(standing: Server, undisturbed: list[Any]) -> None:
+    disturbed = all_streams(standing, 60, act=lambda: suspend_until_replaced(standing, "worker-0"))
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
+    standing.wait_until_ready()
+
+
+@pytest.mark.parametrize("name", ["worker-0", "scheduler-0", "tokenizer-1", "api-0"])
+def test_a_process_that_hangs_while_it_is_idle_is_replaced(standing: Server, name: str) -> None:
+    suspend_until_replaced(standing, name, reports=False)
+    standing.client.close()  # its connection may have been lost
+    standing.client = httpx.Client(base_url=standing.url, **CLIENT_OPTIONS)
+    standing.wait_until_ready()
+    assert len(list(standing.stream("Hello", max_new_tokens=3))) == 3
+
+
+def test_a_slow_worker_is_neither_replaced_nor_unhealthy(tiny_llama: Path, tmp_path: Path) -> None:
+    """Its first long prompt takes longer than any limit for short steps."""
+    flags = ("--model-id", str(tiny_llama), *SCRIPTED)
+    with Server(tmp_path / "run", *flags, env={"PYTHONPATH": str(FAULTS / "slow_worker")}) as server:
+        server.start().wait_until_ready()
+        worker = server.processes()["worker-0"].pid
+        unhealthy: list[float] = []
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.2):
+                if not server.is_healthy():
+                    unhealthy.append(time.monotonic())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            began = time.monotonic()
+            prompt = "A prompt " * 250
+            answer = server.generate(prompt, max_new_tokens=6)
+            seconds = time.monotonic() - began
+        finally:
+            ended.set()
+            watcher.join()
+        assert len(answer["details"]["tokens"]) == 6
+        assert seconds > 12, "the prompt is too short for this test"
+        assert not unhealthy
+        assert server.processes()["worker-0"].pid == worker

@@ -1,0 +1,48 @@
+"""The delay before a process is started again, and the token bucket that it uses."""
+
+from tgi.microkernel.supervisor import (
+    MAX_BACKOFF_SECONDS,
+    RESTART_PERIOD_SECONDS,
+    RESTARTS_IN_A_ROW,
+    Backoff,
+)
+from tgi.microkernel.token_bucket import TokenBucket
+
+
+def test_token_bucket_allows_a_burst_and_then_its_rate() -> None:
+    bucket = TokenBucket(rate=4.0, burst=3)
+    assert [bucket.take(100.0) for _ in range(4)] == [True, True, True, False]
+    assert bucket.seconds_until_next(100.0) == 0.25
+    assert bucket.seconds_until_next(100.125) == 0.125
+    assert bucket.take(100.25)
+    assert not bucket.take(100.25)
+    assert [bucket.take(200.0) for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_process_that_had_been_ready_is_restarted_at_once() -> None:
+    backoff = Backoff()
+    assert [backoff.delay(True, 1.0, 50.0 + 0.1 * n) for n in range(RESTARTS_IN_A_ROW)] == [0.0] * RESTARTS_IN_A_ROW
+
+
+def test_a_process_that_is_killed_again_and_again_is_restarted_at_once_for_ever() -> None:
+    backoff = Backoff()
+    assert {backoff.delay(True, 1.0, RESTART_PERIOD_SECONDS * n) for n in range(1000)} == {0.0}
+
+
+def test_a_process_that_is_never_ready_is_restarted_with_growing_delays() -> None:
+    backoff = Backoff()
+    delays = [backoff.delay(False, 0.5, 50.0) for _ in range(12)]
+    assert delays[:4] == [0.0, 0.1, 0.2, 0.4]
+    assert delays == sorted(delays)
+    assert delays[-1] == MAX_BACKOFF_SECONDS
+    assert backoff.delay(True, 0.5, 60.0) == 0.0
+    assert backoff.delay(False, 0.5, 60.0) == 0.0  # the sequence begins again
+    assert backoff.delay(False, 0.5, 60.0) == 0.1
+
+
+def test_a_crash_loop_of_a_process_that_becomes_ready_is_slowed_down() -> None:
+    backoff = Backoff()
+    now = 0.0
+    for _ in range(40):
+        now += 0.3 + backoff.delay(True, 0.3, now)
+    assert now > (40 - RESTARTS_IN_A_ROW) * RESTART_PERIOD_SECONDS * 0.9
