@@ -374,6 +374,21 @@ class Settings:
         seconds,
         env=("TGI_STALL_LIMIT",),
     )
+    journal: str | None = setting(
+        OPERATIONS,
+        None,
+        "Directory for journals of the scheduler's inputs, for `tgi replay`.",
+        text,
+        env=("TGI_JOURNAL",),
+        unset="none is written",
+    )
+    journal_size: int = setting(
+        OPERATIONS,
+        1024,
+        "Size of all journals in MiB: the four latest lives of the scheduler, a quarter each.",
+        count,
+        env=("TGI_JOURNAL_SIZE",),
+    )
     worker: str = setting(
         OPERATIONS,
         "torch",

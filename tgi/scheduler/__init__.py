@@ -17,5 +17,7 @@ kv_cache.py. Modules, from the entry point to the leaves:
 - request: `Request`, `TokenizerClient`, `WaitingQueue`
 - columns: packed columns of tokens and the operations on whole columns
 - estimators: prefill budget, linear fit, wait estimator
+- journal: `RecordedScheduler` writes every call to a file
+- replay: repeats a journal, and estimates what would have happened under other limits
 - counters: sums that the metrics are made of
 """

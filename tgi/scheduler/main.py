@@ -3,11 +3,13 @@
 import gc
 import logging
 import time
+from pathlib import Path
 
 from tgi.microkernel import tracing
 from tgi.microkernel.link import Link, PeerDisconnected
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import Hello, StepResult
+from tgi.scheduler.journal import JournalWriter, RecordedScheduler
 from tgi.scheduler.metrics import RequestSpans, SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -25,15 +27,17 @@ def main(process: Process) -> None:
     back = Link.bind(process.link_address("sched-0.back"), process.hello())
     process.watch_link(front)
     process.watch_link(back)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            prefix_caching=settings.prefix_caching,
-            step_target=settings.step_target,
-            stall_limit=settings.stall_limit,
-            max_drafts=settings.speculate or 0,
-            draft_model=settings.draft_model_id is not None,
-        )
+    config = SchedulerConfig(
+        prefix_caching=settings.prefix_caching,
+        step_target=settings.step_target,
+        stall_limit=settings.stall_limit,
+        max_drafts=settings.speculate or 0,
+        draft_model=settings.draft_model_id is not None,
     )
+    scheduler, journal = Scheduler(config), None
+    if settings.journal is not None:
+        journal = JournalWriter(Path(settings.journal), process.boot, config, settings.journal_size << 20)
+        scheduler = RecordedScheduler(config, journal)
     metrics = SchedulerMetrics()
     tracer = tracing.create_tracer(settings, process.name)
     spans = RequestSpans(tracer) if tracer is not None else None
@@ -51,6 +55,8 @@ def main(process: Process) -> None:
         back.close()
         if tracer is not None:
             tracer.close()
+        if journal is not None:
+            journal.close()
 
 
 def _run_once(

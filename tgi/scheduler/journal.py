@@ -1,0 +1,207 @@
+"""The journal of a scheduler's life: every call with its arguments, and a digest of every result.
+
+A journal begins with the scheduler's configuration and holds the calls in order, so `replay.py` can make them again. A
+record is written with one write(2), so that the journal of a scheduler that was killed is complete up to its last call.
+
+Layout, little-endian: MAGIC, the length of the configuration (uint32) and the configuration as JSON; then records: a
+byte that names the call, its time (float64), and for
+    h  handle: the number of the sender (uint16), the length of the message (uint32), the encoded message; no message
+       for a PeerDisconnected
+    p  plan: the digest (uint64) of the step, 0 for None
+    r  report_status: nothing
+    o  outgoing: the digest of the messages
+    c  commit: nothing (its time is 0)
+    n  a new sender: the length of its id (uint32), the id as JSON. Not a call: it precedes the first `h` of a sender
+"""
+
+import json
+import logging
+import struct
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from tgi.microkernel.errors import ProtocolError, UserError
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import Step, decode, encode
+from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"tgi journal 1\n"
+SUFFIX = ".journal"
+# Journals that are kept in a directory: of the latest lives of the scheduler.
+KEPT_JOURNALS = 4
+
+_CALL, _LENGTH, _DIGEST, _SENDER = struct.Struct("<cd"), struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<HI")
+# Digest of a plan that has returned None.
+NO_STEP = 0
+
+
+class Call(NamedTuple):
+    """One recorded call of a Scheduler method."""
+
+    method: str  # handle, plan, report_status, outgoing or commit
+    now: float
+    message: Any = None  # of handle
+    source: PeerId | None = None  # of handle
+    digest: int = 0  # of what plan or outgoing have returned
+
+
+class JournalWriter:
+    """Appends records to a new file in a directory, up to a size. Oldest files of the directory are removed."""
+
+    def __init__(self, directory: Path, boot: bytes, config: SchedulerConfig, limit_bytes: int) -> None:
+        """`limit_bytes`: of all journals in the directory. Raises UserError if the directory cannot be written."""
+        self._left = limit_bytes // KEPT_JOURNALS
+        self._ended = False
+        self._senders: dict[PeerId, int] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            old = sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+            for path in old[: max(0, len(old) + 1 - KEPT_JOURNALS)]:
+                path.unlink()
+            self._file = (directory / f"scheduler-{boot.hex()}{SUFFIX}").open("wb", buffering=0)
+        except OSError as error:
+            raise UserError(f"Cannot write a journal to {directory}: {error.strerror}. Change --journal.") from error
+        described = json.dumps(config._asdict()).encode()
+        self._append(MAGIC + _LENGTH.pack(len(described)) + described)
+
+    def write(self, kind: bytes, now: float, details: bytes = b"") -> None:
+        """Appends the record of a call."""
+        self._append(_CALL.pack(kind, now) + details)
+
+    def write_message(self, message: Any, source: PeerId, now: float) -> None:
+        """Appends the record of a message that is handled."""
+        records = b""
+        if (sender := self._senders.get(source)) is None:
+            sender = self._senders[source] = len(self._senders)
+            described = json.dumps([source.role, source.replica, source.boot.hex()]).encode()
+            records = _CALL.pack(b"n", now) + _LENGTH.pack(len(described)) + described
+        frame = b"" if isinstance(message, PeerDisconnected) else encode(message)
+        self._append(records + _CALL.pack(b"h", now) + _SENDER.pack(sender, len(frame)) + frame)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _append(self, record: bytes) -> None:
+        if self._ended:
+            return
+        if self._left < len(record):
+            log.warning("The journal %s has reached its size and ends; --journal-size sets it", self._file.name)
+            self._ended = True  # a later, smaller record would not follow the one that is missing
+            return
+        self._left -= len(record)
+        self._file.write(record)
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler whose calls are written to a journal."""
+
+    def __init__(self, config: SchedulerConfig, journal: JournalWriter) -> None:
+        super().__init__(config)
+        self._journal = journal
+
+    def handle(self, message: Any, source: PeerId, now: float) -> None:
+        """As Scheduler.handle. Recorded before it is called: the message may be what ends this process."""
+        self._journal.write_message(message, source, now)
+        super().handle(message, source, now)
+
+    def plan(self, now: float) -> Step | None:
+        """As Scheduler.plan."""
+        step = super().plan(now)
+        self._journal.write(b"p", now, _DIGEST.pack(step_digest(step)))
+        return step
+
+    def report_status(self, now: float) -> None:
+        """As Scheduler.report_status."""
+        self._journal.write(b"r", now)
+        super().report_status(now)
+
+    def outgoing(self) -> Iterator[tuple[PeerId, tuple[Any, ...]]]:
+        """As Scheduler.outgoing."""
+        messages = list(super().outgoing())
+        self._journal.write(b"o", 0.0, _DIGEST.pack(messages_digest(messages)))
+        return iter(messages)
+
+    def commit(self) -> None:
+        """As Scheduler.commit."""
+        self._journal.write(b"c", 0.0)
+        super().commit()
+
+
+def step_digest(step: Step | None) -> int:
+    """A digest of a planned step."""
+    return NO_STEP if step is None else _digest(encode(step))
+
+
+def messages_digest(messages: list[tuple[PeerId, tuple[Any, ...]]]) -> int:
+    """A digest of outgoing messages with their receivers."""
+    return _digest(b"".join(repr(peer).encode() + encode(message) for peer, message in messages))
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Journal(NamedTuple):
+    """A journal that was read."""
+
+    config: SchedulerConfig
+    calls: list[Call]
+    cut_off: bool  # the file ends within a record
+
+
+def read_journal(path: Path) -> Journal:
+    """Reads a journal. Raises UserError if the file is not one, or was written by another version."""
+    try:
+        with path.open("rb") as file:
+            return _read(file)
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from error
+    except (ValueError, TypeError, KeyError, IndexError, ProtocolError) as error:
+        raise UserError(f"{path} is not a journal of this version of tgi: {error}.") from error
+
+
+def _read(file: IO[bytes]) -> Journal:
+    if file.read(len(MAGIC)) != MAGIC:
+        raise ValueError(f"it does not begin with {MAGIC.decode().strip()!r}")
+    config = SchedulerConfig(**json.loads(_sized(file)))
+    methods = {b"p": "plan", b"r": "report_status", b"o": "outgoing", b"c": "commit"}
+    senders: list[PeerId] = []
+    calls: list[Call] = []
+    try:
+        while head := file.read(_CALL.size):
+            kind, now = _CALL.unpack(_whole(head, _CALL.size))
+            if kind == b"n":
+                role, replica, boot = json.loads(_sized(file))
+                senders.append(PeerId(role, replica, bytes.fromhex(boot)))
+            elif kind == b"h":
+                sender, length = _SENDER.unpack(_whole(file.read(_SENDER.size), _SENDER.size))
+                frame = _whole(file.read(length), length)
+                calls.append(Call("handle", now, decode(frame) if frame else PeerDisconnected(), senders[sender]))
+            else:
+                digest = 0
+                if kind in b"po":
+                    (digest,) = _DIGEST.unpack(_whole(file.read(_DIGEST.size), _DIGEST.size))
+                calls.append(Call(methods[kind], now, digest=digest))
+    except EOFError:
+        return Journal(config, calls, cut_off=True)
+    return Journal(config, calls, cut_off=False)
+
+
+def _sized(file: IO[bytes]) -> bytes:
+    (length,) = _LENGTH.unpack(_whole(file.read(_LENGTH.size), _LENGTH.size))
+    return _whole(file.read(length), length)
+
+
+def _whole(data: bytes, size: int) -> bytes:
+    """The data. Raises EOFError if the file has ended before `size` bytes."""
+    if len(data) < size:
+        raise EOFError
+    return data
