@@ -1,4 +1,4 @@
-"""The command `tgi`: up, one command per role, ps, down, import, download-weights, print-schema, watermark.
+"""The command `tgi`: up, one command per role, ps, down, keys, import, download-weights, print-schema, watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -22,7 +22,7 @@ from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, load_settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
-    "Server": ("up", "ps", "down"),
+    "Server": ("up", "ps", "down", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("download-weights", "import"),
     "Tools": ("replay", "print-schema", "watermark"),
@@ -301,6 +301,25 @@ def down(port: int | None, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise UserError(f"The server in {run} did not end within {timeout:g} s; it may still be draining.")
         time.sleep(0.05)
+
+
+@main.group()
+def keys() -> None:
+    """Make the keys of links between hosts."""
+
+
+@keys.command("new")
+@click.argument("directory", type=click.Path(path_type=Path), default="tgi-keys")
+def keys_new(directory: Path) -> None:
+    """Make the keys of a deployment on several hosts, in DIRECTORY.
+
+    Copy host.key to the other hosts. Keep scheduler.key on the host of the scheduler.
+    """
+    from tgi.microkernel import curve
+
+    scheduler, host = curve.create_keys(directory)
+    click.echo(f"{scheduler}  for the scheduler: tgi up --listen tcp://ADDRESS:PORT --keys {scheduler}")
+    click.echo(f"{host}  copy to other hosts: tgi worker --connect tcp://HOST:PORT --keys {host.name}")
 
 
 @main.command("import")

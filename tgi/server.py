@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tgi import __version__
-from tgi.microkernel import interpreter, log, metrics, rundir, tracing
+from tgi.microkernel import curve, interpreter, log, metrics, rundir, tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.settings import (
@@ -36,6 +36,9 @@ WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
 def run_server(settings: Settings, roles: Sequence[str]) -> None:
     """Runs these roles until a signal ends them. Raises UserError if they cannot run."""
     log.configure_logging("tgi", settings)
+    if settings.worker == "remote":
+        roles = [role for role in roles if role != "worker"]
+    _check_hosts(settings, roles)
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C until the supervisor handles signals
         signal.signal(number, signal.default_int_handler)
     if "worker" in roles and settings.worker == "torch":
@@ -80,6 +83,21 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
             metrics_server.close()
         for lock in locks:
             lock.release()
+
+
+def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
+    """Raises UserError if these roles cannot use the settings of links between hosts, or the key file is not usable."""
+    if not roles:
+        raise UserError("`tgi worker --worker remote` has nothing to run. Leave out --worker remote.")
+    if settings.connect is not None and "scheduler" in roles:
+        raise UserError(
+            "--connect names the scheduler of another host, but this command runs a scheduler. Start single roles "
+            "here: `tgi worker`, or `tgi api` and `tgi tokenizer`."
+        )
+    if settings.listen is not None and "scheduler" in roles:
+        curve.load_scheduler_keys(settings.keys or "")
+    if settings.connect is not None and {"tokenizer", "worker"} & set(roles):
+        curve.load_host_keys(settings.keys or "")
 
 
 def _announce(settings: Settings) -> None:

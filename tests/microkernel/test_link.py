@@ -213,5 +213,8 @@ def test_garbage_collected_link_does_not_block_others(address: str, links: Any, 
 def test_unusable_addresses_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="100"):
         Link.bind(f"ipc://{tmp_path}/{'x' * 120}", hello("scheduler"))
-    with pytest.raises(UserError, match="CURVE"):
-        Link.bind("tcp://0.0.0.0:7777", hello("scheduler"))
+    for address in ("tcp://0.0.0.0:7777", "tcp://127.0.0.1:7777"):
+        with pytest.raises(UserError, match="--keys"):
+            Link.bind(address, hello("scheduler"))
+        with pytest.raises(UserError, match="--keys"):
+            Link.connect(address, hello("worker"))

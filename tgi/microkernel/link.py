@@ -1,11 +1,11 @@
 """Links: ordered message channels between the processes of two neighbouring roles, over ZeroMQ.
 
-The stable side binds a ROUTER (many peers), the side that connects a DEALER (one peer).
+The stable side binds a ROUTER (many peers), the side that connects a DEALER (one peer). Links on a host are sockets in
+the run directory, those between hosts are encrypted TCP connections (see curve).
 """
 
-import ipaddress
 import logging
-import socket as sockets
+import struct
 import time
 import weakref
 from collections import deque
@@ -17,6 +17,7 @@ from uuid import uuid4
 import zmq
 
 from tgi.microkernel.codec import MAX_FRAME_BYTES
+from tgi.microkernel.curve import HANDSHAKE_MILLISECONDS, ConnectionGuard, HostKeys, SchedulerKeys, use_host_keys
 from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.protocol import PROTOCOL, Hello, LinkRejected, Ping, decode, encode
 from tgi.microkernel.rundir import MAX_SOCKET_PATH
@@ -30,7 +31,16 @@ _LAST, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(
 # libzmq reports a broken connection shortly before sends to it fail, so the probes are repeated.
 PROBE_ATTEMPTS = 20
 PROBE_SECONDS = 0.001
-
+# Over TCP a peer whose host or network is gone closes no connection: it is disconnected when it has not answered
+# libzmq's heartbeat for this time.
+HEARTBEAT_MILLISECONDS, HEARTBEAT_TIMEOUT_MILLISECONDS = 1000, 3000
+# Multipart messages of one TCP peer that wait to be received; then its connection is not read further.
+MAX_WAITING_MESSAGES = 1000
+# Minimum interval between log records that a peer can cause with every message.
+COMPLAINT_SECONDS = 1.0
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 _PING = encode(Ping())
 
@@ -58,12 +68,14 @@ class Link:
     order the processes start. A Hello means that messages in flight on the previous connection are lost: the upstream
     side sends them again.
 
-    When a connection breaks, `monitor` becomes readable, and `detect_disconnects` finds the peers that were lost.
+    When a connection breaks, one of `event_sources` becomes readable, and `detect_disconnects` finds the lost peers.
 
     Not thread-safe: all methods are called by the thread of the process's loop.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", address: str, own_hello: Hello) -> None:
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", address: str, own_hello: Hello, guard: ConnectionGuard | None = None
+    ) -> None:
         self.socket = socket
         self.address = address
         self.own_hello = own_hello
@@ -74,34 +86,47 @@ class Link:
         self._events: deque[tuple[PeerId, Any]] = deque()
         self._may_have_more = False  # the latest receive() reached its limit
         self._binds = socket.type == zmq.ROUTER
+        self._guard = guard  # of a ROUTER that listens on TCP
+        self._peer_of_connection: dict[int, PeerId] = {}  # by file descriptor; only with a guard
+        self._complains_at = 0.0
         # pyzmq's default address contains the file descriptor, which may have belonged to a socket closed just before.
-        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://{uuid4()}")
-        self._release = weakref.finalize(self, _release, socket, self.monitor)
+        events = zmq.EVENT_DISCONNECTED | (zmq.EVENT_ACCEPTED if guard is not None else 0)
+        if not self._binds and socket.mechanism == zmq.CURVE:
+            events |= HANDSHAKE_FAILURES
+        self.monitor = socket.get_monitor_socket(events, f"inproc://{uuid4()}")
+        self.event_sources = [self.monitor] if guard is None else [self.monitor, guard.zap]
+        self._release = weakref.finalize(self, _release, socket, self.event_sources)
         self._release.atexit = False
 
     @classmethod
-    def bind(cls, address: str, own_hello: Hello) -> "Link":
-        """A link of the stable side. Raises UserError if the address cannot be used."""
-        socket = _socket(zmq.ROUTER, address)
+    def bind(cls, address: str, own_hello: Hello, keys: SchedulerKeys | None = None) -> "Link":
+        """A link of the stable side; a TCP address needs keys. Raises UserError if the address cannot be used."""
+        socket = _socket(zmq.ROUTER, address, keys)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        guard = ConnectionGuard(socket, address, keys) if keys is not None else None
+        link = cls(socket, address, own_hello, guard)  # before a peer can connect: the monitor must miss no event
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            socket.close(0)
+            link.close()
             raise UserError(f"Cannot listen on {address}: {error.strerror}. Is another tgi using it?") from error
-        return cls(socket, address, own_hello)  # the monitor misses no disconnect: no peer can have connected yet
+        return link
 
     @classmethod
-    def connect(cls, address: str, own_hello: Hello) -> "Link":
-        """A link of the connecting side. The other end need not exist yet."""
-        socket = _socket(zmq.DEALER, address)
-        socket.setsockopt(zmq.ROUTING_ID, f"{own_hello.role}-{own_hello.replica}-{own_hello.boot.hex()}".encode())
+    def connect(cls, address: str, own_hello: Hello, keys: HostKeys | None = None) -> "Link":
+        """A link of the connecting side; a TCP address needs keys. The other end need not exist yet."""
+        socket = _socket(zmq.DEALER, address, keys)
+        if keys is not None:
+            use_host_keys(socket, keys)
         socket.setsockopt(zmq.PROBE_ROUTER, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         link = cls(socket, address, own_hello)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            link.close()
+            raise UserError(f"Cannot connect to {address}: {error.strerror}. Give tcp://HOST:PORT.") from error
         return link
 
     @property
@@ -118,10 +143,16 @@ class Link:
             # Costs a quarter of the exception that pyzmq raises if there is no message.
             if not self.socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
                 return
-            parts = self.socket.recv_multipart(_LAST)
+            connection = None
+            if self._guard is None:
+                parts = self.socket.recv_multipart(_LAST)
+            else:
+                frames = self.socket.recv_multipart(_LAST, copy=False)
+                connection = int(frames[-1].get(zmq.SRCFD))
+                parts = [frame.bytes for frame in frames]
             route = parts.pop(0) if self._binds else b""
             for frame in parts:
-                yield from self._handle_frame(route, frame)
+                yield from self._handle_frame(route, frame, connection)
         self._may_have_more = True
 
     def send(self, peer: PeerId, message: tuple[Any, ...]) -> None:
@@ -142,7 +173,15 @@ class Link:
                 self._disconnect(peer)
 
     def detect_disconnects(self) -> None:
-        """To be called when `monitor` is readable: probes all peers and disconnects those that cannot be reached."""
+        """To be called when one of `event_sources` is readable: finds and disconnects the peers that cannot be reached.
+        A TCP listener also decides here who may connect."""
+        if self._guard is not None:
+            self._guard.authenticate()
+            for connection in self._guard.closed_connections(self.monitor):
+                if (peer := self._peer_of_connection.get(connection)) is not None:
+                    self._disconnect(peer)
+            self._guard.shed_strangers(self._peer_of_connection)
+            return
         if not self._drain_monitor():
             return
         for _ in range(PROBE_ATTEMPTS):
@@ -162,11 +201,17 @@ class Link:
         """Reads all events of the monitor. Returns whether there was one."""
         found = False
         while self.monitor.poll(0):
-            self.monitor.recv_multipart()
+            event, _ = struct.unpack("=HI", self.monitor.recv_multipart()[0])
+            if event & HANDSHAKE_FAILURES:
+                self._complain(
+                    logging.ERROR,
+                    f"{self.address} has ended the handshake: it is busy, it is no scheduler, or its keys are those of "
+                    "another deployment. Give --keys a copy of the host.key that `tgi keys new` made with its file.",
+                )
             found = True
         return found
 
-    def _handle_frame(self, route: bytes, frame: bytes) -> Iterator[tuple[PeerId, Any]]:
+    def _handle_frame(self, route: bytes, frame: bytes, connection: int | None = None) -> Iterator[tuple[PeerId, Any]]:
         if not frame:  # libzmq's probe of a new connection
             if not self._send(route, [encode(self.own_hello)]):
                 log.debug("a peer on %s disconnected before it was sent a Hello", self.address)
@@ -174,10 +219,10 @@ class Link:
         try:
             message = decode(frame)
         except ProtocolError as error:
-            log.warning("dropped a malformed message on %s: %s", self.address, error)
+            self._complain(logging.WARNING, f"dropped a malformed message on {self.address}: {error}")
             return
         if isinstance(message, Hello):
-            yield from self._handle_hello(route, message)
+            yield from self._handle_hello(route, message, connection)
         elif isinstance(message, Ping):
             pass
         elif isinstance(message, LinkRejected):
@@ -187,19 +232,26 @@ class Link:
         else:
             log.debug("dropped %s from an unknown peer on %s", type(message).__name__, self.address)
 
-    def _handle_hello(self, route: bytes, hello: Hello) -> Iterator[tuple[PeerId, Any]]:
+    def _handle_hello(self, route: bytes, hello: Hello, connection: int | None) -> Iterator[tuple[PeerId, Any]]:
+        if connection is not None and self._guard is not None and connection not in self._guard.connections:
+            return  # it was closed meanwhile
         if problem := self._incompatibility(hello):
-            log.error("rejected %s-%d on %s: %s", hello.role, hello.replica, self.address, problem)
+            self._complain(logging.ERROR, f"rejected {hello.role}-{hello.replica} on {self.address}: {problem}")
             self._send(route, [encode(LinkRejected(problem))])
             return
         if not self._binds:
             self._drain_monitor()  # events of the previous connection
         peer = PeerId(hello.role, hello.replica, hello.boot)
-        for old in [other for other in self.peers if (other.role, other.replica) == (peer.role, peer.replica)]:
+        place = (hello.role, hello.replica, hello.site)
+        for old in [other for other, its in self.peers.items() if (its.role, its.replica, its.site) == place]:
             self._disconnect(old)
+        if (other := self._peer_of_route.get(route)) is not None:
+            self._disconnect(other)
         self.peers[peer] = hello
         self._routes[peer] = route
         self._peer_of_route[route] = peer
+        if connection is not None:
+            self._peer_of_connection[connection] = peer
         if not self._binds and not self._send(route, [encode(self.own_hello)]):
             self._disconnect(peer)
         while self._events:
@@ -233,22 +285,32 @@ class Link:
             raise
         return True
 
+    def _complain(self, level: int, message: str) -> None:
+        """Logs what a peer can cause at will, at a limited rate."""
+        if time.monotonic() >= self._complains_at:
+            self._complains_at = time.monotonic() + COMPLAINT_SECONDS
+            log.log(level, "%s", message)
+
     def _disconnect(self, peer: PeerId) -> None:
         del self.peers[peer]
         del self._peer_of_route[self._routes.pop(peer)]
+        self._peer_of_connection = {fd: other for fd, other in self._peer_of_connection.items() if other != peer}
         self._outbox.pop(peer, None)
         self._events.append((peer, PeerDisconnected()))
 
 
-def _release(socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+def _release(socket: "zmq.Socket[bytes]", event_sources: "list[zmq.Socket[bytes]]") -> None:
     """Closes the monitor before its socket, also when a link is garbage-collected. In the other order libzmq's I/O
     thread, which serves all sockets of the process, may block forever on an event for a closed monitor."""
     socket.disable_monitor()
-    monitor.close(0)
+    for source in event_sources:
+        source.close(0)
     socket.close()
+    if socket.context is not zmq.Context.instance():
+        socket.context.term()
 
 
-def _socket(kind: int, address: str) -> "zmq.Socket[bytes]":
+def _socket(kind: int, address: str, keys: SchedulerKeys | HostKeys | None) -> "zmq.Socket[bytes]":
     """A socket with the options of all links. Raises UserError for an address that cannot be used."""
     url = urlsplit(address)
     if url.scheme == "ipc" and len(path := address.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH:
@@ -256,20 +318,19 @@ def _socket(kind: int, address: str) -> "zmq.Socket[bytes]":
             f"The socket path {path.decode()} has {len(path)} bytes; the system allows {MAX_SOCKET_PATH}. "
             "Set TGI_RUN to a shorter directory."
         )
-    if url.scheme == "tcp" and not _loopback(url.hostname or ""):
-        raise UserError(f"{address} is not a loopback address: links between hosts need CURVE keys, which are not set.")
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    if url.scheme == "tcp" and keys is None:
+        raise UserError(f"{address} cannot be used without keys: links over TCP are encrypted. Give --keys FILE.")
+    context = zmq.Context() if isinstance(keys, SchedulerKeys) else zmq.Context.instance()
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for live connections only: a dead one must not accept messages
     socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, since a full queue drops silently; the roles bound what is in flight
-    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0 if keys is None else MAX_WAITING_MESSAGES)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000 if url.scheme == "tcp" else 0)
+    if url.scheme == "tcp":
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MILLISECONDS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MILLISECONDS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
     return socket
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(sockets.gethostbyname(host)).is_loopback
-    except (OSError, ValueError):
-        return False

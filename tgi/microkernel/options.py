@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 HIDDEN = "(hidden)"  # shown instead of a secret
 OPTION = "option"  # the key of a dataclass field's metadata
+_TCP_ADDRESS = re.compile(r"tcp://(?:[^\s/:@\[\]*;]+|\[[0-9a-f:.]+\]):(\d{1,5})", re.IGNORECASE)
 _ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?", re.IGNORECASE)
 
 
@@ -177,6 +178,14 @@ def address(value: str) -> str:
     except ValueError:
         raise ValueError(f"{value!r} is not an IP address, such as 127.0.0.1") from None
     return value
+
+
+def tcp_address(value: str) -> str:
+    """The address of a link between hosts: tcp://HOST:PORT, an IPv6 address in brackets."""
+    found = _TCP_ADDRESS.fullmatch(value.strip())
+    if found is None or not 0 < int(found.group(1)) <= 65535:
+        raise ValueError(f"{value!r} is not an address such as tcp://192.0.2.1:3100 or tcp://[2001:db8::1]:3100")
+    return value.strip()
 
 
 def endpoint(value: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from tgi.microkernel import interpreter, log, metrics, rundir
+from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.link import Link
 from tgi.microkernel.protocol import PROTOCOL, Hello
@@ -58,7 +58,7 @@ class Process:
         self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
         self._parent_fd = parent_fd
         self._links: list[Link] = []
-        self._monitored: dict[Any, Link] = {}
+        self._link_of_event_source: dict[Any, Link] = {}
         self._poller = zmq.Poller()
         self._wake, write = socket.socketpair()
         self._wake.setblocking(False)
@@ -86,18 +86,26 @@ class Process:
     def hello(self, model: str = "") -> Hello:
         """The Hello of this process. `model` is the fingerprint of its model directory, "" while unknown."""
         model = served_model_id(model, self.settings.quantize, self.settings.kv_cache_dtype)
-        return Hello(protocol=PROTOCOL, role=self.role, replica=self.replica, boot=self.boot, model=model)
+        site = rundir.site_id(self.run_dir)
+        return Hello(protocol=PROTOCOL, role=self.role, replica=self.replica, boot=self.boot, model=model, site=site)
 
     def link_address(self, name: str) -> str:
         """The address of a link of this deployment; `name` is e.g. "tok-0.front"."""
         return f"ipc://{self.run_dir / name}"
 
+    def connect_to_scheduler(self, name: str, hello: Hello) -> Link:
+        """The link to the scheduler: its socket `name` in the run directory, or with --connect that of another host."""
+        if self.settings.connect is None:
+            return Link.connect(self.link_address(name), hello)
+        return Link.connect(self.settings.connect, hello, curve.load_host_keys(self.settings.keys or ""))
+
     def watch_link(self, link: Link) -> None:
         """Lets `wait` poll this link."""
         self._links.append(link)
         self._poller.register(link.socket, zmq.POLLIN)
-        self._poller.register(link.monitor, zmq.POLLIN)
-        self._monitored[link.monitor] = link
+        for source in link.event_sources:
+            self._poller.register(source, zmq.POLLIN)
+            self._link_of_event_source[source] = link
 
     def wait(self, timeout: float) -> None:
         """Blocks until a watched link is readable, a signal arrives, or `timeout` seconds have passed."""
@@ -111,8 +119,8 @@ class Process:
         for source, _ in ready:
             if isinstance(source, int):
                 self.handle_wakeup()
-            elif source in self._monitored:
-                self._monitored[source].detect_disconnects()
+            elif source in self._link_of_event_source:
+                self._link_of_event_source[source].detect_disconnects()
 
     def handle_wakeup(self) -> None:
         """Handles readable `wakeup_fds`. Exits if the supervisor has ended; a signal has already set `stopping`."""

@@ -54,6 +54,7 @@ class Hello(NamedTuple):
     epoch: int = 0
     rank: int = 0
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # tokenizers only: defaults for requests on /v1
+    site: str = ""  # the id of its run directory: each has its own replica 0 of a role
 
 
 class LinkRejected(NamedTuple):

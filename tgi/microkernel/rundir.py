@@ -91,10 +91,20 @@ def create_run_dir(path: Path) -> None:
         for directory in directories:  # each is checked before anything is created in it
             directory.mkdir(mode=0o700, exist_ok=True)
             _reject_exposed(directory)
+        if not site_id(path):
+            (path / "site").write_text(os.urandom(8).hex())
     except OSError as error:
         raise UserError(
             f"Cannot use the run directory {path}: {error.strerror}. Set TGI_RUN to another one."
         ) from error
+
+
+def site_id(path: Path) -> str:
+    """The random id of a run directory, which distinguishes it from those of other hosts; "" if it has none."""
+    try:
+        return (path / "site").read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def _directories(path: Path) -> list[Path]:

@@ -33,6 +33,7 @@ from tgi.microkernel.options import (
     seconds,
     setting,
     share,
+    tcp_address,
     tcp_port,
     text,
 )
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 GENERATION_CONFIGS = ("auto", "tgi")  # values of --generation-config other than a directory
 
 # The headings of the help and of docs/configuration.md, in order.
-GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION, OPERATIONS, COMPATIBILITY = (
+GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION, OPERATIONS, HOSTS, COMPATIBILITY = (
     "Model",
     "Serving",
     "Limits",
@@ -52,6 +53,7 @@ GROUPS = MODEL, SERVING, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATIO
     "Adapters",
     "Speculation",
     "Operations",
+    "Hosts",
     "Compatibility",
 )
 
@@ -392,10 +394,11 @@ class Settings:
     worker: str = setting(
         OPERATIONS,
         "torch",
-        "torch, or a fake worker with scripted tokens and no model.",
+        "torch; remote: none is started here, one connects from another host (--listen); scripted: a fake worker "
+        "with scripted tokens and no model.",
         text,
         env=("TGI_WORKER",),
-        choices=("torch", "scripted"),
+        choices=("torch", "remote", "scripted"),
         hidden=True,
     )
     scripted_step_us: int = setting(
@@ -405,6 +408,32 @@ class Settings:
         integer,
         env=("TGI_SCRIPTED_STEP_US",),
         hidden=True,
+    )
+
+    # Hosts
+    listen: str | None = setting(
+        HOSTS,
+        None,
+        "tcp://ADDRESS:PORT at which the scheduler also accepts workers and tokenizers of other hosts. Needs --keys.",
+        tcp_address,
+        env=("TGI_LISTEN",),
+        unset="this host only",
+    )
+    connect: str | None = setting(
+        HOSTS,
+        None,
+        "For tgi worker and tgi tokenizer: tcp://HOST:PORT of a scheduler on another host. Needs --keys.",
+        tcp_address,
+        env=("TGI_CONNECT",),
+        unset="the scheduler in the run directory",
+    )
+    keys: str | None = setting(
+        HOSTS,
+        None,
+        "Key file from tgi keys new: scheduler.key with --listen, host.key with --connect.",
+        text,
+        env=("TGI_KEYS",),
+        unset="none",
     )
 
     # Compatibility
@@ -626,6 +655,14 @@ def _reject_contradictions(settings: Settings) -> None:
         raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
     if settings.draft_model_revision is not None and settings.draft_model_id is None:
         raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
+    for name in ("listen", "connect"):
+        if getattr(settings, name) is not None and settings.keys is None:
+            raise _invalid(
+                f"`{name}` is set without `keys`, but links between hosts are always encrypted. Run `tgi keys new` "
+                f"and give --keys {'scheduler.key' if name == 'listen' else 'host.key'}"
+            )
+    if settings.worker == "remote" and settings.listen is None:
+        raise _invalid("`worker` is remote, but no worker can connect without --listen tcp://ADDRESS:PORT")
     for name in ("aip_predict_route", "aip_health_route"):
         if (route := getattr(settings, name)) is not None and not route.startswith("/"):
             raise _invalid(f"`{name}` must begin with a slash. Given: {route}")

@@ -1,12 +1,13 @@
-"""`tgi scheduler`: the loop between the tokenizers' link and the worker's."""
+"""`tgi scheduler`: the loop between the links of the worker, of other hosts and of the tokenizers."""
 
 import gc
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
-from tgi.microkernel import tracing
-from tgi.microkernel.link import Link, PeerDisconnected
+from tgi.microkernel import curve, tracing
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import Hello, StepResult
 from tgi.scheduler.journal import JournalWriter, RecordedScheduler
@@ -25,8 +26,11 @@ def main(process: Process) -> None:
     settings = process.settings
     front = Link.bind(process.link_address("sched-0.front"), process.hello())
     back = Link.bind(process.link_address("sched-0.back"), process.hello())
-    process.watch_link(front)
-    process.watch_link(back)
+    links = [back, front]
+    if settings.listen is not None:
+        links.insert(1, Link.bind(settings.listen, process.hello(), curve.load_scheduler_keys(settings.keys or "")))
+    for link in links:
+        process.watch_link(link)
     config = SchedulerConfig(
         prefix_caching=settings.prefix_caching,
         step_target=settings.step_target,
@@ -49,26 +53,24 @@ def main(process: Process) -> None:
             now = time.monotonic()
             process.publish_state(*_process_state(process, scheduler))
             process.wait(scheduler.deadline(now) - now)
-            _run_once(scheduler, front, back, metrics, spans)
+            _run_once(scheduler, links, metrics, spans)
     finally:
-        front.close()
-        back.close()
+        for link in links:
+            link.close()
         if tracer is not None:
             tracer.close()
         if journal is not None:
             journal.close()
 
 
-def _run_once(
-    scheduler: Scheduler, front: Link, back: Link, metrics: SchedulerMetrics, spans: RequestSpans | None
-) -> None:
+def _run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics, spans: RequestSpans | None) -> None:
     """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits."""
     now = time.monotonic()
-    for link in (back, front):
+    for link in links:
         for peer, message in link.receive():
             if isinstance(message, Hello):
                 log.debug("%s is connected", peer)
-                _agree_on_model(message.model, front, back)
+                _agree_on_model(message.model, links)
             elif isinstance(message, PeerDisconnected):
                 log.debug("%s is gone", peer)
             if spans is not None:
@@ -78,20 +80,30 @@ def _run_once(
             else:
                 scheduler.handle(message, peer, now)
     while scheduler.worker.peer is not None and (step := metrics.plan(scheduler, now)) is not None:
-        back.send(scheduler.worker.peer, step)
-    back.flush()
+        _send(links, scheduler.worker.peer, step)
+    _flush(links)
     scheduler.report_status(now)
     for peer, message in scheduler.outgoing():
         if spans is not None:
             spans.message_sent(peer, message)
-        (back if peer.role == "worker" else front).send(peer, message)
-    back.flush()
-    front.flush()
+        _send(links, peer, message)
+    _flush(links)
     scheduler.commit()
     metrics.publish(scheduler, now)
 
 
-def _agree_on_model(model: str, *links: Link) -> None:
+def _send(links: list[Link], peer: PeerId, message: tuple[Any, ...]) -> None:
+    """Queues a message on the link that has this peer; the others drop it."""
+    for link in links:
+        link.send(peer, message)
+
+
+def _flush(links: list[Link]) -> None:
+    for link in links:
+        link.flush()
+
+
+def _agree_on_model(model: str, links: list[Link]) -> None:
     """Adopts the model of the first neighbour that names one for the life of this scheduler: the links then reject
     peers with another model."""
     for link in links:

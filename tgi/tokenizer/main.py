@@ -34,7 +34,7 @@ def main(process: Process) -> None:
     api_link = Link.bind(
         process.link_address(f"tok-{process.replica}.front"), hello._replace(sampling_defaults=defaults)
     )
-    scheduler_link = Link.connect(process.link_address("sched-0.front"), hello)
+    scheduler_link = process.connect_to_scheduler("sched-0.front", hello)
     process.watch_link(api_link)
     process.watch_link(scheduler_link)
     gc.collect()

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from tgi.hub.model_config import read_model_config
-from tgi.microkernel.link import Link
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.settings import Settings
@@ -24,7 +23,7 @@ def main(process: Process) -> None:
     """Runs until SIGTERM. Raises UserError where the model or the settings do not allow a start; exits with status 1 if
     the device is lost."""
     model = read_model_config(process.settings.model_dir).fingerprint
-    link = Link.connect(process.link_address("sched-0.back"), process.hello(model))
+    link = process.connect_to_scheduler("sched-0.back", process.hello(model))
     loop = WorkerLoop(process, link)
     loop.progress("starting", 0)
     try:

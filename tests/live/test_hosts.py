@@ -1,0 +1,101 @@
+"""Several hosts: processes with run directories of their own that only an encrypted TCP connection joins."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.live.server import Server, free_port
+from tests.microkernel.tcp import cable
+
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+
+
+class Hosts:
+    """The host of the front ends and the scheduler, and others that connect to it."""
+
+    def __init__(self, directory: Path, model_id: str) -> None:
+        self.directory = directory
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.keys = directory / "keys"
+        command = [sys.executable, "-m", "tgi", "keys", "new", str(self.keys)]
+        made = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "host.key" in made.stdout
+        self._model = ("--model-id", model_id)
+        self.first = Server(directory / "first", *self._model)
+
+    def start_first(self) -> Server:
+        keys = str(self.keys / "scheduler.key")
+        return self.first.start("up", "--worker", "remote", "--listen", self.address, "--keys", keys)
+
+    def other(self, name: str, address: str | None = None) -> Server:
+        """A host that has been given a copy of the hosts' file."""
+        link = ("--connect", address or self.address, "--keys", str(self.keys / "host.key"))
+        return Server(self.directory / name, *self._model, *link)
+
+
+@pytest.fixture
+def hosts(tiny_llama: Path, tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path, str(tiny_llama))
+
+
+def streamed(server: Server, prompt: str, tokens: int) -> list[int]:
+    return [event["token"]["id"] for event in server.stream(prompt, max_new_tokens=tokens)]
+
+
+def test_worker_on_another_host(hosts: Hosts) -> None:
+    with hosts.start_first() as first, hosts.other("second").start("worker", *SCRIPTED) as second:
+        first.wait_until_ready()
+        expected = streamed(first, "A prompt", 60)
+        events = first.stream_all([("A prompt", {"max_new_tokens": 60})] * 3, lambda: second.kill("worker-0"), 5)
+        assert [[event["token"]["id"] for event in stream] for stream in events] == [expected] * 3
+        second.stop(signal.SIGTERM)
+        first.wait_until(lambda: not first.is_healthy(), "the first host misses its worker")
+        assert first.client.get("/health").headers["x-startup-stage"].startswith("waiting for the worker")
+
+
+def test_front_ends_on_another_host(hosts: Hosts) -> None:
+    """Their tokenizers have the same replica numbers as those of the first host, and of a third one."""
+    with (
+        hosts.start_first() as first,
+        hosts.other("second") as second,
+        hosts.other("third") as third,
+        hosts.other("fourth") as fourth,
+    ):
+        fourth.start("worker", *SCRIPTED)
+        for host in (second, third):
+            host.start("tokenizer").start("api")
+        for host in (first, second, third):
+            host.wait_until_ready()
+        answers = [streamed(host, "A prompt", 20) for host in (first, second, third)]
+        assert answers == [answers[0]] * 3
+        events = second.stream_all([("A prompt", {"max_new_tokens": 20})] * 2, lambda: second.kill("tokenizer-0"), 2)
+        assert [[event["token"]["id"] for event in stream] for stream in events] == [answers[0]] * 2
+
+
+def test_streams_survive_a_cut_cable(hosts: Hosts) -> None:
+    with cable(int(hosts.address.rpartition(":")[2])) as line:
+        through_cable = f"tcp://127.0.0.1:{line.port}"
+        with hosts.start_first() as first, hosts.other("second", through_cable).start("worker", *SCRIPTED):
+            first.wait_until_ready()
+            expected = streamed(first, "A prompt", 60)
+
+            def pull() -> None:
+                line.is_cut = True
+                first.wait_until(lambda: not first.is_healthy(), "the cut is noticed")
+                line.is_cut = False
+
+            events = first.stream_all([("A prompt", {"max_new_tokens": 60})] * 3, pull, 5)
+            assert [[event["token"]["id"] for event in stream] for stream in events] == [expected] * 3
+
+
+def test_host_without_the_right_keys_is_told(hosts: Hosts) -> None:
+    keys = hosts.directory / "foreign"
+    subprocess.run([sys.executable, "-m", "tgi", "keys", "new", str(keys)], capture_output=True, check=True)
+    stranger = Server(hosts.directory / "second", "--model-id", hosts._model[1], "--connect", hosts.address)
+    with hosts.start_first() as first, stranger:
+        stranger.start("worker", *SCRIPTED, "--keys", str(keys / "host.key"))
+        stranger.wait_until(lambda: "keys are those of another deployment" in stranger.output_text(), "it is told")
+        assert not first.is_healthy()

@@ -1,0 +1,263 @@
+"""Links between hosts: the key files, who is admitted to a TCP listener, and what strangers on its port achieve."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.live.server import free_port
+from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
+from tgi.microkernel import curve
+from tgi.microkernel.curve import MAX_STRANGERS
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.protocol import Cancel
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    made = Deployment(tmp_path / "keys", free_port())
+    yield made
+    made.close()
+
+
+# --- key files --------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_written_for_their_owner_alone(tmp_path: Path) -> None:
+    files = curve.create_keys(tmp_path / "new" / "keys")
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
+    assert files[0].parent.stat().st_mode & 0o777 == 0o700
+    assert json.loads(files[0].read_text())["secret"] not in files[1].read_text()
+    before = [file.read_bytes() for file in files]
+    files[0].unlink()
+    with pytest.raises(UserError, match="never overwritten"):
+        curve.create_keys(tmp_path / "new" / "keys")
+    assert files[1].read_bytes() == before[1]
+    assert not files[0].exists()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610])
+def test_key_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -> None:
+    scheduler, host = curve.create_keys(tmp_path / "keys")
+    scheduler.chmod(mode)
+    host.chmod(mode)
+    with pytest.raises(UserError, match="chmod 600"):
+        curve.load_scheduler_keys(scheduler)
+    with pytest.raises(UserError, match="chmod 600"):
+        curve.load_host_keys(host)
+
+
+def test_wrong_key_files_are_refused_with_advice(tmp_path: Path) -> None:
+    scheduler, host = curve.create_keys(tmp_path / "keys")
+    with pytest.raises(UserError, match=r"that of a host; --listen needs that of a scheduler.* scheduler\.key"):
+        curve.load_scheduler_keys(host)
+    with pytest.raises(UserError, match=r"that of a scheduler; --connect needs that of a host.* host\.key"):
+        curve.load_host_keys(scheduler)
+    with pytest.raises(UserError, match="tgi keys new"):
+        curve.load_host_keys(tmp_path / "absent")
+    for content in ("", "[]", "{}", '{"for": "host"}', '{"for": "host", "secret": "x", "scheduler": 7}', "\x00\xff"):
+        host.write_text(content)
+        with pytest.raises(UserError, match="not one that"):
+            curve.load_host_keys(host)
+
+
+# --- who is admitted --------------------------------------------------------------------------------------------------
+
+
+def test_peers_with_keys_exchange_messages(deployment: Deployment) -> None:
+    low, up = deployment.bind(), deployment.connect(hello("worker"))
+    assert until(lambda: low.received and up.received, low, up)
+    assert low.received[0][1] == up.link.own_hello
+    assert up.received[0][1] == low.link.own_hello
+    (peer,) = up.link.peers
+    for rid in range(1000):
+        up.link.send(peer, Cancel(rid))
+    assert until(lambda: len(low.received) == 1001, low, up)
+    assert [message.rid for _, message in low.received[1:]] == list(range(1000))
+
+
+def test_ipv6(deployment: Deployment) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    deployment.address = f"tcp://[::1]:{deployment.port}"
+    low, up = deployment.bind(), deployment.connect(hello("worker"))
+    assert until(lambda: low.received and up.received, low, up)
+
+
+def test_processes_of_one_role_on_several_hosts_are_different_peers(deployment: Deployment) -> None:
+    low = deployment.bind()
+    ups = [deployment.connect(hello("tokenizer", 0, site=site)) for site in ("a", "b")]
+    assert until(lambda: len(low.link.peers) == 2 and all(up.link.peers for up in ups), low, *ups)
+    successor = deployment.connect(hello("tokenizer", 0, site="a"))
+    boots = [up.link.own_hello.boot for up in (ups[1], successor)]
+    assert until(lambda: [peer.boot for peer in low.link.peers] == boots, low, successor)
+
+
+def strangers(deployment: Deployment, tmp_path: Path) -> dict[str, "zmq.Socket[bytes]"]:
+    """Sockets that have no keys of this deployment, or not all."""
+    foreign = curve.load_host_keys(curve.create_keys(tmp_path / "foreign")[1])
+    context = zmq.Context.instance()
+    made = {name: context.socket(zmq.DEALER) for name in ("null", "plain", "foreign", "unknown key", "wrong server")}
+    made["plain"].plain_username, made["plain"].plain_password = b"admin", b"admin"
+    curve.use_host_keys(made["foreign"], foreign)
+    curve.use_host_keys(made["unknown key"], deployment.host_keys._replace(secret=foreign.secret))
+    curve.use_host_keys(made["wrong server"], deployment.host_keys._replace(scheduler=foreign.scheduler))
+    for one in made.values():
+        one.probe_router = 1
+        one.linger = 0
+        one.connect(deployment.address)
+        one.send(b"\x91\x00")
+    return made
+
+
+def test_strangers_receive_nothing(deployment: Deployment, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    low = deployment.bind()
+    others = strangers(deployment, tmp_path)
+    up = deployment.connect(hello("worker"))
+    assert until(lambda: up.link.peers, low, up)
+    until(lambda: False, low, up, seconds=1.5)
+    for name, one in others.items():
+        assert not one.poll(0), name
+        one.close()
+    assert low.kinds() == ["Hello"]
+    assert low.link.peers
+    assert "its key is unknown" in caplog.text
+
+
+def test_connecting_side_reports_wrong_keys(
+    deployment: Deployment, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = curve.load_host_keys(curve.create_keys(tmp_path / "foreign")[1])
+    low = deployment.bind()
+    up = deployment.connect(hello("worker"), keys=foreign)
+    assert until(lambda: "keys are those of another deployment" in caplog.text, low, up)
+    assert not up.received
+
+
+def test_an_impostor_of_the_scheduler_gets_nothing(deployment: Deployment, tmp_path: Path) -> None:
+    """Whoever has a host's file cannot pretend to be the scheduler: it does not contain the scheduler's secret."""
+    impostor = deployment.scheduler_keys._replace(secret=deployment.host_keys.secret)
+    deployment.scheduler_keys = impostor
+    low, up = deployment.bind(), deployment.connect(hello("worker"))
+    assert not until(lambda: low.received or up.received, low, up, seconds=1.5)
+
+
+def test_replayed_connection_is_rejected(deployment: Deployment) -> None:
+    """The bytes of a former connection open no new one, since both sides make new keys for each."""
+    low = deployment.bind()
+    with cable(deployment.port) as tapped:
+        up = deployment.connect(hello("worker"), port=tapped.port)
+        assert until(lambda: low.received, low, up)
+        (peer,) = up.link.peers
+        up.link.send(peer, Cancel(7))
+        assert until(lambda: len(low.received) == 2, low, up)
+        up.link.close()
+        until(lambda: not low.link.peers, low)
+    low.received.clear()
+    with socket.create_connection(("127.0.0.1", deployment.port)) as replay:
+        replay.sendall(tapped.sent)
+        until(lambda: False, low, seconds=1.0)
+    assert not low.received
+
+
+def test_connection_is_encrypted(deployment: Deployment) -> None:
+    low = deployment.bind()
+    with cable(deployment.port) as tapped:
+        up = deployment.connect(hello("worker", model="a secret model"), port=tapped.port)
+        assert until(lambda: low.received, low, up)
+        assert low.received[0][1].model == "a secret model"
+        assert b"secret" not in tapped.sent
+        assert b"worker" not in tapped.sent
+
+
+# --- lost connections -------------------------------------------------------------------------------------------------
+
+
+def test_disconnect_names_the_peer(deployment: Deployment) -> None:
+    low = deployment.bind()
+    ups = [deployment.connect(hello("tokenizer", replica)) for replica in range(3)]
+    assert until(lambda: len(low.received) == 3, low, *ups)
+    low.received.clear()
+    ups[1].link.close()
+    assert until(lambda: low.received, low)
+    assert [(peer.replica, type(event).__name__) for peer, event in low.received] == [(1, "PeerDisconnected")]
+    assert len(low.link.peers) == 2
+
+
+def test_cut_cable_is_noticed_by_both_sides_and_replaced(deployment: Deployment) -> None:
+    """Half-open connections: no end of the connection is closed when the cable is pulled."""
+    low = deployment.bind()
+    with cable(deployment.port) as line:
+        up = deployment.connect(hello("worker"), port=line.port)
+        assert until(lambda: low.link.peers and up.link.peers, low, up)
+        began = time.monotonic()
+        line.is_cut = True
+        assert until(lambda: not low.link.peers and not up.link.peers, low, up)
+        print(f"noticed after {time.monotonic() - began:.1f} s")
+        line.is_cut = False
+        assert until(lambda: low.link.peers and up.link.peers, low, up)
+    assert low.kinds()[:3] == up.kinds()[:3] == ["Hello", "PeerDisconnected", "Hello"]
+
+
+# --- hostile bytes ----------------------------------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def exchanges(low: LoopedLink, up: LoopedLink) -> None:
+    """A message of a peer still arrives."""
+    (peer,) = up.link.peers
+    before = [message for _, message in low.received].count(Cancel(7))
+    up.link.send(peer, Cancel(7))
+    assert until(lambda: [message for _, message in low.received].count(Cancel(7)) == before + 1, low, up)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
+def test_flood_of_connections_is_bounded_and_disturbs_no_peer(deployment: Deployment) -> None:
+    low, up = deployment.bind(), deployment.connect(hello("worker"))
+    assert until(lambda: low.link.peers and up.link.peers, low, up)
+    before = descriptors()
+    attackers: list[socket.socket] = []
+    most = 0
+    for _ in range(600):
+        one = socket.socket()
+        one.setblocking(False)
+        one.connect_ex(("127.0.0.1", deployment.port))
+        attackers.append(one)
+        low.turn()
+        up.turn()
+        most = max(most, descriptors() - before - len(attackers))
+    assert most <= 2 * MAX_STRANGERS
+    exchanges(low, up)
+    for one in attackers:
+        one.close()
+    assert up.kinds() == ["Hello"]
+    late = deployment.connect(hello("tokenizer"))
+    assert until(lambda: late.link.peers, low, up, late)
+    exchanges(low, up)
+
+
+def test_silent_strangers_are_disconnected(deployment: Deployment) -> None:
+    low, up = deployment.bind(), deployment.connect(hello("worker"))
+    assert until(lambda: low.link.peers and up.link.peers, low, up)
+    silent = [socket.create_connection(("127.0.0.1", deployment.port)) for _ in range(5)]
+    silent[1].send(GREETING[:5])
+    silent[2].send(GREETING)
+    guard = low.link._guard
+    assert guard is not None
+    assert until(lambda: len(guard.connections) == 6, low, up)
+    assert until(lambda: len(guard.connections) == 1, low, up)
+    for one in silent:
+        one.close()
+    exchanges(low, up)

@@ -1,0 +1,218 @@
+"""Links between hosts: the key files, and the guard of a socket that listens on TCP. CURVE encrypts and authenticates.
+
+A deployment has two key pairs, made by `tgi keys new`. The scheduler's proves to the hosts that it is their scheduler;
+the hosts' is the only one that the scheduler accepts. The file of a host does not contain the scheduler's secret.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket as sockets
+import stat
+import struct
+import time
+from collections.abc import Container
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils import z85
+
+from tgi.microkernel.errors import UserError
+
+log = logging.getLogger(__name__)
+
+SCHEDULER_FILE, HOST_FILE = "scheduler.key", "host.key"
+KEY_CHARACTERS = 40  # of a Curve25519 key in Z85
+
+# libzmq asks at this address who may connect, for all sockets of a context.
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"tgi"
+# A connection that has not proved its key by then is closed.
+HANDSHAKE_MILLISECONDS = 3000
+# Connections whose peer has not sent a Hello. Of more the oldest are closed, so that strangers cannot take all file
+# descriptors; a peer of this deployment needs only milliseconds to prove its key.
+MAX_STRANGERS = 64
+# Minimum interval between log records that strangers can cause.
+COMPLAINT_SECONDS = 10.0
+
+
+# --- key files --------------------------------------------------------------------------------------------------------
+
+
+class SchedulerKeys(NamedTuple):
+    """The content of the scheduler's file."""
+
+    secret: bytes
+    accepted: frozenset[bytes]  # public keys of hosts
+
+
+class HostKeys(NamedTuple):
+    """The content of a host's file."""
+
+    secret: bytes
+    scheduler: bytes  # the scheduler's public key
+
+
+def create_keys(directory: Path) -> tuple[Path, Path]:
+    """Creates the files of a new deployment: the scheduler's and the hosts'. Raises UserError if one exists."""
+    _require_curve()
+    scheduler, scheduler_secret = zmq.curve_keypair()
+    host, host_secret = zmq.curve_keypair()
+    files = (directory / SCHEDULER_FILE, directory / HOST_FILE)
+    contents: tuple[dict[str, Any], dict[str, Any]] = (
+        {"for": "scheduler", "secret": scheduler_secret.decode(), "accepted": [host.decode()]},
+        {"for": "host", "secret": host_secret.decode(), "scheduler": scheduler.decode()},
+    )
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if exists := next((file for file in files if os.path.lexists(file)), None):
+            raise UserError(f"{exists} exists, and keys are never overwritten. Name another directory, or remove it.")
+        for file, content in zip(files, contents, strict=True):
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+                out.write(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"Cannot write keys to {directory}: {error.strerror}. Name another directory.") from error
+    return files
+
+
+def load_scheduler_keys(file: str | Path) -> SchedulerKeys:
+    """The keys of --listen. Raises UserError if the file cannot be used or other users can read it."""
+    content = _read(Path(file).expanduser(), "scheduler", "--listen", SCHEDULER_FILE)
+    accepted = content.get("accepted")
+    if not isinstance(accepted, list) or not accepted:
+        raise _damaged(file)
+    return SchedulerKeys(_key(content.get("secret"), file), frozenset(_key(one, file) for one in accepted))
+
+
+def load_host_keys(file: str | Path) -> HostKeys:
+    """The keys of --connect. Raises UserError if the file cannot be used or other users can read it."""
+    content = _read(Path(file).expanduser(), "host", "--connect", HOST_FILE)
+    return HostKeys(_key(content.get("secret"), file), _key(content.get("scheduler"), file))
+
+
+def _read(file: Path, kind: str, flag: str, usual_name: str) -> dict[str, Any]:
+    _require_curve()
+    try:
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o077:
+                raise UserError(
+                    f"The key file {file} belongs to user {status.st_uid} with mode "
+                    f"{stat.S_IMODE(status.st_mode):04o}, so other users may know the keys. Make new ones with "
+                    "`tgi keys new`, or, if only this user has ever had access: `chmod 600` it."
+                )
+            content = json.loads(opened.read(1 << 20))
+    except OSError as error:
+        raise UserError(
+            f"The key file {file} cannot be read: {error.strerror}. `tgi keys new` makes one; give it with --keys."
+        ) from error
+    except ValueError as error:
+        raise _damaged(file) from error
+    if not isinstance(content, dict) or content.get("for") not in ("scheduler", "host"):
+        raise _damaged(file)
+    if content["for"] != kind:
+        raise UserError(
+            f"The key file {file} is that of a {content['for']}; {flag} needs that of a {kind}, which `tgi keys new` "
+            f"has named {usual_name}."
+        )
+    return content
+
+
+def _key(value: object, file: str | Path) -> bytes:
+    if not isinstance(value, str) or len(value) != KEY_CHARACTERS:
+        raise _damaged(file)
+    try:
+        zmq.curve_public(value.encode())
+    except (ValueError, zmq.ZMQError) as error:
+        raise _damaged(file) from error
+    return value.encode()
+
+
+def _damaged(file: str | Path) -> UserError:
+    return UserError(f"The key file {file} is not one that `tgi keys new` has made. Copy it again, or make new keys.")
+
+
+def _require_curve() -> None:
+    if not zmq.has("curve"):
+        raise UserError(
+            "Links between hosts need libzmq with CURVE, which this pyzmq lacks. Install pyzmq from a wheel: "
+            "`pip install --force-reinstall --only-binary :all: pyzmq`."
+        )
+
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def use_host_keys(socket: "zmq.Socket[bytes]", keys: HostKeys) -> None:
+    """Makes a socket that will connect accept only the scheduler that has the secret key."""
+    socket.curve_serverkey = keys.scheduler
+    socket.curve_secretkey = keys.secret
+    socket.curve_publickey = zmq.curve_public(keys.secret)
+
+
+class ConnectionGuard:
+    """Decides who may connect to a socket that listens on TCP, and knows which connections are open.
+
+    The socket has a context of its own, which must not be shared: ZAP requests come from all sockets of a context, and
+    the context's I/O thread does all work that strangers cause.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", address: str, keys: SchedulerKeys) -> None:
+        """To be called before the socket is bound to `address`."""
+        self.connections: dict[int, None] = {}  # the open ones, by file descriptor, the oldest first
+        self._address = address
+        self._port = urlsplit(address).port
+        self._accepted_keys = keys.accepted
+        self._complains_at = 0.0
+        socket.curve_server = True
+        socket.curve_secretkey = keys.secret
+        socket.zap_domain = ZAP_DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer to its ZAP request, no connection is admitted
+        self.zap: zmq.Socket[bytes] = socket.context.socket(zmq.REP)
+        self.zap.bind(ZAP_ADDRESS)
+
+    def authenticate(self) -> None:
+        """Answers all ZAP requests. To be called when `zap` is readable."""
+        while self.zap.poll(0):
+            version, request, domain, address, _, mechanism, *credentials = self.zap.recv_multipart()
+            known = mechanism == b"CURVE" and domain == ZAP_DOMAIN and len(credentials) == 1
+            known = known and z85.encode(credentials[0]) in self._accepted_keys
+            status = (b"200", b"OK") if known else (b"400", b"unknown key")
+            if not known:
+                self._complain(f"rejected a connection from {address.decode(errors='replace')}: its key is unknown")
+            self.zap.send_multipart([version, request, *status, b"", b""])
+
+    def closed_connections(self, monitor: "zmq.Socket[bytes]") -> list[int]:
+        """Reads all events of the socket's monitor. Returns the connections that have been closed."""
+        closed = []
+        while monitor.poll(0):
+            event, value = struct.unpack("=HI", monitor.recv_multipart()[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self.connections[value] = None
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.connections.pop(value, None)
+                closed.append(value)
+        return closed
+
+    def shed_strangers(self, peers: Container[int]) -> None:
+        """Closes the oldest connections besides those of `peers` if there are too many."""
+        strangers = [connection for connection in self.connections if connection not in peers]
+        if len(strangers) <= MAX_STRANGERS:
+            return
+        self._complain(f"closes connections to {self._address}: {len(strangers)} are open without a valid key")
+        for connection in strangers[:-MAX_STRANGERS]:
+            self._shut_down(connection)
+
+    def _shut_down(self, connection: int) -> None:
+        """Makes libzmq close a connection. It may have done so meanwhile, and the descriptor may be another's."""
+        with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(connection)) as duplicate:
+            if duplicate.getsockname()[1] == self._port:
+                duplicate.shutdown(sockets.SHUT_RDWR)
+
+    def _complain(self, message: str) -> None:
+        if time.monotonic() >= self._complains_at:
+            self._complains_at = time.monotonic() + COMPLAINT_SECONDS
+            log.warning("%s", message)
