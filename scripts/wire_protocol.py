@@ -51,6 +51,7 @@ def page() -> str:
         parts.append(_section(f"### {tag} `{cls.__name__}`", cls))
     inner = (
         protocol.DeploymentLimits,
+        protocol.LastExit,
         protocol.LoadedAdapter,
         SamplingDefaults,
         protocol.AnswerPart,

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.adapter_updates import PATHS
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, expected_answer, replay
+from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, OUTSIDE_DEATHS
 from tgi.microkernel.protocol import Cancel, FinishReason, StepResult, Stop
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -125,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sim.worker)
     @rule()
     def worker_down(self) -> None:
-        self.sim.worker_down()
+        self.sim.worker_down(outside=True)
         self.worker_losses += 1
 
     @rule(tokenizer=st.integers(0, 1))
@@ -192,14 +193,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.cancelled_by_client
                 assert request.ids == expected.ids[: len(request.ids)]
             case FinishReason.FAILED:
-                # An innocent request fails if the worker happens to crash three times while it is computed.
-                unloaded = request.cache_salt and str(PATHS[request.cache_salt]) in self.sim.adapters.dropped
-                assert request.prompt[0] in (DEADLY, BROKEN) or self.worker_losses >= 1 or unloaded
+                assert request.cache_salt
+                assert str(PATHS[request.cache_salt]) in self.sim.adapters.dropped
+                assert request.ids == expected.ids[: len(request.ids)]
+            case FinishReason.QUARANTINED:
+                killed_too_often = self.worker_losses >= CONVICTING_STRIKES * OUTSIDE_DEATHS
+                assert request.prompt[0] in (DEADLY, BROKEN) or killed_too_often
                 assert request.ids == expected.ids[: len(request.ids)]
             case other:
                 raise AssertionError(f"ended with {other}")
         if request.prompt[0] in (DEADLY, BROKEN):
-            assert request.end.reason in (FinishReason.FAILED, FinishReason.CANCELLED, FinishReason.STOP)
+            assert request.end.reason in (
+                FinishReason.FAILED, FinishReason.QUARANTINED, FinishReason.CANCELLED, FinishReason.STOP
+            )  # fmt: skip
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -19,6 +19,7 @@ from tgi.microkernel.protocol import (
     Cancel,
     FinishReason,
     Hello,
+    LastExit,
     LoadedAdapter,
     SlotAssignment,
     Step,
@@ -49,6 +50,7 @@ class Simulation:
         self.rids = 0
         self.tokenizers: dict[int, SimulatedTokenizer] = {}
         self.worker: PeerId | None = None
+        self.last_exit: LastExit | None = None  # of the latest worker that died
         self.engine = FakeWorker(worker_config)
         self.steps: deque[Step] = deque()  # on their way to the worker
         self.results: deque[StepResult] = deque()  # on their way to the scheduler
@@ -77,21 +79,22 @@ class Simulation:
         return tokenizer
 
     def worker_up(self, worker_config: FakeWorkerConfig | None = None) -> None:
-        """Starts a worker, which is ready at once; the previous one, if any, is gone."""
+        """Starts a worker, which is ready at once; the previous one, if any, is killed from outside."""
         if self.worker is not None:
-            self.worker_down()
+            self.worker_down(outside=True)
         self.lives += 1
         self.worker = PeerId("worker", 0, f"boot-{self.lives}".encode())
         self.engine = FakeWorker(worker_config or self.worker_config)
         self.first_ids.clear()
         self.adapters.worker_started()
-        self.handle(Hello(PROTOCOL, *self.worker), self.worker)
+        self.handle(Hello(PROTOCOL, *self.worker, last_exit=self.last_exit), self.worker)
         self.handle(self.adapters.worker_status(), self.worker)
 
-    def worker_down(self) -> None:
-        """The worker crashes; messages in both directions are lost."""
+    def worker_down(self, outside: bool = False) -> None:
+        """The worker crashes, or is killed from outside; messages in both directions are lost."""
         assert self.worker is not None
         worker, self.worker = self.worker, None
+        self.last_exit = LastExit(worker.boot, "was killed" if outside else "crashed", outside)
         self.steps.clear()
         self.results.clear()
         self.adapters.queued_updates.clear()

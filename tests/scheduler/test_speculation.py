@@ -194,7 +194,7 @@ def test_pages_of_accepted_drafts_are_shared_and_those_of_rejected_ones_are_not(
     assert second.end.cached_tokens == 52
 
 
-@pytest.mark.parametrize("loss", ["worker_up", "restart_scheduler"])
+@pytest.mark.parametrize("loss", ["worker_up", "worker_down", "restart_scheduler"])
 def test_a_crash_during_drafts_loses_no_token(loss: str) -> None:
     sim = started()
     requests = [sim.add([0] * (3 + n), 60, seed=n) for n in range(3)]
@@ -202,12 +202,12 @@ def test_a_crash_during_drafts_loses_no_token(loss: str) -> None:
         sim.step()
         sim.plan()
     getattr(sim, loss)()
-    before = len(sim.sent) if loss == "worker_up" else 0
+    before = 0 if loss == "restart_scheduler" else len(sim.sent)
     sim.run()
     for request in requests:
         assert_as_if_alone(request, WORKER_CONFIG)
-    # A request with a strike does not draft any more: it goes on with the steps that clear it.
-    assert any(drafts_of(sim)[before:]) == (loss == "restart_scheduler")
+    # A suspect does not draft any more.
+    assert any(drafts_of(sim)[before:]) == (loss != "worker_down")
 
 
 @pytest.mark.parametrize("kind", ["cancel", "stop"])

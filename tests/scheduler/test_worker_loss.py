@@ -6,6 +6,7 @@ import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.crash_isolation import OUTSIDE_DEATHS, TRIAL_TOKENS
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, Status, StepResult
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
@@ -75,41 +76,52 @@ def test_the_culprit_is_computed_alone_and_fails_and_others_are_not_affected() -
     culprit = sim.add([99, 2, 3], 20)
     sim.run()
     assert culprit.end is not None
-    assert culprit.end.reason == FinishReason.FAILED
-    assert culprit.end.message == "Server error: the worker died while it computed this request alone"
+    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert culprit.end.message == "the worker crashed while it computed this request alone, after 2 similar deaths"
     assert sim.scheduler.counters.worker_losses == 3
     for request in sim.requests:
         if request is not culprit:
             assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_suspects_that_make_progress_alone_are_cleared() -> None:
+def test_suspects_run_alone_by_turns_until_each_has_made_enough_tokens() -> None:
     sim = running_simulation(requests=3)
-    for _ in range(2):
-        sim.step()
-        sim.worker_up()
-    alone = []
-    while sim.requests[0].end is None and len(alone) < 12:
-        sent = len(sim.sent)
-        sim.plan()
-        alone += [unpack_int32(step.rows) for step in sim.sent[sent:]]
-        sim.compute()
-        sim.deliver()
-    assert [len(rows) for rows in alone[:6]] == [1] * 6
-    while sim.scheduler.queued:
-        sim.step()
     sim.step()
-    sim.worker_up()  # their first strike again
-    sim.plan()
-    assert len(unpack_int32(sim.sent[-2].rows)) == 3
+    sim.worker_down()
+    sim.worker_up()
+    sent = len(sim.sent)
+    for _ in range(60):
+        sim.step()
+    trial = [unpack_int32(step.rows) for step in sim.sent[sent:]]
+    turns = 3 * TRIAL_TOKENS
+    assert [len(rows) for rows in trial[:turns]] == [1] * turns
+    each = [rows[0] for rows in trial[:6]]
+    assert each[::2] == each[1::2]  # two steps a turn
+    assert len({*each}) == 3
+    assert {len(rows) for rows in trial[turns : turns + 4]} == {3}
     sim.run()
     for request in sim.requests:
         assert_as_if_alone(request, WORKER_CONFIG)
 
 
-def test_requests_that_progress_between_crashes_are_never_suspects() -> None:
+def test_other_requests_continue_during_a_trial() -> None:
+    sim = running_simulation(requests=3, new=40)
+    sim.step()
+    sim.worker_down()
+    sim.worker_up()
+    late = sim.add([77, 2, 3], 4)
+    for _ in range(20):
+        sim.step()
+    assert late.end is not None
+    assert max(len(request.ids) for request in sim.requests[:3]) < 10
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_requests_in_hand_when_the_worker_is_killed_are_no_suspects() -> None:
     sim = running_simulation(requests=8)
-    for _ in range(4):
+    for _ in range(OUTSIDE_DEATHS - 1):
         for _ in range(3):
             sim.step()
         sim.worker_up()
@@ -136,7 +148,7 @@ def test_a_request_that_crashes_the_worker_in_decode_is_found() -> None:
         else:
             sim.compute()
             sim.deliver()
-    assert culprit.end.reason == FinishReason.FAILED
+    assert culprit.end.reason == FinishReason.QUARANTINED
     assert sim.scheduler.counters.worker_losses == 3
     sim.run()
     for request in sim.requests:
@@ -151,7 +163,7 @@ def test_waiting_requests_are_not_blamed() -> None:
     sim.run()
     first, *others = sim.requests
     assert first.end is not None
-    assert first.end.reason == FinishReason.FAILED
+    assert first.end.reason == FinishReason.QUARANTINED
     for request in others:
         assert_as_if_alone(request, worker_config)
     assert sim.scheduler.counters.worker_losses == 3
@@ -163,7 +175,7 @@ def test_requests_of_a_failed_step_are_retried_alone_and_the_cause_is_reported()
     culprit = sim.add([99, 2, 3], 20)
     sim.run()
     assert culprit.end is not None
-    assert (culprit.end.reason, culprit.end.message) == (FinishReason.FAILED, "Server error: ValueError: broken")
+    assert (culprit.end.reason, culprit.end.message) == (FinishReason.QUARANTINED, "Server error: ValueError: broken")
     for request in sim.requests:
         if request is not culprit:
             assert_as_if_alone(request, WORKER_CONFIG)

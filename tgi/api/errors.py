@@ -228,7 +228,7 @@ def from_end(end: End, streaming: bool) -> ApiError | None:
             return validation_error(end.message)
         case FinishReason.OVERLOADED:
             return overloaded()
-        case FinishReason.FAILED:
+        case FinishReason.FAILED | FinishReason.QUARANTINED:
             return generation_failed(end.message)
         case FinishReason.TEMPLATE:
             return template_error(end.message)

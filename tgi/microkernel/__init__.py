@@ -14,6 +14,8 @@ Processes
     supervisor       the parent side: start, restart, drain
     token_bucket     a limit on the rate of an action
     rundir           the run directory: sockets, locks, state files
+    work_register    what a process has in hand, in shared memory
+    crash_isolation  finds the requests that crash a process, by trial
     permits          the limit of concurrent requests, shared by all front ends
     interpreter      how child processes of the same Python are started
 

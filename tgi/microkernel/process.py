@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import json
 import logging
 import mmap
 import os
@@ -23,8 +24,9 @@ import zmq
 from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.link import Link
-from tgi.microkernel.protocol import PROTOCOL, Hello
+from tgi.microkernel.protocol import PROTOCOL, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
+from tgi.microkernel.work_register import WorkRegister
 
 # Interval of the wake-ups of an idle loop, its only CPU cost.
 HEARTBEAT_SECONDS = 2.0
@@ -34,6 +36,7 @@ LOOP_TURN_SECONDS = 10.0
 
 # Environment variables that the supervisor passes to a child.
 SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
+LAST_EXIT = "TGI_LAST_EXIT"
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -42,7 +45,14 @@ class Process:
     """One supervised process. A role gets it as the argument of its `main` and drives its loop with `wait`."""
 
     def __init__(
-        self, settings: Settings, role: str, replica: int, *, listen_fd: int | None = None, parent_fd: int | None = None
+        self,
+        settings: Settings,
+        role: str,
+        replica: int,
+        *,
+        listen_fd: int | None = None,
+        parent_fd: int | None = None,
+        last_exit: LastExit | None = None,
     ) -> None:
         self.settings = settings
         self.role = role
@@ -53,6 +63,9 @@ class Process:
         self.run_dir = settings.run_dir
         self.facts: dict[str, Any] = {}  # published with the state; to be set before "ready"
         self._state = ("", "", -1)
+        self.last_exit = last_exit  # how its predecessor ended
+        self.work_register = WorkRegister.open(work_register_path(self.run_dir, self.name))
+        self.work_register.begin_life(self.boot)
         self._heartbeat = Heartbeat(self.run_dir / f"{self.name}.beat")
         self._work_deadline: float | None = None
         self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
@@ -86,8 +99,15 @@ class Process:
     def hello(self, model: str = "") -> Hello:
         """The Hello of this process. `model` is the fingerprint of its model directory, "" while unknown."""
         model = served_model_id(model, self.settings.quantize, self.settings.kv_cache_dtype)
-        site = rundir.site_id(self.run_dir)
-        return Hello(protocol=PROTOCOL, role=self.role, replica=self.replica, boot=self.boot, model=model, site=site)
+        return Hello(
+            protocol=PROTOCOL,
+            role=self.role,
+            replica=self.replica,
+            boot=self.boot,
+            model=model,
+            site=rundir.site_id(self.run_dir),
+            last_exit=self.last_exit,
+        )
 
     def link_address(self, name: str) -> str:
         """The address of a link of this deployment; `name` is e.g. "tok-0.front"."""
@@ -231,7 +251,12 @@ def run_role() -> None:
     metrics.use_directory(settings.run_dir / "metrics")
     listen = os.environ.pop(LISTEN_FD, "")
     process = Process(
-        settings, role, replica, listen_fd=int(listen) if listen else None, parent_fd=int(os.environ.pop(PARENT_FD))
+        settings,
+        role,
+        replica,
+        listen_fd=int(listen) if listen else None,
+        parent_fd=int(os.environ.pop(PARENT_FD)),
+        last_exit=_last_exit(os.environ.pop(LAST_EXIT, "")),
     )
     process.publish_state("starting")
     try:
@@ -257,6 +282,24 @@ def _exit_fatally(process: Process, message: str) -> None:
 def fatal_error_path(run: Path, name: str) -> Path:
     """The file with the error of a child that exits with FATAL."""
     return run / "state" / f"{name}.error"
+
+
+def work_register_path(run: Path, name: str) -> Path:
+    """The work register of a process."""
+    return run / f"{name}.work"
+
+
+def last_exit_text(last_exit: LastExit) -> str:
+    """The value of LAST_EXIT."""
+    boot, in_hand = last_exit.boot.hex(), last_exit.in_hand.hex()
+    return json.dumps(last_exit._replace(boot=boot, in_hand=in_hand))  # type: ignore[arg-type]
+
+
+def _last_exit(text: str) -> LastExit | None:
+    if not text:
+        return None
+    boot, cause, outside, in_hand = json.loads(text)
+    return LastExit(bytes.fromhex(boot), cause, outside, bytes.fromhex(in_hand))
 
 
 def _die_with_parent(parent: int) -> None:

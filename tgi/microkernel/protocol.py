@@ -37,6 +37,20 @@ MAX_DRAFT_TOKENS = 254
 # --- links ------------------------------------------------------------------------------------------------------------
 
 
+class LastExit(NamedTuple):
+    """How the previous process of a role and replica ended, as its supervisor saw it: the evidence for crash isolation.
+
+    `outside`: a signal ended it that neither its supervisor nor the kernel's memory limit had sent, so that the work in
+    hand is hardly the cause. `in_hand` are the fingerprints of the requests that it was working on, 8 bytes each; empty
+    if it does not know them, as the worker.
+    """
+
+    boot: bytes
+    cause: str
+    outside: bool
+    in_hand: bytes = b""
+
+
 class Hello(NamedTuple):
     """The first message in each direction of a connection: identifies the process.
 
@@ -55,6 +69,7 @@ class Hello(NamedTuple):
     rank: int = 0
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # tokenizers only: defaults for requests on /v1
     site: str = ""  # the id of its run directory: each has its own replica 0 of a role
+    last_exit: LastExit | None = None  # None: the first process of its supervisor
 
 
 class LinkRejected(NamedTuple):
@@ -159,6 +174,7 @@ class FinishReason(StrEnum):
     INVALID = "validation"  # rejected before the first token; `message` is for the client
     OVERLOADED = "overloaded"
     FAILED = "generation"  # `message` describes the failure
+    QUARANTINED = "quarantined"  # as FAILED, and the request must not be sent again: it crashes processes
     TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
 
 
@@ -179,6 +195,9 @@ class Generate(NamedTuple):
 
     `stop_token_ids` end the text like the model's EOS, even with `ignore_eos`. With `hide_stop` the text excludes the
     stop string or the stop token, and `Texts.held_chars` says what must not be shown yet.
+
+    `fingerprint` names the request in crash isolation, 8 bytes: equal for equal requests of clients. With `alone` the
+    tokenizer works on it only while it has nothing else in hand.
     """
 
     rid: int
@@ -200,15 +219,19 @@ class Generate(NamedTuple):
     bad_words: list[str] = []
     skip_special_tokens: bool = True  # leave special tokens out of the text
     input_ids: bytes = b""  # int32
+    fingerprint: bytes = b""
+    alone: bool = False
 
 
 class Tokenize(NamedTuple):
-    """A request of the tokenize routes. `chat` as in Generate. Answered by Tokenized."""
+    """A request of the tokenize routes. `chat`, `fingerprint` and `alone` as in Generate. Answered by Tokenized."""
 
     rid: int
     inputs: str
     add_special_tokens: bool = True
     chat: bytes = b""
+    fingerprint: bytes = b""
+    alone: bool = False
 
 
 class Cancel(NamedTuple):
@@ -256,6 +279,7 @@ class Add(NamedTuple):
     epoch: int = 0
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
+    fingerprint: bytes = b""  # as in Generate
 
 
 class Stop(NamedTuple):

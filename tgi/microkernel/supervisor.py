@@ -1,5 +1,6 @@
 """The supervisor: starts child processes, restarts those that end or hang, and drains them role by role."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -8,14 +9,27 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import zmq
 
 from tgi.microkernel import interpreter, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
-from tgi.microkernel.process import LISTEN_FD, PARENT_FD, PARENT_PID, SETTINGS, Heartbeat, fatal_error_path
+from tgi.microkernel.process import (
+    LAST_EXIT,
+    LISTEN_FD,
+    PARENT_FD,
+    PARENT_PID,
+    SETTINGS,
+    Heartbeat,
+    fatal_error_path,
+    last_exit_text,
+    work_register_path,
+)
+from tgi.microkernel.protocol import LastExit
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.token_bucket import TokenBucket
+from tgi.microkernel.work_register import WorkRegister
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +56,15 @@ STARTING_TICK_SECONDS, TICK_SECONDS = 0.1, 1.0
 ROLE_GRACE_SECONDS = 5.0
 
 
+# Signals that a process raises by its own fault. Any other comes from outside, but for a SIGKILL by the OOM killer.
+OWN_SIGNALS = frozenset(
+    (
+        signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS, signal.SIGTRAP,
+        signal.SIGPIPE, signal.SIGXCPU, signal.SIGXFSZ,
+    )
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """One process to keep running."""
@@ -60,9 +83,14 @@ class ProcessSpec:
 class ChildProcess:
     """A running process. Must be started by the main thread: the parent-death signal is sent when that thread ends."""
 
-    def __init__(self, spec: ProcessSpec, settings: Settings) -> None:
+    def __init__(self, spec: ProcessSpec, settings: Settings, last_exit: LastExit | None = None) -> None:
+        """`last_exit`: how the previous process of this role and replica ended."""
         self.spec = spec
         self.started = time.monotonic()
+        self.work_register = WorkRegister.open(work_register_path(settings.run_dir, spec.name))
+        self._last_exit = last_exit
+        self._oom_kills = oom_kills()
+        self._hung = ""  # HUNG or STOPPED, once it has been killed for that
         self.had_been_ready = False  # known when it has ended
         self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
         self.heartbeat.set_deadline(self.started + settings.start_timeout)
@@ -71,6 +99,8 @@ class ChildProcess:
         inherited = [parent_end] if spec.listen_fd is None else [parent_end, spec.listen_fd]
         environment = interpreter.child_environment() | spec.environment
         environment |= {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid()), PARENT_FD: str(parent_end)}
+        if last_exit is not None:
+            environment[LAST_EXIT] = last_exit_text(last_exit)
         if spec.listen_fd is not None:
             environment[LISTEN_FD] = str(spec.listen_fd)
         self._process = subprocess.Popen(
@@ -101,6 +131,31 @@ class ChildProcess:
     def overdue(self) -> bool:
         """Whether its heartbeat deadline has passed."""
         return time.monotonic() > self.heartbeat.read_deadline()
+
+    def kill_hung(self) -> None:
+        """Kills it because it makes no progress."""
+        import psutil
+
+        self._hung = HUNG
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                self._hung = STOPPED
+        self.signal(signal.SIGKILL)
+
+    def exit_report(self, code: int) -> LastExit | None:
+        """How it ended, for its successor. What it had in hand may be the cause, unless it was a signal from outside.
+
+        A process that ended before it took the work register did nothing that its predecessor's report does not say.
+        """
+        boot = self.work_register.boot
+        if self._last_exit is not None and self._last_exit.boot == boot:
+            return self._last_exit
+        if not any(boot):
+            return None
+        cause, outside = _cause_of_exit(code, oom_kills() > self._oom_kills)
+        if self._hung:
+            cause, outside = self._hung, self._hung == STOPPED
+        return LastExit(boot, cause, outside, self.work_register.in_hand())
 
     def close(self) -> None:
         """Releases the resources of an ended process."""
@@ -137,6 +192,7 @@ class Supervisor:
         self._on_tick = on_tick
         self._children: dict[str, ChildProcess] = {}
         self._restart_at: dict[str, float] = {}  # by time.monotonic, of ended processes
+        self._last_exits: dict[str, LastExit | None] = {}  # of the processes that ended last
         self._backoff: dict[str, Backoff] = {spec.name: Backoff() for spec in specs}
         self._looked_at = time.monotonic()  # at the heartbeats
         self._pause_ends = 0.0
@@ -198,7 +254,7 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec) -> None:
         self._last_start = time.monotonic()
-        child = self._children[spec.name] = ChildProcess(spec, self.settings)
+        child = self._children[spec.name] = ChildProcess(spec, self.settings, self._last_exits.get(spec.name))
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
 
@@ -209,6 +265,7 @@ class Supervisor:
             if code is None:
                 continue
             child.close()
+            report = self._last_exits[name] = child.exit_report(code)
             del self._children[name]
             state = rundir.read_state(self.settings.run_dir, name)
             child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
@@ -219,7 +276,7 @@ class Supervisor:
             if code == FATAL:
                 self._failure = self._failure or self._fatal_error(name)
             else:
-                self._schedule_restart(child, code)
+                self._schedule_restart(child, report.cause if report is not None else _cause_of_exit(code, False)[0])
         if self._ended and metrics.fold_ended_processes(self.settings.run_dir / "metrics", self._ended):
             self._ended.clear()
 
@@ -232,12 +289,11 @@ class Supervisor:
         except OSError as error:
             return f"{name} cannot run; see its last log line ({error})"
 
-    def _schedule_restart(self, child: ChildProcess, code: int) -> None:
+    def _schedule_restart(self, child: ChildProcess, cause: str) -> None:
         """Schedules the start of a new process after the backoff."""
         name = child.spec.name
         now = time.monotonic()
         self._restart_at[name] = now + self._backoff[name].delay(child.had_been_ready, now - child.started, now)
-        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         log.warning("%s (pid %d) %s; restarting it", name, child.pid, cause)
         metrics.tgi_process_restarts.labels(role=child.spec.role).inc()
 
@@ -253,7 +309,7 @@ class Supervisor:
         for name, child in self._children.items():
             if child.overdue() and child.poll() is None:
                 log.error("%s (pid %d) missed its heartbeat deadline; killing it", name, child.pid)
-                child.signal(signal.SIGKILL)
+                child.kill_hung()
 
     def _restart_due(self) -> None:
         now = time.monotonic()
@@ -295,6 +351,42 @@ class Supervisor:
 
     def _children_of(self, role: str) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.spec.role == role]
+
+
+# --- causes of death ---
+
+HUNG, STOPPED = "made no progress and was killed", "was stopped by a signal and was killed"
+
+
+def _cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
+    """Why a process ended, in words, and whether the cause is outside of it. `out_of_memory`: the OOM killer was
+    active while it ran. A process that is told to end (SIGTERM) drains and ends with code 0."""
+    if code >= 0:
+        return f"ended with code {code}", code == 0
+    number = signal.Signals(-code)
+    if number == signal.SIGKILL and out_of_memory:
+        return "was killed for lack of memory", False
+    return f"was killed by {number.name}", number not in OWN_SIGNALS
+
+
+def oom_kills() -> int:
+    """How many processes the OOM killer has ended so far: in this control group if its count can be read, else on this
+    host; 0 where neither is known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2]
+        return _count_in(Path(f"/sys/fs/cgroup{group}") / "memory.events")
+    with contextlib.suppress(OSError, ValueError):
+        return _count_in(Path("/proc/vmstat"))
+    return 0
+
+
+def _count_in(path: Path) -> int:
+    """The value of the line `oom_kill`. Raises ValueError if there is none."""
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill":
+            return int(value)
+    raise ValueError(f"{path} has no line `oom_kill`")
 
 
 def _drain(wake: socket.socket) -> None:

@@ -37,6 +37,11 @@ class RunningBatch:
         return [request for lane in self.lanes.values() for request in lane.requests]
 
     @property
+    def unfinished(self) -> list[Request]:
+        """The requests that need further steps."""
+        return [*self.prefilling, *self.decoding]
+
+    @property
     def busy(self) -> bool:
         """Whether any slot is held."""
         return len(self.free_slots) < len(self._slots)
@@ -97,7 +102,7 @@ class RunningBatch:
 
     def latest_arrival(self, excluding: Request) -> Request | None:
         """The last to arrive of all other requests that still need steps: the first to be preempted."""
-        candidates = [request for request in (*self.prefilling, *self.decoding) if request is not excluding]
+        candidates = [request for request in self.unfinished if request is not excluding]
         return max(candidates, key=lambda request: request.arrival) if candidates else None
 
 

@@ -182,6 +182,16 @@ class StepPipeline:
         return self._progress_at + self._answer_limit
 
 
+def requests_in_hand(steps: list[InFlightStep]) -> dict[bytes, int]:
+    """The requests with a row in these steps, by fingerprint, with the tokens that they have generated."""
+    return {
+        request.fingerprint: request.generated_tokens
+        for step in steps
+        for request in step.requests
+        if step.message.number >= request.valid_from_step
+    }
+
+
 # --- distribution of results ------------------------------------------------------------------------------------------
 
 FinishedRequests = list[tuple[Request, FinishReason]]

@@ -166,12 +166,13 @@ class WorkerPeer:
         """The worker's status as tokenizers see it: it is not ready while it restores its predecessor's adapters."""
         return LOADING_ADAPTERS if self.adapters.restoring else self._reported
 
-    def connect(self, peer: PeerId) -> None:
-        """Takes a worker that has sent its Hello; a second one is ignored."""
+    def connect(self, peer: PeerId) -> bool:
+        """Takes a worker that has sent its Hello. Returns False for a second one, which is ignored."""
         if self.peer is not None:
             log.error("%s is ignored: %s is the worker of this scheduler", peer, self.peer)
-            return
+            return False
         self.peer = peer
+        return True
 
     def update_status(self, status: Status) -> None:
         """Stores the worker's status, and its limits if it is the first worker."""

@@ -14,8 +14,6 @@ from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
 NO_STEP = 1 << 62
-# A request is computed alone after this many worker crashes in which it made no progress.
-SUSPECT_STRIKES = 2
 
 
 class Drafter(Protocol):
@@ -54,6 +52,7 @@ class Request:
         "client",
         "drafter",
         "due_step",
+        "fingerprint",
         "first_planned_at",
         "lane",
         "lane_index",
@@ -74,7 +73,6 @@ class Request:
         "slot",
         "state",
         "stop_ids",
-        "strikes",
         "token_ids",
         "valid_from_step",
     )
@@ -96,6 +94,8 @@ class Request:
         self.client = client
         self.rid = add.rid
         self.arrival = arrival
+        # Its name in crash isolation. Without one from the client's request, one that no other request has.
+        self.fingerprint = add.fingerprint or b"-%d" % arrival
         self.received_at = received_at
         self.first_planned_at: float | None = None
         self.token_ids = token_ids = array(INT32, add.prompt_ids)
@@ -111,7 +111,6 @@ class Request:
         self.stop_ids = _stop_id_set(add.stop_ids)
         self.cache_salt = add.cache_salt
         self.state = QUEUED
-        self.strikes = 0  # worker crashes in steps that computed it, since it last made progress
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.drafter: Drafter | None = None  # None: no drafts
         self.missing_pages = 0  # pages that were needed when its admission last failed; 0: not tried
@@ -136,11 +135,6 @@ class Request:
     def generated_tokens(self) -> int:
         """Tokens after the prompt, resumed ones included."""
         return len(self.token_ids) - self.prompt_tokens
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether it must be computed alone."""
-        return self.strikes >= SUSPECT_STRIKES
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -225,8 +219,7 @@ SWEEP_THRESHOLD = 64
 
 
 class WaitingQueue:
-    """First come, first served; a request that is preempted returns to its place of arrival. Suspects of a worker crash
-    come first, one after the other, since all others wait until they are cleared."""
+    """First come, first served; a request that is preempted returns to its place of arrival."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -241,7 +234,11 @@ class WaitingQueue:
 
     def reinsert(self, request: Request) -> None:
         """Adds a request that was in the queue before, at its place of arrival."""
-        self._requests.insert(bisect(self._requests, _queue_order(request), key=_queue_order), request)
+        self._requests.insert(bisect(self._requests, request.arrival, key=_arrival), request)
+
+    def remove(self, request: Request) -> None:
+        """Removes a waiting request. Raises ValueError if it does not wait here."""
+        self._requests.remove(request)
 
     def head(self) -> Request | None:
         """The next request, which stays in the queue."""
@@ -270,5 +267,5 @@ class WaitingQueue:
         return [request for request in self._requests if request.state is QUEUED]
 
 
-def _queue_order(request: Request) -> tuple[bool, int]:
-    return request.strikes < SUSPECT_STRIKES, request.arrival
+def _arrival(request: Request) -> int:
+    return request.arrival

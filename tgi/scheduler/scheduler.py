@@ -1,10 +1,11 @@
 """The scheduler without sockets and clocks (sans-IO): messages go in with the time, steps and messages come out."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import ITEM_BYTES
+from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
     DECODE,
@@ -25,7 +26,6 @@ from tgi.microkernel.protocol import (
 )
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
-from tgi.scheduler.crash_isolation import CrashIsolation
 from tgi.scheduler.estimators import PrefillBudget, StepLimits, WaitEstimator
 from tgi.scheduler.in_flight import (
     FinishedRequests,
@@ -33,14 +33,20 @@ from tgi.scheduler.in_flight import (
     StepPipeline,
     distribute_token_runs,
     distribute_tokens,
+    requests_in_hand,
     split_prompt_logprobs,
 )
 from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
-from tgi.scheduler.request import SUSPECT_STRIKES, Request, TokenizerClient, WaitingQueue, validation_error
+from tgi.scheduler.request import Request, TokenizerClient, WaitingQueue, validation_error
 from tgi.scheduler.speculation import Speculation
 from tgi.scheduler.step_planner import StepPlanner
 
 log = logging.getLogger(__name__)
+
+# A failed step was caused by one of its requests, so it weighs more than a crash, which may have other causes.
+FAILED_STEP_STRIKES = 2
+# End reasons that clear the strikes of a request.
+ENDS_WELL = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
 
 class SchedulerConfig(NamedTuple):
@@ -51,6 +57,13 @@ class SchedulerConfig(NamedTuple):
     stall_limit: float = 60.0  # upper bound of the seconds after which an unanswered step makes the status unhealthy
     max_drafts: int = 0  # draft tokens per row and step; 0: no speculation
     draft_model: bool = False  # the worker has a draft model
+
+
+class LostWorker(NamedTuple):
+    """A worker whose cause of death is not known yet."""
+
+    boot: bytes
+    in_hand: dict[bytes, int]  # the requests in its steps, by fingerprint, with the tokens that they had generated
 
 
 class Scheduler:
@@ -73,7 +86,8 @@ class Scheduler:
         self._speculation = Speculation(config.max_drafts, config.draft_model) if config.max_drafts else None
         self._outbox = Outbox()
         self._tokenizers = TokenizerPeers(self._outbox)
-        self._crash_isolation = CrashIsolation()
+        self._isolation: CrashIsolation[bytes] = CrashIsolation()
+        self._lost_worker: LostWorker | None = None  # until its successor connects
         self._wait_estimator = WaitEstimator()
 
     # --- input --------------------------------------------------------------------------------------------------------
@@ -113,7 +127,8 @@ class Scheduler:
 
     def _handle_worker_message(self, message: Any, source: PeerId, now: float) -> None:
         if isinstance(message, Hello):
-            self.worker.connect(source)
+            if self.worker.connect(source):
+                self._blame_lost_worker(message, now)
         elif source != self.worker.peer:
             return
         elif isinstance(message, StepResult):
@@ -137,26 +152,31 @@ class Scheduler:
         self._wait_estimator.observe(
             admitted=counters.admitted_requests,
             completed=counters.ended_requests,
-            queued=len(self._queue),
+            queued=self.queued,
             running=self.running,
             now=now,
         )
         return None
 
     def _plan_step(self, now: float) -> InFlightStep | None:
-        planner, pipeline, isolation = self._planner, self.pipeline, self._crash_isolation
+        planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
         if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
             return None
-        if isolation.alone is None and (head := self._queue.head()) is not None and head.is_suspect:
+        if isolation.turn_over:
             if pipeline:
-                return None  # the steps in flight must be answered first
-            isolation.alone = head
+                return None  # the steps in flight must be answered first, so that only one group is in hand
+            isolation.next_turn()
         latest, speculation = pipeline.latest, self._speculation
         if latest is not None and speculation is not None and speculation.should_wait(latest, planner.batch):
             return None
-        step = planner.plan(
-            pipeline.next_number, pipeline.epoch, alone=isolation.alone, ahead=latest is not None, now=now
-        )
+        step = planner.plan(pipeline.next_number, pipeline.epoch, ahead=latest is not None, now=now)
+        if isolation.on_trial:
+            skipped = 0
+            while step is None and not pipeline and skipped < isolation.turns:
+                isolation.next_turn()  # nothing to compute in this turn
+                step = planner.plan(pipeline.next_number, pipeline.epoch, ahead=False, now=now)
+                skipped += 1
+            isolation.record_step()
         if step is None:
             return None
         pipeline.add(step, now)
@@ -195,7 +215,7 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Requests that wait."""
-        return len(self._queue)
+        return len(self._queue) + (len(self._planner.trial_queue) if self._planner else 0)
 
     @property
     def running(self) -> int:
@@ -222,6 +242,7 @@ class Scheduler:
         known = self._tokenizers.requests
         waiting = self._queue.waiting()
         assert len(waiting) == len(set(waiting)) == len(self._queue), "the queue's length is wrong"
+        waiting += self._planner.trial_queue if self._planner else []
         batch = list(self._planner.batch) if self._planner else []
         assert set(known) == set(waiting) | set(batch), "a request is lost, or held after its end"
         assert all(request.state in (PREFILL, DECODE) for request in batch), "a request with a slot is not running"
@@ -236,6 +257,8 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.add_request(request)
         self._queue.append(request)
+        if self._isolation.suspects and not self._admit_suspect(request, now):
+            return
         finish_reason = None
         if add.resume_ids:
             self.counters.recomputed_tokens += request.generated_tokens
@@ -244,6 +267,19 @@ class Scheduler:
             self._end_request(request, FinishReason.INVALID, now, fault)
         elif finish_reason:
             self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
+
+    def _admit_suspect(self, request: Request, now: float) -> bool:
+        """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
+        fingerprint, isolation = request.fingerprint, self._isolation
+        if isolation.is_convicted(fingerprint, now):
+            self._end_request(request, FinishReason.QUARANTINED, now, "the same request has crashed a process before")
+            return False
+        if isolation.is_suspect(fingerprint):
+            request.drafter = None
+            isolation.admit(fingerprint)
+            if self._planner is not None:
+                self._planner.put_on_trial()
+        return True
 
     def _end_request(self, request: Request, reason: FinishReason, now: float, message: str = "") -> None:
         self._end_requests([(request, reason)], now, message)
@@ -256,14 +292,23 @@ class Scheduler:
             if state is not QUEUED:
                 running.append(request)
             request.state = END[state]
-            if request.strikes:
-                self._crash_isolation.discard(request)
             del request.client.requests[request.rid]
         if running and self._planner is not None:
             self._planner.release(running)
-        self._queue.record_ended(len(ended) - len(running))
+        on_trial = self._discard_suspects(ended) if self._isolation.suspects else 0
+        self._queue.record_ended(len(ended) - len(running) - on_trial)
         self.counters.ended_requests += len(ended)
         self._outbox.extend((one.client.peer, one.end_message(reason, message, now)) for one, reason in ended)
+
+    def _discard_suspects(self, ended: FinishedRequests) -> int:
+        """Returns how many of these requests were waiting for a slot on trial."""
+        waited = 0
+        for request, reason in ended:
+            self._isolation.discard(request.fingerprint, well=reason in ENDS_WELL)
+            if self._planner is not None and request in self._planner.trial_queue:
+                del self._planner.trial_queue[request]
+                waited += 1
+        return waited
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -279,10 +324,11 @@ class Scheduler:
             FinishedStep(step.method, failed=fault != "", seconds=seconds, forward_seconds=result.forward_us / 1e6)
         )
         if fault:
-            # A failed step has one request at fault: isolate its requests at once.
-            guilty = self._crash_isolation.blame([step], strikes=SUSPECT_STRIKES)
+            in_hand = requests_in_hand([step])
+            convicted = self._isolation.record_death(in_hand, now, strikes=FAILED_STEP_STRIKES)
             self.pipeline.step_failed()
-            self._requeue_running(guilty, f"Server error: {fault}", now)
+            self._requeue_running()
+            self._begin_trial(in_hand, convicted, f"Server error: {fault}", now)
             return
         self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
         self._step_limits.record(step.size, seconds)
@@ -300,9 +346,12 @@ class Scheduler:
             finished = distribute_tokens(step, result, planner.batch.early_exits)
         self._send_adapter_updates()
         self._tokenizers.queue_tokens(make_message)
+        if self._isolation.on_trial:
+            for request in step.drawing:
+                if step.message.number >= request.valid_from_step:
+                    self._isolation.record_tokens(request.fingerprint)
         if finished:
             self._end_requests(finished, now)
-        self._crash_isolation.clear_progressed()
 
     def _end_faulty_rows(self, step: InFlightStep, result: StepResult, now: float) -> None:
         for request, fault in zip(step.requests_in_row_order, result.row_errors, strict=True):
@@ -316,6 +365,36 @@ class Scheduler:
                 self._outbox.append(request.client.peer, message)
                 if request.prompt_only and not request.lacks_prompt_logprobs:
                     self._end_request(request, FinishReason.LENGTH, now)
+
+    # --- crashes ------------------------------------------------------------------------------------------------------
+
+    def _blame_lost_worker(self, hello: Hello, now: float) -> None:
+        """A worker has connected. If it replaces one that died, it tells how: the requests that the dead one had in
+        hand are suspects, unless something else ended it."""
+        lost, self._lost_worker = self._lost_worker, None
+        if lost is None or hello.boot == lost.boot:
+            return  # only the connection was lost
+        cause, outside = "the worker died", False
+        if (report := hello.last_exit) is not None:
+            if report.boot != lost.boot:
+                return  # the report is about a process in between
+            cause, outside = f"the worker {report.cause}", report.outside
+        convicted = self._isolation.record_death(lost.in_hand, now, outside=outside)
+        message = f"{cause} while it computed this request alone, after {CONVICTING_STRIKES - 1} similar deaths"
+        self._begin_trial(lost.in_hand, convicted, message, now)
+
+    def _begin_trial(self, in_hand: Iterable[bytes], convicted: Iterable[bytes], message: str, now: float) -> None:
+        """Ends the convicted requests, and puts the suspects among those that were in hand on trial."""
+        guilty, blamed = frozenset(convicted), frozenset(in_hand)
+        requests = [request for request in self._tokenizers.requests if request.fingerprint in blamed]
+        for request in requests:
+            if request.fingerprint in guilty:
+                self._end_request(request, FinishReason.QUARANTINED, now, message)
+            elif self._isolation.is_suspect(request.fingerprint):
+                request.drafter = None  # a suspect is computed without drafts, and so when it is released
+                self._isolation.admit(request.fingerprint)
+        if self._planner is not None:
+            self._planner.put_on_trial()
 
     # --- worker -------------------------------------------------------------------------------------------------------
 
@@ -336,9 +415,11 @@ class Scheduler:
             queue=self._queue,
             counters=self.counters,
             adapters=self.worker.adapters,
+            isolation=self._isolation,
             speculation=self._speculation,
         )
-        for request in self._queue.waiting():
+        self._planner.put_on_trial()
+        for request in [*self._queue.waiting(), *self._planner.trial_queue]:
             if fault := validation_error(request, limits):
                 self._end_request(request, FinishReason.INVALID, now, fault)
 
@@ -354,18 +435,17 @@ class Scheduler:
         self.report_status(now)
 
     def _handle_worker_lost(self, now: float) -> None:
+        assert self.worker.peer is not None
+        self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
-        guilty = self._crash_isolation.blame(self.pipeline.steps, strikes=1)
         self.pipeline.worker_lost()
-        self._requeue_running(guilty, "Server error: the worker died while it computed this request alone", now)
+        self._requeue_running()
         self.report_status(now)
 
-    def _requeue_running(self, guilty: Request | None, message: str, now: float) -> None:
-        """The worker's state is void: ends the guilty request, and returns all other running ones to the queue."""
-        if guilty is not None:
-            self._end_request(guilty, FinishReason.FAILED, now, message)
+    def _requeue_running(self) -> None:
+        """The worker's state is void: returns all running requests to the queue."""
         self._send_adapter_updates()
         if self._planner is not None:
             self._planner.worker_state_lost()

@@ -3,12 +3,12 @@
 from array import array
 
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, pack_int32
+from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.protocol import (
     CHUNK,
     LAST_CHUNK,
     PREEMPT,
     PREFILL,
-    QUEUED,
     WORKER_LOST,
     DeploymentLimits,
     RequestEvent,
@@ -30,7 +30,8 @@ SPARE_PAGES_SHARE = 0.01
 
 
 class StepPlanner:
-    """Owns the running batch and the KV cache, and takes requests from the waiting queue.
+    """Owns the running batch and the KV cache, and takes requests from the waiting queue. While requests are on trial
+    for a crash, a step has rows only for those whose turn it is (CrashIsolation).
 
     A step may be planned while earlier ones are in flight: the worker runs steps in order, so pages that are free at
     planning time may be used, and a decode row needs only a position, not the token id of the step before.
@@ -45,10 +46,12 @@ class StepPlanner:
         queue: WaitingQueue,
         counters: Counters,
         adapters: WorkerAdapters,
+        isolation: CrashIsolation[bytes],
         speculation: Speculation | None = None,
     ) -> None:
         self.limits = limits
         self.queue = queue
+        self.trial_queue: dict[Request, None] = {}  # an ordered set: requests on trial that wait for a slot
         self.batch = RunningBatch(limits.max_batch_size)
         self.kv_cache = KVCacheManager(limits)
         self._page_size = limits.page_size
@@ -57,24 +60,27 @@ class StepPlanner:
         self._step_limits = step_limits
         self._counters = counters
         self._adapters = adapters
+        self._isolation = isolation
         self._speculation = speculation
         self._spare_pages = int(limits.pages * SPARE_PAGES_SHARE)
         # Each slot as a packed column of one item.
         self._slot_columns = [pack_column(INT32, [slot]) for slot in range(limits.max_batch_size)]
 
-    def plan(self, number: int, epoch: int, alone: Request | None, ahead: bool, now: float) -> InFlightStep | None:
-        """The next step, or None if there is nothing to compute. `alone`: only this request may have a row. `ahead`:
-        other steps are in flight, so the latest token ids are not known."""
+    def plan(self, number: int, epoch: int, ahead: bool, now: float) -> InFlightStep | None:
+        """The next step, or None if there is nothing to compute. `ahead`: other steps are in flight, so the latest
+        token ids are not known."""
         kv_cache = self.kv_cache
         if not kv_cache.committed:
             self.commit()
+        if self.trial_queue:
+            self._release_from_trial()
         builder = StepBuilder()
         running = len(self.batch)
-        self._plan_decode(builder, alone)
+        self._plan_decode(builder)
         decode_rows = len(builder.drawing)
         if self._speculation is not None and not ahead:
             self._plan_drafts(builder, self._speculation)
-        self._plan_prefill(builder, number, alone, now)
+        self._plan_prefill(builder, number, now)
         kv_cache.begin_step()
         if not builder.rows and not builder.chunks:
             return None
@@ -95,36 +101,35 @@ class StepPlanner:
 
     # --- decode -------------------------------------------------------------------------------------------------------
 
-    def _plan_decode(self, builder: "StepBuilder", alone: Request | None) -> None:
+    def _plan_decode(self, builder: "StepBuilder") -> None:
         """One row for each decoding request. Requests for which no page is available have no row."""
         need_page, finishing = self.batch.due()
-        if alone is not None:
-            need_page = [request for request in need_page if request is alone]
-            finishing = [request for request in finishing if request is alone]
+        on_trial = self._isolation.on_trial
+        if on_trial:
+            need_page = [request for request in need_page if self._may_run(request)]
+            finishing = [request for request in finishing if self._may_run(request)]
         without_page: set[Request] = set()
         if need_page and not self.kv_cache.append_pages(need_page):
-            without_page = self._append_scarce_pages(builder, need_page, alone)
+            without_page = self._append_scarce_pages(builder, need_page)
             finishing = [one for one in finishing if one.lane is not None and one not in without_page]
-        if alone is None and not without_page:
+        if not on_trial and not without_page:
             for client, lane in self.batch.lanes.items():
                 builder.add_lane(client, lane)
         else:
             for request in self.batch.decoding:
-                if request not in without_page and alone in (None, request):
+                if request not in without_page and (not on_trial or self._may_run(request)):
                     builder.add_decode_row(request)
         builder.finishing += finishing
         self.batch.finishing = finishing
 
-    def _append_scarce_pages(
-        self, builder: "StepBuilder", need_page: list[Request], alone: Request | None
-    ) -> set[Request]:
+    def _append_scarce_pages(self, builder: "StepBuilder", need_page: list[Request]) -> set[Request]:
         """Appends a page to each of these in the order of arrival, and preempts later arrivals for it. Returns the
         requests that have got none."""
         without_page = set()
         for request in sorted(need_page, key=_arrival):
             if request.slot == NO_SLOT:
                 continue  # it was preempted in this loop
-            if self._free_a_page(request, preempt_any=request is alone):
+            if self._free_a_page(request):
                 self._append_page(builder, request, *self.kv_cache.pool.allocate(1))
                 self.kv_cache.mark_filled([request])
             else:
@@ -149,15 +154,29 @@ class StepPlanner:
         if not any(builder.drafts):
             del builder.drafts[:]
 
-    def _free_a_page(self, request: Request, preempt_any: bool) -> bool:
-        """Ensures that a page is available for this request; preempts later arrivals (or any request) until one is.
-        False: none could be freed."""
+    def _free_a_page(self, request: Request) -> bool:
+        """Ensures that a page is available for this request; preempts later arrivals until one is, for a request on
+        trial also any that is not in its group. False: none could be freed."""
         while not self.kv_cache.ensure_available(1):
-            victim = self.batch.latest_arrival(excluding=request)
-            if victim is None or not (preempt_any or victim.arrival > request.arrival):
-                return False
+            victim = self._bystander()
+            if victim is None:
+                victim = self.batch.latest_arrival(excluding=request)
+                if victim is None or victim.arrival < request.arrival:
+                    return False
             self._preempt(victim)
         return True
+
+    def _may_run(self, request: Request) -> bool:
+        """Whether a step of this turn may have a row for it."""
+        return self._isolation.may_run(request.fingerprint)
+
+    def _bystander(self) -> Request | None:
+        """In the turn of a group: the last to arrive of the requests with a slot that are not in it. They make room for
+        it, so that a trial never waits for other requests."""
+        if not self._isolation.is_group_turn:
+            return None
+        bystanders = [request for request in self.batch.unfinished if not self._may_run(request)]
+        return max(bystanders, key=_arrival, default=None)
 
     def _append_page(self, builder: "StepBuilder", request: Request, page: int) -> None:
         request.add_page(page, self._page_size)
@@ -170,7 +189,7 @@ class StepPlanner:
 
     # --- prefill ------------------------------------------------------------------------------------------------------
 
-    def _plan_prefill(self, builder: "StepBuilder", number: int, alone: Request | None, now: float) -> None:
+    def _plan_prefill(self, builder: "StepBuilder", number: int, now: float) -> None:
         """Adds chunks of the prompts that are partly computed, then of waiting requests, in the order of arrival.
 
         The first prompt gets the whole budget. Another one joins only while the step is smaller than what makes it
@@ -180,24 +199,27 @@ class StepPlanner:
         budget = self.limits.max_batch_prefill_tokens - len(builder.drawing) - sum(builder.drafts)
         if builder.drawing:
             budget = self._prefill_budget.target_tokens(min(self.limits.page_size, budget), budget)
-        if alone is not None:
-            if alone.slot == NO_SLOT:
-                self._admit_alone(builder, alone, number, now)
-            if alone.slot != NO_SLOT and alone.state in (QUEUED, PREFILL):
-                self._add_chunk(builder, alone, budget)
-            return
-        if not self.batch.prefilling and not self.queue:
+        on_trial = self._isolation.on_trial
+        if not self.batch.prefilling and not self.queue and not on_trial:
             return
         # Prompts are added until the remaining budget is at or below this.
         stop_at = max(0, budget - self._prefill_budget.worthwhile_tokens(budget))
         for request in list(self.batch.prefilling):
             if budget <= stop_at:
                 return
-            budget -= self._add_chunk(builder, request, budget)
+            if not on_trial or self._may_run(request):
+                budget -= self._add_chunk(builder, request, budget)
+        if self._isolation.is_group_turn:
+            for request in [one for one in self.trial_queue if self._may_run(one)]:
+                if budget <= stop_at or not self._admit_on_trial(builder, request, number, now):
+                    return
+                budget -= self._add_chunk(builder, request, budget)
+            return
         free, busy = self.batch.free_slots, self.batch.busy
         while budget > stop_at and free and (head := self.queue.head()) is not None:
             if not self._admit(builder, head, busy, number, now):
                 return
+            self.queue.pop_head()
             budget -= self._add_chunk(builder, head, budget)
             busy = True
 
@@ -232,7 +254,7 @@ class StepPlanner:
         return tokens
 
     def _admit(self, builder: "StepBuilder", request: Request, busy: bool, number: int, now: float) -> bool:
-        """Moves the head of the queue into a slot, with pages for all its tokens. False: too few pages are available.
+        """Gives a waiting request a slot, with pages for all its tokens. False: too few pages are available.
 
         No request is preempted for it, and no pages are reserved for what it may generate. `busy`: other requests hold
         slots.
@@ -252,7 +274,6 @@ class StepPlanner:
         max_cached = (must_compute - 1) // self._page_size if shares else 0
         if not kv_cache.allocate(request, column, max_cached, self._spare_pages if busy else 0):
             return False
-        self.queue.pop_head()
         slot = self.batch.assign_slot(request)
         request.valid_from_step = number
         if found := request.planned:
@@ -273,16 +294,32 @@ class StepPlanner:
         builder.page_ids += request.pages
         return True
 
-    def _admit_alone(self, builder: "StepBuilder", request: Request, number: int, now: float) -> None:
-        """Admits a suspect, and preempts any other request for its slot and pages."""
+    def _admit_on_trial(self, builder: "StepBuilder", request: Request, number: int, now: float) -> bool:
+        """Admits a request in the turn of its group, and preempts bystanders for its slot and pages. False: the others
+        of its group need them."""
         while True:
             request.missing_pages = 0
             if not self.batch.full and self._admit(builder, request, self.batch.busy, number, now):
-                return
-            victim = self.batch.latest_arrival(excluding=request)
+                del self.trial_queue[request]
+                return True
+            victim = self._bystander()
             if victim is None:
-                return
+                return False
             self._preempt(victim)
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    def put_on_trial(self) -> None:
+        """Takes waiting requests that are on trial out of the queue: they are admitted in the turn of their group."""
+        for request in self.queue.waiting():
+            if self._isolation.is_on_trial(request.fingerprint):
+                self.queue.remove(request)
+                self.trial_queue[request] = None
+
+    def _release_from_trial(self) -> None:
+        for request in [one for one in self.trial_queue if not self._isolation.is_on_trial(one.fingerprint)]:
+            del self.trial_queue[request]
+            self.queue.reinsert(request)
 
     # --- between plans ------------------------------------------------------------------------------------------------
 
@@ -311,7 +348,10 @@ class StepPlanner:
         request.state = event[request.state]
         request.missing_pages = 0
         self._counters.recomputed_tokens += request.generated_tokens
-        self.queue.reinsert(request)
+        if self._isolation.is_on_trial(request.fingerprint):
+            self.trial_queue[request] = None
+        else:
+            self.queue.reinsert(request)
 
     def worker_state_lost(self) -> None:
         """The worker's tensors are gone: returns all running requests to the queue and empties the KV cache."""

@@ -1,0 +1,206 @@
+"""Crash isolation against simulated processes: requests that crash them are convicted, all others never."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from tgi.microkernel.crash_isolation import (
+    CONVICTING_STRIKES,
+    MEMORY_SECONDS,
+    OUTSIDE_DEATHS,
+    OUTSIDE_PROGRESS,
+    TURN_STEPS,
+    CrashIsolation,
+)
+
+
+@dataclass
+class Stream:
+    """A request that makes one token per step, and crashes its process when it makes every `lethal`-th."""
+
+    tokens_left: int
+    lethal: int = 0
+    tokens: int = 0
+    kills: int = 0
+
+
+class Machine:
+    """Computes streams in steps, as a scheduler with a worker does. Time passes by one second per step."""
+
+    def __init__(self, *streams: Stream) -> None:
+        self.isolation: CrashIsolation[int] = CrashIsolation()
+        self.streams = dict(enumerate(streams))
+        self.convicted: list[int] = []
+        self.finished: list[int] = []
+        self.now = 0.0
+        self.longest_silence = 0
+        self._silence = dict.fromkeys(self.streams, 0)
+
+    def add(self, stream: Stream) -> int:
+        key = max(self.streams, default=-1) + 1
+        self.streams[key] = stream
+        self._silence[key] = 0
+        self.isolation.admit(key)
+        return key
+
+    def rows(self) -> list[int]:
+        """The streams of the next step."""
+        isolation = self.isolation
+        if isolation.turn_over:
+            isolation.next_turn()
+        for _ in range(isolation.turns + 1):
+            if rows := [key for key in self.streams if not isolation.on_trial or isolation.may_run(key)]:
+                isolation.record_step()
+                return rows
+            isolation.next_turn()
+        raise AssertionError("no stream may run")
+
+    def step(self, kill: bool = False) -> None:
+        """One step, or a death from outside during it."""
+        self.now += 1.0
+        rows = self.rows()
+        for key in self.streams:
+            self._silence[key] = 0 if key in rows else self._silence[key] + 1
+            self.longest_silence = max(self.longest_silence, self._silence[key])
+        streams = [self.streams[key] for key in rows]
+        lethal = [stream for stream in streams if stream.lethal and (stream.tokens + 1) % stream.lethal == 0]
+        if kill or lethal:
+            for stream in lethal:
+                stream.kills += not kill
+                stream.tokens += 1  # it survives the retry: it crashes the process at the next multiple only
+            self.die({key: self.streams[key].tokens for key in rows}, outside=kill)
+            return
+        for key in rows:
+            stream = self.streams[key]
+            stream.tokens += 1
+            stream.tokens_left -= 1
+            self.isolation.record_tokens(key)
+            if stream.tokens_left <= 0:
+                self.isolation.discard(key, well=True)
+                self.finished.append(key)
+                del self.streams[key]
+
+    def die(self, in_hand: dict[int, int], outside: bool = False) -> None:
+        for key in self.isolation.record_death(in_hand, self.now, outside=outside):
+            self.convicted.append(key)
+            self.isolation.discard(key, well=False)
+            del self.streams[key]
+        for key in in_hand:
+            if key in self.streams:
+                self.isolation.admit(key)
+
+    def run(self, steps: int = 100_000) -> None:
+        for _ in range(steps):
+            if not self.streams:
+                return
+            self.step()
+        raise AssertionError("not finished")
+
+
+@pytest.mark.parametrize("lethal", [1, 2, 4, 7])
+@pytest.mark.parametrize("innocent", [0, 1, 5, 8, 20, 150])
+def test_a_lethal_request_is_convicted_by_its_third_kill(innocent: int, lethal: int) -> None:
+    machine = Machine(*[Stream(200) for _ in range(innocent)], Stream(1000, lethal))
+    culprit = machine.streams[innocent]
+    machine.run()
+    assert machine.convicted == [innocent]
+    assert culprit.kills == CONVICTING_STRIKES
+    assert sorted(machine.finished) == list(range(innocent))
+
+
+def test_every_stream_has_a_turn_within_a_few_steps() -> None:
+    machine = Machine(*[Stream(100) for _ in range(20)], Stream(1000, 4))
+    machine.run()
+    assert machine.longest_silence <= 14 * 2 * TURN_STEPS
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_lethal_requests_among_random_ones_are_convicted_and_no_other(seed: int) -> None:
+    random_source = random.Random(seed)
+    machine = Machine(*[Stream(random_source.randint(1, 300)) for _ in range(random_source.randint(0, 40))])
+    lethal = set()
+    for _ in range(random_source.randint(1, 3)):
+        for _ in range(random_source.randint(0, 30)):
+            if machine.streams:
+                machine.step()
+        lethal.add(machine.add(Stream(5000, random_source.choice([1, 2, 3, 4, 10, 40]))))
+        machine.add(Stream(random_source.randint(1, 300)))
+    for _ in range(2000):
+        # Deaths from outside at any time, during trials too. They are rare enough for some progress in between.
+        if machine.streams:
+            machine.step(kill=random_source.random() < 0.01)
+    machine.run()
+    assert set(machine.convicted) == lethal
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_deaths_from_outside_alone_convict_nobody(seed: int) -> None:
+    """150 streams; between two deaths there is time for a few tokens."""
+    random_source = random.Random(seed)
+    machine = Machine(*[Stream(random_source.randint(50, 400)) for _ in range(150)])
+    while machine.streams:
+        machine.step(kill=random_source.random() < 0.05)
+    assert not machine.convicted
+
+
+def test_deaths_from_outside_that_follow_a_request_convict_it_in_the_end() -> None:
+    machine = Machine(*[Stream(10_000) for _ in range(5)])
+    deaths = 0
+    while not machine.convicted:
+        rows = machine.rows()
+        if 3 in rows:
+            machine.die({key: machine.streams[key].tokens for key in rows}, outside=True)
+            deaths += 1
+        else:
+            for key in rows:
+                machine.streams[key].tokens += 1
+                machine.isolation.record_tokens(key)
+    assert machine.convicted == [3]
+    assert deaths == CONVICTING_STRIKES * OUTSIDE_DEATHS
+
+
+def test_progress_between_deaths_from_outside_begins_a_new_row() -> None:
+    isolation: CrashIsolation[str] = CrashIsolation()
+    for death in range(50):
+        assert isolation.record_death({"a": death * OUTSIDE_PROGRESS}, 0.0, outside=True) == []
+    assert not isolation.is_suspect("a")
+
+
+def test_a_strike_is_cleared_by_a_good_end_only() -> None:
+    isolation: CrashIsolation[str] = CrashIsolation()
+    isolation.record_death({"a": 0}, 0.0)
+    isolation.admit("a")
+    isolation.discard("a", well=False)  # the client has left, and sends the same request again
+    assert not isolation.on_trial
+    assert isolation.is_suspect("a")
+    isolation.admit("a")
+    assert isolation.is_on_trial("a")
+    isolation.record_death({"a": 0}, 1.0)
+    assert isolation.record_death({"a": 0}, 2.0) == ["a"]
+    assert isolation.is_convicted("a", 2.0)
+    assert not isolation.is_convicted("a", 2.0 + MEMORY_SECONDS)
+
+    isolation.record_death({"b": 0, "c": 0}, 3.0)
+    isolation.discard("b", well=True)
+    assert not isolation.is_suspect("b")
+    assert isolation.is_suspect("c")
+
+
+def test_equal_requests_share_their_strikes_and_their_turns() -> None:
+    isolation: CrashIsolation[str] = CrashIsolation()
+    isolation.record_death({"same": 0, "other": 0}, 0.0)
+    for key in ("same", "same", "other"):
+        isolation.admit(key)
+    isolation.discard("same", well=False)
+    assert isolation.is_on_trial("same")
+    isolation.discard("same", well=False)
+    assert not isolation.is_on_trial("same")
+    assert isolation.on_trial
+
+
+def test_suspects_are_forgotten_after_an_hour() -> None:
+    isolation: CrashIsolation[int] = CrashIsolation()
+    isolation.record_death({1: 0}, 0.0)
+    isolation.record_death({2: 0}, MEMORY_SECONDS + 1)
+    assert list(isolation.suspects) == [2]

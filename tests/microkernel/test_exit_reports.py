@@ -1,0 +1,127 @@
+"""How the supervisor reports the end of a process to its successor, and what that had in hand."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tgi.microkernel.process import work_register_path
+from tgi.microkernel.protocol import LastExit
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.supervisor import ChildProcess, ProcessSpec, oom_kills
+from tgi.microkernel.work_register import WorkRegister, fingerprint_number, split_fingerprints
+
+# A child that takes its work register, as Process does, and states that it works on one request.
+CHILD = """
+import faulthandler, os, signal, sys, time
+from pathlib import Path
+from tgi.microkernel.work_register import WorkRegister
+register = WorkRegister.open(Path(sys.argv[1]))
+register.begin_life(b"12345678")
+register.units[3] = int.from_bytes(b"poison!!", "little")
+print(flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChildProcess:
+    """A supervised process that has one request in hand."""
+    path = work_register_path(tmp_path, "tokenizer-0")
+    command = [sys.executable, "-c", CHILD, str(path)]
+    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: command)
+    child = ChildProcess(ProcessSpec("tokenizer", 0), Settings(run_dir=tmp_path))
+    while WorkRegister.open(path).in_hand() != b"poison!!":
+        time.sleep(0.01)
+    return child
+
+
+def report_after(child: ChildProcess) -> LastExit:
+    while (code := child.poll()) is None:
+        time.sleep(0.01)
+    report = child.exit_report(code)
+    child.close()
+    assert report is not None
+    assert report.boot == b"12345678"
+    assert report.in_hand == b"poison!!"
+    return report
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "outside"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL", True),
+        (signal.SIGTERM, "was killed by SIGTERM", True),
+        (signal.SIGSEGV, "was killed by SIGSEGV", False),
+        (signal.SIGABRT, "was killed by SIGABRT", False),
+    ],
+)
+def test_signals_from_outside_are_told_from_faults(child: ChildProcess, number: int, cause: str, outside: bool) -> None:
+    os.kill(child.pid, number)
+    report = report_after(child)
+    assert (report.cause, report.outside) == (cause, outside)
+
+
+def test_a_kill_for_lack_of_memory_is_a_fault(child: ChildProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = oom_kills()
+    monkeypatch.setattr("tgi.microkernel.supervisor.oom_kills", lambda: before + 1)
+    os.kill(child.pid, signal.SIGKILL)
+    report = report_after(child)
+    assert (report.cause, report.outside) == ("was killed for lack of memory", False)
+
+
+def test_a_hang_is_a_fault_but_not_that_of_a_stopped_process(child: ChildProcess) -> None:
+    child.kill_hung()
+    report = report_after(child)
+    assert (report.cause, report.outside) == ("made no progress and was killed", False)
+
+
+def test_a_process_that_a_signal_has_stopped_is_not_at_fault(child: ChildProcess) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "T":
+        time.sleep(0.01)
+    child.kill_hung()
+    report = report_after(child)
+    assert (report.cause, report.outside) == ("was stopped by a signal and was killed", True)
+
+
+def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = WorkRegister.open(work_register_path(tmp_path, "tokenizer-0"))
+    register.begin_life(b"earlier!")
+    register.units[0] = fingerprint_number(b"in hand!")
+    earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in hand!")
+    monkeypatch.setattr(
+        "tgi.microkernel.interpreter.python_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"]
+    )
+    child = ChildProcess(ProcessSpec("tokenizer", 0), Settings(run_dir=tmp_path), earlier)
+    while (code := child.poll()) is None:
+        time.sleep(0.01)
+    assert child.exit_report(code) is earlier
+    child.close()
+
+
+def test_the_register_is_read_by_others_and_outlives_its_process(tmp_path: Path) -> None:
+    program = CHILD.replace("time.sleep(600)", "")
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "x.work")], check=True, stdout=subprocess.DEVNULL)
+    register = WorkRegister.open(tmp_path / "x.work")
+    assert register.boot == b"12345678"
+    assert register.in_hand() == b"poison!!"
+    register.begin_life(b"87654321")
+    assert register.in_hand() == b""
+
+
+def test_a_batch_is_in_hand_while_the_process_works_on_it() -> None:
+    register = WorkRegister()
+    for slot, name in enumerate((b"a" * 8, b"b" * 8, b"a" * 8)):
+        register.set_slot(slot, fingerprint_number(name))
+    register.set_slot(1 << 20, 7)  # larger than the register: not stated
+    assert register.in_hand() == b""
+    register.set_batch_in_hand(True)
+    assert split_fingerprints(register.in_hand()) == [b"a" * 8, b"b" * 8]
+    assert fingerprint_number(b"too long!") == 0

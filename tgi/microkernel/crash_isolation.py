@@ -1,0 +1,258 @@
+"""Crash isolation: finds the requests that crash a process, by trial. Sans-IO.
+
+Requests are named by their fingerprints, so a retry of the same request is recognised. A death of a process gives a
+strike to each request that the process had in hand, never to those that it had queued. These requests are then on
+trial: they are divided into groups, and only one group is worked on at a time, in short turns, with turns of all other
+requests in between, so that every stream continues. The next death therefore names one group, and the one after it, as
+a rule, one request. A request is convicted by its third strike if that fell while it was alone in hand. A group is
+released when its members have made enough progress; their strikes remain until they end well.
+
+A death from outside (a signal that neither the supervisor nor the process itself sent) says nearly nothing about the
+requests in hand: OUTSIDE_DEATHS of them in a row, with almost no progress in between, weigh as much as one of the
+process's own making.
+"""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+# Strikes that convict, if the last one fell while the request was alone in hand.
+CONVICTING_STRIKES = 3
+# Deaths from outside in a row that weigh as much as a strike. A request that makes OUTSIDE_PROGRESS tokens between two
+# of them begins a new row.
+OUTSIDE_DEATHS, OUTSIDE_PROGRESS = 5, 8
+# Up to this many suspects are tried alone; more in groups of √n, so that a third death names one request.
+MAX_TRIED_ALONE = 8
+# Steps of a turn. Blame is exact however short a turn is, since only one group is in hand. Longer turns have fewer
+# pauses in between, shorter ones delay streams less.
+TURN_STEPS = 2
+# Tokens that each member of a group makes until the group is released. Doubled with each further strike, for requests
+# that crash the process rarely.
+TRIAL_TOKENS, MAX_DOUBLINGS = 8, 6
+# Suspects that have not ended well are remembered: at most this many, the latest ones, and for this long.
+MAX_SUSPECTS, MEMORY_SECONDS = 4096, 3600.0
+
+
+@dataclass(slots=True)
+class Suspect:
+    """What is known of a suspect."""
+
+    strikes: int = 0
+    convicted: bool = False
+    blamed_at: float = 0.0  # its latest strike
+    outside_deaths: int = 0  # in a row, since the latest one that made a strike
+    progress: int = 0  # its tokens at the latest death from outside
+    group: int = -1  # number of the group in which it is tried; -1: it is not on trial
+    tokens_left: int = 0  # that it makes until it may be released
+    live: int = 0  # its admitted requests; a client may have sent the same one twice
+
+
+@dataclass(slots=True, eq=False)
+class TrialGroup(Generic[Key]):
+    """Suspects that are worked on together, and with no other request."""
+
+    number: int
+    strikes: int
+    members: set[Key] = field(default_factory=set)
+
+
+class CrashIsolation(Generic[Key]):
+    """The suspects, and which requests may be worked on now. Times are seconds on one clock.
+
+    Call `record_death` at each death, `admit` for each suspect that arrives (those that have just become suspects
+    included) and `discard` for each that ends. While `on_trial`, work only on requests for which `may_run`, report
+    steps and tokens, and call `next_turn` when `turn_over`, as soon as nothing is in hand.
+    """
+
+    def __init__(self) -> None:
+        self.suspects: dict[Key, Suspect] = {}  # in the order of their latest strikes
+        self.changes = 0  # counts up with each change that a successor of this process must know
+        self._groups: list[TrialGroup[Key]] = []  # those with live members, most strikes first
+        self._group: TrialGroup[Key] | None = None  # whose turn it is; None: all requests that are not on trial
+        self._next_group = 0  # index of the next group
+        self._steps = 0  # of this turn
+        self._last_number = 0  # of a group
+
+    # --- deaths -------------------------------------------------------------------------------------------------------
+
+    def record_death(
+        self, in_hand: Mapping[Key, int], now: float, *, outside: bool = False, strikes: int = 1
+    ) -> list[Key]:
+        """The process died with these requests in hand; the values are the tokens that each has made so far. Puts them
+        on trial, and returns those that are convicted."""
+        blamed = self._blame_for_outside_death(in_hand) if outside else list(in_hand)
+        convicted = []
+        for key in blamed:
+            suspect = self._touch(key)
+            suspect.strikes += strikes
+            suspect.blamed_at = now
+            self._leave_group(key, suspect)
+            suspect.group = -1
+            if suspect.strikes >= CONVICTING_STRIKES and len(in_hand) == 1:
+                suspect.convicted = True
+                convicted.append(key)
+        if blamed:
+            self.changes += 1
+            self._forget_old(now)
+            self._begin_trial([key for key in blamed if key not in convicted])
+        self._group, self._next_group, self._steps = None, 0, TURN_STEPS
+        return convicted
+
+    def _blame_for_outside_death(self, in_hand: Mapping[Key, int]) -> list[Key]:
+        """Counts a death from outside. Returns those for which it is the last one of a row."""
+        for key, suspect in list(self.suspects.items()):
+            if key not in in_hand:
+                suspect.outside_deaths = 0  # a death without it: these deaths have another cause
+                if not suspect.strikes:
+                    del self.suspects[key]
+        blamed = []
+        for key, tokens in in_hand.items():
+            suspect = self.suspects.setdefault(key, Suspect())
+            continued = suspect.outside_deaths and tokens - suspect.progress < OUTSIDE_PROGRESS
+            suspect.outside_deaths = suspect.outside_deaths + 1 if continued else 1
+            suspect.progress = tokens
+            if suspect.outside_deaths == OUTSIDE_DEATHS:
+                suspect.outside_deaths = 0
+                blamed.append(key)
+        return blamed
+
+    def _touch(self, key: Key) -> Suspect:
+        """The record of a suspect, which becomes the latest."""
+        suspect = self.suspects.pop(key, None) or Suspect()
+        self.suspects[key] = suspect
+        return suspect
+
+    def _forget_old(self, now: float) -> None:
+        for key, suspect in list(self.suspects.items()):
+            if len(self.suspects) <= MAX_SUSPECTS and now - suspect.blamed_at < MEMORY_SECONDS:
+                break
+            self._leave_group(key, suspect)
+            del self.suspects[key]
+
+    def _begin_trial(self, keys: list[Key]) -> None:
+        """Divides these into groups, those with the most strikes first. Other groups remain as they are."""
+        keys.sort(key=lambda key: -self.suspects[key].strikes)
+        size = 1 if len(keys) <= MAX_TRIED_ALONE else math.isqrt(len(keys) - 1) + 1
+        for index, key in enumerate(keys):
+            if index % size == 0:
+                self._last_number += 1
+            suspect = self.suspects[key]
+            suspect.group = self._last_number
+            suspect.live = 0
+            suspect.tokens_left = TRIAL_TOKENS << min(suspect.strikes - 1, MAX_DOUBLINGS)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def is_suspect(self, key: Key) -> bool:
+        """Whether it has a strike."""
+        suspect = self.suspects.get(key)
+        return suspect is not None and suspect.strikes > 0
+
+    def is_convicted(self, key: Key, now: float) -> bool:
+        """Whether it was convicted within the last MEMORY_SECONDS."""
+        suspect = self.suspects.get(key)
+        return suspect is not None and suspect.convicted and now - suspect.blamed_at < MEMORY_SECONDS
+
+    def admit(self, key: Key) -> None:
+        """A request has arrived, or has just become a suspect. It joins the group in which it is to be tried, if any:
+        one that was cancelled, or was here before this process was restarted, is still on trial."""
+        suspect = self.suspects.get(key)
+        if suspect is None or suspect.group < 0:
+            return
+        suspect.live += 1
+        group = next((group for group in self._groups if group.number == suspect.group), None)
+        if group is None:
+            group = TrialGroup(suspect.group, suspect.strikes)
+            self._groups.append(group)
+            self._groups.sort(key=lambda group: -group.strikes)
+        group.members.add(key)
+
+    def discard(self, key: Key, *, well: bool) -> None:
+        """A request has ended. That clears its strikes if it ended well: otherwise the same request may come back."""
+        suspect = self.suspects.get(key)
+        if suspect is None:
+            return
+        suspect.live = max(0, suspect.live - 1)
+        if well or not suspect.live:
+            self._leave_group(key, suspect)
+        if well or not suspect.strikes:
+            self.changes += suspect.strikes > 0
+            del self.suspects[key]
+
+    # --- trial --------------------------------------------------------------------------------------------------------
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether any request is on trial: then work only on those for which `may_run`."""
+        return bool(self._groups)
+
+    @property
+    def is_group_turn(self) -> bool:
+        """Whether it is the turn of a group."""
+        return self._group is not None
+
+    def is_on_trial(self, key: Key) -> bool:
+        """Whether this request has turns of its own, or of its group."""
+        suspect = self.suspects.get(key)
+        return suspect is not None and suspect.group >= 0 and suspect.live > 0
+
+    def may_run(self, key: Key) -> bool:
+        """Whether the request may be worked on in this turn."""
+        return key in self._group.members if self._group is not None else not self.is_on_trial(key)
+
+    @property
+    def turns(self) -> int:
+        """The number of turns after which each request has had one."""
+        return 2 * len(self._groups)
+
+    @property
+    def turn_over(self) -> bool:
+        """Whether the next step belongs to another turn."""
+        return self._steps >= TURN_STEPS
+
+    def next_turn(self) -> None:
+        """Begins the next turn: of the next group, or after a group of all requests that are not on trial. To be called
+        when nothing is in hand."""
+        self._steps = 0
+        if self._group is not None or not self._groups:
+            self._group = None
+            return
+        self._group = self._groups[self._next_group % len(self._groups)]
+        self._next_group = (self._next_group + 1) % len(self._groups)
+
+    def record_step(self) -> None:
+        """A step of this turn has begun."""
+        self._steps += 1
+
+    def record_tokens(self, key: Key, count: int = 1) -> None:
+        """A request has made tokens. Releases its group if that completes its trial."""
+        suspect = self.suspects.get(key)
+        if suspect is None or suspect.group < 0:
+            return
+        suspect.tokens_left -= count
+        if suspect.tokens_left > 0:
+            return
+        group = next((group for group in self._groups if group.number == suspect.group), None)
+        if group is None or any(self.suspects[member].tokens_left > 0 for member in group.members):
+            return
+        self.changes += 1
+        for member in list(group.members):
+            self._leave_group(member, self.suspects[member])
+            self.suspects[member].group = -1
+
+    def _leave_group(self, key: Key, suspect: Suspect) -> None:
+        """Removes it from its group, and the group if it was the last member."""
+        suspect.live = 0
+        for index, group in enumerate(self._groups):
+            if group.number == suspect.group:
+                group.members.discard(key)
+                if not group.members:
+                    del self._groups[index]
+                    if group is self._group:
+                        self._group = None
+                    if index < self._next_group:
+                        self._next_group -= 1
+                return
