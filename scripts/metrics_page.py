@@ -22,6 +22,7 @@ of this host. Names, types and labels of the first table are TGI's, so its dashb
 - `method` is `prefill` for a step that computes any prompt token, else `decode`. `err` is `validation`, `overloaded`,
   `template`, `incomplete`, `generation` or `dropped` (the client disconnected). `reason` is always `chunking`: new
   requests join running ones at any step. `role` is `api`, `tokenizer`, `scheduler` or `worker`.
+  `cause` is `cancelled` (the client had left) or `overloaded` (too many waited).
 - The [probe request](processes.md#health) of a starting front end is in no series of requests or generations. Its step
   counts as any other: one `prefill` per start of a front end.
 - `tgi_batch_current_size` counts running requests, `tgi_queue_size` waiting requests.

@@ -20,6 +20,7 @@ from tgi.microkernel.protocol import (
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates
+from tgi.tokenizer.encoding_jobs import ExecutorName
 from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -80,6 +81,16 @@ class PoolHarness:
         (add,) = self.received_by(self.scheduler)
         assert isinstance(add, Add)
         return add
+
+    def run_jobs(self) -> list[ExecutorName]:
+        """Runs all queued jobs, and those that they lead to. Returns their executors."""
+        executors = []
+        while len(self.pool.jobs):
+            for name in ExecutorName:
+                if (job := self.pool.jobs.take(name)) is not None:
+                    executors.append(name)
+                    self.pool.complete_job(job.key, job.run())
+        return executors
 
     def send_tokens(self, *rows: tuple[int, list[int]]) -> None:
         """Sends the Tokens of one step: (rid, ids) per request."""

@@ -13,7 +13,7 @@ from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer import chat_template as templates
 from tgi.tokenizer.chat import TOOL_PROMPT, ChatRenderer
 from tgi.tokenizer.chat_template import ChatTemplates, TemplateError
-from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE
+from tgi.tokenizer.encoding_jobs import MAX_INLINE_SIZE, ExecutorName
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>"
@@ -170,9 +170,7 @@ def test_prompted_is_sent_when_a_chat_is_admitted(resume: list[int]) -> None:
 def test_too_long_chat_is_rejected_without_prompted() -> None:
     harness = PoolHarness(template=PLAIN)
     harness.pool.handle(API, Generate(4, "", SamplingParams(1), chat=json.dumps({"messages": [HI] * 999}).encode()))
-    assert [job.key.rid for job in harness.pool.jobs] == [1]  # larger than MAX_INLINE_SIZE, so it is a job
-    job = harness.pool.jobs.popleft()
-    harness.pool.complete_job(job.key, job.run())
+    assert harness.run_jobs() == [ExecutorName.TEXTS]  # larger than MAX_INLINE_SIZE, so it is a job
     (end,) = harness.received_by(API)
     assert (end.reason, "must be <= 2048" in end.message) == (FinishReason.INVALID, True)
     assert len(json.dumps([HI] * 999)) > MAX_INLINE_SIZE

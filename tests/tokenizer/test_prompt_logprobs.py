@@ -207,8 +207,6 @@ def test_scored_prompt_may_have_one_more_token(new: int, refused: bool) -> None:
     harness = PoolHarness()
     ids = pack_column(INT32, [40] * (LIMITS.max_input_tokens + 1))
     harness.pool.handle(API, Generate(7, "", SamplingParams(5), new, input_ids=ids, prompt_logprobs_from=0))
-    while harness.pool.jobs:
-        job = harness.pool.jobs.popleft()
-        harness.pool.complete_job(job.key, job.run())
+    harness.run_jobs()
     assert bool(harness.received_by(harness.scheduler)) == (not refused)
     assert bool(end_messages(harness.received_by(API))) == refused

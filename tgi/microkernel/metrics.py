@@ -109,6 +109,9 @@ OWN_SERIES: dict[str, Series] = {
     "tgi_prefix_cache_hit_tokens": Series("counter", "Prompt tokens found in the prefix cache"),
     "tgi_kv_cache_pages_used": Series("gauge", "KV pages held by running requests"),
     "tgi_kv_cache_pages_free": Series("gauge", "KV pages that are free or hold cached prefixes"),
+    "tgi_encoding_jobs_dropped": Series(
+        "counter", "Texts and grammars that were dropped before a tokenizer began with them", ("cause",)
+    ),
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",)),

@@ -482,7 +482,7 @@ class Tokenized(NamedTuple):
     special: bytes  # uint8
     error: str = ""
     text: str = ""  # the rendered chat; "" for a Tokenize without a chat
-    reason: str = FinishReason.INVALID  # the kind of the error: INVALID or TEMPLATE
+    reason: str = FinishReason.INVALID  # the kind of the error: INVALID, TEMPLATE or OVERLOADED
 
 
 class AdapterUpdated(NamedTuple):

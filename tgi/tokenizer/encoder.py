@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.microkernel import tracing
 from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
 from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, Tokenize, Tokenized
 from tgi.tokenizer.answer_formats import AnswerFormat
-from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
 from tgi.tokenizer.detokenizer import create_detokenizer
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
@@ -41,6 +42,13 @@ class EncodedPrompt(NamedTuple):
     text: str = ""  # the decoded text, if the prompt came as ids
 
 
+class UnconstrainedPrompt(NamedTuple):
+    """An encoded prompt whose grammar is not compiled yet."""
+
+    prompt: EncodedPrompt
+    chat: RenderedChat | None
+
+
 class PromptRejection(NamedTuple):
     """Why a prompt was not encoded or not admitted. `reason` is INVALID or TEMPLATE; `message` is for the client."""
 
@@ -49,18 +57,21 @@ class PromptRejection(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes Generate and Tokenize messages. Thread-safe, except that prompts with a grammar must come from a single
-    thread."""
+    """Encodes Generate and Tokenize messages, and compiles grammars. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, chats: ChatRenderer, tracer: "Tracer | None" = None) -> None:
         self._vocabulary = vocabulary
         self._chats = chats
         self._tracer = tracer
         self._grammars = AnswerGrammarBuilder(vocabulary)
+        self._grammar_lock = Lock()
         self.format_tokens = self._grammars.format_tokens
 
-    def encode_generate(self, generate: Generate) -> EncodedPrompt | PromptRejection:
-        """Encodes the prompt of a request. The special tokens of a chat are written by its template."""
+    def encode_generate(self, generate: Generate) -> EncodedPrompt | UnconstrainedPrompt | PromptRejection:
+        """Encodes the prompt of a request. The special tokens of a chat are written by its template.
+
+        If the answer has a grammar, returns an UnconstrainedPrompt for `compile_grammar`.
+        """
         try:
             text, add_special_tokens, chat = generate.inputs, generate.add_special_tokens, None
             if generate.chat:
@@ -77,16 +88,23 @@ class PromptEncoder:
                 prompt = prompt._replace(answer_format=chat.answer_format)
             if generate.bad_words:
                 prompt = prompt._replace(bad_words=encode_bad_words(self._vocabulary, generate.bad_words))
-            if not generate.grammar and not (chat is not None and chat.tools):
-                return prompt
-            with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent):
-                return prompt._replace(grammar=self._grammars.build(generate.grammar, chat))
-        except GrammarError as error:
-            return prompt._replace(grammar_error=str(error))  # reported after errors of the token limits
+            if generate.grammar or (chat is not None and chat.tools):
+                return UnconstrainedPrompt(prompt, chat)
+            return prompt
         except EncodeError as error:
             return PromptRejection(FinishReason.INVALID, str(error))
         except TemplateError as error:
             return PromptRejection(FinishReason.TEMPLATE, str(error))
+
+    def compile_grammar(self, unconstrained: UnconstrainedPrompt, generate: Generate) -> EncodedPrompt:
+        """Compiles the grammar of a request for its encoded prompt. An error is reported after errors of the token
+        limits."""
+        prompt, chat = unconstrained
+        with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent), self._grammar_lock:
+            try:
+                return prompt._replace(grammar=self._grammars.build(generate.grammar, chat))
+            except GrammarError as error:
+                return prompt._replace(grammar_error=str(error))
 
     def encode_tokenize(self, tokenize: Tokenize) -> Tokenized:
         """Returns the answer to a Tokenize message."""

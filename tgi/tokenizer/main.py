@@ -61,8 +61,7 @@ def run_once(pool: TokenizerPool, api_link: Link, scheduler_link: Link, executor
             pool.handle(peer, message)
     for job, result in executors.completed_jobs():
         pool.complete_job(job.key, result)
-    while pool.jobs:
-        executors.submit(pool.jobs.popleft())
+    executors.start_jobs(pool.jobs)
     for peer, message in pool.drain_outgoing():
         (scheduler_link if peer.role == "scheduler" else api_link).send(peer, message)
     api_link.flush()

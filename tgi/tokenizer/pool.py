@@ -2,10 +2,9 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.microkernel import metrics
 from tgi.microkernel.link import PeerDisconnected, PeerId
@@ -27,8 +26,14 @@ from tgi.microkernel.protocol import (
 )
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer
-from tgi.tokenizer.encoder import PromptEncoder, PromptRejection, max_generated_tokens, token_limit_error
-from tgi.tokenizer.encoding_jobs import EncodingJob, executor_for
+from tgi.tokenizer.encoder import (
+    PromptEncoder,
+    PromptRejection,
+    UnconstrainedPrompt,
+    max_generated_tokens,
+    token_limit_error,
+)
+from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName, encoding_size, executor_for
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.vocabulary import Vocabulary
@@ -39,6 +44,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_SCHEDULER = "waiting for the scheduler"
+OVERLOADED = "too many long texts and grammars wait to be encoded"
+
+
+class TokenizationKey(NamedTuple):
+    """Identifies a Tokenize whose answer is due."""
+
+    api: PeerId
+    rid: int
 
 
 class TokenizerPool:
@@ -56,7 +69,7 @@ class TokenizerPool:
         clock: Callable[[], float] = time.monotonic,
         tracer: "Tracer | None" = None,
     ) -> None:
-        self.jobs: deque[EncodingJob] = deque()
+        self.jobs = EncodingQueue()
         self._vocabulary = vocabulary
         self._encoder = PromptEncoder(vocabulary, chats, tracer)
         self._tracer = tracer
@@ -94,7 +107,7 @@ class TokenizerPool:
     @property
     def idle(self) -> bool:
         """Whether no request and no adapter update is pending."""
-        return not self._requests and self._adapters.idle
+        return not self._requests and not self.jobs and self._adapters.idle
 
     def handle(self, peer: PeerId, message: Any) -> None:
         """Handles one message, or link event, from an api or the scheduler."""
@@ -108,12 +121,14 @@ class TokenizerPool:
     def complete_job(self, key: Any, result: Any) -> None:
         """Takes the result of a job."""
         if isinstance(result, Tokenized):
-            self._send(key, result)
+            self._send(key.api, result)
         elif key.rid not in self._requests:
             log.debug("a request was cancelled while it was encoded")
         elif isinstance(result, PromptRejection):
             self._trace_validation(key, result)
             self._finish(key, result.reason, result.message)
+        elif isinstance(result, UnconstrainedPrompt):
+            self._compile_grammar(key, result)
         else:
             key.set_prompt(result)
             if self._limits is not None:
@@ -133,8 +148,12 @@ class TokenizerPool:
 
     def _on_api_gone(self, api: PeerId, gone: PeerDisconnected) -> None:
         for request in list(self._apis.get(api, {}).values()):
+            self._drop_job(request)
             self._cancel_at_scheduler(request)
             self._detach_from_api(request)
+        for key in self.jobs.queued_keys():
+            if isinstance(key, TokenizationKey) and key.api == api:
+                self._drop_job(key)
         self._adapters.remove_api(api)
         self._apis.pop(api, None)
         self._output_processor.remove_api(api)
@@ -147,7 +166,7 @@ class TokenizerPool:
         self._encode(generate, request, partial(self._encoder.encode_generate, generate))
 
     def _on_tokenize(self, api: PeerId, tokenize: Tokenize) -> None:
-        self._encode(tokenize, api, partial(self._encoder.encode_tokenize, tokenize))
+        self._encode(tokenize, TokenizationKey(api, tokenize.rid), partial(self._encoder.encode_tokenize, tokenize))
 
     def _on_update_adapter(self, api: PeerId, update: UpdateAdapter) -> None:
         self._last_rid += 1
@@ -157,17 +176,55 @@ class TokenizerPool:
 
     def _on_cancel(self, api: PeerId, cancel: Cancel) -> None:
         request = self._apis[api].get(cancel.rid)
-        if request is None or request.stage is RequestStage.CANCELLING:
+        if request is None:
+            if self._drop_job(TokenizationKey(api, cancel.rid)):
+                self._send(api, End(cancel.rid, FinishReason.CANCELLED))
             return
+        if request.stage is RequestStage.CANCELLING:
+            return
+        self._drop_job(request)
         if not self._cancel_at_scheduler(request):
             self._finish(request, FinishReason.CANCELLED)
 
+    # Encoding
+
     def _encode(self, message: Generate | Tokenize, key: Any, run: Callable[[], Any]) -> None:
         """Encodes a short request at once, and makes a job of a long one."""
-        if (executor := executor_for(message)) is None:
+        size = encoding_size(message)
+        if (executor := executor_for(size)) is None:
             self.complete_job(key, run())
         else:
-            self.jobs.append(EncodingJob(key, run, executor))
+            self._add_job(EncodingJob(key, run, executor, self._client_of(key), size))
+
+    def _compile_grammar(self, request: TokenizerRequestState, unconstrained: UnconstrainedPrompt) -> None:
+        """Makes a job of the grammar, unless the prompt exceeds the token limits anyway."""
+        generate, prompt = request.generate, unconstrained.prompt
+        if self._limits and token_limit_error(self._limits, prompt.token_count, generate.max_new_tokens):
+            self.complete_job(request, prompt)
+            return
+        run = partial(self._encoder.compile_grammar, unconstrained, generate)
+        size = len(generate.grammar) + len(generate.chat)
+        self._add_job(EncodingJob(request, run, ExecutorName.GRAMMARS, self._client_of(request), size))
+
+    def _client_of(self, key: Any) -> str:
+        """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
+        return str(key.api)
+
+    def _add_job(self, job: EncodingJob) -> None:
+        for refused in self.jobs.add(job):
+            metrics.tgi_encoding_jobs_dropped.labels(cause="overloaded").inc()
+            if isinstance(refused.key, TokenizationKey):
+                api, rid = refused.key
+                self._send(api, Tokenized(rid, b"", b"", b"", b"", OVERLOADED, reason=FinishReason.OVERLOADED))
+            else:
+                self._finish(refused.key, FinishReason.OVERLOADED, OVERLOADED)
+
+    def _drop_job(self, key: Any) -> bool:
+        """Removes the queued job of a request whose client has left. Returns False if none is queued."""
+        dropped = self.jobs.discard(key)
+        if dropped:
+            metrics.tgi_encoding_jobs_dropped.labels(cause="cancelled").inc()
+        return dropped
 
     # Messages from the scheduler
 

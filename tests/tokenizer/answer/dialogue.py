@@ -36,9 +36,7 @@ def submit_chat(harness: PoolHarness, rid: int, chat: bytes, **fields: Any) -> A
     """Sends a Generate and runs its jobs. Returns the Add, or the End if the request is rejected."""
     harness.received_by(API)  # drops messages of earlier requests
     harness.pool.handle(API, Generate(rid, "", SamplingParams(5), chat=chat, **fields))
-    while harness.pool.jobs:
-        job = harness.pool.jobs.popleft()
-        harness.pool.complete_job(job.key, job.run())
+    harness.run_jobs()
     below = harness.received_by(harness.scheduler)
     if below:
         (add,) = below

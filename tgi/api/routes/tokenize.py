@@ -29,8 +29,12 @@ class _TokenizationResource(Resource):
         await self._service.run_requests([request], req)
         assert request.result is not None
         if request.result.error:
-            error = errors.template_error if request.result.reason == FinishReason.TEMPLATE else errors.validation_error
-            raise error(request.result.error)
+            match request.result.reason:
+                case FinishReason.TEMPLATE:
+                    raise errors.template_error(request.result.error)
+                case FinishReason.OVERLOADED:
+                    raise errors.overloaded()
+            raise errors.validation_error(request.result.error)
         return request.result
 
 

@@ -1,0 +1,61 @@
+"""Requests that are expensive before they reach the scheduler, next to clients that must not notice them."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.live.server import TIMEOUT_SECONDS, Server
+from tests.models import model
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+MIDDLING = "A river. " * 4000  # longer than what the loop encodes at once
+LARGE = 1_800_000  # characters
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--model-id", str(model("llama")), "--worker", "scripted", "--validation-workers", "2")
+    with Server(tmp_path_factory.mktemp("server") / "run", *flags) as server:
+        yield server.start().wait_until_ready()
+
+
+def send_and_leave(server: Server, bodies: list[dict[str, Any]], path: str = "/generate") -> None:
+    """Sends all requests, and closes the connections when the last one has been sent."""
+    connections = []
+    for body in bodies:
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        connection = socket.create_connection(("127.0.0.1", server.port), TIMEOUT_SECONDS)
+        connection.sendall(head.encode() + data)
+        connections.append(connection)
+    for connection in connections:
+        connection.close()
+
+
+def dropped(server: Server) -> float:
+    return server.metric("tgi_encoding_jobs_dropped")
+
+
+def serve_clients(server: Server) -> None:
+    """A client with a JSON schema, one with a text of ordinary length and one with a text that needs a thread."""
+    server.generate("A person", max_new_tokens=4, grammar={"type": "json", "value": PERSON})
+    server.generate("A river", max_new_tokens=4)
+    server.generate(MIDDLING, max_new_tokens=4, truncate=50)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
+def test_long_texts_of_clients_that_have_left_are_dropped(server: Server, path: str) -> None:
+    before = dropped(server)
+    bodies = [{"inputs": f"word{n:02} " * (LARGE // 7), "parameters": {"truncate": 50}} for n in range(24)]
+    attack = threading.Thread(target=send_and_leave, args=(server, bodies, path))
+    attack.start()
+    serve_clients(server)
+    attack.join()
+    server.wait_until(lambda: dropped(server) >= before + len(bodies) // 2, "the texts are dropped")
+    serve_clients(server)
