@@ -22,7 +22,7 @@ from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, load_settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
-    "Server": ("up", "ps", "down", "keys"),
+    "Server": ("up", "ps", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("download-weights", "import"),
     "Tools": ("replay", "print-schema", "watermark"),
@@ -301,6 +301,31 @@ def down(port: int | None, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise UserError(f"The server in {run} did not end within {timeout:g} s; it may still be draining.")
         time.sleep(0.05)
+
+
+@main.command()
+@click.argument("request_id")
+@click.option("--port", "-p", type=int, help="Port of the server; default: the server in TGI_RUN, or any of yours.")
+def why(request_id: str, port: int | None) -> None:
+    """Tell where the time of a request went.
+
+    REQUEST_ID is the header x-request-id of its answer. The latest requests are known: about 3,000 of each process.
+    """
+    from tgi.microkernel import flight_recorder, rundir
+
+    named = port is not None or bool(os.environ.get("TGI_RUN"))
+    runs = [rundir.default_run_dir(port or 0)] if named else rundir.user_run_dirs()
+    key = flight_recorder.request_key(request_id)
+    stamps = [stamp for run in runs for stamp in flight_recorder.read_stamps(run, key)]
+    if not stamps:
+        raise UserError(
+            f"No process remembers a request {request_id!r}. Its id is in the answer's header x-request-id."
+        )
+    for index in sorted({stamp.generation for stamp in stamps}):
+        if index:
+            click.echo(f"\nGeneration {index}")
+        for line in flight_recorder.explain(stamp for stamp in stamps if stamp.generation == index):
+            click.echo(line)
 
 
 @main.group()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tgi import __version__
-from tgi.microkernel import curve, interpreter, log, metrics, rundir, tracing
+from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rundir, tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.settings import (
@@ -51,6 +51,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         rundir.remove_states(settings.run_dir, role)
     if first:
         metrics.remove_all_samples(settings.run_dir / "metrics")
+        flight_recorder.remove_rings(settings.run_dir)
     else:
         metrics.fold_dead_processes(settings.run_dir / "metrics")
     metrics.use_directory(settings.run_dir / "metrics")

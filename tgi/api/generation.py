@@ -17,6 +17,7 @@ from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
 from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.flight_recorder import Event, request_key
 from tgi.microkernel.protocol import End, Generate
 from tgi.microkernel.sampling_params import SamplingParams
 
@@ -88,9 +89,10 @@ def create_generations(
     for context in contexts:
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()
+    key = 0 if probe else request_key(req.context.request_id)
     grammar_json = encode_grammar(parameters.grammar)
     adapter = None if parameters.adapter_id is None else service.router.adapters[parameters.adapter_id]
-    generations = []
+    generations: list[Generation] = []
     for prompt in prompts:
         seed = service.seed_or_random(parameters.seed)
         for index in range(best_of * choices):
@@ -102,6 +104,8 @@ def create_generations(
             if not probe:
                 request_metrics.count_generation()
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json)
+            message = message._replace(request_key=key, request_index=len(generations))
+            service.router.recorder.stamp(Event.RECEIVED, key, len(generations))
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
             generations.append(Generation(message, stream, wake_event, probe))

@@ -14,6 +14,7 @@ from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.microkernel import tracing
+from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.process import Process
@@ -38,7 +39,7 @@ async def serve(process: Process) -> None:
     ]
     limit = settings.max_concurrent_requests
     permits = Permits(process.run_dir / "permits", limit, home=limit * process.replica // settings.api_workers)
-    router = Router(links, permits)
+    router = Router(links, permits, RingRecorder(ring_path(process.run_dir, process.name)))
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)

@@ -1,6 +1,9 @@
-"""falcon middleware of all routes: CORS headers, and the API key. tracing.py has the one that names spans."""
+"""falcon middleware of all routes: CORS headers, request ids, and the API key. tracing.py has the one that names
+spans."""
 
 import hmac
+import re
+from uuid import uuid4
 
 from falcon.asgi import Request, Response
 
@@ -27,6 +30,20 @@ class CorsMiddleware:
             resp.set_header("access-control-allow-methods", "GET,POST")
             resp.set_header("access-control-allow-headers", "content-type,authorization")
             resp.complete = True
+
+
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class RequestIdMiddleware:
+    """Names every request in the header `x-request-id` of its response: as the client does in its own header of that
+    name, or by a new id. `tgi why` explains a request by this id."""
+
+    async def process_request(self, req: Request, resp: Response) -> None:
+        """Chooses the id."""
+        given = req.get_header("x-request-id") or ""
+        req.context.request_id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        resp.set_header("x-request-id", req.context.request_id)
 
 
 class ApiKeyMiddleware:

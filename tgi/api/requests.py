@@ -44,6 +44,7 @@ class LiveRequest:
 
     def __init__(self, wake_event: WakeEvent) -> None:
         self.wake_event = wake_event
+        self.submitted = False  # to any tokenizer
         self.active = True  # neither ended nor cancelled
         self.tokenizer_losses = 0  # tokenizers that died with this request since its latest token
         self.span: Span | None = None  # of the HTTP request, if tracing is on

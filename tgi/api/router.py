@@ -12,7 +12,8 @@ from tgi.api import errors, request_metrics
 from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest, WakeEvent
 from tgi.api.token_columns import TextsColumns
 from tgi.microkernel import metrics
-from tgi.microkernel.codec import unpack_uint32
+from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
+from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import (
@@ -20,6 +21,7 @@ from tgi.microkernel.protocol import (
     Cancel,
     DeploymentLimits,
     End,
+    Generate,
     Hello,
     LoadedAdapter,
     Prompted,
@@ -56,7 +58,8 @@ class Router:
     send.
     """
 
-    def __init__(self, links: list[Link], permits: Permits) -> None:
+    def __init__(self, links: list[Link], permits: Permits, recorder: FlightRecorder = NO_RECORDER) -> None:
+        self.recorder = recorder
         self._permits = permits
         self._unused_permits = 0  # acquired for generations that are submitted before this loop turn ends
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
@@ -64,7 +67,7 @@ class Router:
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
         self.tokenizers = [TokenizerConnection(link) for link in links]
         self._rids = itertools.count(1)
-        self._delivery = TokenDelivery()
+        self._delivery = TokenDelivery(recorder)
         self._assignments: dict[LiveRequest, tuple[TokenizerConnection, int]] = {}  # with the rid
         self._unassigned: dict[LiveRequest, None] = {}  # an ordered set: until a tokenizer connects
         # The readiness probe (readiness.py) sets both. Once passed, it stays so: requests then wait out a restart of
@@ -152,6 +155,7 @@ class Router:
         if not request.active:
             return
         self._deactivate(request)
+        self._stamp(Event.LEFT, request)
         request.wake_event.wake()
         if request in self._unassigned:
             del self._unassigned[request]
@@ -221,6 +225,7 @@ class Router:
                     request_metrics.observe_requested_lengths(request, message, self.limits)
                 if request is not None and request.active:
                     self._deactivate(request)
+                    self._stamp(Event.ANSWERED, request)
                     if isinstance(request, Generation):
                         request.complete(message)
                     else:
@@ -280,7 +285,13 @@ class Router:
         best.requests[rid] = request
         self._assignments[request] = (best, rid)
         assert best.peer is not None
-        best.link.send(best.peer, request.to_message(rid))
+        message = request.to_message(rid)
+        if isinstance(message, Generate):
+            event = Event.RESUBMITTED if request.submitted else Event.SUBMITTED
+            key, index = message.request_key, message.request_index
+            self.recorder.stamp(event, key, index, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
+        request.submitted = True
+        best.link.send(best.peer, message)
 
     def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
         request = tokenizer.requests.pop(rid, None)
@@ -289,6 +300,11 @@ class Router:
         else:
             del self._assignments[request]
         return request
+
+    def _stamp(self, event: Event, request: LiveRequest) -> None:
+        if isinstance(request, Generation):
+            asked = request.message
+            self.recorder.stamp(event, asked.request_key, asked.request_index, b=request.generated_count)
 
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False
@@ -321,7 +337,8 @@ class TokenDelivery:
     Call `flush_metrics` when a request has ended, so that a client that has seen its last token finds it in /metrics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: FlightRecorder = NO_RECORDER) -> None:
+        self._recorder = recorder
         self._metrics = metrics.ObservationBuffer()
         self._inter_token_seconds = self._metrics.values("tgi_inter_token_duration")
         self._skipped_tokens = self._metrics.values("tgi_request_skipped_tokens")  # beyond the first, per step
@@ -342,6 +359,7 @@ class TokenDelivery:
                 if request.probe:  # its only token
                     request.add_tokens(columns, start, stop)
                     continue
+                self._recorder.stamp(Event.FIRST_TOKEN, request.message.request_key, request.message.request_index)
                 metrics.tgi_time_to_first_token_duration.observe(now - request.arrival_time)
             else:
                 inter_token_seconds.append(now - request.latest_token_time)

@@ -221,6 +221,8 @@ class Generate(NamedTuple):
     input_ids: bytes = b""  # int32
     fingerprint: bytes = b""
     alone: bool = False
+    request_key: int = 0  # of the HTTP request, for the flight recorder; 0: not recorded
+    request_index: int = 0  # of this generation in the HTTP request
 
 
 class Tokenize(NamedTuple):
@@ -280,6 +282,8 @@ class Add(NamedTuple):
     prompt_logprobs_from: int = 0
     prompt_top_n: int = 0
     fingerprint: bytes = b""  # as in Generate
+    request_key: int = 0  # as in Generate
+    request_index: int = 0
 
 
 class Stop(NamedTuple):

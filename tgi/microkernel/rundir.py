@@ -110,7 +110,8 @@ def site_id(path: Path) -> str:
 def _directories(path: Path) -> list[Path]:
     """The directories that must be private: the run directory, its subdirectories, and user_base_dir() if it is the
     parent."""
-    return [*([user_base_dir()] if path.parent == user_base_dir() else []), path, path / "state", path / "metrics"]
+    own = [path / name for name in ("", "state", "metrics", "flight")]
+    return [*([user_base_dir()] if path.parent == user_base_dir() else []), *own]
 
 
 def _reject_exposed(directory: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tgi.microkernel.errors import ProtocolError, UserError
+from tgi.microkernel.flight_recorder import FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import Step, decode, encode
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -100,8 +101,8 @@ class JournalWriter:
 class RecordedScheduler(Scheduler):
     """A scheduler whose calls are written to a journal."""
 
-    def __init__(self, config: SchedulerConfig, journal: JournalWriter) -> None:
-        super().__init__(config)
+    def __init__(self, config: SchedulerConfig, journal: JournalWriter, recorder: FlightRecorder) -> None:
+        super().__init__(config, recorder)
         self._journal = journal
 
     def handle(self, message: Any, source: PeerId, now: float) -> None:

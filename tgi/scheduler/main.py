@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.microkernel import curve, tracing
+from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import Hello, StepResult
@@ -38,10 +39,11 @@ def main(process: Process) -> None:
         max_drafts=settings.speculate or 0,
         draft_model=settings.draft_model_id is not None,
     )
-    scheduler, journal = Scheduler(config), None
+    recorder = RingRecorder(ring_path(process.run_dir, process.name))
+    scheduler, journal = Scheduler(config, recorder), None
     if settings.journal is not None:
         journal = JournalWriter(Path(settings.journal), process.boot, config, settings.journal_size << 20)
-        scheduler = RecordedScheduler(config, journal)
+        scheduler = RecordedScheduler(config, journal, recorder)
     metrics = SchedulerMetrics()
     tracer = tracing.create_tracer(settings, process.name)
     spans = RequestSpans(tracer) if tracer is not None else None

@@ -67,6 +67,8 @@ class Request:
         "prompt_top_n",
         "published_pages",
         "received_at",
+        "request_index",
+        "request_key",
         "rid",
         "sampling",
         "shares_pages",
@@ -110,6 +112,7 @@ class Request:
         self.sampling = add.sampling
         self.stop_ids = _stop_id_set(add.stop_ids)
         self.cache_salt = add.cache_salt
+        self.request_key, self.request_index = add.request_key, add.request_index
         self.state = QUEUED
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.drafter: Drafter | None = None  # None: no drafts

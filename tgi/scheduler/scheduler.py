@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation
+from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
     DECODE,
@@ -74,8 +75,9 @@ class Scheduler:
     same calls give the same outputs.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, recorder: FlightRecorder = NO_RECORDER) -> None:
         self.config = config
+        self._recorder = recorder
         self.counters = Counters()
         self.worker = WorkerPeer()
         self.pipeline = StepPipeline(config.stall_limit)
@@ -256,6 +258,7 @@ class Scheduler:
             return
         if self._speculation is not None:
             self._speculation.add_request(request)
+        self._recorder.stamp(Event.QUEUED, request.request_key, request.request_index, len(self._queue), self.running)
         self._queue.append(request)
         if self._isolation.suspects and not self._admit_suspect(request, now):
             return
@@ -292,6 +295,7 @@ class Scheduler:
             if state is not QUEUED:
                 running.append(request)
             request.state = END[state]
+            self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=request.generated_tokens)
             del request.client.requests[request.rid]
         if running and self._planner is not None:
             self._planner.release(running)
@@ -336,6 +340,8 @@ class Scheduler:
             self._speculation.record_step(step, result, now)
         if result.row_errors:
             self._end_faulty_rows(step, result, now)
+        for request in step.drawing[step.decode_rows :]:
+            self._recorder.stamp(Event.PREFILLED, request.request_key, request.request_index)
         if step.prompt_logprob_rows:
             self._send_prompt_logprobs(step, result, vocab_size, now)
         if step.drafts:
@@ -417,6 +423,7 @@ class Scheduler:
             adapters=self.worker.adapters,
             isolation=self._isolation,
             speculation=self._speculation,
+            recorder=self._recorder,
         )
         self._planner.put_on_trial()
         for request in [*self._queue.waiting(), *self._planner.trial_queue]:

@@ -4,6 +4,7 @@ from array import array
 
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, pack_int32
 from tgi.microkernel.crash_isolation import CrashIsolation
+from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.protocol import (
     CHUNK,
     LAST_CHUNK,
@@ -48,7 +49,9 @@ class StepPlanner:
         adapters: WorkerAdapters,
         isolation: CrashIsolation[bytes],
         speculation: Speculation | None = None,
+        recorder: FlightRecorder = NO_RECORDER,
     ) -> None:
+        self._recorder = recorder
         self.limits = limits
         self.queue = queue
         self.trial_queue: dict[Request, None] = {}  # an ordered set: requests on trial that wait for a slot
@@ -284,6 +287,9 @@ class StepPlanner:
             request.first_planned_at = now
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
+        self._recorder.stamp(
+            Event.ADMITTED, request.request_key, request.request_index, request.planned, len(self.batch) - 1
+        )
         assignment = SlotAssignment(slot, column, request.prompt_tokens, request.sampling)
         if prompt_logprobs:
             assignment = assignment._replace(
@@ -348,6 +354,9 @@ class StepPlanner:
         request.state = event[request.state]
         request.missing_pages = 0
         self._counters.recomputed_tokens += request.generated_tokens
+        stamped = Event.PREEMPTED if event is PREEMPT else Event.WORKER_LOST
+        key, index = request.request_key, request.request_index
+        self._recorder.stamp(stamped, key, index, len(self.queue), len(self.batch))
         if self._isolation.is_on_trial(request.fingerprint):
             self.trial_queue[request] = None
         else:

@@ -6,6 +6,7 @@ import os
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel import tracing
+from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import CHAT_TEMPLATE
@@ -28,7 +29,8 @@ def main(process: Process) -> None:
     process.publish_state("starting", "loading the tokenizer")
     config = read_model_config(process.settings.model_dir)
     tracer = tracing.create_tracer(process.settings, process.name)
-    pool = TokenizerPool(Vocabulary.load(config), ChatRenderer.load(config), tracer=tracer)
+    recorder = RingRecorder(ring_path(process.run_dir, process.name))
+    pool = TokenizerPool(Vocabulary.load(config), ChatRenderer.load(config), tracer=tracer, recorder=recorder)
     hello = process.hello(config.fingerprint)
     defaults = process.settings.sampling_defaults
     api_link = Link.bind(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tgi.microkernel import metrics
+from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
     AdapterUpdated,
@@ -68,8 +69,10 @@ class TokenizerPool:
         chats: ChatRenderer,
         clock: Callable[[], float] = time.monotonic,
         tracer: "Tracer | None" = None,
+        recorder: FlightRecorder = NO_RECORDER,
     ) -> None:
         self.jobs = EncodingQueue()
+        self._recorder = recorder
         self._vocabulary = vocabulary
         self._encoder = PromptEncoder(vocabulary, chats, tracer)
         self._tracer = tracer
@@ -308,6 +311,8 @@ class TokenizerPool:
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
         self._trace_validation(request)
+        generate = request.generate
+        self._recorder.stamp(Event.TOKENIZED, generate.request_key, generate.request_index, prompt.token_count)
         if request.finish_reason is not None:  # the resumed ids are complete
             self._finish(request, request.finish_reason)
         elif self._scheduler is not None:

@@ -209,6 +209,8 @@ class TokenizerRequestState:
             traceparent=self.generate.traceparent,
             prompt_logprobs_from=0 if stream is None else stream.next_position,
             prompt_top_n=self.generate.prompt_top_n,
+            request_key=self.generate.request_key,
+            request_index=self.generate.request_index,
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:
