@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tgi import __version__
+from tgi.api.tls import ServerCertificate
 from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rundir, tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import Progress, abbreviated_path
@@ -44,6 +45,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if "worker" in roles and settings.worker == "torch":
         interpreter.require_packages(WORKER_PACKAGES, "The worker")
     tracing.check_tracing(settings)
+    if "api" in roles and settings.ssl_certfile is not None:
+        ServerCertificate(settings.ssl_certfile, settings.ssl_keyfile)  # rejects files that cannot be used
     rundir.create_run_dir(settings.run_dir)
     first = not rundir.lock_holders(settings.run_dir)
     locks = [rundir.RunDirLock(settings.run_dir, role) for role in roles]

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 import uvloop
 
 from tests.api.conformance import conforms
 from tgi.api.app import build
 from tgi.api.asgi import AsgiApp
-from tgi.api.http_server import uvicorn_config
+from tgi.api.http_server import HttpServer
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
 from tgi.api.service import Service
@@ -190,7 +189,8 @@ class Front:
         self.port = self.socket.getsockname()[1]
         self.router: Router
         self.service: Service
-        self._server: uvicorn.Server
+        self._server: HttpServer
+        self._loop: asyncio.AbstractEventLoop
         self._up = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -199,10 +199,16 @@ class Front:
         assert self._up.wait(10)
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._server.stop)
         self._thread.join(10)
         for tokenizer in self.tokenizers:
             tokenizer.stop()
+
+    @property
+    def connections(self) -> int:
+        """Open connections of clients."""
+        return len(self._server.server_state.connections)
 
     def until_ready(self) -> None:
         """Waits until every tokenizer has reported ready and clients are admitted."""
@@ -223,7 +229,8 @@ class Front:
         self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())
         app = build(self.service)
-        self._server = uvicorn.Server(uvicorn_config(app, self.settings))
+        self._loop = asyncio.get_running_loop()
+        self._server = HttpServer(app, self.settings)
         admitting = asyncio.create_task(self._admit(app))
         self._up.set()
         try:

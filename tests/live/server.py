@@ -56,7 +56,7 @@ class Server:
         """`arguments`: of every command. `env`: changes to the environment of every command."""
         self.port = free_port()
         self.run_directory = run_directory
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'https' if '--ssl-certfile' in arguments else 'http'}://127.0.0.1:{self.port}"
         self.arguments = arguments
         self.environment = os.environ | {"TGI_RUN": str(run_directory), "HF_HUB_OFFLINE": "1"} | (env or {})
         self.commands: dict[str, subprocess.Popen[str]] = {}

@@ -92,6 +92,7 @@ REJECTION_TYPES = {
     401: "unauthorized",
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "payload_too_large",
     415: "unsupported_media_type",
     422: "validation",
@@ -146,6 +147,11 @@ def overloaded(retry_after: int = 1) -> ApiError:
 def unhealthy(stage: str) -> ApiError:
     """503: no request can be computed now. The header tells what the server waits for, at start and after a loss."""
     return ApiError(503, "healthcheck", "unhealthy", headers={"x-startup-stage": stage})
+
+
+def too_many_connections() -> ApiError:
+    """503: the connection is one more than the server may have open."""
+    return ApiError(503, "too_many_connections", "All connections of this server are in use. Retry in a moment")
 
 
 def generation_failed(cause: str) -> ApiError:

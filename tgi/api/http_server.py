@@ -1,43 +1,112 @@
-"""The HTTP/1.1 server: uvicorn, with a connection class for what its own overlooks (upgrades, pipelined requests at a
-disconnect, long heads, other HTTP versions), and under the supervisor's watchdog."""
+"""The HTTP/1.1 server: uvicorn's protocol and shutdown, with own connections and an own listener.
+
+`HttpConnection` handles what uvicorn overlooks (upgrades, pipelined requests at a disconnect, long or slow heads, other
+HTTP versions). `Listener` accepts connections, at most a given number. A connection without a complete request head is
+idle; where no further one fits, the longest idle one is closed.
+"""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+import resource
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
+from tgi.api import errors
 from tgi.api.asgi import AsgiApp
-from tgi.microkernel.process import Process
+from tgi.api.tls import ServerCertificate
 from tgi.microkernel.settings import Settings
+
+log = logging.getLogger(__name__)
 
 # Of request line and headers. httptools keeps them in memory without a limit.
 MAX_HEAD_BYTES = 64 << 10
 # A silent connection stays open this long: longer than usual load balancers reuse it (60 s).
 KEEP_ALIVE_SECONDS = 75
-# Between two heartbeats to the watchdog.
-BEAT_SECONDS = 1.0
+# Between two ticks: the heartbeat, the Date header, a look at the certificate files, log lines of the listener.
+TICK_SECONDS = 1.0
+# Open files of a front end that are not connections of clients: links, logs, metrics, refused connections.
+RESERVED_FILES = 256
+# The default of --max-connections where the limit of open files allows more. An idle connection takes about 10 KB.
+DEFAULT_MAX_CONNECTIONS = 16_384
+# Per turn of the event loop, so that requests have their turns in a flood of connections.
+ACCEPTS_PER_TURN = 64
+# Until the next attempt when the system has no file or memory left for a connection.
+ACCEPT_RETRY_SECONDS = 0.1
+# A refused connection stays open this long for its client to read the answer, unless there are many.
+REFUSAL_SECONDS, MAX_OPEN_REFUSALS = 1.0, 64
+# Between two log lines of the listener.
+OVERLOAD_LOG_SECONDS = 10.0
+# Of a TLS connection: for its client to confirm the end. uvloop would wait 30 s.
+TLS_SHUTDOWN_SECONDS = 2.0
+
+TEXT_HEAD = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+_REFUSAL_BODY = errors.too_many_connections().native_body()
+REFUSAL = (
+    STATUS_LINE[503] + b"content-type: application/json\r\nretry-after: 1\r\nx-startup-stage: too many connections\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_REFUSAL_BODY), _REFUSAL_BODY)
+)
+
+
+class ConnectionTable(ServerState):
+    """The connections of one server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opening: set[HttpConnection] = set()  # accepted, not yet in `connections`: in a handshake
+        self.idle: dict[HttpConnection, None] = {}  # an ordered set: without a complete head, the longest idle first
+
+    @property
+    def count(self) -> int:
+        """The number of open connections."""
+        return len(self.connections) + len(self.opening)
+
+    def close_longest_idle(self) -> bool:
+        """Closes the connection that has been idle for longest. Returns False if none is."""
+        for connection in self.idle:
+            if not connection.transport.get_write_buffer_size():  # else its client still reads the latest response
+                del self.idle[connection]
+                connection.transport.abort()
+                return True
+        return False
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection."""
+    """One connection.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    A head has to be complete `head_seconds` after its first byte; then the answer is 408. A connection without a
+    request, or with the rest of a body whose request has been answered, is closed after KEEP_ALIVE_SECONDS.
+    """
+
+    def __init__(self, table: ConnectionTable, head_seconds: float, **kwargs: Any) -> None:
+        super().__init__(server_state=table, **kwargs)
+        self._table = table
+        self._head_seconds = head_seconds
         self._cycles: list[RequestResponseCycle] = []  # requests whose response is not complete
-        self._in_head = True
+        self._in_head = False
         self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None  # set once a head has not come in one piece
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """asyncio callback."""
+        super().connection_made(transport)
+        self._table.opening.discard(self)
+        self._table.idle[self] = None
+        self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser. An upgrade is ignored (RFC 9110, 7.8): the request is parsed again without it.
 
         Java's HTTP client offers `Upgrade: h2c` with every first request; its body would be lost otherwise.
         """
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -47,12 +116,27 @@ class HttpConnection(HttpToolsProtocol):
             self.data_received(head + rest)
             return
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            self._reject(400, "Invalid HTTP request received.")
             return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response(f"The headers of this request are over {MAX_HEAD_BYTES} bytes.")
+                self._reject(400, f"The headers of this request are over {MAX_HEAD_BYTES} bytes.")
+            elif self._head_timer is None:
+                text = f"The head of this request was not complete within {self._head_seconds:g} s."
+                self._head_timer = self.loop.call_later(self._head_seconds, self._reject, 408, text)
+
+    def _reject(self, status: int, text: str) -> None:
+        """Answers a request that has no complete head, and closes the connection."""
+        self._stop_head_timer()
+        if not self.transport.is_closing():
+            self.transport.write(STATUS_LINE[status] + TEXT_HEAD % len(text) + text.encode())
+            self.transport.close()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _head_without_upgrade(self) -> bytes:
         """The head of the current request without the headers of an upgrade."""
@@ -69,6 +153,7 @@ class HttpConnection(HttpToolsProtocol):
         """httptools callback: the head of a request begins."""
         super().on_message_begin()
         self._in_head = True
+        self._unset_keepalive_if_required()
 
     def on_headers_complete(self) -> None:
         """httptools callback. Starts the request, unless its head is parsed again without its upgrade.
@@ -80,6 +165,9 @@ class HttpConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are supported, and no CONNECT")
         self._in_head = False
         self._head_bytes = 0
+        self._stop_head_timer()
+        self._unset_keepalive_if_required()  # an earlier, pipelined request may have been answered during this head
+        self._table.idle.pop(self, None)
         if not self.parser.should_upgrade():
             super().on_headers_complete()
             self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
@@ -89,6 +177,12 @@ class HttpConnection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """uvicorn's callback: the latest byte of a response is written."""
+        super().on_response_complete()
+        if self.cycle.response_complete:  # else a pipelined request follows
+            self._table.idle[self] = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio callback. Notifies every request of the connection; uvicorn notifies the latest only, and pipelined
         ones come before it."""
@@ -96,21 +190,142 @@ class HttpConnection(HttpToolsProtocol):
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+        self._table.idle.pop(self, None)
+        self._stop_head_timer()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn's server. The process handles signals, and a heartbeat per second replaces ten wake-ups per second."""
+class Listener:
+    """Accepts connections from a listening socket, at most `limit` at once.
 
-    def __init__(self, config: uvicorn.Config, process: Process) -> None:
-        super().__init__(config)
-        self._process = process
+    Has the interface of asyncio.Server that uvicorn's shutdown uses. Several processes may accept from one socket.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        table: ConnectionTable,
+        limit: int,
+        protocol: Callable[[], HttpConnection],
+        certificate: ServerCertificate | None,
+        handshake_seconds: float,
+    ) -> None:
+        self._socket = listening
+        self._table = table
+        self._limit = limit
+        self._protocol = protocol
+        self._certificate = certificate
+        self._handshake_seconds = handshake_seconds
+        self._opening: set[asyncio.Task[None]] = set()
+        self._refused_sockets: deque[tuple[float, socket.socket]] = deque()  # with the time of the refusal
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._closed_idle = self._refused = 0  # since the latest log line
+        self._failure = ""
+        self._next_log_time = 0.0
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Stops accepting. The caller closes the socket."""
+        self._loop.remove_reader(self._socket)
+        if self._retry is not None:
+            self._retry.cancel()
+        for task in self._opening:
+            task.cancel()
+        while self._refused_sockets:
+            self._refused_sockets.popleft()[1].close()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for."""
+
+    def tick(self) -> None:
+        """To be called once a second. Closes refused connections, and logs what has happened since the latest line, at
+        most once in OVERLOAD_LOG_SECONDS."""
+        while self._refused_sockets and self._refused_sockets[0][0] < self._loop.time() - REFUSAL_SECONDS:
+            self._refused_sockets.popleft()[1].close()
+        if not (self._closed_idle or self._refused or self._failure) or self._loop.time() < self._next_log_time:
+            return
+        self._next_log_time = self._loop.time() + OVERLOAD_LOG_SECONDS
+        reason = self._failure or f"all {self._limit} connections of this front end are in use (--max-connections)"
+        log.warning("Closed %d idle connections, refused %d: %s", self._closed_idle, self._refused, reason)
+        self._closed_idle, self._refused, self._failure = 0, 0, ""
+
+    def _resume(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor or memory: the socket stays readable, so it is left alone
+                self._failure = f"a connection cannot be accepted ({error.strerror})"
+                self._closed_idle += self._table.close_longest_idle()
+                self._loop.remove_reader(self._socket)
+                self._retry = self._loop.call_later(ACCEPT_RETRY_SECONDS, self._resume)
+                return
+            connection.setblocking(False)
+            if self._table.count >= self._limit:
+                if not self._table.close_longest_idle():
+                    self._refuse(connection)
+                    continue
+                self._closed_idle += 1
+            protocol = self._protocol()
+            self._table.opening.add(protocol)
+            task = self._loop.create_task(self._open(connection, protocol))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket, protocol: HttpConnection) -> None:
+        """Performs the handshake of TLS, if there is any, and hands the connection to its protocol."""
+        secured: dict[str, Any] = {}
+        if self._certificate is not None:
+            secured = {
+                "ssl": self._certificate.context,
+                "ssl_handshake_timeout": self._handshake_seconds,
+                "ssl_shutdown_timeout": TLS_SHUTDOWN_SECONDS,
+            }
+        # OSError includes ssl.SSLError: a client that speaks no TLS, or rejects the certificate.
+        with contextlib.suppress(OSError):
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, **secured)
+        self._table.opening.discard(protocol)
+
+    def _refuse(self, connection: socket.socket) -> None:
+        """Answers 503 without reading. Closed at once, bytes that the client still sends would reset the connection
+        before it has read the answer."""
+        self._refused += 1
+        if self._certificate is None:
+            with contextlib.suppress(OSError):
+                connection.send(REFUSAL)
+                connection.shutdown(socket.SHUT_WR)
+        self._refused_sockets.append((self._loop.time(), connection))
+        if len(self._refused_sockets) > MAX_OPEN_REFUSALS:
+            self._refused_sockets.popleft()[1].close()
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on a listening socket until `stop`. Calls `on_tick` once a second."""
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        settings: Settings,
+        certificate: ServerCertificate | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(_uvicorn_config(app, settings))
+        self.server_state = ConnectionTable()
+        self._settings = settings
+        self._certificate = certificate
+        self._on_tick = on_tick
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
         """Stops accepting connections; requests in flight are finished."""
-        self._process.stop()
-        self._process.publish_state("draining")
         self.should_exit = True
         self._stop.set()
 
@@ -119,16 +334,41 @@ class HttpServer(uvicorn.Server):
         """Does nothing: main.py registers the handlers."""
         yield
 
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
+        assert sockets is not None
+        assert isinstance(self.server_state, ConnectionTable)
+        seconds = self._settings.read_timeout
+        protocol = partial(HttpConnection, self.server_state, seconds, config=self.config, app_state={})
+        limit = connection_limit(self._settings.max_connections)
+        self._listener = Listener(sockets[0], self.server_state, limit, protocol, self._certificate, seconds)
+        self.servers = [self._listener]  # type: ignore[list-item]
+        self.started = True
+
     async def main_loop(self) -> None:
-        """Once a second: the Date header, and the heartbeat."""
+        """One tick per second instead of uvicorn's ten."""
         while not await self.on_tick(0):
-            self._process.heartbeat(BEAT_SECONDS)
+            self._on_tick()
+            self._listener.tick()
+            if self._certificate is not None:
+                self._certificate.reload_if_changed()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), BEAT_SECONDS)
-        self._process.extend_deadline(self._process.settings.graceful_termination_timeout + 10)
+                await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
 
 
-def uvicorn_config(app: AsgiApp, settings: Settings) -> uvicorn.Config:
+def connection_limit(given: int | None) -> int:
+    """How many connections one front end may have open: `given`, or the default, as far as open files allow."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = max(1, files - min(RESERVED_FILES, files // 2)) if files != resource.RLIM_INFINITY else 1 << 30
+    if given is not None and given > possible:
+        log.warning(
+            "--max-connections %d needs more open files than the limit of %d allows: %d connections are possible. "
+            "Raise the hard limit (ulimit -Hn).", given, files, possible,
+        )  # fmt: skip
+    return min(DEFAULT_MAX_CONNECTIONS if given is None else given, possible)
+
+
+def _uvicorn_config(app: AsgiApp, settings: Settings) -> uvicorn.Config:
     """uvicorn without its own logs, signal handlers and Server header."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     return uvicorn.Config(

@@ -3,21 +3,27 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 
 import uvloop
 
 from tgi.api import app
-from tgi.api.http_server import HttpServer, uvicorn_config
+from tgi.api.http_server import TICK_SECONDS, HttpServer
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
 from tgi.api.service import Service
+from tgi.api.tls import ServerCertificate
 from tgi.microkernel import tracing
+from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.process import Process
+from tgi.microkernel.settings import Settings
+
+log = logging.getLogger(__name__)
 
 # A front end that replaces another waits this long for the first status of a tokenizer before it accepts connections.
 FIRST_STATUS_SECONDS = 1.0
@@ -45,8 +51,16 @@ async def serve(process: Process) -> None:
     tracer = tracing.create_tracer(settings, process.name)
     service = Service(settings, router, settings.model_id, settings.compute_type or "", tracer=tracer)
     application = app.build(service)
-    server = HttpServer(uvicorn_config(application, settings), process)
-    loop.add_signal_handler(signal.SIGTERM, server.stop)
+    certificate = await load_certificate(settings, process)
+    server = HttpServer(application, settings, certificate, lambda: process.heartbeat(TICK_SECONDS))
+
+    def stop() -> None:
+        process.stop()
+        process.publish_state("draining")
+        process.extend_deadline(settings.graceful_termination_timeout + 10)
+        server.stop()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
     for fd in process.wakeup_fds:
         loop.add_reader(fd, process.handle_wakeup)
     router.attach(loop)
@@ -56,7 +70,7 @@ async def serve(process: Process) -> None:
             process.publish_state("starting" if stage else "ready", stage)
 
     if process.stopping:  # SIGTERM arrived before add_signal_handler
-        server.stop()
+        stop()
     gc.collect()
     gc.freeze()
     probe_task = loop.create_task(run_readiness_probe(application, service, report))
@@ -74,3 +88,17 @@ async def serve(process: Process) -> None:
         router.close()
         if tracer is not None:
             tracer.close()
+
+
+async def load_certificate(settings: Settings, process: Process) -> ServerCertificate | None:
+    """The certificate, if there is one. Waits for usable files: `tgi up` has checked them, so they are being replaced
+    while this front end restarts."""
+    if settings.ssl_certfile is None:
+        return None
+    while True:
+        try:
+            return ServerCertificate(settings.ssl_certfile, settings.ssl_keyfile)
+        except UserError as error:
+            log.error("%s Trying again.", error)
+        process.heartbeat(TICK_SECONDS)
+        await asyncio.sleep(TICK_SECONDS)

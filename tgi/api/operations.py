@@ -146,6 +146,7 @@ UNREADABLE = (
         400, "Not JSON", "Failed to parse the request body as JSON: EOF while parsing a value at line 1 column 1"
     ),
     OperationResponse(401, "No key, or a wrong one, where the server has keys", error=errors.unauthorized()),
+    rejection(408, "The body has stopped", "The body of this request did not grow by 32 KiB within 30 s"),
     rejection(413, "The body is too long", "Failed to buffer the request body: length limit exceeded"),
     rejection(415, "The body is not declared as JSON", "Expected request with `Content-Type: application/json`"),
     rejection(

@@ -117,6 +117,15 @@ class Router:
         ]
         return min(max(1, math.ceil(max(waits, default=0) / 1000)), MAX_RETRY_AFTER_SECONDS)
 
+    def require_free_permit(self) -> None:
+        """Raises ApiError: 429 if no permit is free now. Acquires none. Before the readiness probe has passed it does
+        nothing: acquire_permits then answers 503."""
+        if not self.probe_passed:
+            return
+        if not self._permits.acquire():
+            raise errors.overloaded(self.retry_after)
+        self._permits.release()
+
     def acquire_permits(self, count: int = 1) -> None:
         """Acquires permits for this many generations of a client, to be submitted before anything is awaited: those
         that are unused when the loop turns are returned.

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from falcon.asgi import Request
 
 from tgi.api import request_metrics
 from tgi.api.asgi import RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.body_reader import BodyReader
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest
@@ -39,24 +39,33 @@ class Service:
     seed_source: random.Random = field(default_factory=random.SystemRandom)
     tracer: "Tracer | None" = None
 
+    def __post_init__(self) -> None:
+        self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
+
+    async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
+        """As read_body, for requests that need permits: while none is free, the body is not read.
+
+        Raises also ApiError: 429.
+        """
+        if not is_probe(req):
+            self.router.require_free_permit()
+        return await self.read_body(req, decoder)
+
     async def read_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """Reads and decodes the body. The size limit does not apply to the readiness probe.
 
-        Raises Rejection: 415, 413 as soon as the limit is exceeded, then 400 and 422.
+        Raises Rejection: 415, 413 as soon as the limit is exceeded, 408, then 400 and 422.
         """
         if not _is_json(req.content_type or ""):
             raise Rejection(415, "Expected request with `Content-Type: application/json`")
-        limit = math.inf if is_probe(req) else self.settings.payload_limit
-        chunks = []
-        size = 0
         stream = aiter(req.stream)
-        async for chunk in stream:
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > limit:
+        try:
+            body = await self.bodies.read(stream, limited=not is_probe(req))
+        except Rejection as rejection:
+            if rejection.status == 413:
                 await _drain(stream)
-                raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
-        return decoder.decode(b"".join(chunks))
+            raise
+        return decoder.decode(body)
 
     def has_openai_errors(self, req: Request) -> bool:
         """Whether errors of this request have OpenAI's format: on every path below /v1, except Vertex AI's own routes,

@@ -134,7 +134,8 @@ class Progress:
 
 def _url(settings: Settings) -> str:
     host = settings.hostname.replace("0.0.0.0", "127.0.0.1")
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def format_megabytes(size: float) -> str:

@@ -194,6 +194,22 @@ class Settings:
         secret=True,
         unset="no key is asked for",
     )
+    ssl_certfile: str | None = setting(
+        SERVING,
+        None,
+        "Serve HTTPS with the certificate chain in this PEM file; it is loaded again when it changes.",
+        text,
+        env=("TGI_SSL_CERTFILE",),
+        unset="HTTP",
+    )
+    ssl_keyfile: str | None = setting(
+        SERVING,
+        None,
+        "PEM file with the private key of the certificate, without a passphrase.",
+        text,
+        env=("TGI_SSL_KEYFILE",),
+        unset="in --ssl-certfile",
+    )
     cors_allow_origin: tuple[str, ...] = setting(
         SERVING, (), "Origins that browsers may call from. Repeatable.", text, separator=",", unset="all"
     )
@@ -240,6 +256,21 @@ class Settings:
     max_stop_sequences: int = setting(LIMITS, 4, "Stop strings per request.", integer)
     max_top_n_tokens: int = setting(LIMITS, 5, "Largest top_n_tokens.", integer)
     payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", count)
+    read_timeout: float = setting(
+        LIMITS,
+        30.0,
+        "Seconds that the head of a request may take, and each further 32 KiB of its body; then 408.",
+        seconds,
+        env=("TGI_READ_TIMEOUT",),
+    )
+    max_connections: int | None = setting(
+        LIMITS,
+        None,
+        "Open connections per front end. Beyond them the longest idle ones are closed, then new ones get 503.",
+        count,
+        env=("TGI_MAX_CONNECTIONS",),
+        unset="16384, or what the limit of open files allows",
+    )
 
     # Performance
     memory_fraction: float = setting(
@@ -655,6 +686,8 @@ def _reject_contradictions(settings: Settings) -> None:
         raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
     if settings.draft_model_revision is not None and settings.draft_model_id is None:
         raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
+    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
+        raise _invalid("`ssl_keyfile` is set, but no `ssl_certfile` is given. HTTPS needs both, or one file with both.")
     for name in ("listen", "connect"):
         if getattr(settings, name) is not None and settings.keys is None:
             raise _invalid(

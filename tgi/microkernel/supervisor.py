@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -203,6 +204,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Starts all processes and blocks until a signal has ended them. Raises UserError if one cannot run."""
+        raise_file_limit()
         wake = self._listen_to_signals()
         try:
             for spec in self._specs:
@@ -395,6 +397,15 @@ def _drain(wake: socket.socket) -> None:
             pass
     except BlockingIOError:
         pass
+
+
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files to the hard one; children inherit it. Each connection is an open file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # macOS allows fewer than it reports
+        log.debug("the limit of open files stays as it is: %s", error)
 
 
 def listening_socket(hostname: str, port: int, reuse_port: bool = False) -> socket.socket:

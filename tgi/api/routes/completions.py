@@ -204,7 +204,7 @@ class CompletionsResource(Resource):
 
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with one JSON object, or with a stream of events."""
-        await self.answer(await self._service.read_body(req, self.body), req, resp)
+        await self.answer(await self._service.read_generation_body(req, self.body), req, resp)
 
     async def answer(self, request: CompletionRequest, req: Request, resp: Response) -> None:
         """Answers a decoded request."""

@@ -60,7 +60,7 @@ class InferResource(Resource):
 
     async def on_post(self, req: Request, resp: Response, model: str, version: str) -> None:
         """Answers with the texts, in the order of the inputs."""
-        request = await self._service.read_body(req, self.body)
+        request = await self._service.read_generation_body(req, self.body)
         request_metrics.count_request(req)
         if len(request.inputs) != len(request.outputs):
             raise errors.length_mismatch()

@@ -145,7 +145,7 @@ class GenerateResource(_NativeResource):
 
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with one JSON object."""
-        request = await self._service.read_body(req, self.body)
+        request = await self._service.read_generation_body(req, self.body)
         parameters = request.effective
         with_prompt = bool(parameters.return_full_text)
         resp.text = await self._answer_whole(req, resp, request.inputs, parameters, with_prompt)
@@ -158,7 +158,7 @@ class GenerateStreamResource(_NativeResource):
 
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with a stream of events."""
-        request = await self._service.read_body(req, self.body)
+        request = await self._service.read_generation_body(req, self.body)
         parameters = request.effective
         await self._answer_stream(req, resp, request.inputs, parameters, bool(parameters.return_full_text))
 
@@ -171,7 +171,7 @@ class CompatResource(_NativeResource):
 
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers as the body's `stream` says."""
-        await self.answer(await self._service.read_body(req, self.body), req, resp)
+        await self.answer(await self._service.read_generation_body(req, self.body), req, resp)
 
     async def answer(self, request: CompatGenerateRequest, req: Request, resp: Response) -> None:
         """Answers a decoded request."""

@@ -27,7 +27,7 @@ class SagemakerResource(Resource):
 
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers as POST /, /v1/chat/completions or /v1/completions."""
-        request = await self._service.read_body(req, self.body)
+        request = await self._service.read_generation_body(req, self.body)
         if isinstance(request, CompatGenerateRequest):
             await self._native.answer(request, req, resp)
         elif isinstance(request, ChatRequest):

@@ -23,7 +23,7 @@ class VertexResource(Resource):
 
     async def on_post(self, req: Request, resp: Response) -> None:
         """Answers with the texts, in the order of the instances."""
-        request = await self._service.read_body(req, self.body)
+        request = await self._service.read_generation_body(req, self.body)
         instances = [
             self.instance_body.decode(bytes(raw), f"instances[{index}]") for index, raw in enumerate(request.instances)
         ]

@@ -1,0 +1,204 @@
+"""Clients that send half requests, or connect and do nothing, against a front end in this process."""
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Reply, Stream, request, silent, word
+from tgi.api import body_reader
+from tgi.microkernel.protocol import End, FinishReason, Generate
+
+HALF_HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\nx-more: "
+HEAD = {"content-type": "application/json", "content-length": "1900000"}
+HALF_BODY = request("POST", "/generate", b'{"inputs":"', HEAD)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the server has neither closed the connection nor sent anything."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    finally:
+        connection.settimeout(20)
+    return False
+
+
+def test_half_heads_end_with_408(serve: Any) -> None:
+    front = serve(read_timeout=0.3)
+    connections = [front.connect() for _ in range(200)]
+    for connection in connections:
+        connection.sendall(HALF_HEAD)
+    for connection in connections:
+        reply = Reply(read_all(connection))
+        assert (reply.status, reply.body) == (408, b"The head of this request was not complete within 0.3 s.")
+        assert reply.headers["connection"] == "close"
+    assert front.post("/generate", '{"inputs":"x"}').status == 200
+
+
+def test_a_head_that_drips_ends_too(serve: Any) -> None:
+    front = serve(read_timeout=0.3)
+    with front.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"x")
+                time.sleep(0.01)
+        assert not is_open(connection)
+
+
+def test_half_bodies_end_with_408_in_the_format_of_the_route(serve: Any) -> None:
+    front = serve(read_timeout=0.3)
+    connections = [front.connect() for _ in range(200)]
+    for connection in connections:
+        connection.sendall(HALF_BODY)
+    text = "The body of this request did not grow by 32 KiB within 0.3 s"
+    for connection in connections:
+        reply = Reply(read_all(connection))
+        assert (reply.status, reply.body.decode()) == (408, text)
+    with front.connect() as connection:
+        connection.sendall(request("POST", "/v1/completions", b"{", HEAD))
+        reply = Reply(read_all(connection))
+        assert (reply.status, json.loads(reply.body)["error"]["message"]) == (408, text)
+    assert front.post("/generate", '{"inputs":"x"}').status == 200
+
+
+def test_a_slow_body_that_grows_is_read(serve: Any) -> None:
+    front = serve(read_timeout=1)
+    body = json.dumps({"inputs": "x" * 400_000}).encode()
+    began = time.monotonic()
+    with front.connect() as connection:
+        connection.sendall(request("POST", "/generate", b"", HEAD | {"content-length": str(len(body))}))
+        for start in range(0, len(body), 40_000):
+            time.sleep(0.2)
+            connection.sendall(body[start : start + 40_000])
+        assert Reply(read_all(connection)).status == 200
+    assert time.monotonic() - began > 1.5  # longer than the time limit without progress
+
+
+def test_the_rest_of_a_body_whose_request_was_answered_is_not_awaited_for_ever(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tgi.api.http_server.KEEP_ALIVE_SECONDS", 0.5)
+    front = serve()
+    with front.connect() as connection:
+        connection.sendall(HALF_BODY.replace(b"/generate", b"/nothing").replace(b"connection: close\r\n", b""))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"x")
+                time.sleep(0.01)
+    until(lambda: not front.connections)
+
+
+def test_a_silent_connection_is_closed(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tgi.api.http_server.KEEP_ALIVE_SECONDS", 0.2)
+    front = serve()
+    with front.connect() as connection:
+        connection.sendall(b"\r\n\r\n")  # allowed before a request, and no request
+        assert read_all(connection) == b""
+
+
+def test_memory_of_incomplete_bodies_is_bounded(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies that have stopped are ended, so a client that sends its body is served at once."""
+    monkeypatch.setattr(body_reader, "MAX_BYTES_IN_TRANSIT", 1 << 20)
+    front = serve(payload_limit=200_000)
+    half = request("POST", "/generate", b"x" * 190_000, HEAD | {"content-length": "195000"})
+    connections = []
+    for _ in range(20):
+        connections.append(front.connect())
+        connections[-1].sendall(half)
+    reader = front.service.bodies
+    until(lambda: sum(is_open(connection) for connection in connections) <= 5)
+    assert reader.bytes_in_transit <= 1 << 20
+    ended = [connection for connection in connections if not is_open(connection)]
+    assert {Reply(read_all(connection)).status for connection in ended} == {408}
+    assert front.post("/generate", json.dumps({"inputs": "x" * 190_000})).status == 200
+    for connection in connections:
+        connection.close()
+    until(lambda: reader.bytes_in_transit == 0)
+
+
+def test_a_body_without_key_or_permit_is_not_read(serve: Any) -> None:
+    front = serve(silent, max_concurrent_requests=1, api_key=("k",))
+    with front.connect() as connection:
+        connection.sendall(HALF_BODY)
+        assert Reply(read_all(connection)).status == 401
+    head = {"content-type": "application/json", "content-length": "14", "authorization": "Bearer k"}
+    with front.connect() as running, front.connect() as connection:
+        running.sendall(request("POST", "/generate_stream", b'{"inputs":"x"}', head))
+        rid = front.tokenizers[0].next(Generate).rid
+        connection.sendall(request("POST", "/generate", b"{", head))
+        reply = Reply(read_all(connection))
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        front.tokenizers[0].send(word(rid, 1), End(rid, FinishReason.EOS, "", " 1", 1, 1))
+        assert Reply(read_all(running)).status == 200
+
+
+def test_idle_connections_make_room_the_longest_idle_first(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    front = serve(silent, max_connections=6)
+    busy = Stream(front)
+    rid = front.tokenizers[0].next(Generate).rid
+    idle = []
+    for count in range(2, 7):
+        idle.append(front.connect())
+        until(lambda count=count: front.connections == count)
+    idle[0].sendall(b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n")  # now the one that was used last
+    assert b" 404 " in idle[0].recv(65536)
+    idle[2].sendall(HALF_HEAD)
+    with caplog.at_level(logging.WARNING, "tgi.api.http_server"):
+        assert front.get("/nothing").status == 404
+        until(lambda: not is_open(idle[1]))
+        assert [is_open(connection) for connection in idle] == [True, False, True, True, True]
+        more = [front.connect() for _ in range(2)]
+        until(lambda: not is_open(idle[2]))
+        until(lambda: "Closed" in caplog.text)
+    assert [is_open(connection) for connection in idle] == [True, False, False, True, True]
+    assert "refused 0: all 6 connections of this front end are in use (--max-connections)" in caplog.text
+    front.tokenizers[0].send(word(rid, 1), End(rid, FinishReason.EOS, "", " 1", 1, 1))
+    assert busy.read_rest().status == 200
+    for connection in more:
+        connection.close()
+
+
+def test_connections_beyond_the_limit_are_refused(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    front = serve(silent, max_connections=3)
+    streams = [Stream(front) for _ in range(3)]
+    rids = [front.tokenizers[0].next(Generate).rid for _ in streams]
+    with caplog.at_level(logging.WARNING, "tgi.api.http_server"):
+        for _ in range(200):
+            reply = front.get("/health")
+            assert (reply.status, reply.headers["x-startup-stage"]) == (503, "too many connections")
+            assert (reply.headers["retry-after"], reply.headers["connection"]) == ("1", "close")
+        until(lambda: "refused" in caplog.text)
+        time.sleep(1.2)  # a tick of the server later there is no second line
+    assert len([record for record in caplog.records if "refused" in record.message]) == 1
+    for rid in rids:
+        front.tokenizers[0].send(word(rid, 1), End(rid, FinishReason.EOS, "", " 1", 1, 1))
+    for stream in streams:
+        assert stream.read_rest().status == 200
+    until(lambda: front.get("/health").status == 200)

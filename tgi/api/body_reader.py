@@ -1,0 +1,66 @@
+"""Reading request bodies: each has to make progress, and the memory of all that are incomplete is bounded."""
+
+import asyncio
+from collections.abc import AsyncIterable
+
+from tgi.api.errors import Rejection
+
+# An incomplete body has to grow by this much within the time limit, about 1 KB/s at the default of 30 s. A limit of the
+# whole time would end large bodies on slow lines.
+PROGRESS_BYTES = 32 << 10
+# Memory of the incomplete bodies of a process, or four of the longest allowed.
+MAX_BYTES_IN_TRANSIT = 64 << 20
+
+
+class BodyReader:
+    """Reads the bodies of one front end, each of at most `limit` bytes.
+
+    When the incomplete ones exceed the memory for all, the one that has made no progress for longest is ended, so
+    clients that stop sending do not keep others out.
+    """
+
+    def __init__(self, limit: int, timeout_seconds: float) -> None:
+        self._limit = limit
+        self._timeout = timeout_seconds
+        self._max_in_transit = max(MAX_BYTES_IN_TRANSIT, 4 * limit)
+        self.bytes_in_transit = 0  # received of bodies that are incomplete
+        self._sizes: dict[asyncio.Timeout, int] = {}  # of the incomplete ones; that with the oldest progress first
+
+    async def read(self, stream: AsyncIterable[bytes], *, limited: bool = True) -> bytes:
+        """Reads one body. `limited`: whether the limit of its size applies.
+
+        Raises Rejection: 413 if it is too long, 408 if it makes no progress or if others need the memory.
+        """
+        body = bytearray()
+        credited = 0
+        loop = asyncio.get_running_loop()
+        deadline = asyncio.timeout(self._timeout)
+        self._sizes[deadline] = 0
+        try:
+            async with deadline:
+                async for chunk in stream:
+                    body += chunk
+                    if limited and len(body) > self._limit:
+                        raise Rejection(413, "Failed to buffer the request body: length limit exceeded")
+                    if deadline not in self._sizes:  # ended by _free_memory, and the timer has not fired yet
+                        raise TimeoutError
+                    self._sizes[deadline] += len(chunk)
+                    self.bytes_in_transit += len(chunk)
+                    if len(body) >= credited + PROGRESS_BYTES:
+                        credited = len(body)
+                        deadline.reschedule(loop.time() + self._timeout)
+                        self._sizes[deadline] = self._sizes.pop(deadline)
+                    self._free_memory(loop.time())
+        except TimeoutError:
+            text = f"The body of this request did not grow by {PROGRESS_BYTES >> 10} KiB within {self._timeout:g} s"
+            raise Rejection(408, text, headers={"connection": "close"}) from None
+        finally:
+            self.bytes_in_transit -= self._sizes.pop(deadline, 0)
+        return bytes(body)
+
+    def _free_memory(self, now: float) -> None:
+        """Ends the bodies with the oldest progress until the others fit."""
+        while self.bytes_in_transit > self._max_in_transit:
+            deadline = next(iter(self._sizes))
+            self.bytes_in_transit -= self._sizes.pop(deadline)
+            deadline.reschedule(now)
