@@ -4,8 +4,10 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.live.server import TIMEOUT_SECONDS, Server
@@ -19,6 +21,7 @@ LARGE = 1_800_000  # characters
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--model-id", str(model("llama")), "--worker", "scripted", "--validation-workers", "2")
+    flags += ("--grammar-compile-limit", "1")
     with Server(tmp_path_factory.mktemp("server") / "run", *flags) as server:
         yield server.start().wait_until_ready()
 
@@ -58,4 +61,45 @@ def test_long_texts_of_clients_that_have_left_are_dropped(server: Server, path: 
     serve_clients(server)
     attack.join()
     server.wait_until(lambda: dropped(server) >= before + len(bodies) // 2, "the texts are dropped")
+    serve_clients(server)
+
+
+def endless(number: int) -> dict[str, Any]:
+    """A schema whose compilation takes minutes and is within the library's own limits."""
+    schema = {"allOf": [{"type": "integer", "multipleOf": 9973 + number}, {"multipleOf": 9967}]}
+    return {"inputs": "x", "parameters": {"max_new_tokens": 4, "grammar": {"type": "json", "value": schema}}}
+
+
+def test_grammars_of_clients_that_have_left_are_dropped(server: Server) -> None:
+    before = dropped(server)
+    bodies = [endless(number) for number in range(60)]
+    attack = threading.Thread(target=send_and_leave, args=(server, bodies))
+    attack.start()
+    serve_clients(server)
+    attack.join()
+    server.wait_until(lambda: dropped(server) >= before + len(bodies) // 2, "the grammars are dropped")
+    serve_clients(server)
+
+
+def test_the_compile_time_of_a_grammar_is_limited(server: Server) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(server.client.post, "/generate", json=endless(500 + number)) for number in range(4)]
+        server.generate("A river", max_new_tokens=4)
+        server.generate(MIDDLING, max_new_tokens=4, truncate=50)
+        for answer in answers:
+            assert answer.result().status_code == 422
+            assert "takes more than 1 seconds of computation" in answer.result().json()["error"]
+    serve_clients(server)
+
+
+@pytest.mark.parametrize("regex", ["a{%d}", "(ab){%d}"])
+def test_repetition_is_rejected_before_compiling(server: Server, regex: str) -> None:
+    def post(number: int) -> httpx.Response:
+        grammar = {"type": "regex", "value": regex % (10**9 + number)}
+        return server.client.post("/generate", json={"inputs": "x", "parameters": {"grammar": grammar}})
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(post, range(60)))
+    assert {answer.status_code for answer in answers} == {422}
+    assert "at most 100000 are allowed" in answers[0].json()["error"]
     serve_clients(server)

@@ -1,6 +1,7 @@
 """Accepted grammars and the texts they match; rejected grammars and their errors."""
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_invalid_schema_texts(validator: GrammarValidator, text: str, words: str
         ("[^]", "unclosed character class"),
         ("a{2,1}", "invalid repetition count range"),
         ("a{", "unclosed counted repetition"),
-        ("a{99999999999}", "decimal literal invalid"),
+        ("a{99999999999}", "a part is repeated 99999999999 times"),
         ("*a", "repetition operator missing expression"),
         ("+", "repetition operator missing expression"),
         ("\\", "incomplete escape sequence"),
@@ -500,7 +501,7 @@ def test_accepted_grammars_stay_within_worker_limits(
     """A request that passes the check does not fail later with the worker's table and limits."""
     large_validator, table, eos_bits = large
     if COUNTED[regex]:
-        assert "too many" in refusal(large_validator, regex=regex)
+        assert re.search("too many|is repeated", refusal(large_validator, regex=regex))
         return
     found, draw = new_matcher(table, read(large_validator, regex=regex)), Random(5)
     for _ in range(150):

@@ -255,6 +255,9 @@ class Settings:
     max_best_of: int = setting(LIMITS, 2, "Largest best_of.", count)
     max_stop_sequences: int = setting(LIMITS, 4, "Stop strings per request.", integer)
     max_top_n_tokens: int = setting(LIMITS, 5, "Largest top_n_tokens.", integer)
+    grammar_compile_limit: float = setting(
+        LIMITS, 3.0, "Seconds of computation that compiling a grammar may take; more is a 422.", seconds
+    )
     payload_limit: int = setting(LIMITS, 2_000_000, "Largest request body in bytes.", count)
     read_timeout: float = setting(
         LIMITS,

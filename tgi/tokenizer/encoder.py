@@ -1,18 +1,16 @@
 """Text to token ids: prompts for the model, and tokens with byte offsets for the tokenize routes; token limits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from tgi.microkernel import tracing
 from tgi.microkernel.codec import INT32, ITEM_BYTES, UINT8, pack_column, unpack_int32
 from tgi.microkernel.protocol import DeploymentLimits, FinishReason, Generate, Tokenize, Tokenized
-from tgi.tokenizer.answer_formats import AnswerFormat
+from tgi.tokenizer.answer_formats import AnswerFormat, FormatTokens
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import TemplateError
 from tgi.tokenizer.detokenizer import create_detokenizer
-from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
 from tgi.tokenizer.structured_output.grammar import GrammarError
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -22,6 +20,10 @@ if TYPE_CHECKING:
 # TGI generates in chunks of this many tokens, and admits a request if its first chunk fits into the context. This
 # server generates without chunks, but accepts the same requests: one that asks for more than fits gets what fits.
 TGI_CHUNK_TOKENS = 1024
+
+
+# The grammar of an answer for the worker, from the client's as JSON and the chat. Raises GrammarError.
+BuildGrammar = Callable[[bytes, RenderedChat | None], str]
 
 
 class EncodeError(Exception):
@@ -50,22 +52,21 @@ class UnconstrainedPrompt(NamedTuple):
 
 
 class PromptRejection(NamedTuple):
-    """Why a prompt was not encoded or not admitted. `reason` is INVALID or TEMPLATE; `message` is for the client."""
+    """Why a prompt was not encoded or not admitted. `reason` is INVALID, TEMPLATE or FAILED;
+    `message` is for the client."""
 
     reason: FinishReason
     message: str
 
 
 class PromptEncoder:
-    """Encodes Generate and Tokenize messages, and compiles grammars. Thread-safe."""
+    """Encodes Generate and Tokenize messages. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, chats: ChatRenderer, tracer: "Tracer | None" = None) -> None:
         self._vocabulary = vocabulary
         self._chats = chats
         self._tracer = tracer
-        self._grammars = AnswerGrammarBuilder(vocabulary)
-        self._grammar_lock = Lock()
-        self.format_tokens = self._grammars.format_tokens
+        self.format_tokens = FormatTokens(vocabulary)
 
     def encode_generate(self, generate: Generate) -> EncodedPrompt | UnconstrainedPrompt | PromptRejection:
         """Encodes the prompt of a request. The special tokens of a chat are written by its template.
@@ -96,15 +97,17 @@ class PromptEncoder:
         except TemplateError as error:
             return PromptRejection(FinishReason.TEMPLATE, str(error))
 
-    def compile_grammar(self, unconstrained: UnconstrainedPrompt, generate: Generate) -> EncodedPrompt:
+    def compile_grammar(
+        self, unconstrained: UnconstrainedPrompt, generate: Generate, build: BuildGrammar
+    ) -> EncodedPrompt:
         """Compiles the grammar of a request for its encoded prompt. An error is reported after errors of the token
         limits."""
         prompt, chat = unconstrained
-        with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent), self._grammar_lock:
-            try:
-                return prompt._replace(grammar=self._grammars.build(generate.grammar, chat))
-            except GrammarError as error:
-                return prompt._replace(grammar_error=str(error))
+        try:
+            with tracing.trace_span(self._tracer, "compile_grammar", generate.traceparent):
+                return prompt._replace(grammar=build(generate.grammar, chat))
+        except GrammarError as error:
+            return prompt._replace(grammar_error=str(error))
 
     def encode_tokenize(self, tokenize: Tokenize) -> Tokenized:
         """Returns the answer to a Tokenize message."""

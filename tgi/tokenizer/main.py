@@ -13,6 +13,7 @@ from tgi.microkernel.progress import CHAT_TEMPLATE
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
 from tgi.tokenizer.pool import TokenizerPool
+from tgi.tokenizer.structured_output.compile_process import GrammarCompiler
 from tgi.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,14 @@ def main(process: Process) -> None:
     process.publish_state("starting", "loading the tokenizer")
     config = read_model_config(process.settings.model_dir)
     tracer = tracing.create_tracer(process.settings, process.name)
-    recorder = RingRecorder(ring_path(process.run_dir, process.name))
-    pool = TokenizerPool(Vocabulary.load(config), ChatRenderer.load(config), tracer=tracer, recorder=recorder)
+    compiler = GrammarCompiler(config.directory, process.settings.grammar_compile_limit)
+    pool = TokenizerPool(
+        Vocabulary.load(config),
+        ChatRenderer.load(config),
+        tracer=tracer,
+        recorder=RingRecorder(ring_path(process.run_dir, process.name)),
+        build_grammar=compiler.build,
+    )
     hello = process.hello(config.fingerprint)
     defaults = process.settings.sampling_defaults
     api_link = Link.bind(
@@ -50,6 +57,7 @@ def main(process: Process) -> None:
         process.wait(IDLE_SECONDS)
         run_once(pool, api_link, scheduler_link, executors)
     executors.shutdown()
+    compiler.close()
     scheduler_link.close()
     api_link.close()
     if tracer is not None:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tgi.microkernel import metrics
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
@@ -26,7 +26,7 @@ from tgi.microkernel.protocol import (
     UpdateAdapter,
 )
 from tgi.tokenizer.adapters import AdapterDirectory
-from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.encoder import (
     PromptEncoder,
     PromptRejection,
@@ -37,6 +37,7 @@ from tgi.tokenizer.encoder import (
 from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName, encoding_size, executor_for
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
+from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ log = logging.getLogger(__name__)
 
 NO_SCHEDULER = "waiting for the scheduler"
 OVERLOADED = "too many long texts and grammars wait to be encoded"
+
+
+class GrammarBuild(Protocol):
+    """GrammarCompiler.build."""
+
+    def __call__(self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> str:
+        """Returns the grammar of an answer for the worker. Raises GrammarError."""
 
 
 class TokenizationKey(NamedTuple):
@@ -70,7 +78,10 @@ class TokenizerPool:
         clock: Callable[[], float] = time.monotonic,
         tracer: "Tracer | None" = None,
         recorder: FlightRecorder = NO_RECORDER,
+        build_grammar: GrammarBuild | None = None,
     ) -> None:
+        """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory."""
+        self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
         self._vocabulary = vocabulary
@@ -194,6 +205,7 @@ class TokenizerPool:
     def _encode(self, message: Generate | Tokenize, key: Any, run: Callable[[], Any]) -> None:
         """Encodes a short request at once, and makes a job of a long one."""
         size = encoding_size(message)
+        run = partial(_run_or_fail, run, key)
         if (executor := executor_for(size)) is None:
             self.complete_job(key, run())
         else:
@@ -205,7 +217,8 @@ class TokenizerPool:
         if self._limits and token_limit_error(self._limits, prompt.token_count, generate.max_new_tokens):
             self.complete_job(request, prompt)
             return
-        run = partial(self._encoder.compile_grammar, unconstrained, generate)
+        build = partial(self._build_grammar, is_wanted=lambda: request.rid in self._requests)
+        run = partial(_run_or_fail, partial(self._encoder.compile_grammar, unconstrained, generate, build), request)
         size = len(generate.grammar) + len(generate.chat)
         self._add_job(EncodingJob(request, run, ExecutorName.GRAMMARS, self._client_of(request), size))
 
@@ -359,3 +372,22 @@ class TokenizerPool:
 
     def _send(self, peer: PeerId, message: Any) -> None:
         self._messages.append((peer, message))
+
+
+def _run_or_fail(run: Callable[[], Any], key: Any) -> Any:
+    """Runs a job. An exception fails its request only: a job changes nothing that other requests use."""
+    try:
+        return run()
+    except Exception as error:
+        log.exception("a request could not be encoded")
+        message = f"the request could not be encoded: {type(error).__name__}"
+        if isinstance(key, TokenizationKey):
+            return Tokenized(key.rid, b"", b"", b"", b"", message)
+        return PromptRejection(FinishReason.FAILED, message)
+
+
+def _build_in_process(builder: AnswerGrammarBuilder) -> GrammarBuild:
+    def build(grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> str:
+        return builder.build(grammar, chat)
+
+    return build

@@ -5,5 +5,7 @@ Read `grammar` first.
 - grammar: GrammarValidator, for JSON schemas, regular expressions, Lark and GBNF.
 - json_schema: checks a JSON schema, and rewrites it so that the library enforces all of it.
 - json_schema_lark: writes a JSON schema as Lark rules, with a limit on the digits of numbers.
+- repetition: how often a grammar repeats a part.
+- compile_process: child processes that compile grammars within limits on time and memory.
 - answer_grammar: the grammar of a chat's answer, with reasoning and tool calls.
 """

@@ -47,7 +47,7 @@ class AnswerGrammarBuilder:
     """Builds the grammars of answers, with a cache of results and errors. Not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.format_tokens = FormatTokens(vocabulary)
+        self._format_tokens = FormatTokens(vocabulary)
         self._validator = GrammarValidator(vocabulary)
 
     def build(self, grammar: bytes, chat: RenderedChat | None) -> str:
@@ -61,7 +61,7 @@ class AnswerGrammarBuilder:
         answer_format = None if chat is None else chat.answer_format
         if not validated or answer_format is None:
             return validated
-        return AnswerGrammarWriter(self.format_tokens).write_with_reasoning(answer_format, validated)
+        return AnswerGrammarWriter(self._format_tokens).write_with_reasoning(answer_format, validated)
 
     def _build_calls(self, chat: RenderedChat) -> str:
         if (count := len(chat.tools)) > MAX_TOOLS:
@@ -96,7 +96,7 @@ class AnswerGrammarBuilder:
             return ""
 
         self._validator.cached(b"check " + key, check)
-        writer = AnswerGrammarWriter(self.format_tokens)
+        writer = AnswerGrammarWriter(self._format_tokens)
         return writer.write_calls(answer_format, tools, chat.parallel_calls, chat.call_required)
 
     def _check_compiles(
@@ -106,7 +106,7 @@ class AnswerGrammarBuilder:
         calls_only = AnswerFormat(answer_format.call_formats)  # reasoning cannot cause an error
 
         def compile_error(tools: list[ToolGrammar]) -> str:
-            writer = AnswerGrammarWriter(self.format_tokens, only_text=True)
+            writer = AnswerGrammarWriter(self._format_tokens, only_text=True)
             return self._validator.schema_grammar_error(writer.write_calls(calls_only, tools, parallel_calls, True))
 
         if error_of_all := compile_error(tools):

@@ -22,6 +22,12 @@ from tgi.tokenizer.structured_output.json_schema import (
     regex_error,
 )
 from tgi.tokenizer.structured_output.json_schema_lark import schema_to_lark
+from tgi.tokenizer.structured_output.repetition import (
+    gbnf_repetition,
+    lark_repetition,
+    regex_repetition,
+    repetition_error,
+)
 from tgi.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -71,6 +77,9 @@ _REGEX_ERROR_MESSAGES = [(re.compile("NoExtension"), NO_MATCHING_TEXT)]
 
 class GrammarError(Exception):
     """A grammar is rejected. The message is for the client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.encode(errors="replace").decode())  # lone surrogates of the client cannot be sent
 
 
 class GrammarValidator:
@@ -137,6 +146,8 @@ class GrammarValidator:
     def _convert_regex(self, regex: str) -> str:
         if error := regex_error(regex):
             raise GrammarError(f"grammar is not valid: regex parse error: {error}")
+        if error := repetition_error(regex_repetition(regex)):
+            raise GrammarError(f"grammar is not valid: {error}")
         grammar = _lark_grammar(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"])
         if error := self._trial_error(grammar):
             # The message begins with a position in the generated grammar, which the client does not know.
@@ -286,7 +297,10 @@ def ebnf_to_lark(text: str, convert_schema: Callable[[Any], str]) -> str:
     """Converts Lark or GBNF to Lark; `convert_schema` converts the JSON schemas in it. Raises ValueError."""
     if (size := len(text.encode())) > MAX_EBNF_BYTES:
         raise ValueError(f"it must have at most {MAX_EBNF_BYTES} bytes. Given: {size}")
-    return _gbnf_to_lark(text) if _GBNF_RULE.search(text) else _check_lark(text, convert_schema)
+    is_gbnf = _GBNF_RULE.search(text) is not None
+    if error := repetition_error(gbnf_repetition(text) if is_gbnf else lark_repetition(text)):
+        raise ValueError(error)
+    return _gbnf_to_lark(text) if is_gbnf else _check_lark(text, convert_schema)
 
 
 def _gbnf_to_lark(text: str) -> str:

@@ -15,6 +15,8 @@ from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from tgi.tokenizer.structured_output.repetition import MAX_REPETITION, regex_repetition, repetition_error
+
 # Levels of nested schemas, and names of all `properties` together. The compile time of a grammar is quadratic in both.
 MAX_DEPTH = 64
 MAX_PROPERTIES = 1000
@@ -24,6 +26,8 @@ MAX_EXACT_INTEGER = 2**53
 # most DECIMALS digits after the point; with one more the library's arithmetic overflows.
 MAX_INTEGER = 2**63 - 1024
 DECIMALS = 8
+# The library needs as many states as `multipleOf` has residues.
+MAX_MULTIPLE = 65_535
 
 TYPES = {"null", "boolean", "number", "integer", "string", "array", "object"}
 # Rejected: a grammar cannot enforce these keywords of draft 2020-12, and older drafts give some another meaning.
@@ -199,6 +203,20 @@ class _SchemaReader:
         ):
             for error in filter(None, map(regex_error, regexes)):
                 raise SchemaError(f"`{word}` must be a regular expression: {error} (at {path})")
+            for regex in regexes:
+                if error := repetition_error(regex_repetition(regex)):
+                    raise UnenforceableSchema(f"`{word}` cannot be enforced: {error} (at {path})")
+        for word in ("minItems", "minLength"):
+            if read.get(word, 0) > MAX_REPETITION:
+                raise UnenforceableSchema(
+                    f"`{word}` cannot be enforced beyond {MAX_REPETITION}. Given: {read[word]} (at {path})"
+                )
+        for word in {"maxItems", "maxLength", "maxProperties"} & read.keys():
+            read[word] = min(read[word], MAX_REPETITION)
+        if read.get("multipleOf", 1) > MAX_MULTIPLE:
+            raise UnenforceableSchema(
+                f"`multipleOf` cannot be enforced beyond {MAX_MULTIPLE}. Given: {read['multipleOf']} (at {path})"
+            )
         self._property_count += len(read.get("properties", ()))
         if self._property_count > MAX_PROPERTIES:
             raise UnenforceableSchema(f"`properties` has more than {MAX_PROPERTIES} names in all")

@@ -1,0 +1,123 @@
+"""Grammars compiled in child processes: the same results as in this process, and limits that are enforced."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.tokenizer.test_repetition import REJECTED
+from tgi.hub.model_config import read_model_config
+from tgi.tokenizer.answer_formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
+from tgi.tokenizer.chat import RenderedChat
+from tgi.tokenizer.structured_output import compile_process
+from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
+from tgi.tokenizer.structured_output.compile_process import GrammarCompiler
+from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.vocabulary import Vocabulary
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+# Takes minutes: the library's limits count other steps than those that it needs.
+ENDLESS = {"schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}}
+TOOLS = [("weather", {"type": "object", "properties": {"town": {"type": "string"}}}), ("none", None)]
+CHATS = [
+    None,
+    RenderedChat("text"),
+    *(RenderedChat("", AnswerFormat((one,)), TOOLS, True, None) for one in TOOL_CALL_FORMATS),
+    RenderedChat("", AnswerFormat(FALLBACK_FORMATS, ReasoningTags("<think>", "</think>"), True), TOOLS, False, True),
+    RenderedChat("", AnswerFormat((), ReasoningTags("<think>", "</think>"))),
+]
+
+
+def as_json(grammar: dict[str, Any]) -> bytes:
+    return json.dumps(grammar).encode()
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny_llama: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(tiny_llama, 20.0)
+    yield compiler
+    children = psutil.Process().children()
+    compiler.close()
+    assert not [child for child in children if child.is_running()]
+
+
+def outcome(build: Any, *arguments: Any) -> str:
+    try:
+        return str(build(*arguments))
+    except GrammarError as error:
+        return f"error: {error}"
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_results_are_those_of_the_builder(compiler: GrammarCompiler, tiny_llama: Path, chat: RenderedChat) -> None:
+    builder = AnswerGrammarBuilder(Vocabulary.load(read_model_config(tiny_llama)))
+    grammars: list[bytes] = [as_json({"schema": SCHEMA}), as_json({"regex": "[ab"}), b""]
+    grammars += [as_json(grammar) for grammar, _ in REJECTED]
+    for grammar in grammars:
+        assert outcome(compiler.build, grammar, chat) == outcome(builder.build, grammar, chat)
+
+
+def test_a_child_that_is_killed_is_replaced(compiler: GrammarCompiler) -> None:
+    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    for child in psutil.Process().children():
+        child.kill()
+    assert compiler.build(as_json({"schema": SCHEMA}), None)
+
+
+def test_a_compilation_beyond_the_limit_is_ended_and_the_next_one_served(tiny_llama: Path) -> None:
+    compiler = GrammarCompiler(tiny_llama, 0.3)
+    for _ in range(2):
+        assert "takes more than 0.3 seconds of computation" in outcome(compiler.build, as_json(ENDLESS), None)
+        assert compiler.build(as_json({"schema": SCHEMA}), None)
+    compiler.close()
+
+
+def test_a_long_compilation_ends_when_its_client_has_left(compiler: GrammarCompiler) -> None:
+    left, began = threading.Event(), threading.Event()
+
+    def is_wanted() -> bool:
+        began.set()
+        return not left.is_set()
+
+    build = threading.Thread(target=compiler.build, args=(as_json(ENDLESS), None, is_wanted))
+    build.start()
+    assert began.wait(60)
+    left.set()
+    build.join(60)
+    assert not build.is_alive()
+    assert compiler.build(as_json({"schema": SCHEMA}), None)
+
+
+def test_a_child_without_memory_fails_its_request_only(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that dies by itself is tried again once."""
+    compiler = GrammarCompiler(tiny_llama, 20.0)
+    starts: list[int] = []
+
+    class DyingChild(compile_process._Child):
+        def __init__(self, command: list[str]) -> None:
+            super().__init__(["sh", "-c", "kill -ABRT $$"])
+            starts.append(self._process.pid)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_process, "_Child", DyingChild)
+        assert "the process that compiles it has died" in outcome(compiler.build, as_json({"schema": SCHEMA}), None)
+    assert len(starts) == 2
+    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    compiler.close()
+
+
+def test_children_end_with_their_parent(tiny_llama: Path) -> None:
+    compiler = GrammarCompiler(tiny_llama, 20.0)
+    before = set(psutil.Process().children())
+    assert compiler.build(as_json({"regex": "a"}), None)
+    (child,) = set(psutil.Process().children()) - before
+    compiler._idle.get_nowait()._stdin.close()  # as the kernel does when the parent dies
+    end = time.monotonic() + 60
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.02)
+    assert child.wait(60) == 0

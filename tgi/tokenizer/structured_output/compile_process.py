@@ -1,0 +1,245 @@
+"""Compiles grammars in child processes, so that a compilation has limits on time and memory and can be ended.
+
+GrammarCompiler is the tokenizer's side, `main` the child's. They exchange messages over the child's stdin and stdout.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from tgi.hub.model_config import read_model_config
+from tgi.microkernel.codec import Codec
+from tgi.tokenizer.answer_formats import FALLBACK_FORMATS, TOOL_CALL_FORMATS, AnswerFormat, ReasoningTags
+from tgi.tokenizer.chat import RenderedChat
+from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
+from tgi.tokenizer.structured_output.grammar import GrammarError
+from tgi.tokenizer.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+# Of one child, beyond which the library's allocations fail.
+MAX_MEMORY_BYTES = 1 << 30
+# A compilation that is not wanted any more ends after this time. Most end by themselves sooner, and a new child takes
+# half a second of computation to start.
+UNWANTED_SECONDS = 0.5
+# A child that has not answered after this time does not run at all (stopped, or swapped out).
+MAX_WAIT_SECONDS = 60.0
+POLL_SECONDS = 0.1
+# A child may be killed from outside, which says nothing about the grammar.
+MAX_ATTEMPTS = 2
+
+
+class GrammarRequest(NamedTuple):
+    """Asks for the grammar of an answer. `grammar` is the client's, as JSON; `tools` are [name, schema], as JSON."""
+
+    grammar: bytes
+    has_chat: bool
+    tools: bytes = b"[]"
+    call_required: bool = False
+    parallel_calls: bool | None = None
+    has_format: bool = False
+    call_formats: list[str] = []  # names
+    reasoning_tags: list[str] = []  # open, close
+    starts_in_reasoning: bool = False
+
+
+class GrammarAnswer(NamedTuple):
+    """The grammar for the worker, or why it is rejected."""
+
+    grammar: str
+    error: str = ""
+
+
+_codec = Codec([GrammarRequest, GrammarAnswer])
+_LENGTH = struct.Struct("<I")
+_CALL_FORMATS = {call_format.name: call_format for call_format in (*TOOL_CALL_FORMATS, *FALLBACK_FORMATS)}
+
+
+class GrammarCompiler:
+    """Builds grammars as AnswerGrammarBuilder does, in at most as many children as threads call `build` at once.
+    Children start when needed and are kept. Thread-safe."""
+
+    def __init__(self, model_dir: Path, max_seconds: float) -> None:
+        """`max_seconds`: of computation, per grammar."""
+        self._command = [sys.executable, "-P", "-m", __name__, str(model_dir), str(max_seconds)]
+        self._max_seconds = max_seconds
+        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+
+    def build(self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool] = lambda: True) -> str:
+        """The grammar of an answer for the worker. Raises GrammarError.
+
+        When `is_wanted` turns false, a long compilation is ended, and what is returned means nothing.
+        """
+        request = _codec.encode(_request(grammar, chat))
+        for _ in range(MAX_ATTEMPTS):
+            if not is_wanted():
+                return ""
+            try:
+                child = self._idle.get_nowait()
+            except queue.Empty:
+                child = _Child(self._command)
+            answer = child.exchange(request, is_wanted)
+            if answer is not None:
+                self._idle.put(child)
+                if answer.error:
+                    raise GrammarError(answer.error)
+                return answer.grammar
+            if child.end() == -signal.SIGPROF:
+                log.info("a grammar was refused: its compilation took more than %g seconds", self._max_seconds)
+                raise GrammarError(
+                    f"grammar is not valid: its compilation takes more than {self._max_seconds:g} seconds of "
+                    "computation (`grammar_compile_limit`); use a simpler grammar"
+                )
+        if not is_wanted():
+            log.info("the compilation of a grammar was ended: its client has left")
+            return ""
+        raise GrammarError("grammar is not valid: the process that compiles it has died; use a simpler grammar")
+
+    def close(self) -> None:
+        """Ends the idle children."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().end()
+
+
+class _Child:
+    """A child process, as its parent sees it."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def exchange(self, request: bytes, is_wanted: Callable[[], bool]) -> GrammarAnswer | None:
+        """Sends a request and waits for the answer. None if the child dies, takes too long or is not needed."""
+        began = time.monotonic()
+        try:
+            _write_frame(self._stdin, request)
+            while not select.select([self._stdout], [], [], POLL_SECONDS)[0]:
+                waited = time.monotonic() - began
+                if waited > MAX_WAIT_SECONDS or (waited > UNWANTED_SECONDS and not is_wanted()):
+                    return None
+            frame = _read_frame(self._stdout)
+        except OSError:
+            return None
+        return None if frame is None else _codec.decode(frame)
+
+    def end(self) -> int:
+        """Kills the child, unless it is dead, and returns its exit code."""
+        try:
+            return self._process.wait(timeout=1.0 if self._at_eof() else 0.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+        finally:
+            for pipe in (self._stdin, self._stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _at_eof(self) -> bool:
+        """Whether the child has closed its side, which it does only when it ends."""
+        return bool(select.select([self._stdout], [], [], 0)[0])
+
+
+def _request(grammar: bytes, chat: RenderedChat | None) -> GrammarRequest:
+    if chat is None:
+        return GrammarRequest(grammar, has_chat=False)
+    answer_format = chat.answer_format or AnswerFormat()
+    return GrammarRequest(
+        grammar=grammar,
+        has_chat=True,
+        tools=json.dumps(chat.tools).encode(),
+        call_required=chat.call_required,
+        parallel_calls=chat.parallel_calls,
+        has_format=chat.answer_format is not None,
+        call_formats=[call_format.name for call_format in answer_format.call_formats],
+        reasoning_tags=list(answer_format.reasoning_tags or ()),
+        starts_in_reasoning=answer_format.starts_in_reasoning,
+    )
+
+
+def _rendered_chat(request: GrammarRequest) -> RenderedChat | None:
+    """The chat of a request, without its text."""
+    if not request.has_chat:
+        return None
+    answer_format = AnswerFormat(
+        call_formats=tuple(_CALL_FORMATS[name] for name in request.call_formats),
+        reasoning_tags=ReasoningTags(*request.reasoning_tags) if request.reasoning_tags else None,
+        starts_in_reasoning=request.starts_in_reasoning,
+    )
+    return RenderedChat(
+        text="",
+        answer_format=answer_format if request.has_format else None,
+        tools=[(name, schema) for name, schema in json.loads(request.tools)],
+        call_required=request.call_required,
+        parallel_calls=request.parallel_calls,
+    )
+
+
+def _write_frame(file: IO[bytes], frame: bytes) -> None:
+    file.write(_LENGTH.pack(len(frame)) + frame)
+    file.flush()
+
+
+def _read_frame(file: IO[bytes]) -> bytes | None:
+    """The next frame; None at the end of the file."""
+    head = file.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    frame = file.read(length)
+    return frame if len(frame) == length else None
+
+
+# --- the child ---
+
+
+def main() -> None:
+    """Answers each GrammarRequest with a GrammarAnswer, until stdin is closed."""
+    model_dir, max_seconds = Path(sys.argv[1]), float(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the supervisor handles it
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get among the answers
+    requests: queue.SimpleQueue[GrammarRequest] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests,), daemon=True).start()
+    builder = AnswerGrammarBuilder(Vocabulary.load(read_model_config(model_dir)))
+    while True:
+        request = requests.get()
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)  # SIGPROF ends the process, whatever it computes
+        answer = _answer(builder, request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write_frame(answers, _codec.encode(answer))
+
+
+def _receive(requests: "queue.SimpleQueue[GrammarRequest]") -> None:
+    """Queues the parent's requests. Ends the process with the parent, also amid a compilation."""
+    while (frame := _read_frame(sys.stdin.buffer)) is not None:
+        requests.put(_codec.decode(frame))
+    os._exit(0)
+
+
+def _answer(builder: AnswerGrammarBuilder, request: GrammarRequest) -> GrammarAnswer:
+    try:
+        return GrammarAnswer(builder.build(request.grammar, _rendered_chat(request)))
+    except GrammarError as error:
+        return GrammarAnswer("", str(error))
+
+
+if __name__ == "__main__":
+    main()
