@@ -30,7 +30,8 @@ TAIL = """## API keys
 Clients send a key as `Authorization: Bearer KEY`. Valid keys are those of the file and those of the flag or the
 variable.
 
-1. `--api-key-file FILE` or `TGI_API_KEY_FILE`: one key per line. Protected by the permissions of the file.
+1. `--api-key-file FILE` or `TGI_API_KEY_FILE`: one key per line, with the [weight and the limits](fairness.md) of its
+   client. Protected by the permissions of the file.
 2. `API_KEY`: one key per line. Only the same user and root can read the environment of a process.
 3. `--api-key KEY`: every user of the host can read the arguments of a process that has just started, and they remain in
    the shell's history, a unit file or a container's configuration. The server replaces the key in its arguments within

@@ -283,9 +283,11 @@ def silent(message: Any) -> None:
 class Stream:
     """A request whose response is read piece by piece."""
 
-    def __init__(self, front: Front, path: str = "/generate_stream", body: str = '{"inputs":"x"}') -> None:
+    def __init__(
+        self, front: Front, path: str = "/generate_stream", body: str = '{"inputs":"x"}', **headers: str
+    ) -> None:
         self.connection = front.connect()
-        head = {"content-type": "application/json", "content-length": str(len(body))}
+        head = headers | {"content-type": "application/json", "content-length": str(len(body))}
         self.connection.sendall(request("POST", path, body.encode(), head))
         self.raw = b""
 

@@ -7,6 +7,7 @@ import pytest
 
 import tgi
 from tests.api.conftest import LIMITS, Front, silent, standard, texts
+from tgi.api.clients import client_at
 from tgi.microkernel import metrics
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Status
 
@@ -50,7 +51,8 @@ def test_the_limit_of_request_bodies_does_not_apply_to_the_probe(serve: Any) -> 
 def test_the_probe_needs_no_permit(serve: Any) -> None:
     """A front end that replaces another finds the permits held by clients of the others."""
     front = serve(silent, up=False, proves=True, max_concurrent_requests=1)
-    assert front.router._permits.acquire()
+    other = client_at("127.0.0.1").permit_id  # the same client, at another front end
+    assert front.router._permits.acquire(client=other)
     front.tokenizers[0].start()
     probe = front.tokenizers[0].next(Generate)
     until_stage(front, "answering the first request")
@@ -60,7 +62,7 @@ def test_the_probe_needs_no_permit(serve: Any) -> None:
     until_healthy(front)
     assert front.router._permits.held == 1
     assert front.post("/generate", '{"inputs":"x"}').status == 429
-    front.router._permits.release()
+    front.router._permits.release(client=other)
 
 
 def test_a_probe_that_fails_in_another_process_keeps_the_server_unready(

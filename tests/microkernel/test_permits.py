@@ -158,3 +158,59 @@ def test_releasing_more_than_held_raises(tmp_path: Path) -> None:
     permits.release(3)
     with pytest.raises(IndexError):
         permits.release()
+
+
+def test_a_light_client_gets_permits_while_another_holds_all(tmp_path: Path) -> None:
+    permits = Permits(tmp_path / "permits", 16)
+    assert permits.acquire(16, client=1), "a client alone gets all permits"
+    assert not permits.acquire(1, client=1)
+    assert permits.acquire(2, client=2), "from the reserve"
+    permits.release(3, client=1)
+    assert not permits.acquire(1, client=1), "it holds more than its share of the contended permits"
+    assert permits.acquire(5, client=2)
+    assert permits.held_by(1) == 13
+    assert permits.held_by(2) == 7
+    permits.release(7, client=2)
+    assert permits.acquire(3, client=1), "alone again"
+
+
+def test_shares_are_by_weight(tmp_path: Path) -> None:
+    permits = Permits(tmp_path / "permits", 16)
+    assert permits.acquire(12, client=1)
+    taken = 0
+    while permits.acquire(1, client=2, weight=3.0):
+        taken += 1
+    assert taken == 8, "up to the end of the reserve; its share is 12"
+    permits.release(12, client=1)
+    assert permits.acquire(4, client=2, weight=3.0)
+    assert permits.acquire(4, client=1)
+    assert not permits.acquire(1, client=1)
+
+
+def test_shares_count_permits_of_all_processes(hold: Any, tmp_path: Path) -> None:
+    (other,) = hold(16, [8])
+    assert other.acquire(16)
+    permits = Permits(tmp_path / "permits", 16)
+    assert permits.held_by(1) == 16
+    assert not permits.acquire(1, client=1)
+    assert permits.acquire(1, client=2)
+    other.end()
+    assert permits.acquire(11, client=2), "a killed process holds nothing"
+    assert permits.held_by(1) in (0, 16), "its rows are freed when permits are scarce"
+    assert permits.acquire(4, client=2)
+    assert permits.held_by(1) == 0
+
+
+def test_any_order_of_releases_keeps_the_counts(tmp_path: Path) -> None:
+    permits, draws = Permits(tmp_path / "permits", 40), random.Random(0)
+    held = dict.fromkeys(range(1, 6), 0)
+    for _ in range(3000):
+        client = draws.choice([*held])
+        if draws.random() < 0.55:
+            count = draws.randint(1, 3)
+            held[client] += count if permits.acquire(count, client=client) else 0
+        elif held[client]:
+            permits.release(1, client=client)
+            held[client] -= 1
+        assert held == {client: permits.held_by(client) for client in held}
+        assert permits.held == sum(held.values()) <= 50

@@ -60,6 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         choice=st.integers(0, 1),
         prompt_top_n=st.sampled_from([None, None, 0, 2]),
         name=st.sampled_from([None, "a", "a", "b"]),
+        client=st.sampled_from(["", "", "light", "heavy"]),
+        weight=st.sampled_from([1.0, 1.0, 3.0]),
+        priority=st.sampled_from([0, 0, 0, 1]),
     )
     def add(
         self, prompt: list[int], first: int, new: int, tokenizer: int, eos: bool, name: str | None, **options: Any

@@ -22,6 +22,9 @@ class SubmittedRequest:
         sampling: SamplingParams,
         resume: list[int],
         prompt_top_n: int | None = None,
+        client: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> None:
         self.prompt = prompt
         self.new = new  # max_new_tokens
@@ -34,6 +37,9 @@ class SubmittedRequest:
         self.prompt_top_n = prompt_top_n  # None: no prompt logprobs
         self.prompt_logprobs: list[float] = []  # received, from the prompt's second token on
         self.prompt_tops: Tops = []  # of all prompt tokens, concatenated
+        self.client = client  # of the server
+        self.weight = weight
+        self.priority = priority
         self.end: End | None = None
         self.cancelled_by_client = False
         self.resumed = len(resume)  # number of ids when it was last submitted

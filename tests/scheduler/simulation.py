@@ -139,13 +139,18 @@ class Simulation:
         choice: int = 0,
         prompt_top_n: int | None = None,
         adapter: LoadedAdapter | None = None,
+        client: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> SubmittedRequest:
         """Submits a request. `seed`: None means greedy."""
         sampling = GREEDY if seed is None else SamplingParams(seed, do_sample=True)
         sampling = sampling._replace(top_n=top_n, choice=choice)
         if adapter is not None:
             sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
-        request = SubmittedRequest(prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n)
+        request = SubmittedRequest(
+            prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n, client, weight, priority
+        )
         self.rids += 1
         self.tokenizers[tokenizer].requests[self.rids] = request
         self.submit(tokenizer, self.rids, request)
@@ -155,6 +160,7 @@ class Simulation:
         columns = [pack_column(INT32, values) for values in (request.prompt, request.stop_ids, request.ids)]
         request.resumed = len(request.ids)
         add = Add(rid, columns[0], request.new, request.sampling, columns[1], columns[2], request.cache_salt)
+        add = add._replace(client=request.client, weight=request.weight, priority=request.priority)
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
         self.handle(add, self.tokenizers[tokenizer].peer)

@@ -9,8 +9,9 @@ from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.protocol import CHUNK, END, Add, Cancel, End, FinishReason, RequestState, Status, Stop, Tokens
-from tgi.scheduler.request import Request, TokenizerClient, WaitingQueue
+from tgi.scheduler.request import Request, TokenizerClient
 from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.scheduler.waiting_queue import WaitingQueue
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -206,19 +207,18 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
     for n in (1, 3, 4):
         queue.append(made[n])
     made[1].state = END[made[1].state]
-    queue.record_ended(1)
+    queue.record_ended(made[1])
+    made[0].share = made[2].share = made[1].share
     queue.reinsert(made[0])
     queue.reinsert(made[2])
     queue.remove(made[3])
     assert len(queue) == 3
     order = []
     while (head := queue.head()) is not None:
-        assert queue.pop_head() is head
+        queue.pop(head)
         order.append(head.rid)
     assert order == [0, 2, 4]
     assert len(queue) == 0
-    with pytest.raises(IndexError):
-        queue.pop_head()
     with pytest.raises(ValueError, match="illegal transition"):
         CHUNK[made[1].state]
     assert made[1].state is RequestState.ENDED
@@ -232,7 +232,7 @@ def test_ended_requests_do_not_accumulate_in_the_queue() -> None:
         request = Request(client, Add(n, b"", 1, b""), n, 0.0)
         queue.append(request)
         request.state = END[request.state]
-        queue.record_ended(1)
+        queue.record_ended(request)
     gc.collect()
     kept = [one for one in gc.get_objects() if isinstance(one, Request) and one.client is client]
     assert len(kept) < 200

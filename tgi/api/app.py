@@ -10,7 +10,7 @@ from falcon.asgi import Request, Response
 from tgi.api import docs, request_metrics, tracing
 from tgi.api.asgi import RECEIVE_KEY, AsgiApp, Receive, Send, is_probe
 from tgi.api.errors import ApiError, ClientDisconnected, Rejection
-from tgi.api.middleware import ApiKeyMiddleware, CorsMiddleware, RequestIdMiddleware
+from tgi.api.middleware import ClientMiddleware, CorsMiddleware, RequestIdMiddleware
 from tgi.api.operations import KSERVE, OPERATIONS
 from tgi.api.routes.info import HealthResource
 from tgi.api.routes.native import RootResource
@@ -30,7 +30,7 @@ def build(service: Service) -> AsgiApp:
     app.add_middleware(RequestIdMiddleware())
     if service.tracer is not None:  # before the API key, so that a span has its name also if the key is wrong
         app.add_middleware(tracing.SpanNameMiddleware(span_names(settings)))
-    app.add_middleware(ApiKeyMiddleware(settings.api_key, settings.aip_predict_route))
+    app.add_middleware(ClientMiddleware(service.clients, settings.aip_predict_route))
     app.resp_options.default_media_type = None  # type: ignore[assignment]  # an empty response has no content type
     handlers = ErrorHandlers(service)
     app.add_error_handler(Exception, handlers.handle_unexpected)

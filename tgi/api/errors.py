@@ -138,10 +138,9 @@ def unauthorized() -> Rejection:
     return Rejection(401, text, plain="")
 
 
-def overloaded(retry_after: int = 1) -> ApiError:
-    """429: too few permits are free. `retry_after` is in seconds."""
-    headers = {"retry-after": str(retry_after)}
-    return ApiError(429, "overloaded", "Model is overloaded", counted="overloaded", headers=headers)
+def overloaded(retry_after: int = 1, text: str = "Model is overloaded") -> ApiError:
+    """429: too few permits are free, or a limit of the client is reached. `retry_after` is in seconds."""
+    return ApiError(429, "overloaded", text, counted="overloaded", headers={"retry-after": str(retry_after)})
 
 
 def unhealthy(stage: str) -> ApiError:

@@ -8,6 +8,7 @@ from falcon.asgi import Request, Response
 
 from tgi.api import errors, request_metrics
 from tgi.api.asgi import is_probe
+from tgi.api.clients import Client
 from tgi.api.errors import ApiError
 from tgi.api.request_metrics import RequestTimings
 from tgi.api.request_parameters import RequestedSampling, encode_grammar
@@ -84,8 +85,9 @@ def create_generations(
     check_rules(contexts[0], RULES_BEFORE_ADMISSION, names)
     best_of = max(1, parameters.best_of or 1)
     probe = is_probe(req)
+    client: Client = req.context.client
     if not probe:
-        acquire_permits(service, len(prompts) * best_of * choices)
+        acquire_permits(service, client, len(prompts) * best_of * choices)
     for context in contexts:
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()
@@ -103,22 +105,23 @@ def create_generations(
                 params = params._replace(adapter=adapter.name, adapter_digest=adapter.digest)
             if not probe:
                 request_metrics.count_generation()
-            message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json)
+            message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
             message = message._replace(request_key=key, request_index=len(generations))
             service.router.recorder.stamp(Event.RECEIVED, key, len(generations))
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
-            generations.append(Generation(message, stream, wake_event, probe))
+            generations.append(Generation(message, stream, wake_event, probe, client))
     return generations
 
 
-def acquire_permits(service: Service, count: int) -> None:
-    """Acquires permits for this many generations. Raises ApiError: 422 if the server has fewer, 429 if too few are
-    free, 503 before the readiness probe has passed."""
+def acquire_permits(service: Service, client: Client, count: int) -> None:
+    """Acquires permits for this many generations of a client.
+
+    Raises ApiError: 422 if the server has fewer, 429 if too few are free, 503 before the readiness probe has passed."""
     limit = service.settings.max_concurrent_requests
     if count > limit:
         raise errors.validation_error(f"at most {limit} texts can be generated at once. Given: {count}")
-    service.router.acquire_permits(count)
+    service.router.acquire_permits(client, count)
 
 
 def _generate_message(
@@ -128,6 +131,7 @@ def _generate_message(
     params: SamplingParams,
     hide_stop: bool,
     grammar_json: bytes,
+    client: Client,
 ) -> Generate:
     """The message to the tokenizer; Generation.to_message completes it."""
     return Generate(
@@ -146,6 +150,9 @@ def _generate_message(
         bad_words=list(sampling.bad_words),
         skip_special_tokens=sampling.skip_special_tokens,
         input_ids=pack_column(INT32, prompt.ids or ()),
+        client=client.name,
+        weight=client.weight,
+        priority=client.priority,
     )
 
 

@@ -50,6 +50,7 @@ async def serve(process: Process) -> None:
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)
     service = Service(settings, router, settings.model_id, settings.compute_type or "", tracer=tracer)
+    service.clients.reload_if_readable()
     application = app.build(service)
     certificate = await load_certificate(settings, process)
     server = HttpServer(application, settings, certificate, lambda: process.heartbeat(TICK_SECONDS))

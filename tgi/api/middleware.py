@@ -1,13 +1,11 @@
-"""falcon middleware of all routes: CORS headers, request ids, and the API key. tracing.py has the one that names
-spans."""
+"""falcon middleware of all routes: CORS headers, request ids, and clients. tracing.py has the one that names spans."""
 
-import hmac
 import re
 from uuid import uuid4
 
 from falcon.asgi import Request, Response
 
-from tgi.api import errors
+from tgi.api.clients import Clients
 
 VARY = "origin, access-control-request-method, access-control-request-headers"
 
@@ -46,18 +44,15 @@ class RequestIdMiddleware:
         resp.set_header("x-request-id", req.context.request_id)
 
 
-class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer KEY` on every POST if there are keys, except to `open_path`."""
+class ClientMiddleware:
+    """Identifies the client of every POST, as `req.context.client`. If the server has keys, `Authorization: Bearer
+    KEY` is required, except on `open_path`."""
 
-    def __init__(self, keys: tuple[str, ...], open_path: str | None = None) -> None:
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, clients: Clients, open_path: str | None = None) -> None:
+        self._clients = clients
         self._open_path = open_path
 
     async def process_resource(self, req: Request, resp: Response, resource: object, params: object) -> None:
-        """Compares the given key with every key, each in constant time. Raises Rejection: 401."""
-        if req.method != "POST" or not self._keys or req.path == self._open_path:
-            return
-        scheme, _, given = (req.get_header("authorization") or "").partition(" ")
-        matches = sum(hmac.compare_digest(given.encode("latin-1", "replace"), key) for key in self._keys)
-        if scheme.lower() != "bearer" or not matches:
-            raise errors.unauthorized()
+        """Raises Rejection: 401."""
+        if req.method == "POST":
+            req.context.client = self._clients.identify(req, needs_key=req.path != self._open_path)

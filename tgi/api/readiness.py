@@ -58,8 +58,8 @@ async def _probe_failure(app: AsgiApp, service: Service, method: str, path: str,
     """Sends one probe. Returns why it has failed, or "" for a 200."""
     settings = service.settings
     headers = {"content-type": "application/json", "content-length": str(len(body))}
-    if settings.api_key:
-        headers["authorization"] = f"Bearer {settings.api_key[0]}"
+    if key := service.clients.first_key:
+        headers["authorization"] = f"Bearer {key}"
     try:
         async with asyncio.timeout(settings.stall_limit):
             status, answer = await _send_request(app, method, path, body, headers)

@@ -5,6 +5,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
 from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.protocol import AdapterUpdated, End, FinishReason, Generate, Tokenize, Tokenized, UpdateAdapter
@@ -75,8 +76,16 @@ class Generation(LiveRequest):
     arrival of tokens wakes the route, without it the end only. `probe` marks the readiness probe.
     """
 
-    def __init__(self, message: Generate, stream: bool, wake_event: WakeEvent, probe: bool = False) -> None:
+    def __init__(
+        self,
+        message: Generate,
+        stream: bool,
+        wake_event: WakeEvent,
+        probe: bool = False,
+        client: Client = ANONYMOUS,
+    ) -> None:
         super().__init__(wake_event)
+        self.client = client
         self.message = message  # without rid, resume_ids and traceparent
         self.stream = stream
         self.probe = probe

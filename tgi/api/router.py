@@ -6,9 +6,11 @@ import itertools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from tgi.api import errors, request_metrics
+from tgi.api.clients import Client
 from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest, WakeEvent
 from tgi.api.token_columns import TextsColumns
 from tgi.microkernel import metrics
@@ -61,7 +63,7 @@ class Router:
     def __init__(self, links: list[Link], permits: Permits, recorder: FlightRecorder = NO_RECORDER) -> None:
         self.recorder = recorder
         self._permits = permits
-        self._unused_permits = 0  # acquired for generations that are submitted before this loop turn ends
+        self._unused_permits: Counter[Client] = Counter()  # for generations that are submitted in this loop turn
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
@@ -117,34 +119,39 @@ class Router:
         ]
         return min(max(1, math.ceil(max(waits, default=0) / 1000)), MAX_RETRY_AFTER_SECONDS)
 
-    def require_free_permit(self) -> None:
-        """Raises ApiError: 429 if no permit is free now. Acquires none. Before the readiness probe has passed it does
-        nothing: acquire_permits then answers 503."""
+    def require_free_permit(self, client: Client) -> None:
+        """Raises ApiError: 429 if no permit is free for this client now. Acquires none. Before the readiness probe has
+        passed it does nothing: acquire_permits then answers 503."""
         if not self.probe_passed:
             return
-        if not self._permits.acquire():
-            raise errors.overloaded(self.retry_after)
-        self._permits.release()
+        self._acquire(client, 1)
+        self._permits.release(1, client.permit_id)
 
-    def acquire_permits(self, count: int = 1) -> None:
+    def acquire_permits(self, client: Client, count: int = 1) -> None:
         """Acquires permits for this many generations of a client, to be submitted before anything is awaited: those
         that are unused when the loop turns are returned.
 
-        Raises ApiError: 503 before the readiness probe has passed, 429 if too few permits are free.
+        Raises ApiError: 503 before the readiness probe has passed, 429 if too few permits are free for the client.
         """
         if not self.probe_passed:
             raise errors.unhealthy(self.stage)
-        missing = count - self._unused_permits
+        missing = count - self._unused_permits[client]
         if missing > 0:
-            if not self._permits.acquire(missing):
-                raise errors.overloaded(self.retry_after)
-            self._unused_permits = count
+            self._acquire(client, missing)
+            self._unused_permits[client] = count
         if self._loop is not None:
             self._loop.call_soon(self._return_unused_permits)
 
+    def _acquire(self, client: Client, count: int) -> None:
+        if client.requests is not None and self._permits.held_by(client.permit_id) + count > client.requests:
+            raise errors.overloaded(self.retry_after, f"This API key may have {client.requests} requests at once")
+        if not self._permits.acquire(count, client.permit_id, client.weight):
+            raise errors.overloaded(self.retry_after)
+
     def _return_unused_permits(self) -> None:
-        self._permits.release(self._unused_permits)
-        self._unused_permits = 0
+        for client, count in self._unused_permits.items():
+            self._permits.release(count, client.permit_id)
+        self._unused_permits.clear()
 
     def submit(self, request: LiveRequest) -> None:
         """Sends a request to the tokenizer that has the fewest, or keeps it until one connects.
@@ -152,10 +159,10 @@ class Router:
         Raises ApiError: 429 if there is no permit for a generation.
         """
         if isinstance(request, Generation) and not request.probe:
-            if self._unused_permits:
-                self._unused_permits -= 1
-            elif not self._permits.acquire():
-                raise errors.overloaded(self.retry_after)
+            if self._unused_permits[request.client]:
+                self._unused_permits[request.client] -= 1
+            else:
+                self._acquire(request.client, 1)
         self._assign(request)
         self._exchange_with_all_soon()
 
@@ -318,7 +325,7 @@ class Router:
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False
         if isinstance(request, Generation) and not request.probe:
-            self._permits.release()
+            self._permits.release(1, request.client.permit_id)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId) -> None:
         """Submits the requests of a dead tokenizer again, to another one or to its replacement."""

@@ -12,6 +12,7 @@ from falcon.asgi import Request
 from tgi.api import request_metrics
 from tgi.api.asgi import RECEIVE_KEY, DisconnectWatcher, is_probe
 from tgi.api.body_reader import BodyReader
+from tgi.api.clients import Clients
 from tgi.api.errors import ClientDisconnected, Rejection
 from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest
@@ -38,8 +39,10 @@ class Service:
     compute_type: str
     seed_source: random.Random = field(default_factory=random.SystemRandom)
     tracer: "Tracer | None" = None
+    clients: Clients = field(init=False)
 
     def __post_init__(self) -> None:
+        self.clients = Clients(self.settings)
         self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
 
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
@@ -48,7 +51,7 @@ class Service:
         Raises also ApiError: 429.
         """
         if not is_probe(req):
-            self.router.require_free_permit()
+            self.router.require_free_permit(req.context.client)
         return await self.read_body(req, decoder)
 
     async def read_body(self, req: Request, decoder: BodyDecoder[T]) -> T:

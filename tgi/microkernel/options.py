@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from math import inf
 from typing import Any, NamedTuple
 
@@ -178,6 +178,14 @@ def address(value: str) -> str:
     except ValueError:
         raise ValueError(f"{value!r} is not an IP address, such as 127.0.0.1") from None
     return value
+
+
+def network(value: str) -> str:
+    """An IP address, or a network of addresses."""
+    try:
+        return str(ip_network(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is neither an IP address nor a network, such as 10.0.0.0/8") from None
 
 
 def tcp_address(value: str) -> str:

@@ -198,6 +198,9 @@ class Generate(NamedTuple):
 
     `fingerprint` names the request in crash isolation, 8 bytes: equal for equal requests of clients. With `alone` the
     tokenizer works on it only while it has nothing else in hand.
+
+    `client` is whose share of the server the request uses; its weight and priority come with each request, so that
+    the scheduler needs no table of clients.
     """
 
     rid: int
@@ -223,6 +226,10 @@ class Generate(NamedTuple):
     alone: bool = False
     request_key: int = 0  # of the HTTP request, for the flight recorder; 0: not recorded
     request_index: int = 0  # of this generation in the HTTP request
+    client: str = ""  # digest of the API key, else the client's address
+    weight: float = 1.0  # of the client's share, > 0
+    priority: int = 0  # requests of a higher priority are admitted first
+    deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
 
 
 class Tokenize(NamedTuple):
@@ -284,6 +291,10 @@ class Add(NamedTuple):
     fingerprint: bytes = b""  # as in Generate
     request_key: int = 0  # as in Generate
     request_index: int = 0
+    client: str = ""  # this and the next three as in Generate
+    weight: float = 1.0
+    priority: int = 0
+    deadline_ms: int = 0
 
 
 class Stop(NamedTuple):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tgi.microkernel import rundir
+from tgi.microkernel.api_keys import parse_api_key, read_api_key_file
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import (
     HIDDEN,
@@ -27,6 +28,7 @@ from tgi.microkernel.options import (
     endpoint,
     flag,
     integer,
+    network,
     number,
     proper_share,
     resolve_value,
@@ -179,7 +181,8 @@ class Settings:
     api_key_file: str | None = setting(
         SERVING,
         None,
-        "File with the keys that clients must send (Authorization: Bearer KEY), one per line.",
+        "File with the keys that clients must send (Authorization: Bearer KEY), one per line, each with the weight and "
+        "the limits of its client.",
         text,
         env=("TGI_API_KEY_FILE",),
         unset="no key is asked for",
@@ -193,6 +196,15 @@ class Settings:
         separator="\n",
         secret=True,
         unset="no key is asked for",
+    )
+    trusted_proxies: tuple[str, ...] = setting(
+        SERVING,
+        (),
+        "Addresses or networks of proxies whose X-Forwarded-For names the client's address. Repeatable.",
+        network,
+        env=("TGI_TRUSTED_PROXIES",),
+        separator=",",
+        unset="none",
     )
     ssl_certfile: str | None = setting(
         SERVING,
@@ -570,6 +582,7 @@ class Settings:
 
     # Derived at start, not options
     run_dir: Path = field(default=Path("."))
+    given_api_keys: tuple[str, ...] = ()  # api_key without those of api_key_file
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub
     model_source: str = ""  # its origin, as text
@@ -689,6 +702,11 @@ def _reject_contradictions(settings: Settings) -> None:
         raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
     if settings.draft_model_revision is not None and settings.draft_model_id is None:
         raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
+    for line in settings.api_key:
+        try:
+            parse_api_key(line)
+        except (ValueError, TypeError) as error:
+            raise _invalid(f"`api_key`: {error}") from error
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise _invalid("`ssl_keyfile` is set, but no `ssl_certfile` is given. HTTPS needs both, or one file with both.")
     for name in ("listen", "connect"):
@@ -731,24 +749,16 @@ def _with_derived_values(settings: Settings) -> Settings:
     if speculate is None and settings.draft_model_id is not None:
         speculate = DEFAULT_SPECULATED_TOKENS
     keys = settings.api_key + _read_keys(settings.api_key_file)
-    return replace(settings, max_input_tokens=limit, speculate=speculate, api_key=keys)
+    return replace(settings, max_input_tokens=limit, speculate=speculate, api_key=keys, given_api_keys=settings.api_key)
+
+
+def reread_api_keys(settings: Settings) -> tuple[str, ...]:
+    """The value of `api_key` with the present content of the key file. Raises UserError if that is invalid."""
+    return settings.given_api_keys + _read_keys(settings.api_key_file)
 
 
 def _read_keys(file: str | None) -> tuple[str, ...]:
-    """The keys of a key file, one per line."""
-    if file is None:
-        return ()
-    try:
-        # utf-8-sig: with or without a byte order mark.
-        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise _invalid(f"`api_key_file` {file} cannot be read: {error.strerror}. Name a file with keys.") from error
-    except UnicodeDecodeError as error:
-        raise _invalid(f"`api_key_file` {file} is not text in UTF-8. Write one key per line.") from error
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise _invalid(f"`api_key_file` {file} holds no key. Write one per line.")
-    return keys
+    return () if file is None else read_api_key_file(file)
 
 
 # --- LoRA adapters ---

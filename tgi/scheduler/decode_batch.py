@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tgi.microkernel.codec import INT32, UINT32
 from tgi.scheduler.columns import increment_each
-from tgi.scheduler.request import NO_SLOT, NO_STEP, Request, TokenizerClient
+from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerClient
 
 
 class RunningBatch:
@@ -17,11 +17,13 @@ class RunningBatch:
     """
 
     def __init__(self, slots: int) -> None:
+        self.step = 0  # the number of the last step plan
         self.early_exits = 0  # requests that have left before their last token, perhaps with rows in flight
         self.prefilling: dict[Request, None] = {}  # in the order of admission
         self.lanes: dict[TokenizerClient, DecodeLane] = {}  # the decoding requests; no lane is empty
         self.prefilled: list[Request] = []  # their last prefill chunk is planned: they decode from the next step on
         self.finishing: list[Request] = []  # their last token is planned: they decode no longer
+        self.shares: dict[ClientShare, None] = {}  # the clients that hold slots
         self.free_slots = list(range(slots - 1, -1, -1))
         self._slots: list[Request | None] = [None] * slots
 
@@ -54,6 +56,10 @@ class RunningBatch:
     def assign_slot(self, request: Request) -> int:
         """Gives a free slot to a request that is to be prefilled, and returns it. Raises IndexError if none is free."""
         request.slot = slot = self.free_slots.pop()
+        share = request.share
+        if not share.running:
+            self.shares[share] = None
+        share.running += 1
         self._slots[slot] = request
         return slot
 
@@ -68,6 +74,7 @@ class RunningBatch:
                 if lane is None:
                     lane = self.lanes[request.client] = DecodeLane()
                 lane.add(request)
+                request.share.enter_decode(request, self.step)
         self.finishing, self.prefilled = [], []
 
     def due(self) -> tuple[list[Request], list[Request]]:
@@ -81,6 +88,7 @@ class RunningBatch:
     def _leave_lane(self, request: Request) -> None:
         lane = self.lanes[request.client]
         lane.remove(request)
+        request.share.leave_decode(request)
         if not lane.requests:
             del self.lanes[request.client]
 
@@ -93,6 +101,10 @@ class RunningBatch:
             slot = request.slot
             slots[slot] = None
             free.append(slot)
+            share = request.share
+            share.running -= 1
+            if not share.running:
+                del self.shares[share]
             if request.lane is not None:
                 self._leave_lane(request)
             elif prefilling:
@@ -100,10 +112,17 @@ class RunningBatch:
             request.slot = NO_SLOT
             request.valid_from_step = NO_STEP
 
-    def latest_arrival(self, excluding: Request) -> Request | None:
-        """The last to arrive of all other requests that still need steps: the first to be preempted."""
-        candidates = [request for request in self.unfinished if request is not excluding]
-        return max(candidates, key=lambda request: request.arrival) if candidates else None
+    def preemption_victim(self, excluding: Request | None = None, share: ClientShare | None = None) -> Request | None:
+        """The first to be preempted of all other requests that still need steps: of the client with the highest load,
+        or of this one, the last to arrive."""
+        candidates = [one for one in self.unfinished if one is not excluding and share in (None, one.share)]
+        return max(candidates, key=preemption_order) if candidates else None
+
+
+def preemption_order(request: Request) -> tuple[tuple[int, float], int]:
+    """Of two requests, the one for which this is higher is preempted first. Clients hold what their weight gives them,
+    and within a client the first to arrive finishes first."""
+    return request.share.load, request.arrival
 
 
 class LaneRows(NamedTuple):

@@ -1,7 +1,6 @@
-"""Requests as the scheduler knows them, the tokenizer process each belongs to, and the waiting queue."""
+"""Requests as the scheduler knows them, the tokenizer process each belongs to, and the client whose share it uses."""
 
 from array import array
-from bisect import bisect
 from collections import deque
 from functools import lru_cache
 from typing import Protocol
@@ -14,6 +13,10 @@ from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 NO_SLOT = -1
 # A step number that is never reached: results do not concern a request without a slot.
 NO_STEP = 1 << 62
+
+
+# What a computed prompt token and a generated token add to a counter.
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 
 
 class Drafter(Protocol):
@@ -49,7 +52,9 @@ class Request:
         "cache_salt",
         "cached_tokens",
         "capacity",
+        "charged_tokens",
         "client",
+        "decodes_since",
         "drafter",
         "due_step",
         "fingerprint",
@@ -59,9 +64,11 @@ class Request:
         "last_start",
         "max_total_tokens",
         "missing_pages",
+        "owner",
         "pages",
         "planned",
         "prefix",
+        "priority",
         "prompt_logprobs_from",
         "prompt_tokens",
         "prompt_top_n",
@@ -71,14 +78,17 @@ class Request:
         "request_key",
         "rid",
         "sampling",
+        "share",
         "shares_pages",
         "slot",
         "state",
         "stop_ids",
         "token_ids",
         "valid_from_step",
+        "weight",
     )
 
+    share: "ClientShare"  # set when the waiting queue gets it
     prompt_logprobs_from: int  # logprobs of prompt tokens from this position on are still to be sent
     # These mean something only while it holds a slot.
     pages: list[int]
@@ -88,6 +98,7 @@ class Request:
     published_pages: int  # its first pages, which are in the prefix cache
     prefix: bytes  # the name of the prefix in these pages
     lane_index: int  # its index in the columns of its lane
+    decodes_since: int  # the step after which it entered the lane
     due_step: int  # the lane's step count at which it needs a page or draws its last token
 
     def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
@@ -95,6 +106,10 @@ class Request:
         malformed or a field is out of range."""
         self.client = client
         self.rid = add.rid
+        self.owner = add.client  # the client of the server, whose share it uses
+        self.weight = add.weight
+        self.priority = add.priority
+        self.charged_tokens = 0  # positions that its client's counter includes
         self.arrival = arrival
         # Its name in crash isolation. Without one from the client's request, one that no other request has.
         self.fingerprint = add.fingerprint or b"-%d" % arrival
@@ -217,58 +232,68 @@ class TokenizerClient:
         return tokens
 
 
-# Ended requests that the queue may hold in addition to as many as wait: this bounds the cost of a sweep per request.
-SWEEP_THRESHOLD = 64
+class ClientShare:
+    """The requests of one client of the server (an API key, or an address), and its virtual token counter.
 
+    While its requests decode, each step adds the same to the counter, so nothing is counted per row: the counter is a
+    linear function of the step number, made exact when a request leaves the decode rows.
+    """
 
-class WaitingQueue:
-    """First come, first served; a request that is preempted returns to its place of arrival."""
+    __slots__ = ("decoding", "ended", "entered_steps", "in_heap", "input_cost", "name", "output_cost", "priority",
+                 "running", "served", "waiting", "weight")  # fmt: skip
 
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-        self._ended = 0  # requests in the deque that have ended
+    input_cost: float  # what a computed prompt token adds to `served`
+    output_cost: float  # and a generated one
 
-    def __len__(self) -> int:
-        return len(self._requests) - self._ended
+    def __init__(self, name: str, weight: float, priority: int) -> None:
+        self.name = name
+        self.waiting: deque[Request] = deque()  # in the order of arrival; some have ended
+        self.ended = 0  # how many of `waiting` have ended
+        self.running = 0  # requests that hold a slot
+        self.decoding = 0  # of these, requests in the decode rows
+        self.entered_steps = 0  # sum of the step numbers at which those entered
+        self.served = 0.0  # tokens computed for it / weight, without the rows of `decoding`
+        self.in_heap = False  # whether the queue's heap has an entry of it
+        self.set_rank(weight, priority)
 
-    def append(self, request: Request) -> None:
-        """Adds a new request, the last to arrive."""
-        self._requests.append(request)
+    def set_rank(self, weight: float, priority: int) -> None:
+        """Sets weight and priority, which a reloaded key file may change."""
+        self.weight = weight
+        self.priority = priority
+        self.input_cost = INPUT_WEIGHT / weight
+        self.output_cost = OUTPUT_WEIGHT / weight
 
-    def reinsert(self, request: Request) -> None:
-        """Adds a request that was in the queue before, at its place of arrival."""
-        self._requests.insert(bisect(self._requests, request.arrival, key=_arrival), request)
+    def counter(self, step: int) -> float:
+        """The virtual token counter when step number `step` is planned."""
+        return self.served + self.output_cost * (self.decoding * step - self.entered_steps)
 
-    def remove(self, request: Request) -> None:
-        """Removes a waiting request. Raises ValueError if it does not wait here."""
-        self._requests.remove(request)
+    def enter_decode(self, request: Request, step: int) -> None:
+        """A request decodes from the step after this one on."""
+        request.decodes_since = step
+        self.decoding += 1
+        self.entered_steps += step
 
-    def head(self) -> Request | None:
-        """The next request, which stays in the queue."""
-        requests = self._requests
-        while requests:
-            head = requests[0]
-            if head.state is QUEUED:
-                return head
-            requests.popleft()  # ended while it waited
-            self._ended -= 1
-        return None
+    def leave_decode(self, request: Request) -> None:
+        """A request has left the decode rows: counts the positions that it has computed there."""
+        self.decoding -= 1
+        self.entered_steps -= request.decodes_since
+        if (tokens := request.planned - request.charged_tokens) > 0:
+            self.served += self.output_cost * tokens
+            request.charged_tokens = request.planned
 
-    def pop_head(self) -> Request:
-        """Removes what `head` has just returned. Raises IndexError if the queue is empty."""
-        return self._requests.popleft()
+    @property
+    def load(self) -> tuple[int, float]:
+        """Orders clients by who is preempted first: lower priority, then more slots for its weight."""
+        return -self.priority, self.running / self.weight
 
-    def record_ended(self, count: int) -> None:
-        """This many requests in the queue have ended. They are removed when they reach the head, or in a sweep."""
-        self._ended += count
-        if 2 * self._ended > len(self._requests) + SWEEP_THRESHOLD:
-            self._requests = deque(self.waiting())
-            self._ended = 0
-
-    def waiting(self) -> list[Request]:
-        """All requests in the queue, in order."""
-        return [request for request in self._requests if request.state is QUEUED]
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+    def may_preempt(self, other: "ClientShare", step: int) -> bool:
+        """Whether a request of this client that waits may take the slot of a running one of the other. Between equal
+        priorities only if the other then still holds at least as much for its weight, so that the slot does not come
+        and go, and if it has been served at least as much."""
+        if other is self or not other.running:
+            return False
+        if other.priority != self.priority:
+            return other.priority < self.priority
+        return (other.running - 1) / other.weight >= (self.running + 1) / self.weight and self.counter(
+            step
+        ) <= other.counter(step)

@@ -38,9 +38,10 @@ from tgi.scheduler.in_flight import (
     split_prompt_logprobs,
 )
 from tgi.scheduler.peers import LoadReport, Outbox, TokenizerPeers, WorkerPeer
-from tgi.scheduler.request import Request, TokenizerClient, WaitingQueue, validation_error
+from tgi.scheduler.request import Request, TokenizerClient, validation_error
 from tgi.scheduler.speculation import Speculation
 from tgi.scheduler.step_planner import StepPlanner
+from tgi.scheduler.waiting_queue import WaitingQueue
 
 log = logging.getLogger(__name__)
 
@@ -289,29 +290,31 @@ class Scheduler:
 
     def _end_requests(self, ended: FinishedRequests, now: float, message: str = "") -> None:
         """Every request ends here, once."""
-        running = []
+        waited: list[Request] = []
+        running: list[Request] = []
         for request, _ in ended:
             state = request.state
-            if state is not QUEUED:
-                running.append(request)
+            (waited if state is QUEUED else running).append(request)
             request.state = END[state]
             self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=request.generated_tokens)
             del request.client.requests[request.rid]
         if running and self._planner is not None:
             self._planner.release(running)
-        on_trial = self._discard_suspects(ended) if self._isolation.suspects else 0
-        self._queue.record_ended(len(ended) - len(running) - on_trial)
+        on_trial = self._discard_suspects(ended) if self._isolation.suspects else ()
+        for request in waited:
+            if request not in on_trial:
+                self._queue.record_ended(request)
         self.counters.ended_requests += len(ended)
         self._outbox.extend((one.client.peer, one.end_message(reason, message, now)) for one, reason in ended)
 
-    def _discard_suspects(self, ended: FinishedRequests) -> int:
-        """Returns how many of these requests were waiting for a slot on trial."""
-        waited = 0
+    def _discard_suspects(self, ended: FinishedRequests) -> list[Request]:
+        """Returns those of these requests that were waiting for a slot on trial."""
+        waited = []
         for request, reason in ended:
             self._isolation.discard(request.fingerprint, well=reason in ENDS_WELL)
             if self._planner is not None and request in self._planner.trial_queue:
                 del self._planner.trial_queue[request]
-                waited += 1
+                waited.append(request)
         return waited
 
     # --- results ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Plans the next step: decode rows first, then prefill chunks in the order of arrival."""
+"""Plans the next step: decode rows first, then prefill chunks, by the clients' shares and the order of arrival."""
 
 from array import array
 
@@ -19,15 +19,18 @@ from tgi.microkernel.protocol import (
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import ONE
 from tgi.scheduler.counters import Counters
-from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch
+from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch, preemption_order
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import KVCacheManager
-from tgi.scheduler.request import NO_SLOT, Request, TokenizerClient, WaitingQueue
+from tgi.scheduler.request import NO_SLOT, Request, TokenizerClient
 from tgi.scheduler.speculation import NgramProposer, Speculation
+from tgi.scheduler.waiting_queue import WaitingQueue
 
 # Share of the pages that admission leaves to the running requests, so that they need not be preempted at once.
 SPARE_PAGES_SHARE = 0.01
+# At most this share of the slots is preempted for another client in one step.
+PREEMPTED_SLOTS_SHARE = 1 / 16
 
 
 class StepPlanner:
@@ -66,6 +69,7 @@ class StepPlanner:
         self._isolation = isolation
         self._speculation = speculation
         self._spare_pages = int(limits.pages * SPARE_PAGES_SHARE)
+        self._max_share_preemptions = max(1, int(limits.max_batch_size * PREEMPTED_SLOTS_SHARE))
         # Each slot as a packed column of one item.
         self._slot_columns = [pack_column(INT32, [slot]) for slot in range(limits.max_batch_size)]
 
@@ -77,6 +81,9 @@ class StepPlanner:
             self.commit()
         if self.trial_queue:
             self._release_from_trial()
+        self.queue.step = self.batch.step = number
+        if self.queue and not self._isolation.on_trial:
+            self._preempt_for_head()
         builder = StepBuilder()
         running = len(self.batch)
         self._plan_decode(builder)
@@ -126,10 +133,10 @@ class StepPlanner:
         self.batch.finishing = finishing
 
     def _append_scarce_pages(self, builder: "StepBuilder", need_page: list[Request]) -> set[Request]:
-        """Appends a page to each of these in the order of arrival, and preempts later arrivals for it. Returns the
-        requests that have got none."""
+        """Appends a page to each of these, and preempts others for it, the last in `preemption_order` first. Returns
+        the requests that have got none."""
         without_page = set()
-        for request in sorted(need_page, key=_arrival):
+        for request in sorted(need_page, key=preemption_order):
             if request.slot == NO_SLOT:
                 continue  # it was preempted in this loop
             if self._free_a_page(request):
@@ -158,13 +165,13 @@ class StepPlanner:
             del builder.drafts[:]
 
     def _free_a_page(self, request: Request) -> bool:
-        """Ensures that a page is available for this request; preempts later arrivals until one is, for a request on
-        trial also any that is not in its group. False: none could be freed."""
+        """Ensures that a page is available for this request; preempts those after it in `preemption_order` until one
+        is, for a request on trial also any that is not in its group. False: none could be freed."""
         while not self.kv_cache.ensure_available(1):
             victim = self._bystander()
             if victim is None:
-                victim = self.batch.latest_arrival(excluding=request)
-                if victim is None or victim.arrival < request.arrival:
+                victim = self.batch.preemption_victim(excluding=request)
+                if victim is None or preemption_order(victim) < preemption_order(request):
                     return False
             self._preempt(victim)
         return True
@@ -190,10 +197,29 @@ class StepPlanner:
         self._counters.preemptions += 1
         self._requeue(request, PREEMPT)
 
+    def _preempt_for_head(self) -> None:
+        """If the head of the queue finds no slot, or too few pages, preempts requests of the client with the highest
+        load, as long as the head's client has a right to what that one holds."""
+        batch, kv_cache = self.batch, self.kv_cache
+        if len(self.queue.clients) == 1 or (head := self.queue.head()) is None:
+            return
+        for _ in range(self._max_share_preemptions):
+            if not batch.full and (not head.missing_pages or kv_cache.ensure_available(head.missing_pages)):
+                return
+            if not batch.shares or batch.shares.keys() == {head.share}:
+                return
+            share = max(batch.shares, key=lambda one: one.load)
+            if not head.share.may_preempt(share, self.queue.step):
+                return
+            if (victim := batch.preemption_victim(share=share)) is None:
+                return
+            self._preempt(victim)
+
     # --- prefill ------------------------------------------------------------------------------------------------------
 
     def _plan_prefill(self, builder: "StepBuilder", number: int, now: float) -> None:
-        """Adds chunks of the prompts that are partly computed, then of waiting requests, in the order of arrival.
+        """Adds chunks of prompts, by the counters of their clients: of each client first those that are partly
+        computed, then waiting requests, in the order of arrival.
 
         The first prompt gets the whole budget. Another one joins only while the step is smaller than what makes it
         worthwhile: beyond that a prompt takes the same time in any step, and the mean latency is lowest if prompts
@@ -207,24 +233,53 @@ class StepPlanner:
             return
         # Prompts are added until the remaining budget is at or below this.
         stop_at = max(0, budget - self._prefill_budget.worthwhile_tokens(budget))
-        for request in list(self.batch.prefilling):
-            if budget <= stop_at:
-                return
-            if not on_trial or self._may_run(request):
-                budget -= self._add_chunk(builder, request, budget)
+        begun = self._begun_prompts()
+        if on_trial:
+            begun = [request for request in begun if self._may_run(request)]
         if self._isolation.is_group_turn:
-            for request in [one for one in self.trial_queue if self._may_run(one)]:
-                if budget <= stop_at or not self._admit_on_trial(builder, request, number, now):
-                    return
-                budget -= self._add_chunk(builder, request, budget)
+            self._plan_trial_prefill(builder, begun, budget, stop_at, number, now)
             return
-        free, busy = self.batch.free_slots, self.batch.busy
-        while budget > stop_at and free and (head := self.queue.head()) is not None:
-            if not self._admit(builder, head, busy, number, now):
+        free, busy, blocked = self.batch.free_slots, self.batch.busy, False
+        while budget > stop_at:
+            head = self.queue.head() if free and not blocked else None
+            if begun and (head is None or not self._precedes(head, begun[-1])):
+                budget -= self._add_chunk(builder, begun.pop(), budget)
+            elif head is None:
                 return
-            self.queue.pop_head()
-            budget -= self._add_chunk(builder, head, budget)
-            busy = True
+            elif self._admit(builder, head, busy, number, now):
+                self.queue.pop(head)
+                budget -= self._add_chunk(builder, head, budget)
+                busy = True
+            else:
+                blocked = True
+
+    def _plan_trial_prefill(
+        self, builder: "StepBuilder", begun: list[Request], budget: int, stop_at: int, number: int, now: float
+    ) -> None:
+        while begun and budget > stop_at:
+            budget -= self._add_chunk(builder, begun.pop(), budget)
+        for request in [one for one in self.trial_queue if self._may_run(one)]:
+            if budget <= stop_at or not self._admit_on_trial(builder, request, number, now):
+                return
+            budget -= self._add_chunk(builder, request, budget)
+
+    def _begun_prompts(self) -> list[Request]:
+        """The prompts that are partly computed, the next one last."""
+        begun = list(self.batch.prefilling)
+        if len(begun) > 1:
+            begun.sort(key=self._prefill_order)  # stable: in the order of admission within a client
+            begun.reverse()
+        return begun
+
+    def _prefill_order(self, request: Request) -> tuple[int, float]:
+        return -request.share.priority, request.share.counter(self.queue.step)
+
+    def _precedes(self, head: Request, begun: Request) -> bool:
+        """Whether the head of the queue comes before a prompt that is partly computed."""
+        if head.share is begun.share:
+            return False
+        # At equal counters, which a client gets when it begins to wait, the one with fewer slots is first.
+        return (*self._prefill_order(head), head.share.load) < (*self._prefill_order(begun), begun.share.load)
 
     def _add_chunk(self, builder: "StepBuilder", request: Request, budget: int) -> int:
         """Adds a row of at most `budget` prompt tokens. Returns how many it has."""
@@ -234,6 +289,10 @@ class StepPlanner:
         if not draws:
             tokens = budget
         request.planned = end = start + tokens
+        if end > (charged := request.charged_tokens):  # not so if it was computed before a preemption
+            share = request.share
+            share.served += share.input_cost * (end - (start if start > charged else charged))
+            request.charged_tokens = end
         if request.prompt_logprobs_from < request.prompt_tokens and (row := prompt_logprob_row(request, start, end)):
             builder.prompt_logprob_rows.append(row)
         if draws:

@@ -224,7 +224,8 @@ class TokenizerPool:
 
     def _client_of(self, key: Any) -> str:
         """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
-        return str(key.api)
+        generate = getattr(key, "generate", None)
+        return (generate.client if generate is not None else "") or str(key.api)
 
     def _add_job(self, job: EncodingJob) -> None:
         for refused in self.jobs.add(job):
@@ -250,7 +251,7 @@ class TokenizerPool:
             self._send(scheduler, update)
         for request in list(self._requests.values()):
             if request.stage is RequestStage.LIVE:
-                self._send(scheduler, request.add_message())
+                self._send(scheduler, request.add_message(self._clock()))
 
     def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
         if scheduler != self._scheduler:
@@ -329,7 +330,7 @@ class TokenizerPool:
         if request.finish_reason is not None:  # the resumed ids are complete
             self._finish(request, request.finish_reason)
         elif self._scheduler is not None:
-            self._send(self._scheduler, request.add_message())
+            self._send(self._scheduler, request.add_message(self._clock()))
 
     def _trace_validation(self, request: TokenizerRequestState, rejection: PromptRejection | None = None) -> None:
         """Records the span "validate" of a request that was admitted or rejected."""

@@ -195,9 +195,10 @@ class TokenizerRequestState:
             self.finish_reason = FinishReason.STOP
             self.visible_texts = ["".join(self.visible_texts)[:visible_length]]
 
-    def add_message(self) -> Add:
+    def add_message(self, now: float) -> Add:
         """This request for the scheduler, with the ids generated so far."""
         stream = self.prompt_tokens_stream
+        deadline_ms = self.generate.deadline_ms
         return Add(
             rid=self.rid,
             prompt_ids=self.prompt.ids,
@@ -211,6 +212,10 @@ class TokenizerRequestState:
             prompt_top_n=self.generate.prompt_top_n,
             request_key=self.generate.request_key,
             request_index=self.generate.request_index,
+            client=self.generate.client,
+            weight=self.generate.weight,
+            priority=self.generate.priority,
+            deadline_ms=deadline_ms and max(1, deadline_ms - int((now - self.received) * 1000)),
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:

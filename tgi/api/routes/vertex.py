@@ -30,7 +30,7 @@ class VertexResource(Resource):
         request_metrics.count_request(req)
         if not instances:
             raise errors.no_instances()
-        acquire_permits(self._service, len(instances))  # all or none
+        acquire_permits(self._service, req.context.client, len(instances))  # all or none
         generations = [self._create_generation(req, instance) for instance in instances]
         for generation in generations:
             generation.wake_event = generations[0].wake_event  # one task waits for all

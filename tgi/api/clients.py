@@ -1,0 +1,125 @@
+"""Who sends a request: the client whose share of the server it uses, by API key, else by address."""
+
+import hashlib
+import logging
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
+from typing import NamedTuple
+
+from falcon.asgi import Request
+
+from tgi.api import errors
+from tgi.microkernel.api_keys import ApiKey, parse_api_key
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.settings import Settings, reread_api_keys
+
+log = logging.getLogger(__name__)
+
+# The provider of an IPv6 client gives it a network of this size: it may send from any address there.
+IPV6_CLIENT_BITS = 64
+
+
+class Client(NamedTuple):
+    """A client of the server. None means no limit."""
+
+    name: str  # digest of its API key, or its address
+    permit_id: int  # its number in `Permits`
+    weight: float = 1.0
+    priority: int = 0
+    requests: int | None = None  # at once
+
+
+class Clients:
+    """Identifies the client of each request. `reload` replaces the keys while requests run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._proxies = [ip_network(text) for text in settings.trusted_proxies]
+        self._by_digest: dict[bytes, Client] = {}
+        self.first_key = ""  # that the readiness probe sends
+        self._set_keys(settings.api_key)
+
+    def reload(self) -> int:
+        """Reads the key file again; requests that run are not affected. Returns the number of keys.
+
+        Raises UserError if the file is invalid; the keys then stay.
+        """
+        self._set_keys(reread_api_keys(self._settings))
+        return len(self._by_digest)
+
+    def reload_if_readable(self) -> None:
+        """As `reload`, at the start of a process: another one may have reloaded since the settings were read."""
+        try:
+            self.reload()
+        except UserError as error:
+            log.warning("The keys that the server started with stay: %s", error)
+
+    def identify(self, req: Request, *, needs_key: bool) -> Client:
+        """The client of a request. Raises Rejection, a 401, if a key is needed and the request has no valid one."""
+        if self._by_digest:
+            scheme, _, given = (req.get_header("authorization") or "").partition(" ")
+            # Digests are compared, so the time tells nothing about a key.
+            found = self._by_digest.get(_digest(given.encode("latin-1", "replace")))
+            if found is not None and scheme.lower() == "bearer":
+                return found
+            if needs_key:
+                raise errors.unauthorized()
+        return client_at(self._address(req))
+
+    def _set_keys(self, lines: tuple[str, ...]) -> None:
+        keys = [parse_api_key(line) for line in lines]
+        self._by_digest = {_digest(key.key.encode()): _client_with(key) for key in keys}
+        self.first_key = keys[0].key if keys else ""
+
+    def _address(self, req: Request) -> str:
+        """The address that the request comes from: the last one in X-Forwarded-For that is no trusted proxy's, if a
+        trusted proxy has sent it."""
+        peer = req.scope.get("client")
+        address = str(peer[0]) if peer else ""
+        if not self._proxies or not self._is_trusted(address):
+            return address
+        for item in reversed((req.get_header("x-forwarded-for") or "").split(",")):
+            forwarded = item.strip()
+            if not _is_address(forwarded):
+                break  # whoever wrote this, no proxy did
+            address = forwarded
+            if not self._is_trusted(forwarded):
+                break
+        return address
+
+    def _is_trusted(self, address: str) -> bool:
+        return _is_address(address) and any(ip_address(address) in network for network in self._proxies)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _client_with(key: ApiKey) -> Client:
+    digest = _digest(key.key.encode())
+    return Client(f"key {digest[:8].hex()}", _permit_id(digest), key.weight, key.priority, key.requests)
+
+
+@lru_cache(maxsize=4096)
+def client_at(address: str) -> Client:
+    """The client at an address; with IPv6 a network is one client."""
+    if ":" in address and _is_address(address):
+        found = ip_address(address)
+        mapped = getattr(found, "ipv4_mapped", None)
+        address = str(mapped) if mapped else str(ip_network((int(found), IPV6_CLIENT_BITS), strict=False))
+    return Client(address, _permit_id(_digest(address.encode())))
+
+
+def _permit_id(digest: bytes) -> int:
+    return int.from_bytes(digest[:6]) or 1
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+ANONYMOUS = client_at("")

@@ -1,0 +1,84 @@
+"""API keys with the share and the limits of the client that sends them, as --api-key and --api-key-file name them.
+
+One key per line, then its options, in any order:
+
+    KEY weight=2 priority=1 requests=16
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tgi.microkernel.errors import UserError
+
+
+class ApiKey(NamedTuple):
+    """A key. None means no limit."""
+
+    key: str
+    weight: float = 1.0  # of the client's share
+    priority: int = 0  # requests of a higher priority are admitted first
+    requests: int | None = None  # at once
+
+
+def _weight(text: str) -> float:
+    if not 0.001 <= (found := float(text)) <= 1000:
+        raise ValueError
+    return found
+
+
+def _count(text: str) -> int:
+    if (found := int(text)) < 1:
+        raise ValueError
+    return found
+
+
+# Option: field, how its value is read, and what it must be.
+OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "weight": ("weight", _weight, "a number from 0.001 to 1000"),
+    "priority": ("priority", int, "an integer"),
+    "requests": ("requests", _count, "a positive integer"),
+}
+
+
+def parse_api_key(line: str) -> ApiKey:
+    """The key of a line. Raises ValueError with a message that does not quote the key."""
+    key, *words = line.split()
+    values: dict[str, Any] = {}
+    while words and "=" in words[-1]:
+        name, _, value = words.pop().partition("=")
+        if name not in OPTIONS:
+            raise ValueError(f"{name!r} is no option of a key. Choose from {', '.join(OPTIONS)}")
+        field, read, expected = OPTIONS[name]
+        if field in values:
+            raise ValueError(f"the option {name} is given twice")
+        try:
+            values[field] = read(value)
+        except ValueError:
+            raise ValueError(f"{name}={value} must be {expected}") from None
+    return ApiKey(" ".join((key, *words)), **values)
+
+
+def read_api_key_file(file: str) -> tuple[str, ...]:
+    """The lines of a key file that are not empty. Raises UserError."""
+    try:
+        # utf-8-sig: with or without a byte order mark.
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise _invalid(f"`api_key_file` {file} cannot be read: {error.strerror}. Name a file with keys.") from error
+    except UnicodeDecodeError as error:
+        raise _invalid(f"`api_key_file` {file} is not text in UTF-8. Write one key per line.") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                parse_api_key(line)
+        except ValueError as error:
+            raise _invalid(f"line {number} of `api_key_file` {file}: {error}.") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise _invalid(f"`api_key_file` {file} holds no key. Write one per line.")
+    return keys
+
+
+def _invalid(text: str) -> UserError:
+    return UserError(f"Invalid argument: {text}")
