@@ -1,4 +1,5 @@
-"""The command `tgi`: up, one command per role, ps, down, keys, import, download-weights, print-schema, watermark.
+"""The command `tgi`: up, one command per role, ps, restart, scale, down, why, keys, import, download-weights, replay,
+print-schema and watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -22,7 +23,7 @@ from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, load_settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
-    "Server": ("up", "ps", "down", "why", "keys"),
+    "Server": ("up", "ps", "restart", "scale", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("download-weights", "import"),
     "Tools": ("replay", "print-schema", "watermark"),
@@ -264,33 +265,105 @@ def _processes(run: Path) -> list[dict[str, Any]]:
             "boot": boot, "memory_mb": round(memory / 2**20, 1),
         }  # fmt: skip
 
-    claims: dict[int, list[str]] = {}
+    roles: dict[int, dict[str, None]] = {}  # of each supervisor, an ordered set
     for claim, pid in rundir.lock_holders(run).items():
-        claims.setdefault(pid, []).append(claim)
-    rows = [row("supervisor", pid, "running", "+".join(names), "", 100) for pid, names in claims.items()]
-    if claims:
+        roles.setdefault(pid, {})[_role(claim)] = None
+    rows = [row("supervisor", pid, "running", "+".join(names), "", 100) for pid, names in roles.items()]
+    if roles:
         rows += [row(s.name, s.pid, s.state, s.stage, s.boot, s.percent) for s in rundir.read_states(run)]
     return [entry for entry in rows if entry]
 
 
-@main.command()
-@click.option("--port", "-p", type=int, help="Port of the server; default: the server in TGI_RUN, or the only one.")
-@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait until it has ended.")
-def down(port: int | None, timeout: float) -> None:
-    """Drain and stop a running server."""
+def _role(process: str) -> str:
+    """The role of a process ("api" of "api-0"), or of a supervisor that has all its processes."""
+    return process.rpartition("-")[0] or process
+
+
+def port_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the option that chooses one of several running servers."""
+    meaning = "Port of the server; default: the server in TGI_RUN, or the only one."
+    return click.option("--port", "-p", type=int, help=meaning)(command)
+
+
+def _running_server(port: int | None) -> Path:
+    """The run directory of the server that a command is for. Raises UserError if none runs, or if several do."""
     from tgi.microkernel import rundir
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
     runs = [rundir.default_run_dir(port or 0)] if named else rundir.user_run_dirs()
     if named:
         rundir.check_run_dir(runs[0])
-    alive = {run: holders for run in runs if run.is_dir() and (holders := rundir.lock_holders(run))}
+    alive = [run for run in runs if run.is_dir() and rundir.lock_holders(run)]
     if not alive:
         raise UserError("You have no running tgi server" + (f" on port {port}." if port is not None else "."))
     if len(alive) > 1:
         names = ", ".join(run.name for run in alive)
         raise UserError(f"Several servers are running ({names}): say which one with --port.")
-    (run,) = alive
+    return alive[0]
+
+
+@main.command()
+@click.argument("process", metavar="ROLE[-N]")
+@port_option
+def restart(process: str, port: int | None) -> None:
+    """Replace the processes of a role, or one process.
+
+    One after the other, without a lost or failed request: requests in flight continue.
+    """
+    run = _running_server(port)
+    for supervisor in _supervisors_of(run, process):
+        _carry_out(run, supervisor, {"command": "restart", "target": process})
+
+
+@main.command()
+@click.argument("role", type=click.Choice(["api", "tokenizer"]))
+@click.argument("count", type=click.IntRange(min=1))
+@click.option("--supervisor", type=int, help="Pid of the supervisor, if several run this role.")
+@port_option
+def scale(role: str, count: int, supervisor: int | None, port: int | None) -> None:
+    """Change the number of front ends or tokenizers.
+
+    Requests in flight continue. The number holds until the server ends.
+    """
+    run = _running_server(port)
+    supervisors = _supervisors_of(run, role)
+    if supervisor is None and len(supervisors) > 1:
+        pids = ", ".join(map(str, supervisors))
+        raise UserError(f"Several supervisors run the role {role} (pids {pids}): say which one with --supervisor.")
+    if supervisor is not None and supervisor not in supervisors:
+        raise UserError(f"The process {supervisor} is no supervisor of the role {role}: `tgi ps` lists them.")
+    _carry_out(run, supervisor or supervisors[0], {"command": "scale", "role": role, "count": count})
+
+
+def _supervisors_of(run: Path, process: str) -> list[int]:
+    """The pids of the supervisors that run a role, or one process of it. Raises UserError if none does."""
+    from tgi.microkernel import rundir
+
+    holders = rundir.lock_holders(run)
+    single = _role(process) in rundir.SINGLE_ROLES
+    names = {process} if not single else {_role(process)}
+    found = [pid for claim, pid in holders.items() if names & {claim, _role(claim)}]
+    if not found:
+        raise UserError(f"There is no process {process} in {run}: `tgi ps` lists them.")
+    return list(dict.fromkeys(found))
+
+
+def _carry_out(run: Path, supervisor: int, command: dict[str, Any]) -> None:
+    """Has a supervisor carry out a command, and prints what it does."""
+    from tgi.microkernel import control, rundir
+
+    for progress in control.carry_out(rundir.control_socket(run, supervisor), command):
+        click.echo(progress)
+
+
+@main.command()
+@port_option
+@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds to wait until it has ended.")
+def down(port: int | None, timeout: float) -> None:
+    """Drain and stop a running server."""
+    from tgi.microkernel import rundir
+
+    run = _running_server(port)
     asked: set[int] = set()
     deadline = time.monotonic() + timeout
     while holders := rundir.lock_holders(run):

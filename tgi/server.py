@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tgi import __version__
 from tgi.api.tls import ServerCertificate
-from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rundir, tracing
+from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.settings import (
@@ -26,6 +26,7 @@ from tgi.microkernel.settings import (
     warn_of_unused_devices,
 )
 from tgi.microkernel.supervisor import ProcessSpec, Supervisor, listening_socket
+from tgi.microkernel.terminal import ControllingTerminal
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,10 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if settings.worker == "remote":
         roles = [role for role in roles if role != "worker"]
     _check_hosts(settings, roles)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C until the supervisor handles signals
-        signal.signal(number, signal.default_int_handler)
+    terminal = ControllingTerminal()
+    # Until the supervisor handles signals. A SIGHUP that reloads files has nothing to do yet.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *args: signal.default_int_handler(*args) if terminal.has_hung_up() else None)
     if "worker" in roles and settings.worker == "torch":
         interpreter.require_packages(WORKER_PACKAGES, "The worker")
     tracing.check_tracing(settings)
@@ -49,23 +52,27 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         ServerCertificate(settings.ssl_certfile, settings.ssl_keyfile)  # rejects files that cannot be used
     rundir.create_run_dir(settings.run_dir)
     first = not rundir.lock_holders(settings.run_dir)
-    locks = [rundir.RunDirLock(settings.run_dir, role) for role in roles]
-    for role in roles:
-        rundir.remove_states(settings.run_dir, role)
+    counts = {"api": settings.api_workers, "tokenizer": settings.validation_workers}
+    # The single roles first, which reject a second server.
+    claims = [
+        rundir.claim_process(settings.run_dir, role)
+        for role in reversed(ROLES)
+        for _ in range(counts.get(role, 1))
+        if role in roles
+    ]
+    rundir.remove_leftovers(settings.run_dir)
     if first:
         metrics.remove_all_samples(settings.run_dir / "metrics")
         flight_recorder.remove_rings(settings.run_dir)
     else:
         metrics.fold_dead_processes(settings.run_dir / "metrics")
     metrics.use_directory(settings.run_dir / "metrics")
-    specs: list[ProcessSpec] = []
     progress = Progress(settings, title=" + ".join(roles) if len(roles) < len(ROLES) else "tgi")
-    metrics_server = None
+    metrics_server = port = None
     if "api" in roles:
         listener = _listen(settings)
         settings = replace(settings, port=listener.getsockname()[1])  # port 0: the port that the kernel chose
         port = listener.detach()  # closed by the supervisor
-        specs += [ProcessSpec("api", replica, listen_fd=port) for replica in range(settings.api_workers)]
         if settings.prometheus_port is not None:
             metrics_server = metrics.MetricsServer(
                 settings.hostname, settings.prometheus_port, settings.run_dir / "metrics"
@@ -74,19 +81,21 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)
-    if "tokenizer" in roles:
-        specs += [ProcessSpec("tokenizer", replica) for replica in range(settings.validation_workers)]
-    if "scheduler" in roles:
-        specs.append(ProcessSpec("scheduler", 0))
-    if "worker" in roles:
-        specs.append(ProcessSpec("worker", 0))
+    specs = [
+        ProcessSpec(role, replica, listen_fd=port if role == "api" else None, lock=lock)
+        for role, replica, lock in reversed(claims)
+    ]
+    supervisor = Supervisor(
+        settings, specs, terminal, lambda: progress.show_process_states(spec.name for spec in specs)
+    )
     try:
-        Supervisor(settings, specs, lambda: progress.show_process_states(spec.name for spec in specs)).run()
+        supervisor.run(partial(rollout.start_operation, supervisor))
     finally:
         if metrics_server:
             metrics_server.close()
-        for lock in locks:
-            lock.release()
+        for spec in specs:
+            if spec.lock is not None:
+                spec.lock.release()
 
 
 def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:

@@ -317,16 +317,46 @@ def test_the_terminal_summary_shows_the_model_and_a_working_curl_command(tiny_ll
         server.wait(TIMEOUT_SECONDS)
 
 
-def test_sighup_of_the_terminal_drains(tiny_llama: Path, tmp_path: Path) -> None:
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
-        server.start().wait_until_ready()
-        stream = server.stream("Hello", max_new_tokens=40)
+# Starts a command as a shell in a terminal does: as the leader of a session that the terminal controls.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("wrapper", [[], ["nohup"]], ids=["", "nohup"])
+def test_a_hang_up_of_the_terminal_drains_except_under_nohup(server: Server, wrapper: list[str]) -> None:
+    master, terminal = pty.openpty()
+    os.set_inheritable(terminal, True)
+    command = [*wrapper, TGI, "up", "--hostname", "127.0.0.1", "--port", str(server.port), *server.arguments]
+    up = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, str(terminal), *command],
+        env=server.environment,
+        close_fds=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        os.close(terminal)
+        server.wait_until_ready()
+        stream = server.stream("Hello", max_new_tokens=60)
         events = [next(stream) for _ in range(5)]
-        for process in [server.commands["up"], *server.processes().values()]:
-            if os.getpgid(process.pid) == os.getpgid(server.commands["up"].pid):
-                process.send_signal(signal.SIGHUP)
-        assert len(events + list(stream)) == 40
-        assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
+        up.send_signal(signal.SIGHUP)  # with the terminal still there it only reloads files
+        events += [next(stream) for _ in range(10)]
+        assert server.is_healthy()
+        os.close(master)
+        up.send_signal(signal.SIGHUP)  # a shell repeats the signal
+        assert len(events + list(stream)) == 60
+        if wrapper:
+            assert server.is_healthy()
+            up.terminate()
+        assert up.wait(TIMEOUT_SECONDS) == 0
+    finally:
+        up.kill()
+        up.wait()
 
 
 def test_draining_refuses_new_connections(server: Server) -> None:

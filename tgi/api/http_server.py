@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 << 10
 # A silent connection stays open this long: longer than usual load balancers reuse it (60 s).
 KEEP_ALIVE_SECONDS = 75
+# While other front ends accept the new connections, idle ones are kept open for this long, and closed after their next
+# response: a client that sends one request after another does not meet a connection that is just being closed.
+HAND_OVER_SECONDS = 3.0
 # Between two ticks: the heartbeat, the Date header, a look at the certificate files, log lines of the listener.
 TICK_SECONDS = 1.0
 # Open files of a front end that are not connections of clients: links, logs, metrics, refused connections.
@@ -227,11 +230,15 @@ class Listener:
         listening.setblocking(False)
         self._resume()
 
-    def close(self) -> None:
-        """Stops accepting. The caller closes the socket."""
+    def stop_accepting(self) -> None:
+        """Leaves new connections to other processes. Those that were accepted are opened."""
         self._loop.remove_reader(self._socket)
         if self._retry is not None:
             self._retry.cancel()
+
+    def close(self) -> None:
+        """Stops accepting. The caller closes the socket."""
+        self.stop_accepting()
         for task in self._opening:
             task.cancel()
         while self._refused_sockets:
@@ -323,11 +330,26 @@ class HttpServer(uvicorn.Server):
         self._certificate = certificate
         self._on_tick = on_tick
         self._stop = asyncio.Event()
+        self._hands_over = False
 
-    def stop(self) -> None:
-        """Stops accepting connections; requests in flight are finished."""
+    def stop(self, hand_over: bool = False) -> None:
+        """Stops accepting connections; requests in flight are finished. `hand_over`: other front ends have the port."""
+        self._hands_over = hand_over
         self.should_exit = True
         self._stop.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes idle connections, and others after their response."""
+        if self._hands_over:
+            table = self.server_state
+            assert isinstance(table, ConnectionTable)
+            self._listener.stop_accepting()
+            table.default_headers = [*table.default_headers, (b"connection", b"close")]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HAND_OVER_SECONDS):
+                    while table.count:
+                        await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""The api process: one HTTP server on the shared port, and the links to all tokenizers."""
+"""The api process: one HTTP server on the shared port, and the links to all tokenizers, which it finds in the run
+directory."""
 
 import asyncio
 import contextlib
@@ -6,13 +7,16 @@ import gc
 import logging
 import signal
 import socket
+from collections.abc import Coroutine
+from typing import Any
 
 import uvloop
 
 from tgi.api import app
 from tgi.api.http_server import TICK_SECONDS, HttpServer
 from tgi.api.readiness import run_readiness_probe
-from tgi.api.router import Router
+from tgi.api.requests import AdapterUpdateRequest, WakeEvent
+from tgi.api.router import Router, TokenizerConnection
 from tgi.api.service import Service
 from tgi.api.tls import ServerCertificate
 from tgi.microkernel import tracing
@@ -20,13 +24,15 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
 from tgi.microkernel.permits import Permits
-from tgi.microkernel.process import Process
+from tgi.microkernel.process import HAND_OVER, Process
 from tgi.microkernel.settings import Settings
 
 log = logging.getLogger(__name__)
 
 # A front end that replaces another waits this long for the first status of a tokenizer before it accepts connections.
 FIRST_STATUS_SECONDS = 1.0
+# Between two looks for tokenizers that have started or ended: until the first one is connected, and later.
+FIRST_SEARCH_SECONDS, SEARCH_SECONDS = 0.02, 1.0
 
 
 def main(process: Process) -> None:
@@ -39,13 +45,9 @@ async def serve(process: Process) -> None:
     """The same on a running loop."""
     settings = process.settings
     loop = asyncio.get_running_loop()
-    links = [
-        Link.connect(process.link_address(f"tok-{index}.front"), process.hello())
-        for index in range(settings.validation_workers)
-    ]
     limit = settings.max_concurrent_requests
     permits = Permits(process.run_dir / "permits", limit, home=limit * process.replica // settings.api_workers)
-    router = Router(links, permits, RingRecorder(ring_path(process.run_dir, process.name)))
+    router = Router([], permits, RingRecorder(ring_path(process.run_dir, process.name)))
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)
@@ -59,22 +61,37 @@ async def serve(process: Process) -> None:
         process.stop()
         process.publish_state("draining")
         process.extend_deadline(settings.graceful_termination_timeout + 10)
-        server.stop()
+        server.stop(process.handing_over)
+
+    def hand_over() -> None:
+        process.hand_over()
+        stop()
 
     loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(HAND_OVER, hand_over)
+    loop.add_signal_handler(signal.SIGHUP, lambda: start_task(reload_files(service)))
     for fd in process.wakeup_fds:
         loop.add_reader(fd, process.handle_wakeup)
     router.attach(loop)
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def start_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
 
     def report(stage: str) -> None:
         if not process.stopping:
             process.publish_state("starting" if stage else "ready", stage)
 
-    if process.stopping:  # SIGTERM arrived before add_signal_handler
+    if process.stopping:  # a signal arrived before add_signal_handler
         stop()
     gc.collect()
     gc.freeze()
-    probe_task = loop.create_task(run_readiness_probe(application, service, report))
+    start_task(follow_tokenizers(router, process))
+    probe_task = start_task(run_readiness_probe(application, service, report))
     try:
         await router.wait_for_status(FIRST_STATUS_SECONDS)
         # In a running deployment, connections wait in the port's queue or go to another front end until the probe has
@@ -83,12 +100,45 @@ async def serve(process: Process) -> None:
             await asyncio.sleep(0.005)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:
-        probe_task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await probe_task
+        for task in list(tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         router.close()
         if tracer is not None:
             tracer.close()
+
+
+async def reload_files(service: Service) -> None:
+    """Reads the key file again, and has the worker read the loaded adapters again, of which those with other content
+    replace what was loaded. What cannot be read stays as it is."""
+    service.clients.reload_if_readable()
+    for adapter in list(service.router.adapters.values()):
+        request = AdapterUpdateRequest(WakeEvent(), adapter.name, adapter.path)
+        service.router.submit(request)
+        while not request.ended:
+            await request.wake_event.wait()
+        if request.result is not None and request.result.error:
+            log.error("The adapter %s is not reloaded: %s", adapter.name, request.result.error)
+    log.info("reloaded keys and adapters")
+
+
+async def follow_tokenizers(router: Router, process: Process) -> None:
+    """Keeps the router's links equal to the sockets of tokenizers in the run directory.
+
+    A tokenizer that ends leaves its socket, which the process that replaces it binds again; the supervisor removes that
+    of one that is not replaced.
+    """
+    links: dict[str, TokenizerConnection] = {}
+    while True:
+        found = process.tokenizer_sockets()
+        for name in found - links.keys():
+            links[name] = router.add_tokenizer(Link.connect(process.link_address(name), process.hello()))
+        for name in links.keys() - found:
+            if links[name].peer is None:
+                router.remove_tokenizer(links.pop(name))
+        connected = any(tokenizer.peer is not None for tokenizer in links.values())
+        await asyncio.sleep(SEARCH_SECONDS if connected else FIRST_SEARCH_SECONDS)
 
 
 async def load_certificate(settings: Settings, process: Process) -> ServerCertificate | None:

@@ -187,9 +187,21 @@ class Router:
         """Registers the links with the running loop."""
         self._loop = loop
         for tokenizer in self.tokenizers:
-            loop.add_reader(tokenizer.link.socket.fileno(), self._exchange_messages, tokenizer)
-            loop.add_reader(tokenizer.link.monitor.fileno(), self._on_monitor_event, tokenizer)
+            self._register(tokenizer)
         self._exchange_with_all_soon()
+
+    def add_tokenizer(self, link: Link) -> TokenizerConnection:
+        """Uses another tokenizer from now on."""
+        tokenizer = TokenizerConnection(link)
+        self.tokenizers.append(tokenizer)
+        self._register(tokenizer)
+        return tokenizer
+
+    def remove_tokenizer(self, tokenizer: TokenizerConnection) -> None:
+        """Closes the link to a tokenizer that is not connected, so that no request is assigned to it."""
+        assert tokenizer.peer is None
+        self.tokenizers.remove(tokenizer)
+        self._close_link(tokenizer)
 
     async def wait_for_status(self, timeout_seconds: float) -> None:
         """Waits for the first Status of any tokenizer."""
@@ -205,10 +217,19 @@ class Router:
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
         for tokenizer in self.tokenizers:
-            if self._loop is not None:
-                self._loop.remove_reader(tokenizer.link.socket.fileno())
-                self._loop.remove_reader(tokenizer.link.monitor.fileno())
-            tokenizer.link.close()
+            self._close_link(tokenizer)
+
+    def _register(self, tokenizer: TokenizerConnection) -> None:
+        if self._loop is not None:
+            self._loop.add_reader(tokenizer.link.socket.fileno(), self._exchange_messages, tokenizer)
+            self._loop.add_reader(tokenizer.link.monitor.fileno(), self._on_monitor_event, tokenizer)
+            self._loop.call_soon(self._exchange_messages, tokenizer)
+
+    def _close_link(self, tokenizer: TokenizerConnection) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(tokenizer.link.socket.fileno())
+            self._loop.remove_reader(tokenizer.link.monitor.fileno())
+        tokenizer.link.close()
 
     def _exchange_with_all_soon(self) -> None:
         if self._loop is not None:
@@ -276,7 +297,7 @@ class Router:
                 for request in unassigned:
                     self._assign(request)
             case PeerDisconnected():
-                self._on_tokenizer_lost(tokenizer, peer)
+                self._on_tokenizer_lost(tokenizer, peer, message.planned)
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
@@ -327,18 +348,19 @@ class Router:
         if isinstance(request, Generation) and not request.probe:
             self._permits.release(1, request.client.permit_id)
 
-    def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId) -> None:
-        """Submits the requests of a dead tokenizer again, to another one or to its replacement."""
+    def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
+        """Submits the requests of a tokenizer that has ended again, to another one or to its replacement."""
         if tokenizer.peer != peer:
             return
         tokenizer.peer = tokenizer.status = None
         requests, tokenizer.requests = tokenizer.requests, {}
         active = [request for request in requests.values() if request.active]
-        log.warning("%s has disconnected; %d requests are sent to another tokenizer", peer, len(active))
+        level = logging.DEBUG if planned else logging.WARNING
+        log.log(level, "%s has disconnected; %d requests are sent to another tokenizer", peer, len(active))
         for request in requests.values():
             del self._assignments[request]
         for request in active:
-            request.tokenizer_losses += 1
+            request.tokenizer_losses += not planned
             if request.tokenizer_losses >= MAX_TOKENIZER_LOSSES:
                 self._deactivate(request)
                 request.fail(f"the tokenizer died {request.tokenizer_losses} times while it had this request")

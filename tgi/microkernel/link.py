@@ -19,7 +19,7 @@ import zmq
 from tgi.microkernel.codec import MAX_FRAME_BYTES
 from tgi.microkernel.curve import HANDSHAKE_MILLISECONDS, ConnectionGuard, HostKeys, SchedulerKeys, use_host_keys
 from tgi.microkernel.errors import ProtocolError, UserError
-from tgi.microkernel.protocol import PROTOCOL, Hello, LinkRejected, Ping, decode, encode
+from tgi.microkernel.protocol import PROTOCOL, Goodbye, Hello, LinkRejected, Ping, decode, encode
 from tgi.microkernel.rundir import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class PeerId(NamedTuple):
 
 class PeerDisconnected(NamedTuple):
     """Local event, never sent: the connection to the peer is lost, or a new process has taken its replica."""
+
+    planned: bool = False  # it has said Goodbye: it was told to end, and no request is the cause
 
 
 class Link:
@@ -192,6 +194,10 @@ class Link:
                 return
             time.sleep(PROBE_SECONDS)
 
+    def say_goodbye(self) -> None:
+        """Queues a Goodbye for every peer. For a process that was told to end, before `close`."""
+        self.broadcast(Goodbye())
+
     def close(self) -> None:
         """Sends the queued messages and closes. What the peer does not read within the linger time is lost."""
         self.flush()
@@ -225,6 +231,9 @@ class Link:
             yield from self._handle_hello(route, message, connection)
         elif isinstance(message, Ping):
             pass
+        elif isinstance(message, Goodbye):
+            if (leaving := self._peer_of_route.get(route)) is not None:
+                self._disconnect(leaving, planned=True)
         elif isinstance(message, LinkRejected):
             log.error("%s rejected this process: %s", self.address, message.message)
         elif (peer := self._peer_of_route.get(route)) is not None:
@@ -291,12 +300,12 @@ class Link:
             self._complains_at = time.monotonic() + COMPLAINT_SECONDS
             log.log(level, "%s", message)
 
-    def _disconnect(self, peer: PeerId) -> None:
+    def _disconnect(self, peer: PeerId, planned: bool = False) -> None:
         del self.peers[peer]
         del self._peer_of_route[self._routes.pop(peer)]
         self._peer_of_connection = {fd: other for fd, other in self._peer_of_connection.items() if other != peer}
         self._outbox.pop(peer, None)
-        self._events.append((peer, PeerDisconnected()))
+        self._events.append((peer, PeerDisconnected(planned)))
 
 
 def _release(socket: "zmq.Socket[bytes]", event_sources: "list[zmq.Socket[bytes]]") -> None:

@@ -38,6 +38,10 @@ LOOP_TURN_SECONDS = 10.0
 SETTINGS, PARENT_PID, PARENT_FD, LISTEN_FD = "TGI_CHILD_SETTINGS", "TGI_PARENT_PID", "TGI_PARENT_FD", "TGI_LISTEN_FD"
 LAST_EXIT = "TGI_LAST_EXIT"
 
+# Tells a process to end while another one takes its place: a front end finishes its requests, the others end at once,
+# since their upstream neighbours submit the requests again. (SIGTERM: requests below a front end are finished, too.)
+HAND_OVER = signal.SIGUSR1
+
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
@@ -60,6 +64,7 @@ class Process:
         self.listen_fd = listen_fd
         self.boot = os.urandom(8)
         self.stopping = False
+        self.handing_over = False  # told to end by HAND_OVER; `stopping` is set, too
         self.run_dir = settings.run_dir
         self.facts: dict[str, Any] = {}  # published with the state; to be set before "ready"
         self._state = ("", "", -1)
@@ -79,6 +84,7 @@ class Process:
         self._wake_write = write
         signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        signal.signal(HAND_OVER, lambda *_: self.hand_over())
         # Ctrl-C reaches the whole process group; the supervisor handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for fd in self.wakeup_fds:
@@ -112,6 +118,10 @@ class Process:
     def link_address(self, name: str) -> str:
         """The address of a link of this deployment; `name` is e.g. "tok-0.front"."""
         return f"ipc://{self.run_dir / name}"
+
+    def tokenizer_sockets(self) -> set[str]:
+        """The names of the links that tokenizers of this deployment have bound."""
+        return rundir.tokenizer_sockets(self.run_dir)
 
     def connect_to_scheduler(self, name: str, hello: Hello) -> Link:
         """The link to the scheduler: its socket `name` in the run directory, or with --connect that of another host."""
@@ -160,6 +170,11 @@ class Process:
     def stop(self) -> None:
         """Asks the loop to drain and return."""
         self.stopping = True
+
+    def hand_over(self) -> None:
+        """Asks the loop to return, since another process takes this one's place."""
+        self.handing_over = True
+        self.stop()
 
     def heartbeat(self, seconds: float = HEARTBEAT_SECONDS) -> None:
         """For loops that do not use `wait`: announces the next heartbeat within `seconds`."""

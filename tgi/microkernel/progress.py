@@ -101,7 +101,7 @@ class Progress:
         if self._done or self.settings is None:
             return
         own = set(expected)
-        serves_api = "api-0" in own
+        serves_api = any(name.startswith("api-") for name in own)
         states = [state for state in rundir.read_states(self.settings.run_dir) if state.state != "draining"]
         states = [state for state in states if serves_api or state.name in own]
         waiting = [state for state in states if state.state != "ready"]

@@ -7,7 +7,7 @@ Requests travel down, tokens travel up:
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
-    (Hello in both directions of every link; Status travels up whenever something changed)
+    (Hello in both directions of every link, Goodbye at an orderly end; Status travels up whenever something changed)
 
 `rid` numbers a request on one link. The process that sends the request down chooses it, unique within its own lifetime.
 Every link has its own numbering, so a rid means nothing on another link.
@@ -80,6 +80,11 @@ class LinkRejected(NamedTuple):
 
 class Ping(NamedTuple):
     """Liveness probe without an answer: a failed send means that the peer has disconnected."""
+
+
+class Goodbye(NamedTuple):
+    """The last message of a process that ends because it was told to: its neighbours go on without it at once, and know
+    that no request is the cause."""
 
 
 class DeploymentLimits(NamedTuple):
@@ -530,6 +535,7 @@ MESSAGES: list[type] = [
     PromptLogprobs,
     UpdateAdapter,
     AdapterUpdated,
+    Goodbye,
 ]
 
 codec = Codec(MESSAGES)

@@ -8,8 +8,9 @@ import os
 import stat
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
 
@@ -17,7 +18,9 @@ log = logging.getLogger(__name__)
 
 # A sockaddr_un holds 108 bytes on Linux and 104 on macOS, of which libzmq needs a few.
 MAX_SOCKET_PATH = 100
-LONGEST_SOCKET_NAME = "sched-0.front"
+LONGEST_SOCKET_NAME = "control-4194304"
+# Roles of which a deployment has one process at a time; of the others each process has its own lock.
+SINGLE_ROLES = ("scheduler", "worker")
 # The pid of a lock holder that has not written it yet, or has erased it.
 UNKNOWN_PID = 0
 # How long to retry a lock: lock_holders() takes shared locks for a moment.
@@ -180,32 +183,79 @@ def remove_state(run: Path, name: str) -> None:
     (run / "state" / f"{name}.json").unlink(missing_ok=True)
 
 
-def remove_states(run: Path, role: str) -> None:
-    """Removes the state files of a role, which a killed supervisor may have left. Call it with the role's lock held,
-    before processes are started."""
-    for path in (run / "state").glob(f"{role}-*.json"):
-        path.unlink(missing_ok=True)
+def tokenizer_socket(replica: int | str) -> str:
+    """The name of the socket that a tokenizer binds for the front ends. As long as it is there, they expect the
+    tokenizer, or the one that replaces it after a crash."""
+    return f"tok-{replica}.front"
+
+
+def tokenizer_sockets(run: Path) -> set[str]:
+    """The names of the sockets of all tokenizers."""
+    return {path.name for path in run.glob(tokenizer_socket("*"))}
+
+
+def control_socket(run: Path, supervisor: int) -> Path:
+    """The socket on which the supervisor with this pid accepts commands."""
+    return run / f"control-{supervisor}"
+
+
+def remove_leftovers(run: Path) -> None:
+    """Removes what killed supervisors have left: state files and sockets of processes that belong to no supervisor."""
+    held = lock_holders(run)
+    for state in read_states(run):
+        if not {state.name, state.role} & held.keys():
+            remove_state(run, state.name)
+    replicas = [name.removeprefix("tokenizer-") for name in held if name.startswith("tokenizer-")]
+    used = {tokenizer_socket(replica) for replica in replicas}
+    used |= {control_socket(run, pid).name for pid in held.values()}
+    for path in (*run.glob(tokenizer_socket("*")), *run.glob("control-*")):
+        if path.name not in used:
+            path.unlink(missing_ok=True)
+
+
+class ProcessLock(NamedTuple):
+    """A replica number of a role, which belongs to one supervisor until it releases the lock."""
+
+    role: str
+    replica: int
+    lock: "RunDirLock"
+
+
+def claim_process(run: Path, role: str) -> ProcessLock:
+    """Claims the lowest replica number of a role that no supervisor has. Raises UserError if another supervisor has the
+    role already, and there can be only one."""
+    if role in SINGLE_ROLES:
+        return ProcessLock(role, 0, RunDirLock(run, role))
+    for replica in count():
+        with contextlib.suppress(LockHeld):
+            return ProcessLock(role, replica, RunDirLock(run, f"{role}-{replica}", retry_seconds=0.0))
+    raise AssertionError("unreachable")
+
+
+class LockHeld(UserError):
+    """Another supervisor holds the lock."""
 
 
 class RunDirLock:
-    """A supervisor's exclusive lock on one role of a run directory. The kernel releases it when the process ends.
+    """A supervisor's exclusive lock on a role or on one process of it. The kernel releases it when the supervisor ends.
 
-    Raises UserError if another process holds it.
+    Raises LockHeld if another process holds it, and UserError if it cannot be used.
     """
 
-    def __init__(self, run: Path, name: str) -> None:
+    def __init__(self, run: Path, name: str, retry_seconds: float = LOCK_RETRY_SECONDS) -> None:
         self.path = run / f"{name}.lock"
         try:
             self._file = self.path.open("a+")
         except OSError as error:
             raise UserError(f"Cannot use {self.path}: {error.strerror}. Set TGI_RUN to another directory.") from error
-        end = time.monotonic() + LOCK_RETRY_SECONDS
+        end = time.monotonic() + retry_seconds
         while not _locked(self._file, fcntl.LOCK_EX):
             if time.monotonic() < end:
                 time.sleep(0.01)
                 continue
             holder = self.path.read_text().strip() or "unknown"
-            raise UserError(
+            self._file.close()
+            raise LockHeld(
                 f"Another tgi (pid {holder}) runs `{name}` in {run}. "
                 "Stop it with `tgi down`, or choose another --port or TGI_RUN."
             )
@@ -220,7 +270,7 @@ class RunDirLock:
 
 
 def lock_holders(run: Path) -> dict[str, int]:
-    """The running supervisors of a run directory: role -> pid, or UNKNOWN_PID."""
+    """The running supervisors of a run directory: role, or process of it (`api-0`) -> pid, or UNKNOWN_PID."""
     found = {}
     for path in sorted(run.glob("*.lock")):
         with path.open() as file:

@@ -743,7 +743,7 @@ def _reject_unsupported(settings: Settings) -> None:
 
 
 def _with_derived_values(settings: Settings) -> Settings:
-    """Resolves deprecated names, the default of speculate, and the file of keys."""
+    """Resolves deprecated names, the default of speculate, and the file of keys, which are added to those given."""
     limit = settings.max_input_tokens or settings.max_input_length
     speculate = settings.speculate
     if speculate is None and settings.draft_model_id is not None:

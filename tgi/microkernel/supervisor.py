@@ -1,4 +1,5 @@
-"""The supervisor: starts child processes, restarts those that end or hang, and drains them role by role."""
+"""The supervisor: starts child processes, restarts those that end or hang, adds and retires processes of a role while
+the server runs, and drains them role by role at the end."""
 
 import contextlib
 import logging
@@ -9,14 +10,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import zmq
 
 from tgi.microkernel import interpreter, metrics, rundir
+from tgi.microkernel.control import ControlServer, StartOperation
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.process import (
+    HAND_OVER,
     LAST_EXIT,
     LISTEN_FD,
     PARENT_FD,
@@ -28,7 +31,8 @@ from tgi.microkernel.process import (
     work_register_path,
 )
 from tgi.microkernel.protocol import LastExit
-from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings import Settings, reread_api_keys
+from tgi.microkernel.terminal import ControllingTerminal
 from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.work_register import WorkRegister
 
@@ -53,8 +57,15 @@ PAUSE_SECONDS = 5.0
 # Poll interval while processes start, and later. SIGCHLD wakes the supervisor at once.
 STARTING_TICK_SECONDS, TICK_SECONDS = 0.1, 1.0
 
+# Poll interval while a command (`tgi restart`, …) is carried out.
+COMMAND_TICK_SECONDS = 0.05
+
 # Grace of roles other than the api at shutdown; then they are killed.
 ROLE_GRACE_SECONDS = 5.0
+
+# A process that was told to hand over is killed this long after graceful_termination_timeout, which front ends keep by
+# themselves. The other roles need no more than the step or the text that they are at.
+HAND_OVER_MARGIN_SECONDS = 10.0
 
 
 # Signals that a process raises by its own fault. Any other comes from outside, but for a SIGKILL by the OOM killer.
@@ -74,6 +85,7 @@ class ProcessSpec:
     replica: int
     listen_fd: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    lock: rundir.RunDirLock | None = None  # of its name, if that is released when the process is retired
 
     @property
     def name(self) -> str:
@@ -186,15 +198,26 @@ class Supervisor:
     """Runs in the main thread of `tgi up`, and of a role command for that role alone. Closes the sockets in `specs`."""
 
     def __init__(
-        self, settings: Settings, specs: list[ProcessSpec], on_tick: Callable[[], None] = lambda: None
+        self,
+        settings: Settings,
+        specs: list[ProcessSpec],
+        terminal: ControllingTerminal,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.settings = settings
         self._specs = specs
+        self._terminal = terminal
         self._on_tick = on_tick
+        self._trials: dict[str, str] = {}  # processes that were added and have not been ready: why they ended, or ""
+        self._retiring: set[str] = set()  # processes that were told to end for good
+        self._replacing: set[str] = set()  # processes that were told to end and are started again at once
+        self._kill_at: dict[str, float] = {}  # when these are killed, by time.monotonic
+        self._hang_up = False  # a SIGHUP is to be handled
+        self._to_reload: set[str] = set()  # front ends that are to reload their files
         self._children: dict[str, ChildProcess] = {}
         self._restart_at: dict[str, float] = {}  # by time.monotonic, of ended processes
         self._last_exits: dict[str, LastExit | None] = {}  # of the processes that ended last
-        self._backoff: dict[str, Backoff] = {spec.name: Backoff() for spec in specs}
+        self._backoff: dict[str, Backoff] = {}
         self._looked_at = time.monotonic()  # at the heartbeats
         self._pause_ends = 0.0
         self._ended: set[int] = set()  # pids whose metric files are still to be folded
@@ -202,17 +225,19 @@ class Supervisor:
         self._signals = 0
         self._failure = ""  # why the server must end, for the user
 
-    def run(self) -> None:
-        """Starts all processes and blocks until a signal has ended them. Raises UserError if one cannot run."""
+    def run(self, start_operation: StartOperation) -> None:
+        """Starts all processes and blocks until a signal has ended them. Raises UserError if one cannot run.
+
+        `start_operation` carries out the commands of `tgi restart` and others.
+        """
         raise_file_limit()
         wake = self._listen_to_signals()
+        control = ControlServer(rundir.control_socket(self.settings.run_dir, os.getpid()), start_operation)
         try:
             for spec in self._specs:
                 self._start(spec)
-            poller = zmq.Poller()
-            poller.register(wake.fileno(), zmq.POLLIN)
             while not self._failure:
-                poller.poll(int(1000 * self._tick_seconds()))
+                _wait([wake.fileno(), *control.descriptors], self._tick_seconds(control.busy))
                 _drain(wake)
                 if self._signals:  # before reaping: the same Ctrl-C may have ended a process that has just started
                     break
@@ -224,8 +249,14 @@ class Supervisor:
                     break
                 self._reap(DRAIN_ORDER)
                 self._replace_hung()
+                self._kill_overdue()
                 self._restart_due()
+                if self._hang_up:
+                    self._handle_hang_up()
+                self._forward_reloads()
+                control.advance()
                 self._on_tick()
+            control.close("The server ends.")
             self._stop()
         finally:
             for child in self._children.values():
@@ -236,7 +267,111 @@ class Supervisor:
         if self._failure:
             raise UserError(self._failure)
 
-    def _tick_seconds(self) -> float:
+    # --- for operations (rollout.py), all in the thread of `run` ---
+
+    def processes(self, role: str) -> list[ProcessSpec]:
+        """The processes of a role by number, without those that were told to end."""
+        specs = [spec for spec in self._specs if spec.role == role and spec.name not in self._retiring]
+        return sorted(specs, key=lambda spec: spec.replica)
+
+    def add(self, role: str) -> ProcessSpec:
+        """Starts another process of a role. If it ends before it is ready, it is not restarted: see `start_error`."""
+        claimed = rundir.claim_process(self.settings.run_dir, role)
+        listen_fd = next((spec.listen_fd for spec in self._specs if spec.role == role), None)
+        spec = ProcessSpec(role, claimed.replica, listen_fd, lock=claimed.lock)
+        self._specs.append(spec)
+        self._trials[spec.name] = ""
+        self._start(spec)
+        return spec
+
+    def start_error(self, spec: ProcessSpec) -> str:
+        """Why a process that was added has ended before it was ready, or ""."""
+        return self._trials.get(spec.name, "")
+
+    def state(self, spec: ProcessSpec) -> rundir.ProcessState | None:
+        """What a running process has published."""
+        child = self._children.get(spec.name)
+        state = rundir.read_state(self.settings.run_dir, spec.name)
+        return state if child is not None and state is not None and state.pid == child.pid else None
+
+    def confirm(self, spec: ProcessSpec) -> None:
+        """From now on a process that was added is restarted like the others."""
+        self._trials.pop(spec.name, None)
+
+    def retire(self, spec: ProcessSpec) -> None:
+        """Tells a process to hand over, and forgets it when it has ended."""
+        self._retiring.add(spec.name)
+        if self._hand_over(spec) is None:
+            self._forget(spec)
+
+    def has_retired(self, spec: ProcessSpec) -> bool:
+        """Whether a process that was told to end has ended."""
+        return spec.name not in self._retiring
+
+    def replace(self, spec: ProcessSpec) -> int | None:
+        """Tells a process to hand over to one that is started when it has ended. Returns its pid, None if it does not
+        run now."""
+        pid = self._hand_over(spec)
+        if pid is not None:
+            self._replacing.add(spec.name)
+        return pid
+
+    # --- internals ---
+
+    def _hand_over(self, spec: ProcessSpec) -> int | None:
+        """Tells a process to hand over. Returns its pid, None if it does not run now."""
+        child = self._children.get(spec.name)
+        if child is None:
+            return None
+        patience = self.settings.graceful_termination_timeout + HAND_OVER_MARGIN_SECONDS
+        self._kill_at[spec.name] = time.monotonic() + patience
+        child.signal(HAND_OVER)
+        return child.pid
+
+    def _forget(self, spec: ProcessSpec) -> None:
+        """Removes a process that has ended from those to keep running."""
+        self._specs.remove(spec)
+        self._retiring.discard(spec.name)
+        self._restart_at.pop(spec.name, None)
+        self._remove_socket(spec)
+        if spec.lock is not None:
+            spec.lock.release()
+
+    def _remove_socket(self, spec: ProcessSpec) -> None:
+        """Removes the socket of a process that has ended for good."""
+        if spec.role == "tokenizer":
+            (self.settings.run_dir / rundir.tokenizer_socket(spec.replica)).unlink(missing_ok=True)
+
+    def _kill_overdue(self) -> None:
+        for name, deadline in self._kill_at.items():
+            child = self._children.get(name)
+            if child is not None and time.monotonic() > deadline:
+                log.warning("%s did not end in time; killing it", name)
+                child.signal(signal.SIGKILL)
+
+    def _handle_hang_up(self) -> None:
+        self._hang_up = False
+        if self._terminal.has_hung_up():
+            self._signals = max(self._signals, 1)  # a shell may repeat it; that is no second signal of the user
+            return
+        try:
+            self.settings = replace(self.settings, api_key=reread_api_keys(self.settings))
+        except UserError as error:
+            log.error("SIGHUP: nothing is reloaded. %s", error)
+            return
+        self._to_reload = {spec.name for spec in self._specs if spec.role == "api"}
+
+    def _forward_reloads(self) -> None:
+        """Has the front ends reload keys and adapters. One that is starting would not survive the signal."""
+        for spec in self.processes("api"):
+            state = self.state(spec) if spec.name in self._to_reload else None
+            if state is not None and state.state == "ready":
+                self._children[spec.name].signal(signal.SIGHUP)
+                self._to_reload.remove(spec.name)
+
+    def _tick_seconds(self, busy: bool) -> float:
+        if busy:
+            return COMMAND_TICK_SECONDS
         settled = not self._restart_at and time.monotonic() - self._last_start > SETTLED_SECONDS
         return TICK_SECONDS if settled else STARTING_TICK_SECONDS
 
@@ -246,13 +381,17 @@ class Supervisor:
         write.setblocking(False)
         self._wake_write = write
         signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._count_signal)
+        signal.signal(signal.SIGHUP, self._note_hang_up)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the poll
         return read
 
     def _count_signal(self, number: int, frame: object) -> None:
         self._signals += 1
+
+    def _note_hang_up(self, number: int, frame: object) -> None:
+        self._hang_up = True
 
     def _start(self, spec: ProcessSpec) -> None:
         self._last_start = time.monotonic()
@@ -268,17 +407,27 @@ class Supervisor:
                 continue
             child.close()
             report = self._last_exits[name] = child.exit_report(code)
+            cause = report.cause if report is not None else _cause_of_exit(code, False)[0]
             del self._children[name]
             state = rundir.read_state(self.settings.run_dir, name)
             child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
             rundir.remove_state(self.settings.run_dir, name)
             self._ended.add(child.pid)
-            if child.spec.role not in restart:
-                continue
-            if code == FATAL:
+            self._kill_at.pop(name, None)
+            if name in self._retiring:
+                self._forget(child.spec)
+            elif child.spec.role not in restart:
+                self._remove_socket(child.spec)
+            elif name in self._trials:
+                self._trials[name] = self._fatal_error(name) if code == FATAL else f"{name} {cause}"
+                self._forget(child.spec)
+            elif name in self._replacing:
+                self._replacing.remove(name)
+                self._restart_at[name] = time.monotonic()
+            elif code == FATAL:
                 self._failure = self._failure or self._fatal_error(name)
             else:
-                self._schedule_restart(child, report.cause if report is not None else _cause_of_exit(code, False)[0])
+                self._schedule_restart(child, cause)
         if self._ended and metrics.fold_ended_processes(self.settings.run_dir / "metrics", self._ended):
             self._ended.clear()
 
@@ -295,7 +444,8 @@ class Supervisor:
         """Schedules the start of a new process after the backoff."""
         name = child.spec.name
         now = time.monotonic()
-        self._restart_at[name] = now + self._backoff[name].delay(child.had_been_ready, now - child.started, now)
+        backoff = self._backoff.setdefault(name, Backoff())
+        self._restart_at[name] = now + backoff.delay(child.had_been_ready, now - child.started, now)
         log.warning("%s (pid %d) %s; restarting it", name, child.pid, cause)
         metrics.tgi_process_restarts.labels(role=child.spec.role).inc()
 
@@ -315,7 +465,7 @@ class Supervisor:
 
     def _restart_due(self) -> None:
         now = time.monotonic()
-        for spec in self._specs:
+        for spec in list(self._specs):
             if self._restart_at.get(spec.name, now + 1) <= now:
                 del self._restart_at[spec.name]
                 self._start(spec)
@@ -336,8 +486,9 @@ class Supervisor:
             deadline = time.monotonic() + grace
             if patient and self._children_of(role):
                 log.info("draining: requests in flight may take up to %g s; a second signal ends them at once", grace)
+            order = HAND_OVER if role == "tokenizer" and self._shares(role) else signal.SIGTERM
             for child in self._children_of(role):
-                child.signal(signal.SIGTERM)
+                child.signal(order)
             while (
                 self._children_of(role)
                 and time.monotonic() < deadline
@@ -351,8 +502,21 @@ class Supervisor:
                 log.warning("%s %s; killing it", child.spec.name, cause)
                 child.signal(signal.SIGKILL)
 
+    def _shares(self, role: str) -> bool:
+        """Whether another supervisor has processes of this role."""
+        holders = rundir.lock_holders(self.settings.run_dir)
+        return any(name.startswith(f"{role}-") and pid != os.getpid() for name, pid in holders.items())
+
     def _children_of(self, role: str) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.spec.role == role]
+
+
+def _wait(descriptors: list[int], seconds: float) -> None:
+    """Waits until one of the descriptors is readable, at most so long."""
+    poller = zmq.Poller()
+    for descriptor in descriptors:
+        poller.register(descriptor, zmq.POLLIN)
+    poller.poll(int(1000 * seconds))
 
 
 # --- causes of death ---

@@ -23,7 +23,8 @@ GC_THRESHOLD = 50_000
 
 
 def main(process: Process) -> None:
-    """Runs until SIGTERM, then until the running requests have ended or the supervisor's grace period is over."""
+    """Runs until SIGTERM, then until the running requests have ended or the supervisor's grace period is over. If it is
+    told to hand over, the tokenizers submit its requests to the next scheduler."""
     settings = process.settings
     front = Link.bind(process.link_address("sched-0.front"), process.hello())
     back = Link.bind(process.link_address("sched-0.back"), process.hello())
@@ -51,11 +52,13 @@ def main(process: Process) -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     try:
-        while not process.stopping or scheduler.running:
+        while not process.stopping or (scheduler.running and not process.handing_over):
             now = time.monotonic()
             process.publish_state(*_process_state(process, scheduler))
             process.wait(scheduler.deadline(now) - now)
             _run_once(scheduler, links, metrics, spans)
+        for link in links:
+            link.say_goodbye()
     finally:
         for link in links:
             link.close()

@@ -24,7 +24,8 @@ IDLE_SECONDS = 60.0
 def main(process: Process) -> None:
     """Serves apis on "tok-<replica>.front" and connects to the scheduler at "sched-0.front".
 
-    Returns when the process is told to stop and all requests have ended.
+    Returns when the process is told to stop and all requests have ended, or when it is told to hand over: then the
+    front ends submit its requests to other tokenizers.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
     process.publish_state("starting", "loading the tokenizer")
@@ -51,15 +52,16 @@ def main(process: Process) -> None:
     process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
     process.publish_state("ready")
     executors = JobExecutors(process.wake_loop)
-    while not (process.stopping and pool.idle and executors.idle):
+    while not process.handing_over and not (process.stopping and pool.idle and executors.idle):
         if process.stopping:
             process.publish_state("draining")
         process.wait(IDLE_SECONDS)
         run_once(pool, api_link, scheduler_link, executors)
+    for link in (api_link, scheduler_link):
+        link.say_goodbye()
+        link.close()
     executors.shutdown()
     compiler.close()
-    scheduler_link.close()
-    api_link.close()
     if tracer is not None:
         tracer.close()
 

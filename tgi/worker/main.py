@@ -30,6 +30,7 @@ def main(process: Process) -> None:
         engine, facts = _start_engine(process.settings, loop)
         process.facts = facts._asdict()
         loop.serve(engine)
+        link.say_goodbye()
     except Poisoned:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
         sys.exit(1)

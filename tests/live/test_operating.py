@@ -1,0 +1,319 @@
+"""`tgi restart`, `tgi scale`, SIGHUP and joining supervisors: streams that run meanwhile stay exact, and none fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers, free_port
+from tests.models import model
+from tests.worker.loras import make_adapter
+from tgi.microkernel import rundir
+
+SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
+PROMPTS = [f"Prompt number {n}, " + "and some more of it " * n for n in range(6)]
+TOKENS = 120
+
+
+@pytest.fixture
+def standing(tiny_llama: Path, shared_server: SharedServers) -> Server:
+    """A server after whose tests the whole tree still runs, with the processes that it was started with or others."""
+    return shared_server("--model-id", str(tiny_llama), *SCRIPTED)
+
+
+def tgi(server: Server, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a command of `tgi` for this server."""
+    return subprocess.run(
+        [sys.executable, "-m", "tgi", *arguments],
+        env=os.environ | {"TGI_RUN": str(server.run_directory)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+
+
+def succeed(server: Server, *arguments: str) -> str:
+    """Runs a command that must succeed. Returns what it prints."""
+    done = tgi(server, *arguments)
+    assert (done.returncode, done.stderr) == (0, ""), (done.stdout, done.stderr, server.output_text())
+    return done.stdout
+
+
+def ready(server: Server, role: str) -> dict[str, int]:
+    """The pids of the processes of a role that are ready, by name."""
+    states = rundir.read_states(server.run_directory)
+    return {state.name: state.pid for state in states if state.role == role and state.state == "ready"}
+
+
+def streams(server: Server, act: Callable[[], object] | None = None) -> list[list[dict[str, Any]]]:
+    """Streams all prompts at once, every second one with a seed; `act` is called once each has shown five tokens."""
+    sampling = ({}, {"do_sample": True, "seed": 7})
+    requests = [(prompt, {"max_new_tokens": TOKENS, **sampling[n % 2]}) for n, prompt in enumerate(PROMPTS)]
+    return server.stream_all(requests, act, after=5)
+
+
+class Requests:
+    """Clients that send short requests one after the other, each over a kept connection and over new ones in turn."""
+
+    def __init__(self, server: Server, clients: int = 3) -> None:
+        self._url = f"{server.url}/generate"
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
+        self.sent = 0
+        self.failures: list[str] = []
+
+    def _run(self) -> None:
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}
+        with httpx.Client(**CLIENT_OPTIONS) as kept:
+            while not self._stop.is_set():
+                for send in (kept.post, lambda *a, **k: httpx.post(*a, **k, **CLIENT_OPTIONS)):
+                    try:
+                        answer = send(self._url, json=body)
+                        if answer.status_code != 200:
+                            self.failures.append(f"{answer.status_code} {answer.text}")
+                    except httpx.TransportError as error:
+                        self.failures.append(repr(error))
+                    self.sent += 1
+
+    def __enter__(self) -> "Requests":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(TIMEOUT_SECONDS)
+
+
+@pytest.mark.parametrize("target", ["api", "tokenizer", "scheduler", "worker"])
+def test_streams_and_requests_continue_while_a_role_is_restarted(standing: Server, target: str) -> None:
+    expected = streams(standing)
+    before = ready(standing, target)
+    losses = standing.metric("tgi_process_restarts")
+    with Requests(standing) as requests:
+        observed = streams(standing, act=lambda: succeed(standing, "restart", target))
+    assert [[event["token"]["id"] for event in events] for events in observed] == [
+        [event["token"]["id"] for event in events] for events in expected
+    ]
+    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in expected]
+    assert requests.failures == []
+    assert requests.sent > 10
+    after = ready(standing, target)
+    assert len(after) == len(before)
+    assert not set(after.values()) & set(before.values())
+    assert standing.metric("tgi_process_restarts") == losses
+
+
+@pytest.mark.parametrize(
+    ("role", "count"), [("tokenizer", 4), ("tokenizer", 1), ("tokenizer", 2), ("api", 3), ("api", 1)]
+)
+def test_streams_and_requests_continue_while_a_role_is_scaled(standing: Server, role: str, count: int) -> None:
+    expected = streams(standing)
+    with Requests(standing) as requests:
+        observed = streams(standing, act=lambda: succeed(standing, "scale", role, str(count)))
+    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in expected]
+    assert requests.failures == []
+    assert len(ready(standing, role)) == count
+    sockets = rundir.tokenizer_sockets(standing.run_directory)
+    assert sockets == {f"tok-{name.rpartition('-')[2]}.front" for name in ready(standing, "tokenizer")}
+
+
+def test_one_process_is_restarted_by_its_name(standing: Server) -> None:
+    before = ready(standing, "tokenizer")
+    restarted = min(before)
+    assert f"has replaced {restarted}" in succeed(standing, "restart", restarted)
+    after = ready(standing, "tokenizer")
+    kept = {name: pid for name, pid in before.items() if name != restarted}
+    assert len(after) == len(before)
+    assert kept.items() <= after.items()
+    assert before[restarted] not in after.values()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["restart"], 2, "Missing argument"),
+        (["restart", "wroker"], 1, "There is no process wroker in"),
+        (["restart", "api-7"], 1, "There is no process api-7 in"),
+        (["restart", "worker-7"], 1, "This server has no process worker-7"),
+        (["restart", "api", "--port", "1"], 1, "You have no running tgi server on port 1."),
+        (["scale", "tokenizer"], 2, "Missing argument"),
+        (["scale", "tokenizer", "0"], 2, "0 is not in the range x>=1"),
+        (["scale", "tokenizer", "many"], 2, "'many' is not a valid integer"),
+        (["scale", "tokenizer", "1000"], 1, "1000 processes of the role tokenizer are not possible"),
+        (["scale", "worker", "2"], 2, "'worker' is not one of 'api', 'tokenizer'"),
+        (["scale", "api", "2", "--supervisor", "1"], 1, "The process 1 is no supervisor of the role api"),
+    ],
+)
+def test_wrong_arguments_are_rejected(standing: Server, arguments: list[str], code: int, message: str) -> None:
+    before = standing.processes()
+    environment = {"TGI_RUN": ""} if "--port" in arguments else {}
+    done = tgi(standing, *arguments, **environment)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert standing.processes() == before
+
+
+def test_a_server_that_does_not_run_cannot_be_scaled(tmp_path: Path) -> None:
+    with Server(tmp_path / "run") as server:
+        done = tgi(server, "scale", "api", "2")
+        assert (done.returncode, done.stderr) == (1, "Error: You have no running tgi server.\n")
+
+
+@pytest.fixture
+def server(tiny_llama: Path, tmp_path: Path) -> Iterator[Server]:
+    """Not started, for tests that start it with their own flags, or end it."""
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        yield server
+
+
+@pytest.mark.parametrize("command", [("restart", "tokenizer"), ("scale", "tokenizer", "3")])
+def test_a_process_that_cannot_start_leaves_the_others_as_they_were(
+    server: Server, tiny_llama: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    server.start("up", "--model-id", str(model)).wait_until_ready()
+    before = server.processes()
+    (model / "tokenizer.json").write_text('{"version": ')
+    done = tgi(server, *command)
+    assert done.returncode == 1
+    assert "Error: tokenizer-2 could not be started, and the other processes go on: " in done.stderr
+    assert "tokenizer.json is damaged" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert server.processes() == before
+    assert len(server.generate("Hello", max_new_tokens=3)["details"]["tokens"]) == 3
+
+
+def test_a_killed_supervisor_ends_the_command_with_an_error(server: Server) -> None:
+    server.start().wait_until_ready()
+    stream = server.stream("Hello", max_new_tokens=5000)
+    next(stream)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "tgi", "restart", "api"],
+        env=os.environ | {"TGI_RUN": str(server.run_directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert command.stdout is not None
+    assert any("api-0 drains" in line for line in command.stdout)
+    another = tgi(server, "scale", "tokenizer", "3")
+    assert another.returncode == 1
+    assert "The server is carrying out another command" in another.stderr
+    server.commands["up"].kill()
+    _, error = command.communicate(timeout=TIMEOUT_SECONDS)
+    assert command.returncode == 1
+    assert error == "Error: The supervisor ended before it had carried out the command.\n"
+
+
+def test_a_second_supervisor_of_tokenizers_joins_and_leaves(server: Server) -> None:
+    server.start("up", "--validation-workers", "1").wait_until_ready()
+    expected = streams(server)
+    server.start("tokenizer", "--validation-workers", "2")
+    names = {"tokenizer-0", "tokenizer-1", "tokenizer-2"}
+    server.wait_until(lambda: ready(server, "tokenizer").keys() == names, "two tokenizers have joined")
+    server.commands["up"].send_signal(signal.SIGSTOP)
+    try:  # without the first one, the others have all requests
+        server.processes()["tokenizer-0"].kill()
+        assert len(server.generate("Hello", max_new_tokens=3)["details"]["tokens"]) == 3
+    finally:
+        server.commands["up"].send_signal(signal.SIGCONT)
+    server.wait_until(lambda: ready(server, "tokenizer").keys() == names, "the first one runs again")
+    done = tgi(server, "scale", "tokenizer", "4")
+    assert done.returncode == 1
+    assert "Several supervisors run the role tokenizer" in done.stderr
+    succeed(server, "scale", "tokenizer", "3", "--supervisor", str(server.commands["tokenizer"].pid))
+    succeed(server, "restart", "tokenizer")
+    joined = server.commands.pop("tokenizer")
+
+    def leave() -> None:
+        joined.terminate()
+        assert joined.wait(TIMEOUT_SECONDS) == 0
+
+    observed = streams(server, act=leave)
+    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in expected]
+    assert len(ready(server, "tokenizer")) == 1
+    assert len(rundir.tokenizer_sockets(server.run_directory)) == 1
+
+
+def test_a_front_end_joins_on_another_port(server: Server) -> None:
+    server.start().wait_until_ready()
+    port = free_port()
+    server.start("api", "--port", str(port))
+    url = f"http://127.0.0.1:{port}/generate"
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 3}}
+
+    def answers() -> bool:
+        try:
+            return httpx.post(url, json=body, **CLIENT_OPTIONS).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    server.wait_until(answers, "the second front end answers")
+    assert set(ready(server, "api")) == {"api-0", "api-1"}
+    listed = json.loads(succeed(server, "ps", "--json"))
+    assert sorted(row["stage"] for row in listed if row["name"] == "supervisor") == [
+        "api", "api+scheduler+tokenizer+worker",
+    ]  # fmt: skip
+    server.stop()
+
+
+def status(server: Server, key: str) -> int:
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
+    return server.client.post("/generate", json=body, headers={"authorization": f"Bearer {key}"}).status_code
+
+
+def test_sighup_reloads_the_keys_of_the_file(server: Server, tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("old\n")
+    given = ("--api-key-file", str(keys), "--api-key", "given", "--api-workers", "2")
+    server.start("up", *given).wait_until_ready()
+    server.wait_until(lambda: len(ready(server, "api")) == 2, "both front ends are ready")
+    assert [status(server, key) for key in ("old", "given", "new")] == [200, 200, 401]
+    keys.write_text("new\n")
+    server.commands["up"].send_signal(signal.SIGHUP)
+    server.wait_until(lambda: server.output_text().count("reloaded keys and adapters") == 2, "the keys are reloaded")
+    for _ in range(2):
+        assert [status(server, key) for key in ("old", "given", "new")] == [401, 200, 200]
+        server.kill("api-0")  # the one that replaces it has the new keys, too
+        server.kill("api-1")
+        server.wait_until(lambda: len(ready(server, "api")) == 2, "both front ends are ready")
+        server.client.close()
+        server.client = httpx.Client(base_url=server.url, **CLIENT_OPTIONS)
+    keys.write_text("")
+    server.commands["up"].send_signal(signal.SIGHUP)
+    server.wait_until(lambda: "holds no key" in server.output_text(), "the mistake is reported")
+    assert [status(server, key) for key in ("old", "given", "new")] == [401, 200, 200]
+
+
+def test_sighup_reloads_adapters_whose_files_have_changed(tmp_path: Path) -> None:
+    base, adapter = model("llama"), tmp_path / "poems"
+    make_adapter(adapter, base, seed=1)
+    make_adapter(tmp_path / "other", base, seed=2)
+    with Server(tmp_path / "run", "--model-id", str(base), "--lora-adapters", f"poems={adapter}") as server:
+        server.start().wait_until_ready()
+        before = answer(server)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copyfile(tmp_path / "other" / name, adapter / name)
+        assert answer(server) == before
+        server.commands["up"].send_signal(signal.SIGHUP)
+        server.wait_until(lambda: "reloaded keys and adapters" in server.output_text(), "the adapter is reloaded")
+        assert answer(server) != before
+        server.kill("worker-0")
+        assert answer(server) != before
+
+
+def answer(server: Server) -> list[tuple[int, float]]:
+    """The tokens and logprobs that the adapter generates."""
+    details = server.generate("The capital of France is", max_new_tokens=8, adapter_id="poems")["details"]
+    return [(token["id"], token["logprob"]) for token in details["tokens"]]
