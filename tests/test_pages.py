@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import FLAGS
-from tgi.api import http_server, rejected_fields, request_parameters, router, sse
+from tgi.api import errors, http_server, rejected_fields, request_parameters, sse
 from tgi.api.shapes import openai
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.validation import COMPLETION_RULES, OPENAI_RULES, RULES_AFTER_ADMISSION
@@ -64,11 +64,11 @@ NUMBERS = [
     ("compatibility.md", f"up to {openai.MAX_BAD_WORDS} words of {openai.MAX_BAD_WORD_CHARACTERS} characters in all"),
     ("compatibility.md", f"400 once {http_server.MAX_HEAD_BYTES >> 10} KiB have come"),
     ("compatibility.md", f"After {sse.KEEP_ALIVE_SECONDS:g} s without a token the stream opens"),
-    ("compatibility.md", f"seconds until there should be room, 1 to {router.MAX_RETRY_AFTER_SECONDS} |"),
+    ("compatibility.md", f"seconds until there should be room, 1 to {errors.MAX_RETRY_AFTER_SECONDS} |"),
     ("compatibility.md", f"at most {MAX_SPECULATED_TOKENS} a step"),
     ("compatibility.md", f"`--max-top-n-tokens` above {MAX_TOP_TOKENS} |"),
     ("compatibility.md", f"up to {rejected_fields.MAX_LOGGED} of them"),
-    ("processes.md", f"between 1 and {router.MAX_RETRY_AFTER_SECONDS} seconds"),
+    ("processes.md", f"between 1 and {errors.MAX_RETRY_AFTER_SECONDS} seconds"),
     ("processes.md", ", ".join(f"`{name}`" for name in WorkerFacts._fields)),
     ("processes.md", f"a message has at most {log.MAX_MESSAGE:,} characters, a field {log.MAX_FIELD:,}"),
     ("processes.md", f"all fields of a record {log.MAX_FIELDS:,}, a traceback {log.MAX_EXCEPTION:,}"),

@@ -25,6 +25,7 @@ class SubmittedRequest:
         client: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        deadline_ms: int = 0,
     ) -> None:
         self.prompt = prompt
         self.new = new  # max_new_tokens
@@ -40,6 +41,7 @@ class SubmittedRequest:
         self.client = client  # of the server
         self.weight = weight
         self.priority = priority
+        self.deadline_ms = deadline_ms
         self.end: End | None = None
         self.cancelled_by_client = False
         self.resumed = len(resume)  # number of ids when it was last submitted

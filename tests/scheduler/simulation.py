@@ -142,6 +142,7 @@ class Simulation:
         client: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        deadline_ms: int = 0,
     ) -> SubmittedRequest:
         """Submits a request. `seed`: None means greedy."""
         sampling = GREEDY if seed is None else SamplingParams(seed, do_sample=True)
@@ -149,7 +150,7 @@ class Simulation:
         if adapter is not None:
             sampling = sampling._replace(adapter=adapter.name, adapter_digest=adapter.digest)
         request = SubmittedRequest(
-            prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n, client, weight, priority
+            prompt, new, stop_ids or [], sampling, resume or [], prompt_top_n, client, weight, priority, deadline_ms
         )
         self.rids += 1
         self.tokenizers[tokenizer].requests[self.rids] = request
@@ -160,7 +161,9 @@ class Simulation:
         columns = [pack_column(INT32, values) for values in (request.prompt, request.stop_ids, request.ids)]
         request.resumed = len(request.ids)
         add = Add(rid, columns[0], request.new, request.sampling, columns[1], columns[2], request.cache_salt)
-        add = add._replace(client=request.client, weight=request.weight, priority=request.priority)
+        add = add._replace(
+            client=request.client, weight=request.weight, priority=request.priority, deadline_ms=request.deadline_ms
+        )
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
         self.handle(add, self.tokenizers[tokenizer].peer)

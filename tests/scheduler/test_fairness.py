@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tgi.microkernel.protocol import FinishReason
 from tgi.scheduler.request import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -199,3 +200,24 @@ def test_service_of_two_backlogged_clients_differs_by_a_bounded_amount(
         gained = {name: now[name] - start[name] for name in now}
         assert abs(gained["a"] - gained["b"]) <= bound + 16 / min(weights)
     sim.run()
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once() -> None:
+    sim = simulation()
+    for n in range(40):
+        sim.add([n, 1], 30, client="heavy")
+    for _ in range(100):
+        sim.now += 0.1
+        sim.step()
+    late = sim.add([99, 1], 5, client="heavy", deadline_ms=500)
+    assert late.end is not None
+    assert late.end.reason == FinishReason.OVERLOADED
+    assert late.end.retry_after_ms > 0
+    patient = sim.add([98, 1], 5, client="heavy", deadline_ms=500_000)
+    light = sim.add([97, 1], 5, client="light", deadline_ms=5000)
+    assert patient.end is light.end is None
+    sim.run()
+    assert patient.end.reason == light.end.reason == FinishReason.LENGTH

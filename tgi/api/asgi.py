@@ -31,6 +31,7 @@ class DisconnectWatcher:
         self.disconnected = False
         self._release = release
         self._task = asyncio.get_running_loop().create_task(self._watch(receive))
+        self._timer: asyncio.TimerHandle | None = None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -38,7 +39,13 @@ class DisconnectWatcher:
         self.disconnected = True
         self._release()
 
+    def call_later(self, delay: float, callback: Callable[[], None]) -> None:
+        """Calls back after this many seconds, unless the watch has ended by then."""
+        self._timer = asyncio.get_running_loop().call_later(delay, callback)
+
     def close(self) -> None:
         """Ends the watch: the response is complete or has failed."""
         self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._release()

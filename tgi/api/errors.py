@@ -1,12 +1,16 @@
 """Errors of requests: status, type and message of each, and their bodies. Below /v1 a body has OpenAI's format, on all
 other routes TGI's (Service.has_openai_errors)."""
 
+import math
 from typing import Annotated
 
 import msgspec
 
 from tgi.api.shapes.types import doc
 from tgi.microkernel.protocol import End, FinishReason
+
+# Upper bound of the Retry-After header.
+MAX_RETRY_AFTER_SECONDS = 60
 
 
 class ErrorResponse(msgspec.Struct):
@@ -143,6 +147,11 @@ def overloaded(retry_after: int = 1, text: str = "Model is overloaded") -> ApiEr
     return ApiError(429, "overloaded", text, counted="overloaded", headers={"retry-after": str(retry_after)})
 
 
+def timed_out(cause: str) -> ApiError:
+    """504: the deadline of the request has passed."""
+    return ApiError(504, "timeout", f"Request timed out: {cause}", counted="timeout")
+
+
 def unhealthy(stage: str) -> ApiError:
     """503: no request can be computed now. The header tells what the server waits for, at start and after a loss."""
     return ApiError(503, "healthcheck", "unhealthy", headers={"x-startup-stage": stage})
@@ -232,7 +241,9 @@ def from_end(end: End, streaming: bool) -> ApiError | None:
         case FinishReason.INVALID:
             return validation_error(end.message)
         case FinishReason.OVERLOADED:
-            return overloaded()
+            return overloaded(min(max(1, math.ceil(end.retry_after_ms / 1000)), MAX_RETRY_AFTER_SECONDS))
+        case FinishReason.TIMEOUT:
+            return timed_out(end.message)
         case FinishReason.FAILED | FinishReason.QUARANTINED:
             return generation_failed(end.message)
         case FinishReason.TEMPLATE:

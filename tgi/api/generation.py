@@ -63,7 +63,7 @@ def create_generations(
     this many top tokens at its position. With `echo` the prompt is part of the answer, and `max_new_tokens` may be 0.
     `names` maps TGI's parameter names to those of the request, for error messages.
 
-    Raises ApiError: 422 for a broken rule, 429 and 503 as Router.acquire_permits.
+    Raises ApiError: 422 for a broken rule or an invalid X-Request-Timeout, 429 and 503 as Router.acquire_permits.
     """
     limits = service.router.limits
     sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
@@ -86,6 +86,7 @@ def create_generations(
     best_of = max(1, parameters.best_of or 1)
     probe = is_probe(req)
     client: Client = req.context.client
+    timeout = None if probe else service.request_timeout(req)
     if not probe:
         acquire_permits(service, client, len(prompts) * best_of * choices)
     for context in contexts:
@@ -110,7 +111,7 @@ def create_generations(
             service.router.recorder.stamp(Event.RECEIVED, key, len(generations))
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
-            generations.append(Generation(message, stream, wake_event, probe, client))
+            generations.append(Generation(message, stream, wake_event, probe, client, timeout))
     return generations
 
 

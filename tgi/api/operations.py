@@ -159,10 +159,11 @@ VALIDATION = error(422, "Input validation error", "validation")
 FAILED = error(424, "Generation Error", "generation", "Request failed during generation")
 OVERLOADED = error(429, "Model is overloaded", "overloaded")
 INCOMPLETE = error(500, "Incomplete generation", "incomplete_generation")
+TIMED_OUT = error(504, "The timeout of the request has passed", "timeout", "Request timed out: no end within 5 s")
 STARTING = error(503, "The server is still starting", "healthcheck", "unhealthy")
 UNHEALTHY = error(503, "Text generation inference is down", "healthcheck", "unhealthy")
 INTERNAL = error(500, "A defect of the server", "internal", "Internal server error")
-GENERATION = (*UNREADABLE, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING)
+GENERATION = (*UNREADABLE, VALIDATION, FAILED, OVERLOADED, INCOMPLETE, STARTING, TIMED_OUT)
 # Vertex and KServe routes do not tell what failed.
 COLLAPSED = (
     *UNREADABLE,
@@ -170,13 +171,14 @@ COLLAPSED = (
     OVERLOADED,
     error(500, "Incomplete generation", "Incomplete generation"),
     STARTING,
+    TIMED_OUT,
 )
 # TGI's document has the errors of /generate_stream as events; before the first token they are HTTP errors here.
 AS_EVENTS = tuple(
     OperationResponse(
         response.status, response.description, tuple(body._replace(media=EVENTS) for body in response.native_bodies)
     )
-    for response in (VALIDATION, FAILED, OVERLOADED, INCOMPLETE)
+    for response in (VALIDATION, FAILED, OVERLOADED, INCOMPLETE, TIMED_OUT)
 )
 NO_TOKENIZER = error(404, "No tokenizer found (TGI's; never sent)", "", "No fast tokenizer available")
 NO_CHAT = error(404, "Failed to tokenize ChatRequest (TGI's; never sent)", "template_error", "Template error")

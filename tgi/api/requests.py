@@ -83,9 +83,11 @@ class Generation(LiveRequest):
         wake_event: WakeEvent,
         probe: bool = False,
         client: Client = ANONYMOUS,
+        timeout: float | None = None,
     ) -> None:
         super().__init__(wake_event)
         self.client = client
+        self.timeout = timeout  # seconds from `arrival_time` on
         self.message = message  # without rid, resume_ids and traceparent
         self.stream = stream
         self.probe = probe
@@ -108,9 +110,20 @@ class Generation(LiveRequest):
         """The message that submits this request, under `rid`."""
         traceparent = "" if self.span is None else self.span.traceparent
         prompt_from = None if self.message.prompt_logprobs_from is None else len(self.prompt_columns.ids)
+        deadline_ms = 0
+        if self.timeout is not None:
+            deadline_ms = max(1, int(1000 * (self.arrival_time + self.timeout - time.perf_counter())))
         return self.message._replace(
-            rid=rid, resume_ids=self.generated_ids.tobytes(), traceparent=traceparent, prompt_logprobs_from=prompt_from
+            rid=rid,
+            resume_ids=self.generated_ids.tobytes(),
+            traceparent=traceparent,
+            prompt_logprobs_from=prompt_from,
+            deadline_ms=deadline_ms,
         )
+
+    def expire(self) -> None:
+        """Ends the request because its timeout has passed, and wakes its waiter."""
+        self.complete(End(0, FinishReason.TIMEOUT, f"no end within {self.timeout:g} s"))
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""

@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 # A request that has lost this many tokenizers without a token in between is taken for their cause, and fails.
 MAX_TOKENIZER_LOSSES = 3
-# Upper bound of the Retry-After header.
-MAX_RETRY_AFTER_SECONDS = 60
 
 
 class TokenizerConnection:
@@ -117,7 +115,7 @@ class Router:
         waits = [
             t.status.mean_end_interval_ms + t.status.predicted_wait_ms for t in self.tokenizers if t.status is not None
         ]
-        return min(max(1, math.ceil(max(waits, default=0) / 1000)), MAX_RETRY_AFTER_SECONDS)
+        return min(max(1, math.ceil(max(waits, default=0) / 1000)), errors.MAX_RETRY_AFTER_SECONDS)
 
     def require_free_permit(self, client: Client) -> None:
         """Raises ApiError: 429 if no permit is free for this client now. Acquires none. Before the readiness probe has

@@ -5,11 +5,12 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from falcon.asgi import Request
 
-from tgi.api import request_metrics
+from tgi.api import errors, request_metrics
 from tgi.api.asgi import RECEIVE_KEY, DisconnectWatcher, is_probe
 from tgi.api.body_reader import BodyReader
 from tgi.api.clients import Clients
@@ -18,6 +19,7 @@ from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest
 from tgi.api.router import Router
 from tgi.api.tracing import span_of
+from tgi.microkernel.options import seconds
 from tgi.microkernel.settings import Settings
 
 if TYPE_CHECKING:
@@ -93,7 +95,28 @@ class Service:
         for request in requests:
             request.span = span
             self.router.submit(request)
-        return DisconnectWatcher(req.scope[RECEIVE_KEY], release)
+        watcher = DisconnectWatcher(req.scope[RECEIVE_KEY], release)
+        if isinstance(requests[0], Generation) and requests[0].timeout is not None:
+            watcher.call_later(requests[0].timeout, partial(self._expire, requests))
+        return watcher
+
+    def request_timeout(self, req: Request) -> float | None:
+        """Seconds that this request may take; None: no limit. Raises ApiError: 422 for an invalid header."""
+        limit = self.settings.request_timeout
+        if (given := req.get_header("x-request-timeout")) is None:
+            return limit
+        try:
+            wanted = seconds(given)
+        except ValueError:
+            raise errors.validation_error("the header X-Request-Timeout must be a positive number of seconds") from None
+        return wanted if limit is None else min(wanted, limit)
+
+    def _expire(self, requests: Sequence[LiveRequest]) -> None:
+        """Ends the active ones of these generations, everywhere: their timeout has passed."""
+        for request in requests:
+            if request.active and isinstance(request, Generation):
+                self.router.cancel(request)
+                request.expire()
 
     def cancel(self, requests: Sequence[LiveRequest]) -> None:
         """Cancels those that are active."""

@@ -180,6 +180,7 @@ class FinishReason(StrEnum):
     OVERLOADED = "overloaded"
     FAILED = "generation"  # `message` describes the failure
     QUARANTINED = "quarantined"  # as FAILED, and the request must not be sent again: it crashes processes
+    TIMEOUT = "timeout"  # its deadline has passed; `message` tells the time that it had
     TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
 
 
@@ -490,6 +491,7 @@ class End(NamedTuple):
     queue_us: int = 0  # scheduler: received -> first planned into a step
     inference_us: int = 0  # scheduler: first planned -> last token
     parts: list[AnswerPart] = []  # api link only: parts that the end of the text completes, after those of its tokens
+    retry_after_ms: int = 0  # with OVERLOADED: until a request of this client should be admitted in time; 0: unknown
 
 
 class Tokenized(NamedTuple):

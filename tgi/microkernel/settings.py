@@ -246,6 +246,14 @@ class Settings:
 
     # Limits
     max_concurrent_requests: int = setting(LIMITS, 128, "Concurrent requests; more are rejected with 429.", count)
+    request_timeout: float | None = setting(
+        LIMITS,
+        None,
+        "Seconds that a generation may take; then it ends with 504. The header X-Request-Timeout can only shorten it.",
+        seconds,
+        env=("TGI_REQUEST_TIMEOUT",),
+        unset="no limit",
+    )
     max_input_tokens: int | None = setting(LIMITS, None, "Longest prompt.", count, unset="--max-total-tokens less 1")
     max_total_tokens: int | None = setting(
         LIMITS, None, "Longest prompt plus generated tokens.", count, unset="what model and memory allow"

@@ -170,7 +170,7 @@ class Request:
             return FinishReason.LENGTH
         return FinishReason.EOS if self.generated_tokens and self.token_ids[-1] in self.stop_ids else None
 
-    def end_message(self, reason: FinishReason, message: str, now: float) -> End:
+    def end_message(self, reason: FinishReason, message: str, now: float, retry_after_ms: int = 0) -> End:
         """The `End` of a request that ends now."""
         begun = now if self.first_planned_at is None else self.first_planned_at
         return End(
@@ -182,6 +182,7 @@ class Request:
             cached_tokens=self.cached_tokens,
             queue_us=int((begun - self.received_at) * 1e6),
             inference_us=int((now - begun) * 1e6),
+            retry_after_ms=retry_after_ms,
         )
 
 

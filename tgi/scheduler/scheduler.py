@@ -271,6 +271,16 @@ class Scheduler:
             self._end_request(request, FinishReason.INVALID, now, fault)
         elif finish_reason:
             self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
+        elif add.deadline_ms and not add.resume_ids:
+            self._refuse_if_late(request, add.deadline_ms, now)
+
+    def _refuse_if_late(self, request: Request, deadline_ms: int, now: float) -> None:
+        """Ends a new request at once if it is expected to wait beyond its deadline."""
+        full = self._planner is not None and self._planner.batch.full
+        late_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full)) - deadline_ms
+        if late_ms > 0 and not self._isolation.is_on_trial(request.fingerprint):
+            message = f"the request is expected to wait {late_ms / 1000:.1f} s beyond its timeout"
+            self._end_requests([(request, FinishReason.OVERLOADED)], now, message, late_ms)
 
     def _admit_suspect(self, request: Request, now: float) -> bool:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
@@ -288,7 +298,7 @@ class Scheduler:
     def _end_request(self, request: Request, reason: FinishReason, now: float, message: str = "") -> None:
         self._end_requests([(request, reason)], now, message)
 
-    def _end_requests(self, ended: FinishedRequests, now: float, message: str = "") -> None:
+    def _end_requests(self, ended: FinishedRequests, now: float, message: str = "", retry_after_ms: int = 0) -> None:
         """Every request ends here, once."""
         waited: list[Request] = []
         running: list[Request] = []
@@ -305,7 +315,9 @@ class Scheduler:
             if request not in on_trial:
                 self._queue.record_ended(request)
         self.counters.ended_requests += len(ended)
-        self._outbox.extend((one.client.peer, one.end_message(reason, message, now)) for one, reason in ended)
+        self._outbox.extend(
+            (one.client.peer, one.end_message(reason, message, now, retry_after_ms)) for one, reason in ended
+        )
 
     def _discard_suspects(self, ended: FinishedRequests) -> list[Request]:
         """Returns those of these requests that were waiting for a slot on trial."""

@@ -233,4 +233,5 @@ class TokenizerRequestState:
             queue_us=scheduler_end.queue_us if scheduler_end else 0,
             inference_us=scheduler_end.inference_us if scheduler_end else 0,
             parts=[AnswerPart(0, kind, text) for kind, text in parts],
+            retry_after_ms=scheduler_end.retry_after_ms if scheduler_end else 0,
         )
