@@ -102,6 +102,21 @@ class DeploymentLimits(NamedTuple):
     device: str  # "cpu", "cuda"
 
 
+# What a process allocates grows with these limits: far above those of any worker, and below what exhausts memory.
+LARGEST_LIMITS = {"max_batch_size": 1 << 16, "pages": 1 << 24, "page_size": 1 << 16}
+LARGEST_OTHER_LIMIT = 2**31 - 1  # token counts and ids are int32
+
+
+def limits_out_of_range(limits: DeploymentLimits) -> str:
+    """Which limits no worker can have, in words; "" if there are none."""
+    numbers = {name: value for name, value in limits._asdict().items() if isinstance(value, int)}
+    return "; ".join(
+        f"{name} is {value}"
+        for name, value in numbers.items()
+        if not 1 <= value <= LARGEST_LIMITS.get(name, LARGEST_OTHER_LIMIT)
+    )
+
+
 class LoadedAdapter(NamedTuple):
     """A loaded LoRA adapter. `digest` identifies its content: it separates prefix caches, and detects at a replay that
     another adapter was loaded under the same name."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import Add, DeploymentLimits, End, FinishReason, Status, Tokens
+from tgi.microkernel.protocol import Add, DeploymentLimits, End, FinishReason, Status, Tokens, limits_out_of_range
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
 from tgi.scheduler.request import Request, TokenizerClient
@@ -176,7 +176,10 @@ class WorkerPeer:
 
     def update_status(self, status: Status) -> None:
         """Stores the worker's status, and its limits if it is the first worker."""
-        if status.ready and status.limits is not None and not self.status.ready:
+        if status.limits is not None and (fault := limits_out_of_range(status.limits)):
+            log.error("%s states limits that no worker has: %s. It is not used.", self.peer, fault)
+            status = LIMITS_NOT_MET
+        elif status.ready and status.limits is not None and not self.status.ready:
             if self.limits is None:
                 self.limits = status.limits
             elif fault := limits_shortfall(self.limits, status.limits):

@@ -11,6 +11,7 @@ from tgi.microkernel.protocol import MAX_PROMPT_TOP_TOKENS, QUEUED, Add, Deploym
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
+MAX_RID = 2**32 - 1  # the columns of rids are uint32
 # A step number that is never reached: results do not concern a request without a slot.
 NO_STEP = 1 << 62
 
@@ -104,6 +105,8 @@ class Request:
     def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
         """`arrival`: its number in the order of arrival. Raises ValueError or ProtocolError if a column of `add` is
         malformed or a field is out of range."""
+        if not 0 <= add.rid <= MAX_RID:
+            raise ValueError(f"rid is {add.rid}")
         self.client = client
         self.rid = add.rid
         self.owner = add.client  # the client of the server, whose share it uses

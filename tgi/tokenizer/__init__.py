@@ -4,6 +4,7 @@ Read `pool` first: TokenizerPool handles all messages of the process without soc
 
 - main: the process; its loop moves messages between the links, the pool and the job threads.
 - pool: TokenizerPool, all requests of the process.
+- message_checks: sizes and ranges that the types of a message leave open.
 - request: TokenizerRequestState, the state of one request, from Generate to End.
 
 Text to token ids:

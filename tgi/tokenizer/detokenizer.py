@@ -42,7 +42,7 @@ class ByteLevelDetokenizer:
 
     def decode_token(self, token_id: int) -> str:
         """See IncrementalDetokenizer."""
-        if token_id >= len(self._pieces):
+        if not 0 <= token_id < len(self._pieces):
             return ""
         piece = self._pieces[token_id]
         if isinstance(piece, str):
@@ -74,7 +74,7 @@ class WindowDetokenizer:
     def decode_token(self, token_id: int) -> str:
         """See IncrementalDetokenizer."""
         vocabulary = self._vocabulary
-        if token_id >= len(vocabulary.pieces):
+        if not 0 <= token_id < len(vocabulary.pieces):
             return ""
         piece = vocabulary.pieces[token_id]
         if isinstance(piece, str):
@@ -102,4 +102,4 @@ class WindowDetokenizer:
 
     def _has_text(self, token_id: int) -> bool:
         """False for special ids and for ids outside the vocabulary."""
-        return token_id < len(self._vocabulary.pieces) and token_id not in self._vocabulary.special_ids
+        return 0 <= token_id < len(self._vocabulary.pieces) and token_id not in self._vocabulary.special_ids

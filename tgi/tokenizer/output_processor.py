@@ -10,6 +10,7 @@ from tgi.microkernel import metrics
 from tgi.microkernel.codec import ITEM_BYTES, UINT32, unpack_int32, unpack_uint32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import AnswerPart, FinishReason, Texts, Tokens
+from tgi.tokenizer.message_checks import check_tokens
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -33,10 +34,12 @@ class OutputProcessor:
         started = time.perf_counter()
         method = "decode"
         ids, live = unpack_int32(tokens.token_ids), RequestStage.LIVE
+        rids, counts = unpack_uint32(tokens.rids), unpack_uint32(tokens.counts)
+        check_tokens(tokens, ids, rids, counts)
         top_tokens = TopTokenColumns(tokens) if tokens.top_counts else None
         stopped: list[int] = []
         end = 0
-        for rid, count in zip(unpack_uint32(tokens.rids), unpack_uint32(tokens.counts), strict=True):
+        for rid, count in zip(rids, counts, strict=True):
             first, end = end, end + count
             request = requests.get(rid)
             if request is None or request.stage is not live or request.finish_reason is not None:

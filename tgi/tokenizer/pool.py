@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tgi.microkernel import metrics
+from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
@@ -35,6 +36,7 @@ from tgi.tokenizer.encoder import (
     token_limit_error,
 )
 from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName, encoding_size, executor_for
+from tgi.tokenizer.message_checks import check_generate, check_prompt_logprobs, check_status
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
@@ -129,8 +131,13 @@ class TokenizerPool:
         handler = handlers.get(type(message))
         if handler is None:
             log.warning("ignored a %s from %s", type(message).__name__, peer)
-        else:
+            return
+        try:
             handler(peer, message)
+        except ProtocolError as error:
+            log.error("rejected a malformed %s from %s: %s", type(message).__name__, peer, error)
+            if isinstance(message, Generate):
+                self._send(peer, End(message.rid, FinishReason.INVALID, f"malformed request: {error}"))
 
     def complete_job(self, key: Any, result: Any) -> None:
         """Takes the result of a job."""
@@ -173,6 +180,10 @@ class TokenizerPool:
         self._output_processor.remove_api(api)
 
     def _on_generate(self, api: PeerId, generate: Generate) -> None:
+        check_generate(generate)
+        if generate.rid in self._apis[api]:
+            log.error("%s used rid %d twice; the second request is ignored", api, generate.rid)  # a rid has one End
+            return
         self._last_rid += 1
         request = TokenizerRequestState(self._last_rid, api, generate, self._clock())
         self._requests[request.rid] = request
@@ -267,6 +278,7 @@ class TokenizerPool:
         self._set_status(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
 
     def _on_status(self, scheduler: PeerId, status: Status) -> None:
+        check_status(status)
         self._set_status(status)
         if status.limits is None:
             return
@@ -283,6 +295,7 @@ class TokenizerPool:
             self._send(*forwarded)
 
     def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:
+        check_prompt_logprobs(logprobs)
         request = self._requests.get(logprobs.rid)
         if request is not None and request.stage is RequestStage.LIVE:
             messages = request.prompt_logprob_messages(logprobs)

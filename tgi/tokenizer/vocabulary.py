@@ -50,7 +50,7 @@ class Vocabulary:
 
     def token_text(self, token_id: int) -> str:
         """Decodes one token alone. An incomplete character returns U+FFFD, an unknown id ""."""
-        piece = self.pieces[token_id] if token_id < len(self.pieces) else ""
+        piece = self.pieces[token_id] if 0 <= token_id < len(self.pieces) else ""
         if piece is None:
             text = self._decoded_texts.get(token_id)
             if text is None:
