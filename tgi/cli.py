@@ -6,6 +6,7 @@ Settings become options of a command in `settings_options`; UserErrors are print
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -231,9 +232,10 @@ _role_command("worker", "Run only the worker.")
 def ps(as_json: bool) -> None:
     """List the running servers of this user.
 
-    Shows pid, state, boot id and memory of each process.
+    Shows pid, state, boot id and memory of each process, and the requests in quarantine: they have crashed processes.
     """
     from tgi.microkernel import rundir
+    from tgi.microkernel.quarantine import Quarantine
 
     rows = [row for run in rundir.user_run_dirs() for row in _processes(run)]
     if as_json:
@@ -247,6 +249,10 @@ def ps(as_json: bool) -> None:
     widths = [max(len(line[k]) for line in table) for k in range(len(columns))]
     for line in table:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for run in dict.fromkeys(row["run"] for row in rows):
+        for entry in Quarantine(Path(run)).entries():
+            minutes = math.ceil((entry.until - time.time()) / 60)
+            click.echo(f"{run}: request {entry.fingerprint} in quarantine for {minutes} minutes: {entry.reason}")
 
 
 def _processes(run: Path) -> list[dict[str, Any]]:

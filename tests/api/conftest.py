@@ -35,12 +35,14 @@ from tgi.microkernel.protocol import (
     FinishReason,
     Generate,
     Hello,
+    LastExit,
     Status,
     Texts,
     Tokenize,
     Tokenized,
     UpdateAdapter,
 )
+from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.sampling_params import SamplingDefaults
 from tgi.microkernel.settings import Settings
 
@@ -89,6 +91,8 @@ class FakeTokenizer:
         self.replica = replica
         self.answer = answer
         self.defaults = SamplingDefaults()  # sent by the next start
+        self.last_exit: LastExit | None = None  # the same
+        self.boot = b""
         self.received: queue.Queue[Any] = queue.Queue()
         self._todo: queue.Queue[list[Any] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
@@ -117,7 +121,15 @@ class FakeTokenizer:
                 return message
 
     def _run(self, status: Status | None) -> None:
-        hello = Hello(PROTOCOL, "tokenizer", self.replica, os.urandom(8), sampling_defaults=self.defaults)
+        self.boot = os.urandom(8)
+        hello = Hello(
+            PROTOCOL,
+            "tokenizer",
+            self.replica,
+            self.boot,
+            sampling_defaults=self.defaults,
+            last_exit=self.last_exit,
+        )
         link = Link.bind(self.address, hello)
         try:
             while True:
@@ -224,7 +236,9 @@ class Front:
     async def _serve(self) -> None:
         hello = Hello(PROTOCOL, "api", 0, os.urandom(8))
         links = [Link.connect(tokenizer.address, hello) for tokenizer in self.tokenizers]
-        self.router = Router(links, Permits(self.permits, self.settings.max_concurrent_requests))
+        self.router = Router(
+            links, Permits(self.permits, self.settings.max_concurrent_requests), Quarantine(self.permits.parent)
+        )
         model = self.settings.model_id or "m"
         self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())

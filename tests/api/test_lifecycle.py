@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Front, Stream, events, request, silent, texts, word
-from tgi.api import router as router_module
 from tgi.api import sse
 from tgi.api.requests import Generation
 from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
@@ -19,6 +18,7 @@ from tgi.microkernel.protocol import (
     End,
     FinishReason,
     Generate,
+    LastExit,
     PartKind,
     Prompted,
     PromptTokens,
@@ -257,17 +257,86 @@ def test_whole_responses_and_tokenization_resume_after_a_tokenizer_loss(serve: A
     assert events(encode.read_rest())[0] == [{"id": 0, "text": "", "start": 0, "stop": 0, "special": False}]
 
 
-def test_a_request_fails_after_too_many_tokenizer_losses(serve: Any) -> None:
+def crash(tokenizer: Any, in_hand: bytes, outside: bool = False) -> None:
+    """The tokenizer dies with these requests in hand, and its successor reports that."""
+    tokenizer.stop()
+    tokenizer.last_exit = LastExit(tokenizer.boot, "was killed by SIGSEGV", outside, in_hand)
+    tokenizer.start()
+
+
+def test_a_request_that_crashes_three_tokenizers_is_quarantined_and_no_other(serve: Any) -> None:
     front = serve(silent)
-    tokenizer = front.tokenizers[0]
-    stream = Stream(front, "/generate")
-    for _ in range(router_module.MAX_TOKENIZER_LOSSES):
-        tokenizer.next(Generate)
-        tokenizer.stop()
-        tokenizer.start()
-    reply = stream.read_rest()
+    (tokenizer,) = front.tokenizers
+    body, innocent = '{"inputs":"poison"}', '{"inputs":"innocent"}'
+    streams = [Stream(front, "/generate", text) for text in (innocent, body)]
+    for strikes in range(3):
+        received = {message.inputs: message for message in (tokenizer.next(Generate), tokenizer.next(Generate))}
+        assert not received["innocent"].alone
+        assert received["poison"].alone == (strikes > 0)
+        crash(tokenizer, received["poison"].fingerprint)
+    reply = streams[1].read_rest()
     assert reply.status == 424
-    assert b"the tokenizer died 3 times" in reply.body
+    assert b"the tokenizer was killed by SIGSEGV while it worked on this request" in reply.body
+
+    message = tokenizer.next(Generate)
+    assert message.inputs == "innocent"
+    tokenizer.send(word(message.rid, 1), End(message.rid, FinishReason.EOS, "", "done", 1, 1))
+    assert streams[0].read_rest().status == 200
+
+    again = front.post("/generate", body)  # refused before it reaches a tokenizer
+    assert again.status == 424
+    assert b"in quarantine for 60 more minutes" in again.body
+    Stream(front, "/generate", '{"inputs":"poison "}')  # another one
+    assert tokenizer.next(Generate).inputs == "poison "
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_requests_that_a_dead_tokenizer_had_not_in_hand_are_no_suspects(serve: Any, outside: bool) -> None:
+    front = serve(silent)
+    (tokenizer,) = front.tokenizers
+    stream = Stream(front, "/generate")
+    for _ in range(12):
+        assert not tokenizer.next(Generate).alone
+        crash(tokenizer, b"" if outside else b"another!", outside)
+    message = tokenizer.next(Generate)
+    tokenizer.send(word(message.rid, 1), End(message.rid, FinishReason.EOS, "", "done", 1, 1))
+    assert stream.read_rest().status == 200
+
+
+def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: Any) -> None:
+    front = serve(silent, validation_workers=2)
+    one, two = front.tokenizers
+    suspects: set[bytes] = set()
+    front.router._work_in_hand = lambda peer: b"".join(suspects)
+    streams = [Stream(front, "/generate", f'{{"inputs":"{name}"}}') for name in ("a", "b", "c", "d")]
+    held, innocent = one.next(Generate), one.next(Generate)
+    assert {two.next(Generate).inputs, two.next(Generate).inputs, held.inputs, innocent.inputs} == set("abcd")
+    suspects.add(held.fingerprint)
+    boot = one.boot
+    one.stop()
+    assert two.next(Generate).inputs == innocent.inputs
+    assert two.received.empty()
+    one.last_exit = LastExit(boot, "was killed by SIGSEGV", False, held.fingerprint)
+    one.start()
+    message = two.next(Generate)  # the one that is ready
+    assert (message.inputs, message.alone) == (held.inputs, True)
+    for stream in streams:
+        stream.disconnect()
+
+
+def test_the_quarantine_of_the_scheduler_is_kept_by_front_ends(serve: Any) -> None:
+    def refuse(message: Any) -> list[Any] | None:
+        return [End(message.rid, FinishReason.QUARANTINED, "the worker crashed")] if message.inputs == "p" else None
+
+    front = serve(refuse)
+    assert front.post("/generate", '{"inputs":"p"}').status == 424
+    front.tokenizers[0].next(Generate)
+    reply = front.post("/generate", '{"inputs":"p"}')
+    assert reply.status == 424
+    assert b"in quarantine" in reply.body
+    assert b"the worker crashed" in reply.body
+    assert [entry.reason for entry in front.router.quarantine.entries()] == ["the worker crashed"]
+    assert front.tokenizers[0].received.empty()
 
 
 def test_disconnect_while_no_tokenizer_is_connected(serve: Any) -> None:
@@ -343,9 +412,8 @@ def test_pipelined_requests_on_one_connection(serve: Any) -> None:
             raw += more
 
 
-def test_no_token_is_lost_or_repeated_over_many_tokenizer_losses(serve: Any, monkeypatch: Any) -> None:
+def test_no_token_is_lost_or_repeated_over_many_tokenizer_losses(serve: Any) -> None:
     """A tokenizer sends at most three tokens of a request until its loss, which comes at a random time."""
-    monkeypatch.setattr(router_module, "MAX_TOKENIZER_LOSSES", 10**6)
     total = 12
 
     def three_more(message: Generate) -> list[Any]:

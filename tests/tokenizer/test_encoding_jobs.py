@@ -11,6 +11,7 @@ from tgi.microkernel import metrics
 from tgi.microkernel.link import PeerDisconnected
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Tokenize, Tokenized
 from tgi.microkernel.sampling_params import SamplingParams
+from tgi.microkernel.work_register import WorkRegister, fingerprint_number
 from tgi.tokenizer import encoding_jobs
 from tgi.tokenizer.encoding_jobs import (
     MAX_INLINE_SIZE,
@@ -98,7 +99,7 @@ def test_the_last_free_thread_is_kept_for_another_client() -> None:
 
         return job(key, key[0], executor=LONG_TEXTS)._replace(run=run)
 
-    executors = JobExecutors(woken.set)
+    executors = JobExecutors(woken.set, WorkRegister().units)
     queue = queue_of(*(blocking(f"a{n}") for n in range(3)))
     executors.start_jobs(queue)
     assert queue.queued_keys() == ["a1", "a2"]
@@ -114,6 +115,66 @@ def test_the_last_free_thread_is_kept_for_another_client() -> None:
         executors.start_jobs(queue)
     assert sorted(results) == ["a0", "a1", "a2", "b0"]
     executors.shutdown()
+
+
+def test_a_job_on_trial_is_alone_in_hand() -> None:
+    register, woken = WorkRegister(), threading.Event()
+    seen: dict[str, bytes] = {}
+    turn = {key: threading.Event() for key in "abtc"}
+
+    def stating(key: str, executor: ExecutorName = TEXTS, alone: bool = False) -> EncodingJob:
+        def run() -> str:
+            turn[key].wait(TIMEOUT)
+            seen[key] = register.in_hand()
+            return key
+
+        return EncodingJob(key, run, executor, key, 1, fingerprint_number(8 * key.encode()), alone)
+
+    executors = JobExecutors(woken.set, register.units)
+    queue = queue_of(stating("a"), stating("b", GRAMMARS))
+    executors.start_jobs(queue)
+    queue.add(stating("t", alone=True))
+    queue.add(stating("c", GRAMMARS))
+    executors.start_jobs(queue)
+    assert queue.queued_keys() == ["t", "c"]  # the trial waits for the others, and all later ones for the trial
+
+    def finish(key: str) -> None:
+        turn[key].set()
+        results: list[str] = []
+        while not results:
+            woken.wait(TIMEOUT)
+            woken.clear()
+            results = [result for _, result in executors.completed_jobs()]
+            executors.start_jobs(queue)
+        assert results == [key]
+
+    finish("a")
+    assert queue.queued_keys() == ["t", "c"]
+    finish("b")
+    assert queue.queued_keys() == ["c"]
+    executors.start_jobs(queue)
+    assert queue.queued_keys() == ["c"]
+    finish("t")
+    assert seen["t"] == b"tttttttt"
+    finish("c")
+    assert executors.idle
+    assert register.in_hand() == b""
+    executors.shutdown()
+
+
+def test_the_pool_makes_a_trial_of_a_suspect() -> None:
+    harness = PoolHarness()
+    generate = Generate(1, "Hello", SamplingParams(1), fingerprint=b"12345678", alone=True)
+    harness.pool.handle(API, generate)
+    assert harness.received_by(harness.scheduler) == []
+    trial = harness.pool.jobs.take_trial()
+    assert trial.fingerprint == fingerprint_number(b"12345678")
+    harness.pool.complete_job(trial.key, trial.run())
+    (add,) = harness.received_by(harness.scheduler)
+    assert add.fingerprint == b"12345678"
+    harness.pool.handle(API, generate._replace(rid=2))
+    harness.pool.handle(API, Cancel(2))
+    assert not harness.pool.jobs.trials
 
 
 def dropped(cause: str) -> float:

@@ -167,6 +167,11 @@ def generation_failed(cause: str) -> ApiError:
     return ApiError(424, "generation", f"Request failed during generation: {cause}", counted="generation")
 
 
+def quarantined(reason: str, minutes: int) -> ApiError:
+    """424: the same request has crashed a process, and is refused for a while."""
+    return generation_failed(f"this request is in quarantine for {minutes} more minutes: {reason}")
+
+
 def incomplete_generation(streaming: bool) -> ApiError:
     """500: the request has ended without its last token."""
     if streaming:
@@ -184,9 +189,9 @@ def tool_error(message: str, param: str | None = None) -> ApiError:
     return ApiError(422, "tool_error", f"Tool error: {message}", param=param, counted="validation")
 
 
-def adapter_error(reason: str, *, lost: bool) -> ApiError:
-    """422: the adapter cannot be loaded; 500 if the request was lost."""
-    return ApiError(500 if lost else 422, "adapter_error", f"Adapter error: {reason}")
+def adapter_error(reason: str) -> ApiError:
+    """422: the adapter cannot be loaded."""
+    return ApiError(422, "adapter_error", f"Adapter error: {reason}")
 
 
 def forbidden(text: str) -> ApiError:

@@ -63,7 +63,8 @@ def create_generations(
     this many top tokens at its position. With `echo` the prompt is part of the answer, and `max_new_tokens` may be 0.
     `names` maps TGI's parameter names to those of the request, for error messages.
 
-    Raises ApiError: 422 for a broken rule or an invalid X-Request-Timeout, 429 and 503 as Router.acquire_permits.
+    Raises ApiError: 422 for a broken rule or an invalid X-Request-Timeout, 424 as Service.next_fingerprints, 429 and
+    503 as Router.acquire_permits.
     """
     limits = service.router.limits
     sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
@@ -85,6 +86,7 @@ def create_generations(
     check_rules(contexts[0], RULES_BEFORE_ADMISSION, names)
     best_of = max(1, parameters.best_of or 1)
     probe = is_probe(req)
+    fingerprints = iter(service.next_fingerprints(req, len(prompts) * best_of * choices))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
@@ -107,7 +109,7 @@ def create_generations(
             if not probe:
                 request_metrics.count_generation()
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
-            message = message._replace(request_key=key, request_index=len(generations))
+            message = message._replace(request_key=key, request_index=len(generations), fingerprint=next(fingerprints))
             service.router.recorder.stamp(Event.RECEIVED, key, len(generations))
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -24,7 +25,8 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
 from tgi.microkernel.permits import Permits
-from tgi.microkernel.process import HAND_OVER, Process
+from tgi.microkernel.process import HAND_OVER, Process, work_in_hand
+from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,13 @@ async def serve(process: Process) -> None:
     loop = asyncio.get_running_loop()
     limit = settings.max_concurrent_requests
     permits = Permits(process.run_dir / "permits", limit, home=limit * process.replica // settings.api_workers)
-    router = Router([], permits, RingRecorder(ring_path(process.run_dir, process.name)))
+    router = Router(
+        [],
+        permits,
+        Quarantine(process.run_dir),
+        RingRecorder(ring_path(process.run_dir, process.name)),
+        partial(work_in_hand, process.run_dir),
+    )
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)

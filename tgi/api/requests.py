@@ -47,7 +47,8 @@ class LiveRequest:
         self.wake_event = wake_event
         self.submitted = False  # to any tokenizer
         self.active = True  # neither ended nor cancelled
-        self.tokenizer_losses = 0  # tokenizers that died with this request since its latest token
+        self.fingerprint = b""  # its name in crash isolation; b"": it has none
+        self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
         self.span: Span | None = None  # of the HTTP request, if tracing is on
 
     def to_message(self, rid: int) -> tuple[Any, ...]:
@@ -55,8 +56,13 @@ class LiveRequest:
         raise NotImplementedError
 
     def fail(self, error: str) -> None:
-        """Ends the request with an error of the router."""
+        """Ends the request with an error of the router: it has crashed tokenizers."""
         raise NotImplementedError
+
+    @property
+    def generated_count(self) -> int:
+        """Tokens received."""
+        return 0
 
     @property
     def ended(self) -> bool:
@@ -88,7 +94,8 @@ class Generation(LiveRequest):
         super().__init__(wake_event)
         self.client = client
         self.timeout = timeout  # seconds from `arrival_time` on
-        self.message = message  # without rid, resume_ids and traceparent
+        self.message = message  # without rid, resume_ids, traceparent and alone
+        self.fingerprint = message.fingerprint
         self.stream = stream
         self.probe = probe
         self._has_held = message.hide_stop
@@ -118,6 +125,7 @@ class Generation(LiveRequest):
             resume_ids=self.generated_ids.tobytes(),
             traceparent=traceparent,
             prompt_logprobs_from=prompt_from,
+            alone=self.on_trial,
             deadline_ms=deadline_ms,
         )
 
@@ -127,7 +135,7 @@ class Generation(LiveRequest):
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""
-        self.complete(End(0, FinishReason.FAILED, error))
+        self.complete(End(0, FinishReason.QUARANTINED, error))
 
     @property
     def ended(self) -> bool:
@@ -154,7 +162,6 @@ class Generation(LiveRequest):
         )  # fmt: skip
         if self._has_held or self._has_tops or self.has_parts:
             tokens = self._with_optional_columns(tokens, columns, start, stop)
-        self.tokenizer_losses = 0
         self.generated_ids += tokens.ids
         if not self.unread_tokens.texts:  # the usual case of a stream: the route has taken all earlier tokens
             self.unread_tokens = tokens
@@ -221,18 +228,28 @@ class SingleReplyRequest(LiveRequest, Generic[ResultMessage]):
 class TokenizationRequest(SingleReplyRequest[Tokenized]):
     """Asks for the token ids of a text, or of a chat."""
 
-    def __init__(self, wake_event: WakeEvent, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> None:
+    def __init__(
+        self,
+        wake_event: WakeEvent,
+        inputs: str,
+        add_special_tokens: bool,
+        chat: bytes = b"",
+        fingerprint: bytes = b"",
+    ) -> None:
         super().__init__(wake_event)
+        self.fingerprint = fingerprint
+        self.quarantined = False  # it has failed because it crashes tokenizers
         self.inputs = inputs
         self.add_special_tokens = add_special_tokens
         self.chat = chat
 
     def to_message(self, rid: int) -> Tokenize:
         """The message that submits this request, under `rid`."""
-        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat)
+        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat, self.fingerprint, self.on_trial)
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""
+        self.quarantined = True
         self.complete(Tokenized(0, b"", b"", b"", b"", error=error))
 
 
@@ -243,13 +260,7 @@ class AdapterUpdateRequest(SingleReplyRequest[AdapterUpdated]):
         super().__init__(wake_event)
         self.name = name
         self.path = path
-        self.lost = False  # no process answered: the error in `result` is the router's, a 500
 
     def to_message(self, rid: int) -> UpdateAdapter:
         """The message that submits this request, under `rid`."""
         return UpdateAdapter(rid, self.name, self.path)
-
-    def fail(self, error: str) -> None:
-        """Ends the request with this error and wakes its waiter."""
-        self.lost = True
-        self.complete(AdapterUpdated(0, error))

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tgi.api import errors, request_metrics
 from tgi.api.clients import Client
@@ -15,6 +15,7 @@ from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, Toke
 from tgi.api.token_columns import TextsColumns
 from tgi.microkernel import metrics
 from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
+from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.permits import Permits
@@ -23,6 +24,7 @@ from tgi.microkernel.protocol import (
     Cancel,
     DeploymentLimits,
     End,
+    FinishReason,
     Generate,
     Hello,
     LoadedAdapter,
@@ -32,12 +34,14 @@ from tgi.microkernel.protocol import (
     Texts,
     Tokenized,
 )
+from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.sampling_params import SamplingDefaults
+from tgi.microkernel.work_register import split_fingerprints
 
 log = logging.getLogger(__name__)
 
-# A request that has lost this many tokenizers without a token in between is taken for their cause, and fails.
-MAX_TOKENIZER_LOSSES = 3
+# How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended.
+EXIT_REPORT_SECONDS = 5.0
 
 
 class TokenizerConnection:
@@ -48,6 +52,8 @@ class TokenizerConnection:
         self.peer: PeerId | None = None  # None while no process is connected
         self.status: Status | None = None
         self.requests: dict[int, LiveRequest] = {}  # by rid
+        # By boot id: those that tokenizers had in hand when they disconnected.
+        self.kept_back: dict[bytes, list[LiveRequest]] = {}
 
 
 class Router:
@@ -58,9 +64,21 @@ class Router:
     send.
     """
 
-    def __init__(self, links: list[Link], permits: Permits, recorder: FlightRecorder = NO_RECORDER) -> None:
+    def __init__(
+        self,
+        links: list[Link],
+        permits: Permits,
+        quarantine: Quarantine,
+        recorder: FlightRecorder = NO_RECORDER,
+        work_in_hand: Callable[[PeerId], bytes] = lambda peer: b"",
+    ) -> None:
+        """`work_in_hand`: the fingerprints of the requests that a dead process had in hand, as far as they are known
+        before its successor reports them."""
         self.recorder = recorder
         self._permits = permits
+        self.quarantine = quarantine
+        self._work_in_hand = work_in_hand
+        self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
         self._unused_permits: Counter[Client] = Counter()  # for generations that are submitted in this loop turn
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
@@ -82,7 +100,7 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Active requests."""
-        return sum(request.active for request in (*self._assignments, *self._unassigned))
+        return sum(request.active for request in self._requests())
 
     @property
     def can_compute(self) -> bool:
@@ -200,6 +218,8 @@ class Router:
         assert tokenizer.peer is None
         self.tokenizers.remove(tokenizer)
         self._close_link(tokenizer)
+        for boot in tokenizer.kept_back:
+            self._submit_kept_back(tokenizer, boot)
 
     async def wait_for_status(self, timeout_seconds: float) -> None:
         """Waits for the first Status of any tokenizer."""
@@ -256,6 +276,8 @@ class Router:
             case End():
                 self._delivery.flush_metrics()
                 request = self._remove_assignment(tokenizer, message.rid)
+                if request is not None:
+                    self._record_end(request, message)
                 if isinstance(request, Generation) and self.limits is not None:
                     request_metrics.observe_requested_lengths(request, message, self.limits)
                 if request is not None and request.active:
@@ -267,6 +289,8 @@ class Router:
                         request.fail(message.message)
             case Tokenized():
                 request = self._remove_assignment(tokenizer, message.rid)
+                if request is not None and self._isolation.suspects:
+                    self._isolation.discard(request.fingerprint, well=True)
                 if isinstance(request, TokenizationRequest) and request.active:
                     self._deactivate(request)
                     request.complete(message)
@@ -291,6 +315,7 @@ class Router:
                 log.debug("%s is connected", peer)
                 tokenizer.peer = peer
                 self.defaults = message.sampling_defaults
+                self._read_exit_report(tokenizer, message)
                 unassigned, self._unassigned = self._unassigned, {}
                 for request in unassigned:
                     self._assign(request)
@@ -309,8 +334,14 @@ class Router:
 
     # --- assignments ---
 
+    def _requests(self) -> list[LiveRequest]:
+        """All requests, cancelled ones included whose End is still to come."""
+        kept_back = [one for tokenizer in self.tokenizers for some in tokenizer.kept_back.values() for one in some]
+        return [*self._assignments, *self._unassigned, *kept_back]
+
     def _assign(self, request: LiveRequest) -> None:
         """Sends a request to the connected tokenizer with the fewest requests, ready ones first."""
+        request.on_trial = self._isolation.is_suspect(request.fingerprint)
         connected = [t for t in self.tokenizers if t.peer is not None]
         if not connected:
             self._unassigned[request] = None
@@ -347,24 +378,70 @@ class Router:
             self._permits.release(1, request.client.permit_id)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
-        """Submits the requests of a tokenizer that has ended again, to another one or to its replacement."""
+        """Submits the requests of a tokenizer that has ended again, to another one or to its replacement. Those that it
+        had in hand wait until it is known how it ended."""
         if tokenizer.peer != peer:
             return
         tokenizer.peer = tokenizer.status = None
         requests, tokenizer.requests = tokenizer.requests, {}
         active = [request for request in requests.values() if request.active]
+        in_hand = frozenset() if planned else frozenset(split_fingerprints(self._work_in_hand(peer)))
+        suspects = tokenizer.kept_back[peer.boot] = [one for one in active if one.fingerprint in in_hand]
         level = logging.DEBUG if planned else logging.WARNING
-        log.log(level, "%s has disconnected; %d requests are sent to another tokenizer", peer, len(active))
+        sent = len(active) - len(suspects)
+        log.log(level, "%s has disconnected; %d requests are sent to another tokenizer", peer, sent)
         for request in requests.values():
             del self._assignments[request]
         for request in active:
-            request.tokenizer_losses += not planned
-            if request.tokenizer_losses >= MAX_TOKENIZER_LOSSES:
-                self._deactivate(request)
-                request.fail(f"the tokenizer died {request.tokenizer_losses} times while it had this request")
-            else:
+            if request.fingerprint not in in_hand:
+                self._assign(request)
+        if suspects and self._loop is not None:
+            self._loop.call_later(EXIT_REPORT_SECONDS, self._submit_kept_back, tokenizer, peer.boot)
+        self._exchange_with_all_soon()
+
+    # --- crashes ---
+
+    def _read_exit_report(self, tokenizer: TokenizerConnection, hello: Hello) -> None:
+        """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in hand are
+        suspects; tokenizers work on them alone from now on."""
+        report = hello.last_exit
+        if report is not None and report.boot in tokenizer.kept_back:
+            requests = self._requests()
+            tokens = {request.fingerprint: request.generated_count for request in requests}
+            in_hand = {name: tokens.get(name, 0) for name in split_fingerprints(report.in_hand)}
+            for name in self._isolation.record_death(in_hand, time.monotonic(), outside=report.outside):
+                self._quarantine(name, requests, f"the tokenizer {report.cause} while it worked on this request")
+        for boot in list(tokenizer.kept_back):
+            self._submit_kept_back(tokenizer, boot)
+            del tokenizer.kept_back[boot]
+
+    def _submit_kept_back(self, tokenizer: TokenizerConnection, boot: bytes) -> None:
+        requests = tokenizer.kept_back.get(boot, [])
+        while requests:
+            request = requests.pop(0)
+            if request.active:
                 self._assign(request)
         self._exchange_with_all_soon()
+
+    def _quarantine(self, fingerprint: bytes, requests: list[LiveRequest], cause: str) -> None:
+        """Fails the requests of this name, and refuses it from now on."""
+        self._refuse(fingerprint, cause)
+        for request in requests:
+            if request.fingerprint == fingerprint and request.active:
+                self.cancel(request)
+                request.fail(cause)
+
+    def _refuse(self, fingerprint: bytes, cause: str) -> None:
+        if fingerprint and self.quarantine.add(fingerprint, cause):
+            metrics.tgi_quarantined_requests.inc()
+            log.error("request %s is in quarantine: %s", fingerprint.hex(), cause)
+
+    def _record_end(self, request: LiveRequest, end: End) -> None:
+        """A strike is cleared by an answer of the pipeline, not by a disconnect: the same request may come back."""
+        if end.reason == FinishReason.QUARANTINED:
+            self._refuse(request.fingerprint, end.message)
+        elif self._isolation.suspects and end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
+            self._isolation.discard(request.fingerprint, well=True)
 
 
 class TokenDelivery:

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import itertools
+import math
 import random
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.asgi import FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
 from tgi.api.body_reader import BodyReader
 from tgi.api.clients import Clients
 from tgi.api.errors import ClientDisconnected, Rejection
@@ -21,6 +25,7 @@ from tgi.api.router import Router
 from tgi.api.tracing import span_of
 from tgi.microkernel.options import seconds
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
 if TYPE_CHECKING:
     from tgi.microkernel.otlp import Tracer
@@ -70,6 +75,7 @@ class Service:
             if rejection.status == 413:
                 await _drain(stream)
             raise
+        req.scope[FINGERPRINTS_KEY] = request_fingerprints(body)
         return decoder.decode(body)
 
     def has_openai_errors(self, req: Request) -> bool:
@@ -78,6 +84,18 @@ class Service:
         path = f"/{req.path.lstrip('/')}"
         vertex = (self.settings.aip_predict_route, self.settings.aip_health_route)
         return f"{path}/".startswith("/v1/") and path not in vertex
+
+    def next_fingerprints(self, req: Request, count: int) -> list[bytes]:
+        """The names of the next `count` requests to the tokenizers that this HTTP request makes: the same for the same
+        body, whatever seeds are drawn.
+
+        Raises ApiError: 424 if one of them is in quarantine.
+        """
+        names = [next(req.scope[FINGERPRINTS_KEY]) for _ in range(count)]
+        for name in names:
+            if (entry := self.router.quarantine.find(name)) is not None:
+                raise errors.quarantined(entry.reason, math.ceil((entry.until - time.time()) / 60))
+        return names
 
     def seed_or_random(self, given: int | None) -> int:
         """The request's seed, or a random uint64. Drawn here, so that it survives the loss of any other process."""
@@ -148,6 +166,12 @@ class Resource:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+
+
+def request_fingerprints(body: bytes) -> Iterator[bytes]:
+    """The fingerprints of the generations of this body, in order."""
+    digest = blake2b(body, digest_size=16).digest()
+    return (blake2b(b"%d" % index, key=digest, digest_size=FINGERPRINT_BYTES).digest() for index in itertools.count())
 
 
 async def _drain(stream: AsyncIterator[bytes]) -> None:

@@ -16,6 +16,7 @@ Processes
     rundir           the run directory: sockets, locks, state files
     work_register    what a process has in hand, in shared memory
     crash_isolation  finds the requests that crash a process, by trial
+    quarantine       fingerprints of requests that are refused because they crash processes
     permits          the limit of concurrent requests, shared by all front ends
     interpreter      how child processes of the same Python are started
 

@@ -114,6 +114,7 @@ OWN_SERIES: dict[str, Series] = {
     ),
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
+    "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),
     "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",)),
 }
 

@@ -23,7 +23,7 @@ import zmq
 
 from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
-from tgi.microkernel.link import Link
+from tgi.microkernel.link import Link, PeerId
 from tgi.microkernel.protocol import PROTOCOL, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.microkernel.work_register import WorkRegister
@@ -302,6 +302,15 @@ def fatal_error_path(run: Path, name: str) -> Path:
 def work_register_path(run: Path, name: str) -> Path:
     """The work register of a process."""
     return run / f"{name}.work"
+
+
+def work_in_hand(run: Path, peer: PeerId) -> bytes:
+    """The fingerprints that a process of this run directory has, or had, in hand; b"" if it is not known."""
+    path = work_register_path(run, f"{peer.role}-{peer.replica}")
+    if not path.exists():
+        return b""
+    register = WorkRegister.open(path)
+    return register.in_hand() if register.boot == peer.boot else b""
 
 
 def last_exit_text(last_exit: LastExit) -> str:

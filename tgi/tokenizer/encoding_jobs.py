@@ -42,6 +42,8 @@ class EncodingJob(NamedTuple):
     executor: ExecutorName
     client: str  # whose turn it takes
     size: int
+    fingerprint: int = 0  # of its request, as in the work register
+    alone: bool = False  # it is on trial for a crash: no other job runs at the same time
 
 
 def encoding_size(message: Generate | Tokenize) -> int:
@@ -67,19 +69,23 @@ class EncodingQueue:
         self._turns: dict[ExecutorName, OrderedDict[str, dict[Hashable, EncodingJob]]] = {
             name: OrderedDict() for name in ExecutorName
         }
-        self._jobs: dict[Hashable, EncodingJob] = {}  # oldest first
+        self.trials: dict[Hashable, EncodingJob] = {}  # jobs that must run alone, oldest first; few, and not bounded
+        self._jobs: dict[Hashable, EncodingJob] = {}  # all others, oldest first
         self._counts: Counter[str] = Counter()  # jobs per client
         self._sizes: Counter[str] = Counter()  # sum of their sizes
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self.trials) + len(self._jobs)
 
     def queued_keys(self) -> list[Any]:
-        """The keys of all jobs, oldest first."""
-        return list(self._jobs)
+        """The keys of all jobs."""
+        return [*self.trials, *self._jobs]
 
     def add(self, job: EncodingJob) -> list[EncodingJob]:
         """Queues a job. Returns the jobs that must be refused for it: the newest of the client that has the most."""
+        if job.alone:
+            self.trials[job.key] = job
+            return []
         self._turns[job.executor].setdefault(job.client, {})[job.key] = job
         self._jobs[job.key] = job
         self._counts[job.client] += 1
@@ -95,6 +101,8 @@ class EncodingQueue:
 
     def discard(self, key: Hashable) -> bool:
         """Removes the job of this key. Returns False if none waits."""
+        if self.trials.pop(key, None) is not None:
+            return True
         job = self._jobs.pop(key, None)
         if job is None:
             return False
@@ -120,11 +128,21 @@ class EncodingQueue:
         self.discard(job.key)
         return job
 
+    def take_trial(self) -> EncodingJob:
+        """Removes and returns the oldest of `trials`."""
+        return self.trials.pop(next(iter(self.trials)))
+
 
 class JobExecutors:
-    """The threads. Calls `wake` after each job."""
+    """The threads. Calls `wake` after each job. Each thread states its job in a unit of the work register; unit 0 is
+    the loop's."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], units: "memoryview[int]") -> None:
+        self._units = units
+        self._free_units: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for unit in range(1, len(units)):
+            self._free_units.put(unit)
+        self._trial_running = False
         self._executors = {name: ThreadPoolExecutor(THREADS[name], name) for name in ExecutorName}
         self._running: dict[ExecutorName, list[str]] = {name: [] for name in ExecutorName}  # the jobs' clients
         self._wake = wake
@@ -136,20 +154,27 @@ class JobExecutors:
         return not any(self._running.values())
 
     def start_jobs(self, jobs: EncodingQueue) -> None:
-        """Starts queued jobs on the free threads."""
+        """Starts queued jobs on the free threads. A job on trial runs alone, before all that are not."""
+        if self._trial_running:
+            return
+        if jobs.trials:
+            if self.idle:
+                self._trial_running = True
+                self._start(jobs.take_trial())
+            return
         for name, running in self._running.items():
             while (free := THREADS[name] - len(running)) > 0:
                 job = jobs.take(name, passed_over=running if free == 1 else ())
                 if job is None:
                     break
-                running.append(job.client)
-                self._submit(job)
+                self._start(job)
 
     def completed_jobs(self) -> Iterator[tuple[EncodingJob, Any]]:
         """Yields each completed job once, with its result. Raises what the job raised."""
         while not self._completed.empty():
             job, future = self._completed.get()
             self._running[job.executor].remove(job.client)
+            self._trial_running = False  # a trial was the only job
             yield job, future.result()
 
     def shutdown(self) -> None:
@@ -157,9 +182,20 @@ class JobExecutors:
         for executor in self._executors.values():
             executor.shutdown()
 
-    def _submit(self, job: EncodingJob) -> None:
+    def _start(self, job: EncodingJob) -> None:
+        self._running[job.executor].append(job.client)
+
         def done(future: Future[Any]) -> None:
             self._completed.put((job, future))
             self._wake()
 
-        self._executors[job.executor].submit(job.run).add_done_callback(done)
+        self._executors[job.executor].submit(self._run, job).add_done_callback(done)
+
+    def _run(self, job: EncodingJob) -> Any:
+        unit = self._free_units.get()
+        self._units[unit] = job.fingerprint
+        try:
+            return job.run()
+        finally:
+            self._units[unit] = 0
+            self._free_units.put(unit)

@@ -38,6 +38,7 @@ def main(process: Process) -> None:
         tracer=tracer,
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
         build_grammar=compiler.build,
+        units=process.work_register.units,
     )
     hello = process.hello(config.fingerprint)
     defaults = process.settings.sampling_defaults
@@ -51,7 +52,7 @@ def main(process: Process) -> None:
     gc.freeze()
     process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
     process.publish_state("ready")
-    executors = JobExecutors(process.wake_loop)
+    executors = JobExecutors(process.wake_loop, process.work_register.units)
     while not process.handing_over and not (process.stopping and pool.idle and executors.idle):
         if process.stopping:
             process.publish_state("draining")

@@ -18,8 +18,10 @@ from tgi.tokenizer.vocabulary import Vocabulary
 class OutputProcessor:
     """Collects the Texts of all steps until `drain_texts`, and the durations of the steps until `flush_metrics`."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, units: "memoryview[int]") -> None:
+        """`units`: unit 0 of the work register states whose tokens are in hand."""
         self._vocabulary = vocabulary
+        self._units = units
         self._builders: dict[PeerId, TextsBuilder] = {}  # by api
         self._metrics = metrics.ObservationBuffer()
         self._step_seconds = {
@@ -38,6 +40,7 @@ class OutputProcessor:
         check_tokens(tokens, ids, rids, counts)
         top_tokens = TopTokenColumns(tokens) if tokens.top_counts else None
         stopped: list[int] = []
+        units = self._units
         end = 0
         for rid, count in zip(rids, counts, strict=True):
             first, end = end, end + count
@@ -46,6 +49,7 @@ class OutputProcessor:
                 continue  # generated before the scheduler received the Stop or Cancel
             if not request.generated_ids:
                 method = "prefill"
+            units[0] = request.fingerprint
             builder = self._builders.get(request.api)
             if builder is None:
                 builder = self._builders[request.api] = TextsBuilder(self._vocabulary)
@@ -74,6 +78,7 @@ class OutputProcessor:
                 request.last_texts = builder.build()
                 if request.finish_reason is FinishReason.STOP:
                     stopped.append(rid)
+        units[0] = 0
         self._step_seconds[method].append(time.perf_counter() - started)
         if started > self._metrics.due_at:
             self._metrics.flush(started)

@@ -26,6 +26,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
+from tgi.microkernel.work_register import WorkRegister, fingerprint_number
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.encoder import (
@@ -66,11 +67,14 @@ class TokenizationKey(NamedTuple):
 
 
 class TokenizerPool:
-    """All requests of this process. `clock` returns seconds.
+    """All requests of this process. `clock` returns seconds. `units` is where the work register states what is in hand:
+    this object writes unit 0.
 
     Call `handle` with what the links receive, run `jobs` in threads and pass their results to `complete_job`, and send
-    what `drain_outgoing` returns. Each Generate gets exactly one End. Each Add gets exactly one End from the scheduler;
-    a request is kept until both are done.
+    what `drain_outgoing` returns.
+
+    Each Generate gets exactly one End. Each Add gets exactly one End from the scheduler; a request is kept until both
+    are done.
     """
 
     def __init__(
@@ -81,11 +85,13 @@ class TokenizerPool:
         tracer: "Tracer | None" = None,
         recorder: FlightRecorder = NO_RECORDER,
         build_grammar: GrammarBuild | None = None,
+        units: "memoryview[int] | None" = None,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
+        self._units = WorkRegister().units if units is None else units
         self._vocabulary = vocabulary
         self._encoder = PromptEncoder(vocabulary, chats, tracer)
         self._tracer = tracer
@@ -99,7 +105,7 @@ class TokenizerPool:
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
         self._status = Status(False, True, NO_SCHEDULER, 0)
-        self._output_processor = OutputProcessor(vocabulary)
+        self._output_processor = OutputProcessor(vocabulary, self._units)
         self._prompt_messages: list[tuple[PeerId, Any]] = []
         self._messages: list[tuple[PeerId, Any]] = []
         self._api_handlers: dict[type, Callable[[PeerId, Any], None]] = {
@@ -153,7 +159,9 @@ class TokenizerPool:
         else:
             key.set_prompt(result)
             if self._limits is not None:
+                self._units[0] = key.fingerprint
                 self._admit(key, self._limits)
+                self._units[0] = 0
 
     def drain_outgoing(self) -> list[tuple[PeerId, Any]]:
         """Returns the messages to send, in order: those about prompts come before Texts, and Texts before their End."""
@@ -214,13 +222,19 @@ class TokenizerPool:
     # Encoding
 
     def _encode(self, message: Generate | Tokenize, key: Any, run: Callable[[], Any]) -> None:
-        """Encodes a short request at once, and makes a job of a long one."""
+        """Encodes a short request at once, and makes a job of a long one or of one on trial."""
         size = encoding_size(message)
         run = partial(_run_or_fail, run, key)
-        if (executor := executor_for(size)) is None:
+        executor, fingerprint = executor_for(size), fingerprint_number(message.fingerprint)
+        if executor is None and not message.alone:
+            self._units[0] = fingerprint
             self.complete_job(key, run())
+            self._units[0] = 0
         else:
-            self._add_job(EncodingJob(key, run, executor, self._client_of(key), size))
+            client = self._client_of(key)
+            self._add_job(
+                EncodingJob(key, run, executor or ExecutorName.TEXTS, client, size, fingerprint, message.alone)
+            )
 
     def _compile_grammar(self, request: TokenizerRequestState, unconstrained: UnconstrainedPrompt) -> None:
         """Makes a job of the grammar, unless the prompt exceeds the token limits anyway."""
@@ -231,7 +245,10 @@ class TokenizerPool:
         build = partial(self._build_grammar, is_wanted=lambda: request.rid in self._requests)
         run = partial(_run_or_fail, partial(self._encoder.compile_grammar, unconstrained, generate, build), request)
         size = len(generate.grammar) + len(generate.chat)
-        self._add_job(EncodingJob(request, run, ExecutorName.GRAMMARS, self._client_of(request), size))
+        client = self._client_of(request)
+        self._add_job(
+            EncodingJob(request, run, ExecutorName.GRAMMARS, client, size, request.fingerprint, generate.alone)
+        )
 
     def _client_of(self, key: Any) -> str:
         """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
@@ -288,7 +305,9 @@ class TokenizerPool:
         self._adapters.set_loaded(status.adapters)
         for request in list(self._requests.values()):
             if request.stage is RequestStage.HELD:
+                self._units[0] = request.fingerprint
                 self._admit(request, self._limits)
+                self._units[0] = 0
 
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
         if (forwarded := self._adapters.complete_update(updated)) is not None:

@@ -18,6 +18,7 @@ from tgi.microkernel.protocol import (
     Texts,
     encode,
 )
+from tgi.microkernel.work_register import fingerprint_number
 from tgi.tokenizer.answer_formats import FormatTokens
 from tgi.tokenizer.answer_parser import StreamingAnswerParser
 from tgi.tokenizer.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, create_detokenizer
@@ -53,15 +54,16 @@ class TokenizerRequestState:
 
     __slots__ = (
         "_detokenizer", "_hidden_ids", "_min_new_tokens", "_stop_filter", "_stop_matcher", "_stop_token_ids",
-        "answer_parser", "api", "finish_reason", "generate", "generated_ids", "held_characters", "is_chat",
-        "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage", "stop_ids",
-        "submitted", "token_hidden", "validation_us", "visible_texts",
+        "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids", "held_characters",
+        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage",
+        "stop_ids", "submitted", "token_hidden", "validation_us", "visible_texts",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
         self.rid = rid
         self.api = api
         self.generate = generate
+        self.fingerprint = fingerprint_number(generate.fingerprint)  # as in the work register
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
@@ -210,6 +212,7 @@ class TokenizerRequestState:
             traceparent=self.generate.traceparent,
             prompt_logprobs_from=0 if stream is None else stream.next_position,
             prompt_top_n=self.generate.prompt_top_n,
+            fingerprint=self.generate.fingerprint,
             request_key=self.generate.request_key,
             request_index=self.generate.request_index,
             client=self.generate.client,

@@ -26,12 +26,12 @@ class _AdapterResource(Resource):
             raise errors.unhealthy(self._service.router.stage)
 
     async def _update(self, req: Request, name: str, path: str) -> None:
-        """Loads or unloads an adapter. Raises ApiError: 422 with the worker's reason, 500 if the request was lost."""
+        """Loads or unloads an adapter. Raises ApiError: 422 with the worker's reason."""
         request = AdapterUpdateRequest(WakeEvent(), name, path)
         await self._service.run_requests([request], req)
         assert request.result is not None
         if request.result.error:
-            raise errors.adapter_error(request.result.error, lost=request.lost)
+            raise errors.adapter_error(request.result.error)
 
 
 class LoadAdapterResource(_AdapterResource):

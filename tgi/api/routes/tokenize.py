@@ -22,12 +22,15 @@ class _TokenizationResource(Resource):
 
     async def _tokenize(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
         """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has
-        passed."""
+        passed, 424 as Service.next_fingerprints."""
         if not self._service.router.probe_passed:
             raise errors.unhealthy(self._service.router.stage)
-        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat)
+        (fingerprint,) = self._service.next_fingerprints(req, 1)
+        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, fingerprint)
         await self._service.run_requests([request], req)
         assert request.result is not None
+        if request.quarantined:
+            raise errors.generation_failed(request.result.error)
         if request.result.error:
             match request.result.reason:
                 case FinishReason.TEMPLATE:

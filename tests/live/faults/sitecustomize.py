@@ -1,0 +1,77 @@
+"""Faults for tests of crash isolation, in any server that has this directory on its PYTHONPATH: a request crashes the
+process that handles it, by its seed. Python imports this module at start.
+"""
+
+import signal
+import sys
+
+# The seed of a request that crashes a process: where it does so.
+ENCODING, DETOKENIZING, ADDED, PLANNED, EVERY_FOURTH_TOKEN = 6661, 6662, 6663, 6664, 6665
+
+
+def crash() -> None:
+    """As a defect in C code does: in this thread, at once."""
+    signal.raise_signal(signal.SIGSEGV)
+
+
+def _in_tokenizer() -> None:
+    from tgi.tokenizer.encoder import PromptEncoder
+    from tgi.tokenizer.request import TokenizerRequestState
+
+    encode, append = PromptEncoder.encode_generate, TokenizerRequestState.append_token
+
+    def encode_generate(self, generate):
+        if generate.sampling.seed == ENCODING:
+            crash()
+        return encode(self, generate)
+
+    def append_token(self, token_id):
+        if self.generate.sampling.seed == DETOKENIZING and len(self.generated_ids) >= 10:
+            crash()
+        return append(self, token_id)
+
+    PromptEncoder.encode_generate, TokenizerRequestState.append_token = encode_generate, append_token
+
+
+def _in_scheduler() -> None:
+    from tgi.microkernel.protocol import Add, decode
+    from tgi.scheduler.decode_batch import RunningBatch
+    from tgi.scheduler.scheduler import Scheduler
+
+    handle, assign = Scheduler.handle, RunningBatch.assign_slot
+
+    def crashing_handle(self, message, source, now):
+        if isinstance(message, Add) and decode(message.sampling).seed == ADDED:
+            self.work.units[0] or sys.exit("the request is not stated")
+            crash()
+        return handle(self, message, source, now)
+
+    def assign_slot(self, request):
+        slot = assign(self, request)
+        if decode(request.sampling).seed == PLANNED:
+            crash()
+        return slot
+
+    RunningBatch.assign_slot = assign_slot
+    Scheduler.handle = crashing_handle
+
+
+def _in_worker() -> None:
+    from tgi.microkernel.protocol import decode
+    from tgi.worker.fake_worker.fake_worker import FakeWorker
+
+    sample = FakeWorker._sample_one
+
+    def sample_one(self, slot):
+        request = self._slots[slot]
+        sampled_here = len(request.ids) + 1 - len(request.slot.token_ids) // 4
+        if decode(request.slot.sampling).seed == EVERY_FOURTH_TOKEN and sampled_here == 4:
+            crash()
+        return sample(self, slot)
+
+    FakeWorker._sample_one = sample_one
+
+
+if "tgi.microkernel" in sys.orig_argv:
+    role = sys.orig_argv[sys.orig_argv.index("tgi.microkernel") + 1]
+    {"tokenizer": _in_tokenizer, "scheduler": _in_scheduler, "worker": _in_worker}.get(role, lambda: None)()

@@ -1,0 +1,80 @@
+"""The quarantine: fingerprints of requests that have crashed processes, refused by all front ends for a while.
+
+One file in the run directory, which the front end that learns of a conviction replaces atomically.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+QUARANTINE_SECONDS = 3600.0
+MAX_ENTRIES = 1024
+
+
+@dataclass(frozen=True)
+class QuarantinedRequest:
+    """A request that is refused."""
+
+    fingerprint: str  # hexadecimal
+    until: float  # unix seconds
+    reason: str
+
+
+class Quarantine:
+    """The list of one run directory, as a front end uses it."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "quarantine.json"
+        self._version: tuple[int, int] | None = None  # of the file whose entries are known
+        self._entries: dict[str, QuarantinedRequest] = {}
+
+    def entries(self) -> list[QuarantinedRequest]:
+        """The requests that are refused now."""
+        self._refresh()
+        now = time.time()
+        return [entry for entry in self._entries.values() if entry.until > now]
+
+    def find(self, fingerprint: bytes) -> QuarantinedRequest | None:
+        """The entry of a request that is refused now."""
+        self._refresh()
+        if not self._entries:
+            return None
+        entry = self._entries.get(fingerprint.hex())
+        return entry if entry is not None and entry.until > time.time() else None
+
+    def add(self, fingerprint: bytes, reason: str) -> bool:
+        """Refuses this request from now on, at all front ends. Returns False if it is refused already."""
+        with self._path.with_suffix(".exclusive").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+            kept = self.entries()
+            if any(entry.fingerprint == fingerprint.hex() for entry in kept):
+                return False
+            kept.append(QuarantinedRequest(fingerprint.hex(), time.time() + QUARANTINE_SECONDS, reason))
+            draft = self._path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps([asdict(entry) for entry in kept[-MAX_ENTRIES:]]))
+            draft.replace(self._path)
+        return True
+
+    def _refresh(self) -> None:
+        """Reads the file if it has been replaced."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            self._version, self._entries = None, {}
+            return
+        version = (status.st_ino, status.st_mtime_ns)
+        if version == self._version:
+            return
+        self._version, self._entries = version, {}
+        try:
+            for values in json.loads(self._path.read_text()):
+                entry = QuarantinedRequest(**values)
+                self._entries[entry.fingerprint] = entry
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("ignored %s, which is damaged or written by another version of tgi: %s", self._path, error)
