@@ -16,7 +16,7 @@ class Outcome(StrEnum):
 
     COMPLETE = "complete"
     LOST = "lost"  # refused, failed, or cut off without a way to resume
-    HUNG = "hung"  # nothing came for `patience` seconds
+    HUNG = "hung"  # nothing came for `patience` seconds, keep-alive comments aside
 
 
 @dataclass
@@ -26,17 +26,17 @@ class Answer:
     outcome: Outcome = Outcome.LOST
     status: int = 0
     body: bytes = b""  # without chunk headers; of a resumed stream: all events
-    silence: float = 0.0  # the longest time in which the client waited for the next bytes
+    silence: float = 0.0  # the longest time in which the client waited for the next part of the answer
     connections: int = 0
     problem: str = ""
     last_event_id: str = ""
-    _heard: float = field(default_factory=time.perf_counter)
+    heard: float = field(default_factory=time.perf_counter)
 
     def hear(self) -> None:
-        """Bytes have arrived."""
+        """A part of the answer has arrived."""
         now = time.perf_counter()
-        self.silence = max(self.silence, now - self._heard)
-        self._heard = now
+        self.silence = max(self.silence, now - self.heard)
+        self.heard = now
 
 
 class Client:
@@ -66,7 +66,7 @@ class Client:
                 return answer
             if not (refused or self._resume):
                 return answer
-            if time.perf_counter() - answer._heard > self._patience:
+            if time.perf_counter() - answer.heard > self._patience:
                 answer.outcome = Outcome.HUNG
                 return answer
             if not answer.last_event_id:
@@ -118,7 +118,6 @@ class Client:
         """Reads a chunked body. Of a stream that breaks only whole events are kept."""
         body, begin = bytearray(answer.body), len(answer.body)
         while size := await self._until(reader, b"\r\n"):
-            answer.hear()
             length = int(size, 16)
             try:
                 async with asyncio.timeout(self._patience):
@@ -129,6 +128,10 @@ class Client:
                 answer.body = bytes(body)
                 return True
             body += data[:-2]
+            if not data.startswith(b":"):  # the comment that keeps a silent stream open
+                answer.hear()
+            elif time.perf_counter() - answer.heard > self._patience:
+                raise TimeoutError
         answer.body = bytes(body[: max(body.rfind(b"\n\n") + 2, begin)])
         ids = [line[3:].strip() for line in answer.body.split(b"\n") if line.startswith(b"id:")]
         answer.last_event_id = ids[-1].decode() if ids else ""
