@@ -103,3 +103,18 @@ def test_repetition_is_rejected_before_compiling(server: Server, regex: str) -> 
     assert {answer.status_code for answer in answers} == {422}
     assert "at most 100000 are allowed" in answers[0].json()["error"]
     serve_clients(server)
+
+
+def test_a_client_with_many_long_texts_delays_others_by_none_of_them(server: Server) -> None:
+    """Clients without keys are told apart by address. The flood's texts are sent whole before the other client's."""
+    flood = {"inputs": "word é " * (LARGE // 8), "parameters": {"max_new_tokens": 2, "truncate": 50}}
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with (
+        httpx.Client(base_url=server.url, transport=transport, timeout=TIMEOUT_SECONDS) as other_address,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        answers = [pool.submit(other_address.post, "/generate", json=flood) for _ in range(16)]
+        server.wait_until(lambda: any(answer.done() for answer in answers), "the flood is being encoded")
+        server.generate("word é " * 40_000, max_new_tokens=2, truncate=50)
+        assert not all(answer.done() for answer in answers)
+        assert {answer.result().status_code for answer in answers} == {200}

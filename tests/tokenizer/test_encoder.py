@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from scripts.make_model import TEXT
@@ -148,3 +150,34 @@ def test_bad_word_without_tokens_or_with_surrogates() -> None:
     )
     with pytest.raises(encoder.EncodeError, match="tokenizer error"):
         encoder.encode_bad_words(byte_level(), ["a\ud800b"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.one_of(st.text(), st.text(st.characters(max_codepoint=127)), st.sampled_from([TEXT, "  \n" * 99])))
+def test_lower_bound_on_tokens_holds(kind: str, text: str) -> None:
+    vocabulary = KINDS[kind]()
+    least = vocabulary.min_token_count(text)
+    assert least <= len(vocabulary.tokenizer.encode(text, add_special_tokens=False).ids)
+    if kind == "byte_level" and text.isascii():
+        assert least >= len(text) / max(map(len, vocabulary.tokenizer.get_vocab()))
+
+
+def with_changes(**changes: object) -> Vocabulary:
+    """The byte-level vocabulary with other parts of tokenizer.json."""
+    spec = json.loads(byte_level().tokenizer.to_str()) | changes
+    return Vocabulary(Tokenizer.from_str(json.dumps(spec)))
+
+
+def test_lower_bound_is_unknown_where_characters_may_vanish() -> None:
+    byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    split = {"type": "Split", "pattern": {"String": " "}, "invert": False}
+    nfc = with_changes(normalizer={"type": "NFC"})
+    assert nfc.min_token_count("a" * 99) == byte_level().min_token_count("a" * 99) > 0
+    assert nfc.min_token_count("a" * 99 + "é") == 0
+    for behavior, known in (("Isolated", True), ("Removed", False)):
+        parts = {"type": "Sequence", "pretokenizers": [split | {"behavior": behavior}, byte]}
+        assert bool(with_changes(pre_tokenizer=parts).min_token_count("a " * 99)) == known
+    for part in ({"type": "Strip", "strip_left": True, "strip_right": True}, {"type": "Lowercase"}):
+        assert with_changes(normalizer=part).min_token_count("a" * 99) == 0
+    added = json.loads(byte_level().tokenizer.to_str())["added_tokens"]
+    assert with_changes(added_tokens=[one | {"lstrip": True} for one in added]).min_token_count("a" * 99) == 0

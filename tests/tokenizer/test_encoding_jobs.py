@@ -1,12 +1,13 @@
 """Encoding jobs: clients take turns, what waits is bounded, and work of clients that have left is dropped."""
 
+import re
 import threading
 import time
 from typing import Any
 
 import pytest
 
-from tests.tokenizer.harness import API, OTHER, PoolHarness, end_messages
+from tests.tokenizer.harness import API, LIMITS, OTHER, PoolHarness, end_messages
 from tgi.microkernel import metrics
 from tgi.microkernel.link import PeerDisconnected
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate, Tokenize, Tokenized
@@ -25,7 +26,7 @@ from tgi.tokenizer.encoding_jobs import (
 )
 
 TEXTS, LONG_TEXTS, GRAMMARS = ExecutorName
-LONG = "a b " * MAX_INLINE_SIZE
+LONG = "a b é " * MAX_INLINE_SIZE  # of which no lower bound on the tokens is known
 TIMEOUT = 60.0
 
 
@@ -228,3 +229,19 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_grammar_is_compiled() -
     assert harness.run_jobs() == [TEXTS]
     (end,) = end_messages(harness.received_by(API))
     assert end.message.startswith("`inputs` tokens + `max_new_tokens` must be <= 2048")
+
+
+@pytest.mark.parametrize("new", [None, 5, 5000])
+def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(new: int | None) -> None:
+    """The message is that of the exact count, which is only known to be at least some number."""
+    harness, text = PoolHarness(), "the " * 20_000
+    harness.pool.handle(API, Generate(1, text, SamplingParams(1), new))
+    assert len(harness.pool.jobs) == 0
+    harness.pool.handle(API, Generate(2, text + "é", SamplingParams(1), new))  # no lower bound is known
+    assert harness.run_jobs() == [TEXTS]
+    early, exact = end_messages(harness.received_by(API))
+    assert re.sub("at least ", "", early.message).split(" Given: ")[0] == exact.message.split(" Given: ")[0]
+    found, count = (int(re.search(r"(\d+) `inputs` tokens", end.message)[1]) for end in (early, exact))  # type: ignore[index]
+    assert LIMITS.max_total_tokens < found <= count
+    harness.pool.handle(API, Generate(3, text, SamplingParams(1), new, truncate=5))
+    assert harness.run_jobs() == [TEXTS]

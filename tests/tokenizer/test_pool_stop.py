@@ -270,8 +270,9 @@ def test_bad_words_are_sent_as_ids_within_the_model_vocabulary() -> None:
 
 def test_many_bad_words_are_encoded_in_a_thread() -> None:
     harness = PoolHarness()
-    for words, jobs in (([], 0), (["word"] * 20, 0), (["word"] * 256, 1), (["x" * 4096], 1)):
-        harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), bad_words=words))
+    cases = (([], 0), (["word"] * 20, 0), (["word"] * 256, 1), (["x" * 4096], 1))
+    for rid, (words, jobs) in enumerate(cases):
+        harness.pool.handle(API, Generate(rid, "Hello", SamplingParams(5), bad_words=words))
         assert len(harness.run_jobs()) == jobs
         (add,) = harness.received_by(harness.scheduler)
         assert bool(decode(add.sampling).bad_word_ids) == bool(words)

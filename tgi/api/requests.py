@@ -235,9 +235,11 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
         add_special_tokens: bool,
         chat: bytes = b"",
         fingerprint: bytes = b"",
+        client: str = "",
     ) -> None:
         super().__init__(wake_event)
         self.fingerprint = fingerprint
+        self.client = client
         self.quarantined = False  # it has failed because it crashes tokenizers
         self.inputs = inputs
         self.add_special_tokens = add_special_tokens
@@ -245,7 +247,9 @@ class TokenizationRequest(SingleReplyRequest[Tokenized]):
 
     def to_message(self, rid: int) -> Tokenize:
         """The message that submits this request, under `rid`."""
-        return Tokenize(rid, self.inputs, self.add_special_tokens, self.chat, self.fingerprint, self.on_trial)
+        return Tokenize(
+            rid, self.inputs, self.add_special_tokens, self.chat, self.fingerprint, self.on_trial, self.client
+        )
 
     def fail(self, error: str) -> None:
         """Ends the request with this error and wakes its waiter."""

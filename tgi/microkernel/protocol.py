@@ -254,7 +254,7 @@ class Generate(NamedTuple):
 
 
 class Tokenize(NamedTuple):
-    """A request of the tokenize routes. `chat`, `fingerprint` and `alone` as in Generate. Answered by Tokenized."""
+    """A request of the tokenize routes. `chat` and the last three fields as in Generate. Answered by Tokenized."""
 
     rid: int
     inputs: str
@@ -262,6 +262,7 @@ class Tokenize(NamedTuple):
     chat: bytes = b""
     fingerprint: bytes = b""
     alone: bool = False
+    client: str = ""
 
 
 class Cancel(NamedTuple):

@@ -143,6 +143,13 @@ def token_limit_error(limits: DeploymentLimits, prompt_tokens: int, max_new_toke
     return ""
 
 
+def min_token_limit_error(limits: DeploymentLimits, least: int, max_new_tokens: int | None) -> str:
+    """The same for a prompt of which only a lower bound is known; "" if it may fit."""
+    if least <= limits.max_total_tokens:
+        return ""
+    return token_limit_error(limits, least, max_new_tokens).replace("Given: ", "Given: at least ")
+
+
 def max_generated_tokens(limits: DeploymentLimits, prompt_tokens: int, max_new_tokens: int | None) -> int:
     """Maximum number of tokens to generate: `max_new_tokens`, or less if the context has less room."""
     room = limits.max_total_tokens - prompt_tokens

@@ -1,5 +1,6 @@
 """Encoding in threads: which requests are too expensive for the process loop, their fair queue, and the threads."""
 
+import ctypes
 import queue
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
@@ -199,3 +200,12 @@ class JobExecutors:
         finally:
             self._units[unit] = 0
             self._free_units.put(unit)
+            if job.size > MAX_SHORT_SIZE:
+                _trim_memory()
+
+
+def _trim_memory() -> None:
+    """Returns freed memory to the system: up to 200 bytes per character of a text, which the C library would keep."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(ctypes.c_size_t(0))

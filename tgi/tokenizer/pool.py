@@ -34,6 +34,7 @@ from tgi.tokenizer.encoder import (
     PromptRejection,
     UnconstrainedPrompt,
     max_generated_tokens,
+    min_token_limit_error,
     token_limit_error,
 )
 from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName, encoding_size, executor_for
@@ -230,11 +231,21 @@ class TokenizerPool:
             self._units[0] = fingerprint
             self.complete_job(key, run())
             self._units[0] = 0
+        elif isinstance(message, Generate) and (error := self._length_error(message)):
+            self.complete_job(key, PromptRejection(FinishReason.INVALID, error))
         else:
-            client = self._client_of(key)
+            client = _client_of(message, key.api)
             self._add_job(
                 EncodingJob(key, run, executor or ExecutorName.TEXTS, client, size, fingerprint, message.alone)
             )
+
+    def _length_error(self, generate: Generate) -> str:
+        """Why a text is too long, if that is certain before it is encoded; else ""."""
+        if self._limits is None or generate.truncate is not None or generate.chat or generate.input_ids:
+            return ""
+        return min_token_limit_error(
+            self._limits, self._vocabulary.min_token_count(generate.inputs), generate.max_new_tokens
+        )
 
     def _compile_grammar(self, request: TokenizerRequestState, unconstrained: UnconstrainedPrompt) -> None:
         """Makes a job of the grammar, unless the prompt exceeds the token limits anyway."""
@@ -245,15 +256,10 @@ class TokenizerPool:
         build = partial(self._build_grammar, is_wanted=lambda: request.rid in self._requests)
         run = partial(_run_or_fail, partial(self._encoder.compile_grammar, unconstrained, generate, build), request)
         size = len(generate.grammar) + len(generate.chat)
-        client = self._client_of(request)
+        client = _client_of(generate, request.api)
         self._add_job(
             EncodingJob(request, run, ExecutorName.GRAMMARS, client, size, request.fingerprint, generate.alone)
         )
-
-    def _client_of(self, key: Any) -> str:
-        """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
-        generate = getattr(key, "generate", None)
-        return (generate.client if generate is not None else "") or str(key.api)
 
     def _add_job(self, job: EncodingJob) -> None:
         for refused in self.jobs.add(job):
@@ -405,6 +411,11 @@ class TokenizerPool:
 
     def _send(self, peer: PeerId, message: Any) -> None:
         self._messages.append((peer, message))
+
+
+def _client_of(message: Generate | Tokenize, api: PeerId) -> str:
+    """Whose turn a job takes: that of the client, or of the api if the client is unknown."""
+    return message.client or str(api)
 
 
 def _run_or_fail(run: Callable[[], Any], key: Any) -> Any:

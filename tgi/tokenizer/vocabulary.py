@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -41,12 +42,20 @@ class Vocabulary:
         for token_id, one in added.items():
             self.pieces[token_id] = one.content
         self.special_ids = frozenset(added)
+        self._max_token_bytes = _max_token_bytes(tokenizer) if self.byte_level else None
+        self._missing = [character for character in map(chr, range(0x80)) if character not in self.pieces]
         self.segment_cache = SegmentCache(tokenizer)
 
     @classmethod
     def load(cls, config: ModelConfig) -> "Vocabulary":
         """Loads the vocabulary of a model directory. Raises UserError if it is missing or cannot be read."""
         return cls(read_tokenizer(config), eos_ids=config.eos_token_ids)
+
+    def min_token_count(self, text: str) -> int:
+        """A lower bound on the number of tokens of a text, found without encoding it; 0 if none is known."""
+        if self._max_token_bytes is None or not text.isascii() or any(one in text for one in self._missing):
+            return 0
+        return -(-len(text) // self._max_token_bytes)
 
     def token_text(self, token_id: int) -> str:
         """Decodes one token alone. An incomplete character returns U+FFFD, an unknown id ""."""
@@ -71,6 +80,38 @@ def _decoder_types(tokenizer: Tokenizer) -> set[str]:
         return set()
     spec = json.loads(tokenizer.decoder.__getstate__())
     return {member["type"] for member in spec.get("decoders", [spec])}
+
+
+# Behind these each character of an ASCII text belongs to a token, unless a pre-tokenizer removes it.
+_COVERING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Split"}
+_COVERING_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
+
+
+def _max_token_bytes(tokenizer: Tokenizer) -> int | None:
+    """The length of the longest token of a byte-level vocabulary; None if characters of an ASCII text that have a token
+    may belong to none."""
+    pre_tokenizers, normalizers = _components(tokenizer.pre_tokenizer), _components(tokenizer.normalizer)
+    added = tokenizer.get_added_tokens_decoder().values()
+    vocab = tokenizer.get_vocab(with_added_tokens=False)
+    covers = (
+        {one["type"] for one in pre_tokenizers} <= _COVERING_PRE_TOKENIZERS
+        and any(one["type"] == "ByteLevel" for one in pre_tokenizers)
+        and all(one.get("behavior") != "Removed" for one in pre_tokenizers)
+        and {one["type"] for one in normalizers} <= _COVERING_NORMALIZERS
+        and not any(one.lstrip or one.rstrip for one in added)
+    )
+    if not covers:
+        return None
+    # In byte characters a token is as long as the bytes that it stands for.
+    return max(*map(len, vocab), *(len(one.content.encode()) for one in added), 1)
+
+
+def _components(pipeline: Any) -> list[dict[str, Any]]:
+    """The members of a normalizer or a pre-tokenizer, as tokenizer.json writes them."""
+    if pipeline is None:
+        return []
+    spec = json.loads(pipeline.__getstate__())
+    return list(spec.get("pretokenizers") or spec.get("normalizers") or [spec])
 
 
 def _byte_characters() -> dict[int, int | None]:

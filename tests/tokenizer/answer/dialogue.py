@@ -7,7 +7,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.tokenizer.harness import API, EOS, PoolHarness, end_messages, ids_of
 from tgi.hub.llguidance_tables import new_matcher, token_table
-from tgi.microkernel.protocol import Add, AnswerPart, End, FinishReason, Generate, Prompted, Texts, decode
+from tgi.microkernel.protocol import Add, AnswerPart, Cancel, End, FinishReason, Generate, Prompted, Texts, decode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -33,7 +33,14 @@ def harness_of(vocabulary: Vocabulary, template: str) -> PoolHarness:
 
 
 def submit_chat(harness: PoolHarness, rid: int, chat: bytes, **fields: Any) -> Add | End:
-    """Sends a Generate and runs its jobs. Returns the Add, or the End if the request is rejected."""
+    """Sends a Generate and runs its jobs. Returns the Add, or the End if the request is rejected.
+
+    Ends an earlier request of the same rid.
+    """
+    harness.received_by(harness.scheduler)
+    harness.pool.handle(API, Cancel(rid))
+    for cancel in harness.received_by(harness.scheduler):
+        harness.send_end(cancel.rid, FinishReason.CANCELLED)
     harness.received_by(API)  # drops messages of earlier requests
     harness.pool.handle(API, Generate(rid, "", SamplingParams(5), chat=chat, **fields))
     harness.run_jobs()

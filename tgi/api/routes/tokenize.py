@@ -26,7 +26,8 @@ class _TokenizationResource(Resource):
         if not self._service.router.probe_passed:
             raise errors.unhealthy(self._service.router.stage)
         (fingerprint,) = self._service.next_fingerprints(req, 1)
-        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, fingerprint)
+        client = req.context.client.name
+        request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, fingerprint, client)
         await self._service.run_requests([request], req)
         assert request.result is not None
         if request.quarantined:

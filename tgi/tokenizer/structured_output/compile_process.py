@@ -40,6 +40,7 @@ MAX_WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.1
 # A child may be killed from outside, which says nothing about the grammar.
 MAX_ATTEMPTS = 2
+TOO_DEEP = "grammar is not valid: it is nested too deeply"
 
 
 class GrammarRequest(NamedTuple):
@@ -83,7 +84,10 @@ class GrammarCompiler:
 
         When `is_wanted` turns false, a long compilation is ended, and what is returned means nothing.
         """
-        request = _codec.encode(_request(grammar, chat))
+        try:
+            request = _codec.encode(_request(grammar, chat))
+        except RecursionError:
+            raise GrammarError(TOO_DEEP) from None
         for _ in range(MAX_ATTEMPTS):
             if not is_wanted():
                 return ""
@@ -239,6 +243,8 @@ def _answer(builder: AnswerGrammarBuilder, request: GrammarRequest) -> GrammarAn
         return GrammarAnswer(builder.build(request.grammar, _rendered_chat(request)))
     except GrammarError as error:
         return GrammarAnswer("", str(error))
+    except RecursionError:
+        return GrammarAnswer("", TOO_DEEP)
 
 
 if __name__ == "__main__":
