@@ -1,5 +1,5 @@
-"""The command `tgi`: up, one command per role, ps, restart, scale, down, why, keys, import, download-weights, replay,
-print-schema and watermark.
+"""The command `tgi`: up, one command per role, ps, restart, scale, reload, down, why, keys, import, download-weights,
+replay, print-schema and watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -20,11 +20,19 @@ import click
 from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import SettingOption, boolean, flag
-from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, load_settings
+from tgi.microkernel.settings import (
+    DEFAULTS,
+    GROUPS,
+    OPTIONS,
+    RELOADED_LIMITS,
+    RELOADED_MODEL,
+    Settings,
+    load_settings,
+)
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
-    "Server": ("up", "ps", "restart", "scale", "down", "why", "keys"),
+    "Server": ("up", "ps", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("download-weights", "import"),
     "Tools": ("replay", "print-schema", "watermark"),
@@ -109,7 +117,13 @@ def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Show all settings, including those without effect, and all variables.",
     )
     command = show(command)
-    for name, option in reversed(OPTIONS.items()):
+    return _with_options(command, OPTIONS)
+
+
+def _with_options(command: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """Adds one option per setting named."""
+    for name in reversed([*names]):
+        option = OPTIONS[name]
         switches = [option.short] if option.short else []
         kind: dict[str, Any] = {"default": None}
         if option.read is boolean and getattr(DEFAULTS, name) is False:
@@ -122,7 +136,7 @@ def settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
             kind["type"] = SettingType(option)
             kind["metavar"] = _choices(option) or option.read.__name__.upper()
             kind["multiple"] = bool(option.separator)
-        command = click.option(*switches, name, **kind)(command)
+        command = click.option(*switches, name, help=option.meaning, **kind)(command)
     return command
 
 
@@ -339,6 +353,34 @@ def scale(role: str, count: int, supervisor: int | None, port: int | None) -> No
     if supervisor is not None and supervisor not in supervisors:
         raise UserError(f"The process {supervisor} is no supervisor of the role {role}: `tgi ps` lists them.")
     _carry_out(run, supervisor or supervisors[0], {"command": "scale", "role": role, "count": count})
+
+
+def reload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the settings that `tgi reload` can change."""
+    return _with_options(command, RELOADED_MODEL + RELOADED_LIMITS)
+
+
+@main.command()
+@reload_options
+@click.option("--drain-first", is_flag=True, help="End the running model before the new one is loaded.")
+@port_option
+def reload(drain_first: bool, port: int | None, **given: Any) -> None:
+    """Serve another model, without a failed request.
+
+    The new model starts next to the old one and takes the new requests when it is ready; the old one finishes its own.
+    Settings of the model that are not given return to their defaults, all others stay.
+    """
+    from tgi.microkernel import control, rundir
+    from tgi.server import reloaded_settings
+
+    if given["model_id"] is None:
+        raise UserError("`tgi reload` needs --model-id: the model to serve from now on.", code=2)
+    run = _running_server(port)
+    supervisor = _supervisors_of(run, "scheduler")[0]
+    *_, present = control.carry_out(rundir.control_socket(run, supervisor), {"command": "settings"})
+    settings = reloaded_settings(Settings.from_json(present), given, drain_first)
+    command = {"command": "reload", "settings": settings.to_json(), "drain_first": drain_first}
+    _carry_out(run, supervisor, command)
 
 
 def _supervisors_of(run: Path, process: str) -> list[int]:

@@ -7,13 +7,15 @@ import platform
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tgi import __version__
 from tgi.api.tls import ServerCertificate
+from tgi.hub import memory
 from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import Progress, abbreviated_path
@@ -24,6 +26,7 @@ from tgi.microkernel.settings import (
     named_adapters,
     non_default_settings,
     warn_of_unused_devices,
+    with_reloaded,
 )
 from tgi.microkernel.supervisor import ProcessSpec, Supervisor, listening_socket
 from tgi.microkernel.terminal import ControllingTerminal
@@ -52,6 +55,7 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         ServerCertificate(settings.ssl_certfile, settings.ssl_keyfile)  # rejects files that cannot be used
     rundir.create_run_dir(settings.run_dir)
     first = not rundir.lock_holders(settings.run_dir)
+    settings = replace(settings, pipeline=0 if first else rundir.read_pipeline(settings.run_dir))
     counts = {"api": settings.api_workers, "tokenizer": settings.validation_workers}
     # The single roles first, which reject a second server.
     claims = [
@@ -82,7 +86,13 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         settings = replace(settings, compute_type=compute_type(settings))
     settings = progress.settings = _with_model(settings, roles, progress)
     specs = [
-        ProcessSpec(role, replica, listen_fd=port if role == "api" else None, lock=lock)
+        ProcessSpec(
+            role,
+            settings.pipeline if role in rundir.SINGLE_ROLES else replica,
+            listen_fd=port if role == "api" else None,
+            lock=None if role in rundir.SINGLE_ROLES else lock,
+            pipeline=settings.pipeline,
+        )
         for role, replica, lock in reversed(claims)
     ]
     supervisor = Supervisor(
@@ -93,9 +103,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     finally:
         if metrics_server:
             metrics_server.close()
-        for spec in specs:
-            if spec.lock is not None:
-                spec.lock.release()
+        for lock in [claim.lock for claim in claims] + [spec.lock for spec in specs if spec.lock is not None]:
+            lock.release()
 
 
 def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
@@ -111,6 +120,24 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
         curve.load_scheduler_keys(settings.keys or "")
     if settings.connect is not None and {"tokenizer", "worker"} & set(roles):
         curve.load_host_keys(settings.keys or "")
+
+
+def reloaded_settings(settings: Settings, given: Mapping[str, Any], drain_first: bool) -> Settings:
+    """The settings with which `tgi reload` starts another model next to a running server with `settings`. Downloads the
+    model if necessary.
+
+    Raises UserError if the model cannot be served, or, without `drain_first`, if there is not enough memory for both.
+    """
+    changed = with_reloaded(settings, given)
+    changed = _with_model(changed, ROLES, Progress(None, title="tgi"))
+    if not drain_first:
+        memory.require_memory(changed, _device_of_worker(settings.run_dir))
+    return changed
+
+
+def _device_of_worker(run: Path) -> str:
+    """The device that the worker has reported: "cpu", or the name of a GPU. "" if it is not ready."""
+    return next((str(state.facts.get("device", "")) for state in rundir.read_states(run) if state.role == "worker"), "")
 
 
 def _announce(settings: Settings) -> None:

@@ -12,6 +12,9 @@ Messages
 Processes
     process          the child side: entry point, poll loop, heartbeat, state file
     supervisor       the parent side: start, restart, drain
+    control          commands to a supervisor, over a socket in the run directory
+    rollout          what `tgi restart`, `tgi scale` and `tgi reload` do, step by step
+    terminal         tells a hang-up of the terminal from a SIGHUP that reloads files
     token_bucket     a limit on the rate of an action
     rundir           the run directory: sockets, locks, state files
     work_register    what a process has in hand, in shared memory

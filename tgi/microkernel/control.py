@@ -1,5 +1,5 @@
-"""The control channel of a supervisor: `tgi restart` and `tgi scale` send commands to a Unix socket in the run
-directory.
+"""The control channel of a supervisor: `tgi restart`, `tgi scale` and `tgi reload` send commands to a Unix socket
+in the run directory.
 
 A connection carries one command: a line with a JSON object. The answer is lines of JSON: {"progress": text} while the
 command is carried out, then {"done": text} or {"error": text}.

@@ -116,12 +116,12 @@ class Process:
         )
 
     def link_address(self, name: str) -> str:
-        """The address of a link of this deployment; `name` is e.g. "tok-0.front"."""
-        return f"ipc://{self.run_dir / name}"
+        """The address of a link of this pipeline; `name` is e.g. "tok-0.front"."""
+        return f"ipc://{rundir.pipeline_directory(self.run_dir, self.settings.pipeline) / name}"
 
     def tokenizer_sockets(self) -> set[str]:
-        """The names of the links that tokenizers of this deployment have bound."""
-        return rundir.tokenizer_sockets(self.run_dir)
+        """The names of the links that tokenizers of this pipeline have bound."""
+        return rundir.tokenizer_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
 
     def connect_to_scheduler(self, name: str, hello: Hello) -> Link:
         """The link to the scheduler: its socket `name` in the run directory, or with --connect that of another host."""

@@ -1,17 +1,19 @@
-"""The operations of `tgi restart` and `tgi scale`, which change the processes of a supervisor while the server serves.
+"""The operations of `tgi restart`, `tgi scale` and `tgi reload`, which change the processes of a supervisor while the
+server serves.
 
-An operation is a generator that the supervisor continues between its other work (control.py). It changes one process
-after the other, and the next one only when the new process serves. So one that cannot start stops the operation, and
-the processes that served before go on.
+An operation is a generator that the supervisor continues between its other work (control.py). It retires processes only
+when those that replace them are ready. So if one cannot start, the operation stops and the processes that served before
+go on.
 """
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from tgi.microkernel.control import Operation
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.rundir import SINGLE_ROLES
+from tgi.microkernel.settings import Settings
 from tgi.microkernel.supervisor import DRAIN_ORDER, ProcessSpec, Supervisor
 
 # Maximum of `tgi scale`, against mistyped numbers.
@@ -27,6 +29,10 @@ def start_operation(supervisor: Supervisor, command: dict[str, Any]) -> Operatio
             return (yield from restart(supervisor, target))
         case {"command": "scale", "role": str(role), "count": int(count)}:
             return (yield from scale(supervisor, role, count))
+        case {"command": "settings"}:
+            return supervisor.settings.to_json()
+        case {"command": "reload", "settings": str(settings), "drain_first": bool(drain_first)}:
+            return (yield from reload(supervisor, Settings.from_json(settings), drain_first))
         case _:
             raise UserError("The server does not know this command: it runs another version of tgi.")
 
@@ -44,8 +50,9 @@ def restart(supervisor: Supervisor, target: str) -> Operation:
         if spec.role in SINGLE_ROLES:
             yield from _replace(supervisor, spec)
         else:
-            new = yield from _add(supervisor, spec.role)
-            yield from _retire(supervisor, spec)
+            (new,) = _start(supervisor, [spec.role])
+            yield from _confirm(supervisor, [new])
+            yield from _retire(supervisor, [spec])
             yield f"{new.name} has replaced {spec.name}"
     return f"restarted {target}"
 
@@ -59,45 +66,100 @@ def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
             f"{count} processes of the role {role} are not possible: give a number from 1 to {MAX_REPLICAS}."
         )
     while len(supervisor.processes(role)) < count:
-        yield from _add(supervisor, role)
+        yield from _confirm(supervisor, _start(supervisor, [role]))
     for spec in supervisor.processes(role)[count:]:
-        yield from _retire(supervisor, spec)
+        yield from _retire(supervisor, [spec])
     names = ", ".join(spec.name for spec in supervisor.processes(role))
     return f"running: {names}"
 
 
-def _add(supervisor: Supervisor, role: str) -> Generator[str, None, ProcessSpec]:
-    """Starts a process, and waits until it is ready."""
-    spec = supervisor.add(role)
-    yield from _wait_until_ready(supervisor, spec)
-    supervisor.confirm(spec)
-    return spec
+def reload(supervisor: Supervisor, settings: Settings, drain_first: bool) -> Operation:
+    """Replaces the model: starts a second pipeline with as many processes of each role, and retires the first one.
+
+    The new front ends begin to accept connections when their own pipeline is ready, and the old ones finish their
+    requests with the old model. With `drain_first` the old pipeline ends before the new one loads its model; in between
+    the new front ends answer 503.
+    """
+    if others := supervisor.other_supervisors():
+        pids = ", ".join(map(str, sorted(others)))
+        raise UserError(f"Other supervisors run processes of this server (pids {pids}): end them before `tgi reload`.")
+    if supervisor.settings.listen is not None:
+        raise UserError("A server with --listen cannot be reloaded: processes of other hosts serve the present model.")
+    old = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role)]
+    if {spec.role for spec in old} != {*DRAIN_ORDER}:
+        raise UserError("Only a server of one `tgi up` can be reloaded: this supervisor does not run all roles.")
+    pipeline = supervisor.create_pipeline(settings)
+    below = [spec.role for spec in reversed(old) if spec.role != "api"]
+    front_ends = [spec.role for spec in old if spec.role == "api"]
+    try:
+        if drain_first:
+            new = _start(supervisor, front_ends, pipeline)  # not ready before the others, but they answer
+            yield from _retire_in_order(supervisor, old)
+            new += _start(supervisor, below, pipeline)
+            yield from _confirm(supervisor, new)
+        else:
+            yield from _confirm(supervisor, _start(supervisor, below, pipeline))
+            yield from _confirm(supervisor, _start(supervisor, front_ends, pipeline))
+    except UserError as error:
+        new = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role) if spec.pipeline == pipeline]
+        yield from _retire_in_order(supervisor, new)
+        supervisor.remove_pipeline(pipeline)
+        if not drain_first:
+            raise UserError(f"{error} The previous model goes on.") from error
+        yield from _confirm(supervisor, _start(supervisor, below + front_ends))
+        raise UserError(f"{error} The previous model serves again.") from error
+    previous = supervisor.settings.pipeline
+    supervisor.switch_to_pipeline(pipeline)
+    yield from _retire_in_order(supervisor, old)
+    supervisor.remove_pipeline(previous)
+    return f"serving {settings.model_id}"
 
 
-def _wait_until_ready(supervisor: Supervisor, spec: ProcessSpec) -> Waiting:
-    """Raises UserError, and retires the process, if it does not get ready."""
+def _start(supervisor: Supervisor, roles: Iterable[str], pipeline: int | None = None) -> list[ProcessSpec]:
+    return [supervisor.add(role, pipeline) for role in roles]
+
+
+def _confirm(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
+    """Waits until processes that were added are ready. If one does not get ready, ends all and raises UserError."""
     deadline = time.monotonic() + supervisor.settings.start_timeout
-    while True:
-        if error := supervisor.start_error(spec):
-            raise UserError(f"{spec.name} could not be started, and the other processes go on: {error}")
-        state = supervisor.state(spec)
-        if state is not None and state.state == "ready":
-            return
-        stage = state.stage if state is not None else ""
-        if time.monotonic() > deadline:
-            supervisor.retire(spec)
-            raise UserError(
-                f"{spec.name} was not ready within {supervisor.settings.start_timeout:g} s ({stage or 'starting'}), so "
-                "it was ended, and the other processes go on."
-            )
-        yield f"{spec.name} starts" + (f": {stage}" if stage else "")
+    while waiting := [spec for spec in specs if not _is_ready(supervisor, spec)]:
+        error = next(
+            (f"{spec.name} could not be started: {e}" for spec in specs if (e := supervisor.start_error(spec))), ""
+        )
+        if not error and time.monotonic() > deadline:
+            names = ", ".join(spec.name for spec in waiting)
+            error = f"{names} did not get ready within {supervisor.settings.start_timeout:g} s."
+        if error:
+            yield from _retire(supervisor, specs)
+            raise UserError(error)
+        yield "starting: " + ", ".join(_with_stage(supervisor, spec) for spec in waiting)
+    for spec in specs:
+        supervisor.confirm(spec)
 
 
-def _retire(supervisor: Supervisor, spec: ProcessSpec) -> Waiting:
-    """Has a process hand over, and waits until it has ended."""
-    supervisor.retire(spec)
-    while not supervisor.has_retired(spec):
-        yield f"{spec.name} drains"
+def _is_ready(supervisor: Supervisor, spec: ProcessSpec) -> bool:
+    state = supervisor.state(spec)
+    return state is not None and state.state == "ready"
+
+
+def _with_stage(supervisor: Supervisor, spec: ProcessSpec) -> str:
+    """The name of a process that starts, with the stage that it has reported."""
+    state = supervisor.state(spec)
+    return f"{spec.name} ({state.stage})" if state is not None and state.stage else spec.name
+
+
+def _retire(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
+    """Has processes hand over, and waits until they have ended."""
+    for spec in specs:
+        supervisor.retire(spec)
+    while left := [spec.name for spec in specs if not supervisor.has_retired(spec)]:
+        yield f"draining: {', '.join(left)}"
+
+
+def _retire_in_order(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
+    """`_retire` for the processes of a pipeline, role by role, so that each can finish its requests."""
+    for role in DRAIN_ORDER:
+        yield from _retire(supervisor, [spec for spec in specs if spec.role == role])
 
 
 def _replace(supervisor: Supervisor, spec: ProcessSpec) -> Waiting:
@@ -110,6 +172,4 @@ def _replace(supervisor: Supervisor, spec: ProcessSpec) -> Waiting:
                 f"{spec.name} was not ready within {supervisor.settings.start_timeout:g} s; its supervisor goes on "
                 "restarting it if it fails. The log says why."
             )
-        stage = state.stage if state is not None and state.pid != old else ""
-        yield f"{spec.name} starts again" + (f": {stage}" if stage else "")
-    yield f"{spec.name} has been replaced"
+        yield f"replacing: {spec.name if state is None or state.pid == old else _with_stage(supervisor, spec)}"

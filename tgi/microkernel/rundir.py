@@ -18,7 +18,9 @@ log = logging.getLogger(__name__)
 
 # A sockaddr_un holds 108 bytes on Linux and 104 on macOS, of which libzmq needs a few.
 MAX_SOCKET_PATH = 100
-LONGEST_SOCKET_NAME = "control-4194304"
+LONGEST_SOCKET_NAME = "p99/sched-0.front"
+# The number of the pipeline that serves, if `tgi reload` has replaced the first one.
+PIPELINE_FILE = "pipeline"
 # Roles of which a deployment has one process at a time; of the others each process has its own lock.
 SINGLE_ROLES = ("scheduler", "worker")
 # The pid of a lock holder that has not written it yet, or has erased it.
@@ -189,9 +191,28 @@ def tokenizer_socket(replica: int | str) -> str:
     return f"tok-{replica}.front"
 
 
-def tokenizer_sockets(run: Path) -> set[str]:
-    """The names of the sockets of all tokenizers."""
-    return {path.name for path in run.glob(tokenizer_socket("*"))}
+def tokenizer_sockets(directory: Path) -> set[str]:
+    """The names of the sockets of all tokenizers in the directory of a pipeline."""
+    return {path.name for path in directory.glob(tokenizer_socket("*"))}
+
+
+def pipeline_directory(run: Path, pipeline: int) -> Path:
+    """The directory of the sockets of a pipeline: the processes that serve one model. The first one uses the run
+    directory itself, those that `tgi reload` starts have subdirectories."""
+    return run / f"p{pipeline}" if pipeline else run
+
+
+def read_pipeline(run: Path) -> int:
+    """The number of the pipeline that serves."""
+    try:
+        return int((run / PIPELINE_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def write_pipeline(run: Path, pipeline: int) -> None:
+    """Stores the number of the pipeline that serves, for supervisors that join."""
+    (run / PIPELINE_FILE).write_text(str(pipeline))
 
 
 def control_socket(run: Path, supervisor: int) -> Path:
@@ -202,13 +223,15 @@ def control_socket(run: Path, supervisor: int) -> Path:
 def remove_leftovers(run: Path) -> None:
     """Removes what killed supervisors have left: state files and sockets of processes that belong to no supervisor."""
     held = lock_holders(run)
+    if not set(SINGLE_ROLES) & held.keys():
+        (run / PIPELINE_FILE).unlink(missing_ok=True)
     for state in read_states(run):
         if not {state.name, state.role} & held.keys():
             remove_state(run, state.name)
     replicas = [name.removeprefix("tokenizer-") for name in held if name.startswith("tokenizer-")]
     used = {tokenizer_socket(replica) for replica in replicas}
     used |= {control_socket(run, pid).name for pid in held.values()}
-    for path in (*run.glob(tokenizer_socket("*")), *run.glob("control-*")):
+    for path in (*run.rglob(tokenizer_socket("*")), *run.glob("control-*")):
         if path.name not in used:
             path.unlink(missing_ok=True)
 
@@ -265,6 +288,8 @@ class RunDirLock:
 
     def release(self) -> None:
         """Releases the lock and empties the file, so that it contains no outdated pid."""
+        if self._file.closed:
+            return
         self._file.truncate(0)
         self._file.close()
 

@@ -590,6 +590,7 @@ class Settings:
 
     # Derived at start, not options
     run_dir: Path = field(default=Path("."))
+    pipeline: int = 0  # counts the models that `tgi reload` has started
     given_api_keys: tuple[str, ...] = ()  # api_key without those of api_key_file
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub
@@ -621,6 +622,18 @@ OPTIONS: dict[str, SettingOption] = {
 
 DEFAULTS = Settings()
 
+# The settings that `tgi reload` can change: those of the model, which return to their defaults if they are not given,
+# and limits, which stay as they are.
+RELOADED_MODEL = (
+    "model_id", "revision", "dtype", "tokenizer_config_path", "generation_config", "weights_cache_override",
+    "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype", "lora_adapters", "speculate", "draft_model_id",
+    "draft_model_revision",
+)  # fmt: skip
+RELOADED_LIMITS = (
+    "max_input_tokens", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens", "max_batch_total_tokens",
+    "memory_fraction", "cuda_memory_fraction",
+)  # fmt: skip
+
 
 # --- loading: flags and environment to Settings ---
 
@@ -645,6 +658,17 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
     reject_sharding(settings, environ)
     _reject_unsupported(settings)
     return _with_derived_values(settings)
+
+
+def with_reloaded(settings: Settings, given: Mapping[str, Any]) -> Settings:
+    """The settings of a running server with those that `tgi reload` was given. Raises UserError as `load_settings`."""
+    model = {name: getattr(DEFAULTS, name) for name in RELOADED_MODEL}
+    derived = {name: getattr(DEFAULTS, name) for name in ("draft_model_dir", "adapters", "sampling_defaults")}
+    values = model | derived | {name: value for name, value in given.items() if value is not None}
+    settings = replace(settings, **values, max_input_length=None)
+    _reject_contradictions(settings)
+    _reject_unsupported(settings)
+    return replace(settings, speculate=_default_speculate(settings))
 
 
 def non_default_settings(settings: Settings) -> dict[str, Any]:
@@ -753,11 +777,13 @@ def _reject_unsupported(settings: Settings) -> None:
 def _with_derived_values(settings: Settings) -> Settings:
     """Resolves deprecated names, the default of speculate, and the file of keys, which are added to those given."""
     limit = settings.max_input_tokens or settings.max_input_length
-    speculate = settings.speculate
-    if speculate is None and settings.draft_model_id is not None:
-        speculate = DEFAULT_SPECULATED_TOKENS
+    speculate = _default_speculate(settings)
     keys = settings.api_key + _read_keys(settings.api_key_file)
     return replace(settings, max_input_tokens=limit, speculate=speculate, api_key=keys, given_api_keys=settings.api_key)
+
+
+def _default_speculate(settings: Settings) -> int | None:
+    return DEFAULT_SPECULATED_TOKENS if settings.speculate is None and settings.draft_model_id else settings.speculate
 
 
 def reread_api_keys(settings: Settings) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -85,7 +86,8 @@ class ProcessSpec:
     replica: int
     listen_fd: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    lock: rundir.RunDirLock | None = None  # of its name, if that is released when the process is retired
+    lock: rundir.RunDirLock | None = None  # of its name; None for the single roles, whose lock the supervisor keeps
+    pipeline: int = 0
 
     @property
     def name(self) -> str:
@@ -204,8 +206,10 @@ class Supervisor:
         terminal: ControllingTerminal,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self.settings = settings
+        self._pipelines = {settings.pipeline: settings}  # all but one are starting or draining: see `tgi reload`
+        self._current = settings.pipeline
         self._specs = specs
+        self._listen_fds = {spec.role: spec.listen_fd for spec in specs}
         self._terminal = terminal
         self._on_tick = on_tick
         self._trials: dict[str, str] = {}  # processes that were added and have not been ready: why they ended, or ""
@@ -267,6 +271,11 @@ class Supervisor:
         if self._failure:
             raise UserError(self._failure)
 
+    @property
+    def settings(self) -> Settings:
+        """The settings of the pipeline that serves."""
+        return self._pipelines[self._current]
+
     # --- for operations (rollout.py), all in the thread of `run` ---
 
     def processes(self, role: str) -> list[ProcessSpec]:
@@ -274,11 +283,15 @@ class Supervisor:
         specs = [spec for spec in self._specs if spec.role == role and spec.name not in self._retiring]
         return sorted(specs, key=lambda spec: spec.replica)
 
-    def add(self, role: str) -> ProcessSpec:
-        """Starts another process of a role. If it ends before it is ready, it is not restarted: see `start_error`."""
-        claimed = rundir.claim_process(self.settings.run_dir, role)
-        listen_fd = next((spec.listen_fd for spec in self._specs if spec.role == role), None)
-        spec = ProcessSpec(role, claimed.replica, listen_fd, lock=claimed.lock)
+    def add(self, role: str, pipeline: int | None = None) -> ProcessSpec:
+        """Starts another process of a role, by default for the pipeline that serves. If it ends before it is ready, it
+        is not restarted: see `start_error`."""
+        pipeline = self._current if pipeline is None else pipeline
+        if role in rundir.SINGLE_ROLES:
+            spec = ProcessSpec(role, pipeline, pipeline=pipeline)
+        else:
+            claimed = rundir.claim_process(self.settings.run_dir, role)
+            spec = ProcessSpec(role, claimed.replica, self._listen_fds.get(role), lock=claimed.lock, pipeline=pipeline)
         self._specs.append(spec)
         self._trials[spec.name] = ""
         self._start(spec)
@@ -299,10 +312,16 @@ class Supervisor:
         self._trials.pop(spec.name, None)
 
     def retire(self, spec: ProcessSpec) -> None:
-        """Tells a process to hand over, and forgets it when it has ended."""
+        """Tells a process to hand over, and forgets it when it has ended. One that was added and not confirmed, which
+        has no requests, is killed."""
+        on_trial = self._trials.pop(spec.name, None) is not None
+        if spec not in self._specs:
+            return  # it has ended by itself
         self._retiring.add(spec.name)
         if self._hand_over(spec) is None:
             self._forget(spec)
+        elif on_trial:
+            self._children[spec.name].signal(signal.SIGKILL)
 
     def has_retired(self, spec: ProcessSpec) -> bool:
         """Whether a process that was told to end has ended."""
@@ -315,6 +334,30 @@ class Supervisor:
         if pid is not None:
             self._replacing.add(spec.name)
         return pid
+
+    def create_pipeline(self, settings: Settings) -> int:
+        """A pipeline with these settings, without processes. Returns its number."""
+        pipeline = max(self._pipelines) + 1
+        own = self.settings
+        self._pipelines[pipeline] = replace(settings, run_dir=own.run_dir, port=own.port, pipeline=pipeline)
+        rundir.pipeline_directory(own.run_dir, pipeline).mkdir(mode=0o700, exist_ok=True)
+        return pipeline
+
+    def switch_to_pipeline(self, pipeline: int) -> None:
+        """Makes a pipeline the one that serves."""
+        self._current = pipeline
+        rundir.write_pipeline(self.settings.run_dir, pipeline)
+
+    def remove_pipeline(self, pipeline: int) -> None:
+        """Removes a pipeline without processes."""
+        directory = rundir.pipeline_directory(self.settings.run_dir, pipeline)
+        if directory != self.settings.run_dir:
+            shutil.rmtree(directory, ignore_errors=True)
+        del self._pipelines[pipeline]
+
+    def other_supervisors(self) -> set[int]:
+        """The pids of other supervisors in the run directory."""
+        return set(rundir.lock_holders(self.settings.run_dir).values()) - {os.getpid()}
 
     # --- internals ---
 
@@ -340,7 +383,8 @@ class Supervisor:
     def _remove_socket(self, spec: ProcessSpec) -> None:
         """Removes the socket of a process that has ended for good."""
         if spec.role == "tokenizer":
-            (self.settings.run_dir / rundir.tokenizer_socket(spec.replica)).unlink(missing_ok=True)
+            directory = rundir.pipeline_directory(self.settings.run_dir, spec.pipeline)
+            (directory / rundir.tokenizer_socket(spec.replica)).unlink(missing_ok=True)
 
     def _kill_overdue(self) -> None:
         for name, deadline in self._kill_at.items():
@@ -355,7 +399,7 @@ class Supervisor:
             self._signals = max(self._signals, 1)  # a shell may repeat it; that is no second signal of the user
             return
         try:
-            self.settings = replace(self.settings, api_key=reread_api_keys(self.settings))
+            reread_api_keys(self.settings)  # by the front ends, when they get the signal or start
         except UserError as error:
             log.error("SIGHUP: nothing is reloaded. %s", error)
             return
@@ -395,7 +439,9 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec) -> None:
         self._last_start = time.monotonic()
-        child = self._children[spec.name] = ChildProcess(spec, self.settings, self._last_exits.get(spec.name))
+        child = self._children[spec.name] = ChildProcess(
+            spec, self._pipelines[spec.pipeline], self._last_exits.get(spec.name)
+        )
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
 
@@ -477,7 +523,7 @@ class Supervisor:
         The api gets graceful_termination_timeout to finish its streams; a second signal kills it at once.
         """
         asked, failure = self._signals, self._failure
-        for fd in {spec.listen_fd for spec in self._specs if spec.listen_fd is not None}:
+        for fd in filter(None, self._listen_fds.values()):
             os.close(fd)  # new connections are refused instead of waiting in the backlog
         for position, role in enumerate(DRAIN_ORDER, 1):
             self._restart_at = {name: due for name, due in self._restart_at.items() if not name.startswith(role)}
