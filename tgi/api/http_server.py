@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from tgi.api import errors
-from tgi.api.asgi import AsgiApp
+from tgi.api.asgi import ABORT_KEY, AsgiApp
 from tgi.api.tls import ServerCertificate
 from tgi.microkernel.settings import Settings
 
@@ -48,6 +48,9 @@ ACCEPT_RETRY_SECONDS = 0.1
 REFUSAL_SECONDS, MAX_OPEN_REFUSALS = 1.0, 64
 # Between two log lines of the listener.
 OVERLOAD_LOG_SECONDS = 10.0
+# The kernel buffers this much beyond what the client's window takes: by default it would be megabytes for a client that
+# does not read, which would be noticed late (SlowReader).
+MAX_UNSENT_BYTES = 64 << 10
 # Of a TLS connection: for its client to confirm the end. uvloop would wait 30 s.
 TLS_SHUTDOWN_SECONDS = 2.0
 
@@ -155,6 +158,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """httptools callback: the head of a request begins."""
         super().on_message_begin()
+        self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
         self._in_head = True
         self._unset_keepalive_if_required()
 
@@ -276,6 +280,7 @@ class Listener:
                 self._retry = self._loop.call_later(ACCEPT_RETRY_SECONDS, self._resume)
                 return
             connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
             if self._table.count >= self._limit:
                 if not self._table.close_longest_idle():
                     self._refuse(connection)

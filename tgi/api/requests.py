@@ -3,7 +3,7 @@
 import asyncio
 import time
 from array import array
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
@@ -12,6 +12,9 @@ from tgi.microkernel.protocol import AdapterUpdated, End, FinishReason, Generate
 
 if TYPE_CHECKING:
     from tgi.microkernel.otlp import Span
+
+# A stream with more unread tokens is parked, and continues when this many are left.
+MAX_UNREAD_TOKENS, FEW_UNREAD_TOKENS = 1024, 256
 
 SUCCESSES = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
@@ -75,6 +78,16 @@ class LiveRequest:
         raise NotImplementedError
 
 
+class Parking(Protocol):
+    """Stops and continues generations whose clients do not read: the router."""
+
+    def park(self, generation: "Generation") -> None:
+        """Stops the generation; it keeps the tokens that it has received."""
+
+    def unpark(self, generation: "Generation") -> None:
+        """Continues it after those tokens."""
+
+
 class Generation(LiveRequest):
     """One sequence to be generated. An HTTP request has one for each prompt and choice.
 
@@ -94,6 +107,8 @@ class Generation(LiveRequest):
         super().__init__(wake_event)
         self.client = client
         self.timeout = timeout  # seconds from `arrival_time` on
+        self.parking: Parking | None = None  # of a stream whose client may read slowly
+        self.parked = False
         self.message = message  # without rid, resume_ids, traceparent and alone
         self.fingerprint = message.fingerprint
         self.stream = stream
@@ -168,6 +183,8 @@ class Generation(LiveRequest):
         else:
             for column, more in zip(self.unread_tokens, tokens, strict=True):
                 column.extend(more)  # type: ignore[attr-defined]
+            if self.parking is not None and len(self.unread_tokens.texts) > MAX_UNREAD_TOKENS:
+                self.parking.park(self)
         if self.stream:
             self.wake_event.wake()
 
@@ -193,10 +210,12 @@ class Generation(LiveRequest):
     def take_tokens(self, max_count: int | None = None) -> TokenColumns:
         """Removes and returns the unread tokens, at most the first `max_count`."""
         tokens, self.unread_tokens = self.unread_tokens, NO_TOKENS
-        if max_count is None or len(tokens.texts) <= max_count:
-            return tokens
-        self.unread_tokens = tokens.select(slice(max_count, None))
-        return tokens.select(slice(max_count))
+        if max_count is not None and len(tokens.texts) > max_count:
+            self.unread_tokens = tokens.select(slice(max_count, None))
+            tokens = tokens.select(slice(max_count))
+        if self.parked and self.parking is not None and len(self.unread_tokens.texts) <= FEW_UNREAD_TOKENS:
+            self.parking.unpark(self)
+        return tokens
 
 
 ResultMessage = TypeVar("ResultMessage", Tokenized, AdapterUpdated)

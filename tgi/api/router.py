@@ -197,6 +197,33 @@ class Router:
                 tokenizer.link.send(tokenizer.peer, Cancel(rid))
                 self._exchange_messages(tokenizer)
 
+    # --- slow readers ---
+
+    def park(self, generation: Generation) -> None:
+        """Cancels a generation below, because its client does not read, and drops what still comes of it. It keeps its
+        permit."""
+        generation.parked = True
+        self._stamp(Event.PARKED, generation)
+        metrics.tgi_parked_requests.inc()
+        if generation in self._unassigned:
+            del self._unassigned[generation]
+        elif (assignment := self._assignments.pop(generation, None)) is not None:
+            tokenizer, rid = assignment
+            abandoned = LiveRequest(generation.wake_event)
+            abandoned.active = False
+            tokenizer.requests[rid] = abandoned  # until its End
+            self._assignments[abandoned] = assignment
+            if tokenizer.peer is not None:
+                tokenizer.link.send(tokenizer.peer, Cancel(rid))
+            self._exchange_with_all_soon()
+
+    def unpark(self, generation: Generation) -> None:
+        """Continues a parked generation from the tokens that it has, as after the loss of a tokenizer."""
+        generation.parked = False
+        if generation.active:
+            self._assign(generation, resubmitted=Event.UNPARKED)
+            self._exchange_with_all_soon()
+
     # --- links ---
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -339,7 +366,7 @@ class Router:
         kept_back = [one for tokenizer in self.tokenizers for some in tokenizer.kept_back.values() for one in some]
         return [*self._assignments, *self._unassigned, *kept_back]
 
-    def _assign(self, request: LiveRequest) -> None:
+    def _assign(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
         """Sends a request to the connected tokenizer with the fewest requests, ready ones first."""
         request.on_trial = self._isolation.is_suspect(request.fingerprint)
         connected = [t for t in self.tokenizers if t.peer is not None]
@@ -353,7 +380,7 @@ class Router:
         assert best.peer is not None
         message = request.to_message(rid)
         if isinstance(message, Generate):
-            event = Event.RESUBMITTED if request.submitted else Event.SUBMITTED
+            event = resubmitted if request.submitted else Event.SUBMITTED
             key, index = message.request_key, message.request_index
             self.recorder.stamp(event, key, index, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
         request.submitted = True

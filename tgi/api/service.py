@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from falcon.asgi import Request
 
 from tgi.api import errors, request_metrics
-from tgi.api.asgi import FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
+from tgi.api.asgi import ABORT_KEY, FINGERPRINTS_KEY, RECEIVE_KEY, DisconnectWatcher, is_probe
 from tgi.api.body_reader import BodyReader
 from tgi.api.clients import Clients
 from tgi.api.errors import ClientDisconnected, Rejection
@@ -29,6 +30,8 @@ from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
 if TYPE_CHECKING:
     from tgi.microkernel.otlp import Tracer
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -110,8 +113,11 @@ class Service:
                 request_metrics.record_disconnect(span)
             self.cancel(requests)
 
+        parking = SlowReader(self.router, self.settings.slow_reader_timeout, req.scope.get(ABORT_KEY))
         for request in requests:
             request.span = span
+            if isinstance(request, Generation) and request.stream:
+                request.parking = parking
             self.router.submit(request)
         watcher = DisconnectWatcher(req.scope[RECEIVE_KEY], release)
         if isinstance(requests[0], Generation) and requests[0].timeout is not None:
@@ -157,6 +163,40 @@ class Service:
                 await requests[0].wake_event.wait()
         finally:
             watcher.close()
+
+
+class SlowReader:
+    """Parks the streams of one client that does not read, and closes its connection if it reads too little for too
+    long: from the time at which all that was parked has been read, the limit begins anew."""
+
+    def __init__(self, router: Router, limit_seconds: float, abort: Callable[[], None] | None) -> None:
+        self._router = router
+        self._limit_seconds = limit_seconds
+        self._abort = abort
+        self._parked: set[Generation] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def park(self, generation: Generation) -> None:
+        """Parks a generation, and starts the time if it is the first one."""
+        if generation.parked or not generation.active:
+            return
+        self._router.park(generation)
+        self._parked.add(generation)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._limit_seconds, self._give_up)
+
+    def unpark(self, generation: Generation) -> None:
+        """Continues a generation, and stops the time if no other one is parked."""
+        self._router.unpark(generation)
+        self._parked.discard(generation)
+        if not self._parked and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self._abort is not None and any(generation.active for generation in self._parked):
+            log.info("Closed a connection whose client has read too little for %g s", self._limit_seconds)
+            self._abort()  # the watcher sees the disconnect, and cancels
 
 
 class Resource:

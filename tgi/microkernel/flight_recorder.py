@@ -34,6 +34,8 @@ class Event(IntEnum):
     FIRST_TOKEN = 4  # api: the first token has arrived
     ANSWERED = 5  # api: the End has arrived; `b` tokens
     LEFT = 6  # api: the client has disconnected, or the request was cancelled
+    PARKED = 7  # api: cancelled below until the client, which does not read, has read on; `b` tokens
+    UNPARKED = 8  # api: sent to tokenizer `a` again with `b` tokens
     TOKENIZED = 10  # tokenizer: encoded and validated, `a` prompt tokens
     QUEUED = 20  # scheduler: in the waiting queue; `a` requests wait before it, `b` run
     ADMITTED = 21  # scheduler: has a slot; `a` tokens came from the prefix cache, `b` requests run
@@ -48,6 +50,8 @@ PHASES = {
     Event.RECEIVED: "front end",
     Event.SUBMITTED: "tokenizer",
     Event.RESUBMITTED: "recovery of a tokenizer",
+    Event.PARKED: "client that does not read",
+    Event.UNPARKED: "tokenizer",
     Event.TOKENIZED: "way to the scheduler",
     Event.QUEUED: "queue",
     Event.ADMITTED: "prefill",
@@ -64,6 +68,8 @@ TEXTS = {
     Event.FIRST_TOKEN: "first token",
     Event.ANSWERED: "ended with {b} tokens",
     Event.LEFT: "cancelled: the client has disconnected",
+    Event.PARKED: "parked with {b} tokens: its client does not read",
+    Event.UNPARKED: "the client reads on: sent to tokenizer-{a} with {b} tokens",
     Event.TOKENIZED: "tokenized: {a} prompt tokens",
     Event.QUEUED: "queued: {a} requests waited before it, {b} ran",
     Event.ADMITTED: "admitted: {a} tokens found in the prefix cache, {b} requests ran",

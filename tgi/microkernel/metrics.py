@@ -112,6 +112,7 @@ OWN_SERIES: dict[str, Series] = {
     "tgi_encoding_jobs_dropped": Series(
         "counter", "Texts and grammars that were dropped before a tokenizer began with them", ("cause",)
     ),
+    "tgi_parked_requests": Series("counter", "Times that a stream was parked, since its client did not read"),
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),

@@ -254,6 +254,13 @@ class Settings:
         env=("TGI_REQUEST_TIMEOUT",),
         unset="no limit",
     )
+    slow_reader_timeout: float = setting(
+        LIMITS,
+        120.0,
+        "Seconds that a stream may be parked because its client does not read; then its connection is closed.",
+        seconds,
+        env=("TGI_SLOW_READER_TIMEOUT",),
+    )
     max_input_tokens: int | None = setting(LIMITS, None, "Longest prompt.", count, unset="--max-total-tokens less 1")
     max_total_tokens: int | None = setting(
         LIMITS, None, "Longest prompt plus generated tokens.", count, unset="what model and memory allow"
