@@ -52,6 +52,7 @@ def page() -> str:
     inner = (
         protocol.DeploymentLimits,
         protocol.LastExit,
+        protocol.SuspectRecord,
         protocol.LoadedAdapter,
         SamplingDefaults,
         protocol.AnswerPart,

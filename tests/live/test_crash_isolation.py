@@ -50,6 +50,8 @@ def restarts(server: Server) -> float:
         (faults.ENCODING, "tokenizer"),
         (faults.DETOKENIZING, "tokenizer"),
         (faults.EVERY_FOURTH_TOKEN, "worker"),
+        (faults.ADDED, "scheduler"),
+        (faults.PLANNED, "scheduler"),
     ],
 )
 def test_only_the_request_that_crashes_a_process_fails(

@@ -119,8 +119,7 @@ def test_the_register_is_read_by_others_and_outlives_its_process(tmp_path: Path)
 def test_a_batch_is_in_hand_while_the_process_works_on_it() -> None:
     register = WorkRegister()
     for slot, name in enumerate((b"a" * 8, b"b" * 8, b"a" * 8)):
-        register.set_slot(slot, fingerprint_number(name))
-    register.set_slot(1 << 20, 7)  # larger than the register: not stated
+        register.slots[slot] = fingerprint_number(name)
     assert register.in_hand() == b""
     register.set_batch_in_hand(True)
     assert split_fingerprints(register.in_hand()) == [b"a" * 8, b"b" * 8]

@@ -5,6 +5,7 @@ worker run the oldest one, `deliver` passes its result to the scheduler.
 """
 
 from collections import deque
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from tests.scheduler.adapter_updates import PATHS, AdapterUpdates
@@ -19,6 +20,7 @@ from tgi.microkernel.protocol import (
     Cancel,
     FinishReason,
     Hello,
+    Inheritance,
     LastExit,
     LoadedAdapter,
     SlotAssignment,
@@ -63,6 +65,7 @@ class Simulation:
         self.commits_after_plan = True  # as the scheduler's loop does
         self.adapters = AdapterUpdates(self)
         self.failed_epoch = 0  # steps of this epoch are answered with nonsense
+        self.names_requests = False  # requests have fingerprints
         for index in range(tokenizers):
             self.tokenizer_up(index)
 
@@ -100,8 +103,11 @@ class Simulation:
         self.adapters.queued_updates.clear()
         self.handle(PeerDisconnected(), worker)
 
-    def restart_scheduler(self) -> None:
-        """The scheduler crashes. All processes connect to the new one, and tokenizers submit their requests again."""
+    def restart_scheduler(self, outside: bool = True, in_hand: list[bytes] | None = None) -> None:
+        """The scheduler is killed from outside, or crashes with these requests in hand. All processes connect to the
+        new one, and tokenizers submit their requests again."""
+        report = LastExit(b"scheduler", "crashed", outside, b"".join(in_hand or ()))
+        inheritance = Inheritance(self.scheduler.suspect_records, report)
         self.scheduler = Scheduler(self.scheduler.config)
         self.adapters.scheduler_restarted()
         self.journal.clear()
@@ -111,6 +117,7 @@ class Simulation:
         self.results.clear()
         self.engine.reset()
         self.failed_epoch = 0
+        self.handle(decode(encode(inheritance)), PeerId("scheduler", 0, b"scheduler"))
         for tokenizer in self.tokenizers.values():
             self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
         if self.worker is not None:
@@ -166,6 +173,11 @@ class Simulation:
         )
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
+        if self.names_requests:
+            add = add._replace(fingerprint=fingerprint_of(request))
+        if (refusal := self.scheduler.refusal(add, self.now)) is not None:
+            self.tokenizers[tokenizer].receive(refusal._replace(prompt_tokens=len(request.prompt)))
+            return
         self.handle(add, self.tokenizers[tokenizer].peer)
 
     def cancel(self, request: SubmittedRequest, kind: Any = Cancel) -> None:
@@ -293,6 +305,12 @@ class Simulation:
     @property
     def requests(self) -> list[SubmittedRequest]:
         return [request for tokenizer in self.tokenizers.values() for request in tokenizer.requests.values()]
+
+
+def fingerprint_of(request: SubmittedRequest) -> bytes:
+    """Equal for equal requests."""
+    described = repr((request.prompt, request.new, request.stop_ids, request.sampling))
+    return blake2b(described.encode(), digest_size=8).digest()
 
 
 class ExpectedAnswer(NamedTuple):

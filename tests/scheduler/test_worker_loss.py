@@ -4,11 +4,12 @@ import logging
 
 import pytest
 
-from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
 from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.crash_isolation import OUTSIDE_DEATHS, TRIAL_TOKENS
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, Status, StepResult
+from tgi.microkernel.work_register import split_fingerprints
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -77,7 +78,7 @@ def test_the_culprit_is_computed_alone_and_fails_and_others_are_not_affected() -
     sim.run()
     assert culprit.end is not None
     assert culprit.end.reason == FinishReason.QUARANTINED
-    assert culprit.end.message == "the worker crashed while it computed this request alone, after 2 similar deaths"
+    assert culprit.end.message == "the worker crashed while it worked on this request alone, after 2 similar deaths"
     assert sim.scheduler.counters.worker_losses == 3
     for request in sim.requests:
         if request is not culprit:
@@ -280,3 +281,105 @@ def test_a_resumed_request_that_is_complete_ends_at_once(new: int, stop_ids: lis
     assert request.end.reason == reason
     assert request.end.generated_tokens == 3
     sim.check()
+
+
+# --- requests that crash the scheduler --------------------------------------------------------------------------------
+
+
+def named_simulation(requests: int) -> Simulation:
+    made = Simulation(WORKER_CONFIG, tokenizers=2)
+    made.names_requests = True
+    made.worker_up()
+    for n in range(requests):
+        made.add([n, 2, 3], 30, tokenizer=n % 2)
+    return made
+
+
+def test_a_request_that_crashes_the_scheduler_when_it_arrives_is_refused_after_the_third_time() -> None:
+    sim = named_simulation(5)
+    sim.step()
+    culprit = sim.add([99, 2, 3], 20)
+    for _ in range(3):
+        assert culprit.end is None
+        sim.restart_scheduler(outside=False, in_hand=[fingerprint_of(culprit)])
+    assert culprit.end is not None
+    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert culprit.end.message.startswith("the scheduler crashed while it worked on this request alone")
+    sim.restart_scheduler()
+    again = sim.add([99, 2, 3], 20)
+    assert again.end is not None
+    sim.run()
+    for request in [one for one in sim.requests if one.prompt != culprit.prompt]:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+@pytest.mark.parametrize("innocent", [0, 3, 7, 20])
+def test_a_request_that_crashes_the_scheduler_in_a_plan_is_found_by_its_third_crash(innocent: int) -> None:
+    sim = named_simulation(innocent)
+    sim.step()
+    culprit = sim.add([99, 2, 3], 20)
+    crashes = 0
+    while culprit.end is None:
+        sim.plan()
+        register = sim.scheduler.work_register
+        register.set_batch_in_hand(True)
+        in_hand = split_fingerprints(register.in_hand())
+        if fingerprint_of(culprit) in in_hand:
+            crashes += 1
+            sim.restart_scheduler(outside=False, in_hand=in_hand)
+        else:
+            sim.compute()
+            sim.deliver()
+    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert crashes == 3
+    sim.run()
+    for request in sim.requests:
+        if request is not culprit:
+            assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_requests_of_a_scheduler_that_is_killed_from_outside_are_no_suspects() -> None:
+    sim = named_simulation(6)
+    for _ in range(20):
+        sim.step()
+        sim.restart_scheduler(in_hand=[fingerprint_of(request) for request in sim.requests])
+    assert sim.scheduler.suspect_records == []
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_trial_goes_on_in_the_next_scheduler() -> None:
+    sim = named_simulation(4)
+    culprit = sim.add([99, 2, 3], 20)
+    sim.poison.add(99)
+    while culprit.end is None:
+        if sim.worker is None:
+            sim.worker_up()
+        sim.step()
+        if sim.worker is None:
+            sim.worker_up()
+            sim.restart_scheduler()
+    assert culprit.end.reason == FinishReason.QUARANTINED
+    sim.run()
+    for request in sim.requests:
+        if request is not culprit:
+            assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_the_register_states_the_requests_of_this_turn_only() -> None:
+    sim = named_simulation(3)
+    register = sim.scheduler.work_register
+    sim.step()
+    register.set_batch_in_hand(True)
+    assert set(split_fingerprints(register.in_hand())) == {fingerprint_of(request) for request in sim.requests}
+    sim.worker_down()
+    sim.worker_up()
+    seen = set()
+    for _ in range(12):
+        sim.step()
+        seen.add(register.in_hand())
+    assert seen >= {fingerprint_of(request) for request in sim.requests}
+    assert max(map(len, seen)) == 8
+    sim.run()
+    assert register.in_hand() == b""

@@ -42,6 +42,7 @@ class Suspect:
 
     strikes: int = 0
     convicted: bool = False
+    cause: str = ""  # of the latest strike, in words
     blamed_at: float = 0.0  # its latest strike
     outside_deaths: int = 0  # in a row, since the latest one that made a strike
     progress: int = 0  # its tokens at the latest death from outside
@@ -79,23 +80,24 @@ class CrashIsolation(Generic[Key]):
     # --- deaths -------------------------------------------------------------------------------------------------------
 
     def record_death(
-        self, in_hand: Mapping[Key, int], now: float, *, outside: bool = False, strikes: int = 1
+        self, in_hand: Mapping[Key, int], now: float, *, cause: str = "", outside: bool = False, strikes: int = 1
     ) -> list[Key]:
         """The process died with these requests in hand; the values are the tokens that each has made so far. Puts them
         on trial, and returns those that are convicted."""
+        self.changes += 1
         blamed = self._blame_for_outside_death(in_hand) if outside else list(in_hand)
         convicted = []
         for key in blamed:
             suspect = self._touch(key)
             suspect.strikes += strikes
             suspect.blamed_at = now
+            suspect.cause = cause
             self._leave_group(key, suspect)
             suspect.group = -1
             if suspect.strikes >= CONVICTING_STRIKES and len(in_hand) == 1:
                 suspect.convicted = True
                 convicted.append(key)
         if blamed:
-            self.changes += 1
             self._forget_old(now)
             self._begin_trial([key for key in blamed if key not in convicted])
         self._group, self._next_group, self._steps = None, 0, TURN_STEPS
@@ -143,6 +145,11 @@ class CrashIsolation(Generic[Key]):
             suspect.group = self._last_number
             suspect.live = 0
             suspect.tokens_left = TRIAL_TOKENS << min(suspect.strikes - 1, MAX_DOUBLINGS)
+
+    def restore(self, suspects: Mapping[Key, Suspect]) -> None:
+        """Takes over the suspects of a predecessor, none of whose requests are here."""
+        self.suspects.update(suspects)
+        self._last_number = max((suspect.group for suspect in suspects.values()), default=0)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

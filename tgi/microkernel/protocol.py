@@ -51,6 +51,27 @@ class LastExit(NamedTuple):
     in_hand: bytes = b""
 
 
+class SuspectRecord(NamedTuple):
+    """A request that the scheduler suspects of crashing processes: fields as in `crash_isolation.Suspect`."""
+
+    fingerprint: bytes
+    strikes: int
+    convicted: bool
+    cause: str
+    blamed_at: float
+    outside_deaths: int
+    group: int
+    tokens_left: int
+
+
+class Inheritance(NamedTuple):
+    """What a scheduler takes over from the one that ended before it, from a file in the run directory and from its
+    supervisor. The first message that it handles; never sent over a link."""
+
+    suspects: list[SuspectRecord]
+    last_exit: LastExit | None = None
+
+
 class Hello(NamedTuple):
     """The first message in each direction of a connection: identifies the process.
 
@@ -554,6 +575,7 @@ MESSAGES: list[type] = [
     UpdateAdapter,
     AdapterUpdated,
     Goodbye,
+    Inheritance,
 ]
 
 codec = Codec(MESSAGES)

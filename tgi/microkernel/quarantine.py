@@ -11,6 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tgi.microkernel.rundir import quarantine_path
+
 log = logging.getLogger(__name__)
 
 QUARANTINE_SECONDS = 3600.0
@@ -30,7 +32,7 @@ class Quarantine:
     """The list of one run directory, as a front end uses it."""
 
     def __init__(self, run: Path) -> None:
-        self._path = run / "quarantine.json"
+        self._path = quarantine_path(run)
         self._version: tuple[int, int] | None = None  # of the file whose entries are known
         self._entries: dict[str, QuarantinedRequest] = {}
 

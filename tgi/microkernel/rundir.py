@@ -236,6 +236,22 @@ def remove_leftovers(run: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def suspects_path(run: Path) -> Path:
+    """The file in which the scheduler keeps what its successor must know of requests that crash processes."""
+    return run / "scheduler-0.suspects"
+
+
+def quarantine_path(run: Path) -> Path:
+    """The file of requests that the front ends refuse, see quarantine.py."""
+    return run / "quarantine.json"
+
+
+def forget_crashes(run: Path) -> None:
+    """Ends all suspicions and quarantines, for the first supervisor of a run directory."""
+    for path in (suspects_path(run), quarantine_path(run)):
+        path.unlink(missing_ok=True)
+
+
 class ProcessLock(NamedTuple):
     """A replica number of a role, which belongs to one supervisor until it releases the lock."""
 

@@ -10,15 +10,15 @@ from typing import Any
 
 FINGERPRINT_BYTES = 8
 # Words of the register, of 8 bytes each: the process's boot id, what its threads work on, whether it works on the
-# batch, and the batch. Larger batches are stated in part.
+# batch, and the batch.
 _BOOT, _UNITS, _BATCH_IN_HAND, _SLOTS, _WORDS = 0, 1, 15, 16, 4096
 
 
 class WorkRegister:
     """The register of one process, in any buffer. The process writes it, others only read.
 
-    `units[k] = fingerprint` states what thread k works on, 0 that it works on no request. `slots` are the requests of a
-    batch; they are in hand while `batch_in_hand`.
+    `units[k] = fingerprint` states what thread k works on, 0 that it works on no request. `slots[k] = fingerprint`
+    states a request of the batch, which is in hand after `set_batch_in_hand(True)`.
     """
 
     def __init__(self, buffer: Any = None) -> None:
@@ -50,11 +50,6 @@ class WorkRegister:
     def set_batch_in_hand(self, in_hand: bool) -> None:
         """States whether the process works on the batch as a whole."""
         self._words[_BATCH_IN_HAND] = in_hand
-
-    def set_slot(self, slot: int, fingerprint: int) -> None:
-        """States which request of the batch holds a slot; 0: none."""
-        if slot < len(self.slots):
-            self.slots[slot] = fingerprint
 
     def in_hand(self) -> bytes:
         """The fingerprints in hand, 8 bytes each, each once."""

@@ -1,10 +1,11 @@
 """The running batch: requests that hold a slot of the worker, and the columns of those that decode."""
 
 from array import array
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import INT32, UINT32
+from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.columns import increment_each
 from tgi.scheduler.request import NO_SLOT, NO_STEP, ClientShare, Request, TokenizerClient
 
@@ -16,7 +17,10 @@ class RunningBatch:
     A step plan decides which requests decode from the next step on and which no longer do; `commit` applies that.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, work_register: WorkRegister) -> None:
+        """`work_register`: where the requests in the slots are stated, unless there are too many slots."""
+        fits = slots <= len(work_register.slots)
+        self._stated: Any = work_register.slots if fits else array("Q", bytes(8 * slots))
         self.step = 0  # the number of the last step plan
         self.early_exits = 0  # requests that have left before their last token, perhaps with rows in flight
         self.prefilling: dict[Request, None] = {}  # in the order of admission
@@ -61,7 +65,13 @@ class RunningBatch:
             self.shares[share] = None
         share.running += 1
         self._slots[slot] = request
+        self._stated[slot] = request.fingerprint_number
         return slot
+
+    def state(self, in_hand: Callable[[Request], bool]) -> None:
+        """States these of the requests as the batch in hand."""
+        for slot, request in enumerate(self._slots):
+            self._stated[slot] = 0 if request is None or not in_hand(request) else request.fingerprint_number
 
     def commit(self) -> None:
         """Moves requests into and out of the lanes as the last step plan decided. To be called before the next one."""
@@ -94,12 +104,13 @@ class RunningBatch:
 
     def release_slots(self, requests: list[Request]) -> None:
         """Takes the slots from these requests."""
-        slots, free, prefilling = self._slots, self.free_slots, self.prefilling
+        slots, free, prefilling, stated = self._slots, self.free_slots, self.prefilling, self._stated
         for request in requests:
             if len(request.token_ids) < request.max_total_tokens:
                 self.early_exits += 1
             slot = request.slot
             slots[slot] = None
+            stated[slot] = 0
             free.append(slot)
             share = request.share
             share.running -= 1

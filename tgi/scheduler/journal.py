@@ -26,6 +26,7 @@ from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.flight_recorder import FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import Step, decode, encode
+from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -101,8 +102,14 @@ class JournalWriter:
 class RecordedScheduler(Scheduler):
     """A scheduler whose calls are written to a journal."""
 
-    def __init__(self, config: SchedulerConfig, journal: JournalWriter, recorder: FlightRecorder) -> None:
-        super().__init__(config, recorder)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        journal: JournalWriter,
+        recorder: FlightRecorder,
+        work_register: WorkRegister,
+    ) -> None:
+        super().__init__(config, recorder, work_register)
         self._journal = journal
 
     def handle(self, message: Any, source: PeerId, now: float) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tgi.microkernel import curve, tracing
+from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import Hello, StepResult
+from tgi.microkernel.protocol import Add, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
+from tgi.microkernel.rundir import suspects_path
+from tgi.microkernel.work_register import fingerprint_number
 from tgi.scheduler.journal import JournalWriter, RecordedScheduler
 from tgi.scheduler.metrics import RequestSpans, SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -41,10 +44,14 @@ def main(process: Process) -> None:
         draft_model=settings.draft_model_id is not None,
     )
     recorder = RingRecorder(ring_path(process.run_dir, process.name))
-    scheduler, journal = Scheduler(config, recorder), None
+    register = process.work_register
+    scheduler, journal = Scheduler(config, recorder, register), None
     if settings.journal is not None:
         journal = JournalWriter(Path(settings.journal), process.boot, config, settings.journal_size << 20)
-        scheduler = RecordedScheduler(config, journal, recorder)
+        scheduler = RecordedScheduler(config, journal, recorder, register)
+    suspects = SuspectsFile(process.run_dir)
+    own = PeerId(process.role, process.replica, process.boot)
+    scheduler.handle(Inheritance(suspects.read(), process.last_exit), own, time.monotonic())
     metrics = SchedulerMetrics()
     tracer = tracing.create_tracer(settings, process.name)
     spans = RequestSpans(tracer) if tracer is not None else None
@@ -55,6 +62,7 @@ def main(process: Process) -> None:
         while not process.stopping or (scheduler.running and not process.handing_over):
             now = time.monotonic()
             process.publish_state(*_process_state(process, scheduler))
+            suspects.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)
             _run_once(scheduler, links, metrics, spans)
         for link in links:
@@ -69,8 +77,9 @@ def main(process: Process) -> None:
 
 
 def _run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics, spans: RequestSpans | None) -> None:
-    """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits."""
-    now = time.monotonic()
+    """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits.
+    States in the work register what is in hand."""
+    now, register = time.monotonic(), scheduler.work_register
     for link in links:
         for peer, message in link.receive():
             if isinstance(message, Hello):
@@ -80,10 +89,22 @@ def _run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics
                 log.debug("%s is gone", peer)
             if spans is not None:
                 spans.message_received(peer, message)
-            if isinstance(message, StepResult):
+            if isinstance(message, Inheritance):
+                log.warning("dropped an unexpected Inheritance from %s", peer)
+            elif isinstance(message, StepResult):
+                register.set_batch_in_hand(True)
                 metrics.handle_result(scheduler, message, peer, now)
+                register.set_batch_in_hand(False)
+            elif isinstance(message, Add):
+                if (refusal := scheduler.refusal(message, now)) is not None:
+                    link.send(peer, refusal)
+                    continue
+                register.units[0] = fingerprint_number(message.fingerprint)
+                scheduler.handle(message, peer, now)
+                register.units[0] = 0
             else:
                 scheduler.handle(message, peer, now)
+    register.set_batch_in_hand(True)
     while scheduler.worker.peer is not None and (step := metrics.plan(scheduler, now)) is not None:
         _send(links, scheduler.worker.peer, step)
     _flush(links)
@@ -94,7 +115,36 @@ def _run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics
         _send(links, peer, message)
     _flush(links)
     scheduler.commit()
+    register.set_batch_in_hand(False)
     metrics.publish(scheduler, now)
+
+
+class SuspectsFile:
+    """The suspects of the scheduler, kept in the run directory for its successor."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = suspects_path(run)
+        self._written = 0  # Scheduler.suspect_changes
+
+    def read(self) -> list[SuspectRecord]:
+        """What the previous scheduler has written."""
+        try:
+            kept = decode(self._path.read_bytes())
+        except FileNotFoundError:
+            return []
+        except ProtocolError as error:
+            log.warning("ignored %s, which is damaged: %s", self._path, error)
+            return []
+        return kept.suspects if isinstance(kept, Inheritance) else []
+
+    def write_changes(self, scheduler: Scheduler) -> None:
+        """Replaces the file if the suspects have changed."""
+        if scheduler.suspect_changes == self._written:
+            return
+        self._written = scheduler.suspect_changes
+        draft = self._path.with_suffix(".draft")
+        draft.write_bytes(encode(Inheritance(scheduler.suspect_records)))
+        draft.replace(self._path)
 
 
 def _send(links: list[Link], peer: PeerId, message: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from tgi.microkernel.codec import INT32, unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import MAX_PROMPT_TOP_TOKENS, QUEUED, Add, DeploymentLimits, End, FinishReason
+from tgi.microkernel.work_register import FINGERPRINT_BYTES
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
@@ -59,6 +60,7 @@ class Request:
         "drafter",
         "due_step",
         "fingerprint",
+        "fingerprint_number",
         "first_planned_at",
         "lane",
         "lane_index",
@@ -116,6 +118,7 @@ class Request:
         self.arrival = arrival
         # Its name in crash isolation. Without one from the client's request, one that no other request has.
         self.fingerprint = add.fingerprint or b"-%d" % arrival
+        self.fingerprint_number = int.from_bytes(add.fingerprint[:FINGERPRINT_BYTES], "little")  # in the work register
         self.received_at = received_at
         self.first_planned_at: float | None = None
         self.token_ids = token_ids = array(INT32, add.prompt_ids)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation
+from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
@@ -17,14 +17,18 @@ from tgi.microkernel.protocol import (
     Add,
     Cancel,
     DeploymentLimits,
+    End,
     FinishReason,
     Hello,
+    Inheritance,
     Status,
     Step,
     StepResult,
     Stop,
+    SuspectRecord,
     UpdateAdapter,
 )
+from tgi.microkernel.work_register import FINGERPRINT_BYTES, WorkRegister, split_fingerprints
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
 from tgi.scheduler.estimators import PrefillBudget, StepLimits, WaitEstimator
@@ -76,8 +80,15 @@ class Scheduler:
     same calls give the same outputs.
     """
 
-    def __init__(self, config: SchedulerConfig, recorder: FlightRecorder = NO_RECORDER) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        recorder: FlightRecorder = NO_RECORDER,
+        work_register: WorkRegister | None = None,
+    ) -> None:
+        """`work_register`: where the running batch is stated."""
         self.config = config
+        self.work_register = WorkRegister() if work_register is None else work_register
         self._recorder = recorder
         self.counters = Counters()
         self.worker = WorkerPeer()
@@ -101,6 +112,8 @@ class Scheduler:
             self._handle_worker_message(message, source, now)
         elif isinstance(message, Add) and (client := self._tokenizers.clients.get(source)) is not None:
             self._add_request(message, client, now)  # the most frequent message
+        elif isinstance(message, Inheritance):
+            self._inherit(message, now)
         else:
             self._handle_tokenizer_message(message, source, now)
 
@@ -169,6 +182,7 @@ class Scheduler:
             if pipeline:
                 return None  # the steps in flight must be answered first, so that only one group is in hand
             isolation.next_turn()
+            planner.state_batch()
         latest, speculation = pipeline.latest, self._speculation
         if latest is not None and speculation is not None and speculation.should_wait(latest, planner.batch):
             return None
@@ -177,6 +191,7 @@ class Scheduler:
             skipped = 0
             while step is None and not pipeline and skipped < isolation.turns:
                 isolation.next_turn()  # nothing to compute in this turn
+                planner.state_batch()
                 step = planner.plan(pipeline.next_number, pipeline.epoch, ahead=False, now=now)
                 skipped += 1
             isolation.record_step()
@@ -286,7 +301,7 @@ class Scheduler:
         """Puts a request on trial whose like has crashed a process. False: it is quarantined, and has been answered."""
         fingerprint, isolation = request.fingerprint, self._isolation
         if isolation.is_convicted(fingerprint, now):
-            self._end_request(request, FinishReason.QUARANTINED, now, "the same request has crashed a process before")
+            self._end_request(request, FinishReason.QUARANTINED, now, self._verdict(fingerprint))
             return False
         if isolation.is_suspect(fingerprint):
             request.drafter = None
@@ -344,10 +359,11 @@ class Scheduler:
         )
         if fault:
             in_hand = requests_in_hand([step])
-            convicted = self._isolation.record_death(in_hand, now, strikes=FAILED_STEP_STRIKES)
+            cause = f"a step failed ({fault})"
+            convicted = self._isolation.record_death(in_hand, now, cause=cause, strikes=FAILED_STEP_STRIKES)
             self.pipeline.step_failed()
             self._requeue_running()
-            self._begin_trial(in_hand, convicted, f"Server error: {fault}", now)
+            self._begin_trial(in_hand, convicted, now, f"Server error: {fault}")
             return
         self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
         self._step_limits.record(step.size, seconds)
@@ -400,17 +416,75 @@ class Scheduler:
             if report.boot != lost.boot:
                 return  # the report is about a process in between
             cause, outside = f"the worker {report.cause}", report.outside
-        convicted = self._isolation.record_death(lost.in_hand, now, outside=outside)
-        message = f"{cause} while it computed this request alone, after {CONVICTING_STRIKES - 1} similar deaths"
-        self._begin_trial(lost.in_hand, convicted, message, now)
+        convicted = self._isolation.record_death(lost.in_hand, now, cause=cause, outside=outside)
+        self._begin_trial(lost.in_hand, convicted, now)
 
-    def _begin_trial(self, in_hand: Iterable[bytes], convicted: Iterable[bytes], message: str, now: float) -> None:
+    def _inherit(self, inheritance: Inheritance, now: float) -> None:
+        """Takes over the suspects of the scheduler before this one, and blames the requests that it had in hand."""
+        self._isolation.restore(
+            {
+                record.fingerprint: Suspect(
+                    strikes=record.strikes,
+                    convicted=record.convicted,
+                    cause=record.cause,
+                    blamed_at=min(record.blamed_at, now),
+                    outside_deaths=record.outside_deaths,
+                    group=record.group,
+                    tokens_left=record.tokens_left,
+                )
+                for record in inheritance.suspects
+            }
+        )
+        if (report := inheritance.last_exit) is None:
+            return
+        in_hand = dict.fromkeys(split_fingerprints(report.in_hand), 0)
+        # How far the requests have come is not known. After a death from outside, then, only one that was alone in hand
+        # is counted: each message takes so little time that this is no accident if it happens again and again.
+        if in_hand and not (report.outside and len(in_hand) > 1):
+            cause = f"the scheduler {report.cause}"
+            self._isolation.record_death(in_hand, now, cause=cause, outside=report.outside)
+
+    @property
+    def suspect_changes(self) -> int:
+        """Counts up when `suspect_records` have changed."""
+        return self._isolation.changes
+
+    @property
+    def suspect_records(self) -> list[SuspectRecord]:
+        """What a successor of this scheduler must know."""
+        return [
+            SuspectRecord(
+                fingerprint=fingerprint,
+                strikes=suspect.strikes,
+                convicted=suspect.convicted,
+                cause=suspect.cause,
+                blamed_at=suspect.blamed_at,
+                outside_deaths=suspect.outside_deaths,
+                group=suspect.group,
+                tokens_left=suspect.tokens_left,
+            )
+            for fingerprint, suspect in self._isolation.suspects.items()
+            if len(fingerprint) == FINGERPRINT_BYTES
+        ]
+
+    def refusal(self, add: Add, now: float) -> End | None:
+        """The answer to a request that must not be handled, since handling it would crash this process; else None."""
+        if not self._isolation.suspects or not self._isolation.is_convicted(add.fingerprint, now):
+            return None
+        return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.fingerprint))
+
+    def _verdict(self, fingerprint: bytes) -> str:
+        cause = self._isolation.suspects[fingerprint].cause
+        return f"{cause} while it worked on this request alone, after {CONVICTING_STRIKES - 1} similar deaths"
+
+    def _begin_trial(self, in_hand: Iterable[bytes], convicted: Iterable[bytes], now: float, message: str = "") -> None:
         """Ends the convicted requests, and puts the suspects among those that were in hand on trial."""
         guilty, blamed = frozenset(convicted), frozenset(in_hand)
         requests = [request for request in self._tokenizers.requests if request.fingerprint in blamed]
         for request in requests:
             if request.fingerprint in guilty:
-                self._end_request(request, FinishReason.QUARANTINED, now, message)
+                verdict = message or self._verdict(request.fingerprint)
+                self._end_request(request, FinishReason.QUARANTINED, now, verdict)
             elif self._isolation.is_suspect(request.fingerprint):
                 request.drafter = None  # a suspect is computed without drafts, and so when it is released
                 self._isolation.admit(request.fingerprint)
@@ -437,6 +511,7 @@ class Scheduler:
             counters=self.counters,
             adapters=self.worker.adapters,
             isolation=self._isolation,
+            work_register=self.work_register,
             speculation=self._speculation,
             recorder=self._recorder,
         )

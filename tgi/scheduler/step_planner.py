@@ -16,6 +16,7 @@ from tgi.microkernel.protocol import (
     SlotAssignment,
     Step,
 )
+from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import ONE
 from tgi.scheduler.counters import Counters
@@ -51,6 +52,7 @@ class StepPlanner:
         counters: Counters,
         adapters: WorkerAdapters,
         isolation: CrashIsolation[bytes],
+        work_register: WorkRegister,
         speculation: Speculation | None = None,
         recorder: FlightRecorder = NO_RECORDER,
     ) -> None:
@@ -58,7 +60,7 @@ class StepPlanner:
         self.limits = limits
         self.queue = queue
         self.trial_queue: dict[Request, None] = {}  # an ordered set: requests on trial that wait for a slot
-        self.batch = RunningBatch(limits.max_batch_size)
+        self.batch = RunningBatch(limits.max_batch_size, work_register)
         self.kv_cache = KVCacheManager(limits)
         self._page_size = limits.page_size
         self._prefix_caching = prefix_caching
@@ -380,6 +382,10 @@ class StepPlanner:
             if self._isolation.is_on_trial(request.fingerprint):
                 self.queue.remove(request)
                 self.trial_queue[request] = None
+
+    def state_batch(self) -> None:
+        """States what is in hand in this turn: the running requests for which a step may have a row."""
+        self.batch.state(self._may_run)
 
     def _release_from_trial(self) -> None:
         for request in [one for one in self.trial_queue if not self._isolation.is_on_trial(one.fingerprint)]:

@@ -42,7 +42,6 @@ def _in_scheduler() -> None:
 
     def crashing_handle(self, message, source, now):
         if isinstance(message, Add) and decode(message.sampling).seed == ADDED:
-            self.work.units[0] or sys.exit("the request is not stated")
             crash()
         return handle(self, message, source, now)
 
