@@ -218,7 +218,8 @@ def up(**flags: Any) -> None:
 
     Starts and supervises front ends, tokenizers, scheduler and worker.
     """
-    from tgi.server import ROLES, run_server
+    from tgi.microkernel.protocol import ROLES
+    from tgi.server import run_server
 
     run_server(load_settings(flags), ROLES)
 
@@ -246,7 +247,8 @@ _role_command("worker", "Run only the worker.")
 def ps(as_json: bool) -> None:
     """List the running servers of this user.
 
-    Shows pid, state, boot id and memory of each process, and the requests in quarantine: they have crashed processes.
+    Shows pid, state, boot id and memory of each process, the seconds since its latest beat and since it has finished a
+    part of its work, and what it works on; and the requests in quarantine: they have crashed processes.
     """
     from tgi.microkernel import rundir
     from tgi.microkernel.quarantine import Quarantine
@@ -258,8 +260,8 @@ def ps(as_json: bool) -> None:
     if not rows:
         click.echo("You have no running tgi server.", err=True)
         return
-    columns = ("run", "name", "pid", "state", "stage", "boot", "memory_mb")
-    table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
+    columns = ("run", "name", "pid", "state", "stage", "boot", "memory_mb", "beat_age", "progress_age", "work")
+    table = [columns, *(tuple("" if row[column] is None else str(row[column]) for column in columns) for row in rows)]
     widths = [max(len(line[k]) for line in table) for k in range(len(columns))]
     for line in table:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -274,15 +276,20 @@ def _processes(run: Path) -> list[dict[str, Any]]:
     import psutil
 
     from tgi.microkernel import rundir
+    from tgi.microkernel.process import read_progress
 
     def row(name: str, pid: int, state: str, stage: str, boot: str, percent: int) -> dict[str, Any] | None:
         try:
             memory = psutil.Process(pid).memory_info().rss
         except psutil.NoSuchProcess:
             return None
+        report = read_progress(run, name)
         return {
             "run": str(run), "name": name, "pid": pid, "state": state, "stage": stage, "percent": percent,
             "boot": boot, "memory_mb": round(memory / 2**20, 1),
+            "beat_age": report and round(report.silent_seconds, 1),
+            "progress_age": report and report.progress_age and round(report.progress_age, 1),
+            "work": report.work if report else "",
         }  # fmt: skip
 
     roles: dict[int, dict[str, None]] = {}  # of each supervisor, an ordered set

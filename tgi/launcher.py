@@ -15,7 +15,8 @@ from tgi.microkernel.settings import load_settings
 def main(**flags: Any) -> None:
     """Run the whole server, with the flags and environment variables of TGI's launcher."""
     with user_errors_reported():
-        from tgi.server import ROLES, run_server
+        from tgi.microkernel.protocol import ROLES
+        from tgi.server import run_server
 
         run_server(load_settings(flags), ROLES)
 

@@ -19,6 +19,7 @@ from tgi.hub import memory
 from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.progress import Progress, abbreviated_path
+from tgi.microkernel.protocol import ROLES
 from tgi.microkernel.settings import (
     GENERATION_CONFIGS,
     Settings,
@@ -33,7 +34,6 @@ from tgi.microkernel.terminal import ControllingTerminal
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("api", "tokenizer", "scheduler", "worker")
 # The packages of requirements/worker.txt.
 WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
 

@@ -236,9 +236,9 @@ class Front:
     async def _serve(self) -> None:
         hello = Hello(PROTOCOL, "api", 0, os.urandom(8))
         links = [Link.connect(tokenizer.address, hello) for tokenizer in self.tokenizers]
-        self.router = Router(
-            links, Permits(self.permits, self.settings.max_concurrent_requests), Quarantine(self.permits.parent)
-        )
+        permits = Permits(self.permits, self.settings.max_concurrent_requests)
+        quarantine = Quarantine(self.permits.parent)
+        self.router = Router(links, permits, quarantine, stall_limit=self.settings.stall_limit)
         model = self.settings.model_id or "m"
         self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())

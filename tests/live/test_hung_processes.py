@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.live.server import CLIENT_OPTIONS, Server, SharedServers
@@ -42,6 +43,54 @@ def test_a_hung_worker_is_replaced(standing: Server, undisturbed: list[Any]) -> 
     disturbed = all_streams(standing, 60, act=lambda: suspend_until_replaced(standing, "worker-0"))
     assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
     standing.wait_until_ready()
+
+
+def test_a_hung_scheduler_is_reported_and_replaced(standing: Server, undisturbed: list[Any]) -> None:
+    disturbed = all_streams(standing, 60, act=lambda: suspend_until_replaced(standing, "scheduler-0"))
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
+    standing.wait_until_ready()
+
+
+def test_requests_of_a_hung_tokenizer_move_to_another(standing: Server, undisturbed: list[Any]) -> None:
+    """They end before it is replaced. When it continues, its late messages change nothing, and it is used again."""
+    hung = standing.processes()["tokenizer-0"]
+    began = []
+
+    def hang() -> None:
+        began.append(time.monotonic())
+        hung.suspend()
+
+    try:
+        disturbed = all_streams(standing, 60, act=hang)
+        print(f"tokenizer-0: all streams ended {time.monotonic() - began[0]:.1f} s after it was stopped")
+        assert standing.processes()["tokenizer-0"].pid == hung.pid
+        assert standing.is_healthy()
+    finally:
+        hung.resume()
+    assert [token_ids(events) for events in disturbed] == [token_ids(events) for events in undisturbed]
+    standing.wait_until(lambda: "responds again" in standing.output_text(), "the tokenizer is used again")
+    again = all_streams(standing, 60)
+    assert [token_ids(events) for events in again] == [token_ids(events) for events in undisturbed]
+    standing.wait_until(lambda: standing.metric("tgi_batch_current_size") == 0, "no request is left behind")
+
+
+def test_a_suspended_server_continues_without_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
+    """As in a suspended laptop or a frozen container: all processes, the supervisor last."""
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
+        server.start().wait_until_ready()
+        processes = [psutil.Process(server.commands["up"].pid), *server.processes().values()]
+        stream = server.stream("Hello", max_new_tokens=40)
+        events = [next(stream) for _ in range(5)]
+        for process in processes:
+            process.suspend()
+        time.sleep(15)
+        for process in reversed(processes):
+            process.resume()
+        events += list(stream)
+        assert len(events) == 40
+        server.wait_until_ready()
+        time.sleep(2)
+        assert [process.pid for process in server.processes().values()] == [one.pid for one in processes[1:]]
 
 
 @pytest.mark.parametrize("name", ["worker-0", "scheduler-0", "tokenizer-1", "api-0"])

@@ -7,9 +7,10 @@ import pytest
 from tests.tokenizer.harness import API, EOS, OTHER, PoolHarness, end_messages, ids_of, streamed_output
 from tests.tokenizer.vocabularies import byte_level, sentencepiece
 from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.link import PeerDisconnected
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
+from tgi.microkernel.link import PeerDisconnected, PeerResponds, PeerSilent
+from tgi.microkernel.protocol import Beat, Cancel, End, FinishReason, Generate
 from tgi.microkernel.sampling_params import SamplingParams
+from tgi.tokenizer.pool import RESUBMISSION_BURST, SCHEDULER_SILENT
 from tgi.tokenizer.vocabulary import Vocabulary
 
 
@@ -165,3 +166,75 @@ def test_resumed_ids_after_a_stop_string_are_ignored() -> None:
     )
     (end,) = harness.received_by(API)
     assert (end.reason, end.text, end.generated_tokens) == (FinishReason.STOP, "ab", 2)
+
+
+# Scheduler restarts: rate of resubmission; silent schedulers
+
+
+def test_requests_are_submitted_again_at_a_limited_rate() -> None:
+    harness = PoolHarness()
+    count = RESUBMISSION_BURST + 50
+    rids = {harness.submit(number, max_new_tokens=5).rid for number in range(count)}
+    harness.disconnect_scheduler()
+    harness.connect_scheduler()
+    at_once = [message.rid for message in harness.received_by(harness.scheduler)]
+    assert RESUBMISSION_BURST <= len(at_once) < count
+    assert harness.pool.deadline() is not None
+    cancelled = count - 1  # it was not sent yet
+    harness.pool.handle(API, Cancel(cancelled))
+    (end,) = end_messages(harness.received_by(API))
+    assert (end.rid, end.reason) == (cancelled, FinishReason.CANCELLED)
+    again = list(at_once)
+    while (deadline := harness.pool.deadline()) is not None:
+        harness.now = max(harness.now, deadline)
+        again += [message.rid for message in harness.received_by(harness.scheduler)]
+    assert len(again) == len(set(again)) == count - 1
+    assert set(again) < rids
+    for rid in again:
+        harness.send_end(rid)
+    assert harness.pool.idle
+
+
+def test_requests_of_a_lost_api_are_not_submitted_again() -> None:
+    harness = PoolHarness()
+    for number in range(RESUBMISSION_BURST + 50):
+        harness.submit(number, max_new_tokens=5)
+    harness.disconnect_scheduler()
+    harness.connect_scheduler()
+    at_once = harness.received_by(harness.scheduler)
+    harness.pool.handle(API, PeerDisconnected())
+    cancels = harness.received_by(harness.scheduler)
+    assert [type(message) for message in cancels] == [Cancel] * len(at_once)
+    assert harness.pool.deadline() is None
+    for message in at_once:
+        harness.send_end(message.rid, FinishReason.CANCELLED)
+    assert harness.pool.idle
+
+
+def test_a_silent_scheduler_makes_the_status_unhealthy_until_it_responds() -> None:
+    harness = PoolHarness()
+    assert harness.received_by(API) == []
+    harness.pool.handle(harness.scheduler, PeerSilent())
+    (status,) = harness.received_by(API)
+    assert (status.ready, status.healthy, status.stage) == (True, False, SCHEDULER_SILENT)
+    harness.pool.handle(harness.scheduler, PeerResponds())
+    (status,) = harness.received_by(API)
+    assert (status.ready, status.healthy) == (True, True)
+
+
+def test_progress_of_the_scheduler_counts_for_its_tokenizers() -> None:
+    harness = PoolHarness()
+    assert harness.pool.beat().progress_age_ms is None
+    add = harness.submit(1)
+    harness.pool.beat()
+    harness.now += 1.0
+    age = harness.pool.beat().progress_age_ms
+    assert age is not None
+    assert age >= 900
+    harness.pool.handle(harness.scheduler, Beat(100, 4000, "step 3"))
+    beat = harness.pool.beat()
+    assert beat.progress_age_ms is not None
+    assert beat.progress_age_ms < 150
+    assert beat.limit_ms == 4000
+    harness.send_tokens((add.rid, ids_of("a")))
+    assert harness.pool.beat().progress_age_ms == 0

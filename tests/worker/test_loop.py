@@ -77,7 +77,9 @@ class FakeProcess:
     def publish_state(self, state: str, stage: str = "", percent: int = 0) -> None:
         self.states.append(state)
 
-    def begin_work(self, seconds: float) -> None:
+    beat_due = False
+
+    def begin_work(self, seconds: float, work: str) -> None:
         pass
 
     def end_work(self) -> None:

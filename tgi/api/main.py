@@ -55,6 +55,7 @@ async def serve(process: Process) -> None:
         Quarantine(process.run_dir),
         RingRecorder(ring_path(process.run_dir, process.name)),
         partial(work_in_hand, process.run_dir),
+        settings.stall_limit,
     )
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port
@@ -63,7 +64,13 @@ async def serve(process: Process) -> None:
     service.clients.reload_if_readable()
     application = app.build(service)
     certificate = await load_certificate(settings, process)
-    server = HttpServer(application, settings, certificate, lambda: process.heartbeat(TICK_SECONDS))
+
+    def tick() -> None:
+        process.heartbeat(TICK_SECONDS)
+        if process.beat_due:
+            process.exchange_beats(router.beat())
+
+    server = HttpServer(application, settings, certificate, tick)
 
     def stop() -> None:
         process.stop()

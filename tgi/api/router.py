@@ -17,10 +17,12 @@ from tgi.microkernel import metrics
 from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
 from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.liveness import BEAT_SECONDS, ProgressClock
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import (
     AdapterUpdated,
+    Beat,
     Cancel,
     DeploymentLimits,
     End,
@@ -36,12 +38,21 @@ from tgi.microkernel.protocol import (
 )
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.sampling_params import SamplingDefaults
+from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.work_register import split_fingerprints
 
 log = logging.getLogger(__name__)
 
+# Requests of a lost tokenizer that are sent to another: at once, and then per second. So it can serve its own.
+RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
+# A tokenizer whose work has made no progress for this long gets no new request if there is another.
+STUCK_SECONDS = 2.0
+# What the processes below report has an age of up to two beats at each of two hops.
+PROGRESS_DELAY_SECONDS = 4 * BEAT_SECONDS
 # How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended.
 EXIT_REPORT_SECONDS = 5.0
+# Upper bound of the Retry-After header.
+MAX_RETRY_AFTER_SECONDS = 60
 
 
 class TokenizerConnection:
@@ -51,9 +62,22 @@ class TokenizerConnection:
         self.link = link
         self.peer: PeerId | None = None  # None while no process is connected
         self.status: Status | None = None
+        self.beat = Beat(None)
+        self.silent = False  # it is connected, and sends no beats any more
         self.requests: dict[int, LiveRequest] = {}  # by rid
+        self.moved: dict[int, LiveRequest] = {}  # by rid: moved to another tokenizer when this one was silent
         # By boot id: those that tokenizers had in hand when they disconnected.
         self.kept_back: dict[bytes, list[LiveRequest]] = {}
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether a request sent to it now would be computed, by what is known of it."""
+        return self.status is not None and self.status.ready and self.status.healthy and not self.silent
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its work makes no progress."""
+        return (self.beat.progress_age_ms or 0) > 1000 * STUCK_SECONDS
 
 
 class Router:
@@ -71,14 +95,19 @@ class Router:
         quarantine: Quarantine,
         recorder: FlightRecorder = NO_RECORDER,
         work_in_hand: Callable[[PeerId], bytes] = lambda peer: b"",
+        stall_limit: float = 60.0,
     ) -> None:
         """`work_in_hand`: the fingerprints of the requests that a dead process had in hand, as far as they are known
-        before its successor reports them."""
+        before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any request."""
         self.recorder = recorder
         self._permits = permits
         self.quarantine = quarantine
         self._work_in_hand = work_in_hand
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
+        self._stall_limit = stall_limit
+        self._progress = ProgressClock()
+        self._stalled = False  # requests are in flight, and none makes progress
+        self._beat = Beat(None)
         self._unused_permits: Counter[Client] = Counter()  # for generations that are submitted in this loop turn
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
@@ -87,7 +116,10 @@ class Router:
         self._rids = itertools.count(1)
         self._delivery = TokenDelivery(recorder)
         self._assignments: dict[LiveRequest, tuple[TokenizerConnection, int]] = {}  # with the rid
-        self._unassigned: dict[LiveRequest, None] = {}  # an ordered set: until a tokenizer connects
+        self._unassigned: dict[LiveRequest, None] = {}  # an ordered set: until a tokenizer responds
+        self._resubmissions = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
+        self._resubmission_timer: asyncio.TimerHandle | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
         # The readiness probe (readiness.py) sets both. Once passed, it stays so: requests then wait out a restart of
         # other processes instead of failing.
         self.probe_passed = False
@@ -105,22 +137,22 @@ class Router:
     @property
     def can_compute(self) -> bool:
         """Whether a request sent now would be computed, by the status of the other processes."""
-        return self.limits is not None and any(
-            t.status is not None and t.status.ready and t.status.healthy for t in self.tokenizers
-        )
+        return self.limits is not None and any(t.can_compute for t in self.tokenizers)
 
     @property
     def healthy(self) -> bool:
         """Whether a request sent now would be answered."""
-        return self.probe_passed and self.can_compute
+        return self.probe_passed and self.can_compute and not self._stalled
 
     @property
     def stage(self) -> str:
         """What the server waits for before it can compute, in words: at start, and while a lost process is replaced.
         Taken from the tokenizer that is furthest."""
-        statuses = [t.status for t in self.tokenizers if t.status is not None]
+        statuses = [t.status for t in self.tokenizers if t.status is not None and not t.silent]
         if not statuses:
-            return "starting tokenizers"
+            return "the tokenizers do not respond" if any(t.silent for t in self.tokenizers) else "starting tokenizers"
+        if self.can_compute and self._stalled:
+            return "no request makes progress"
         if self.can_compute and not self.probe_passed:
             return self.probe_failure or "answering the first request"
         best = max(statuses, key=lambda status: (status.ready, status.percent))
@@ -232,6 +264,7 @@ class Router:
         for tokenizer in self.tokenizers:
             self._register(tokenizer)
         self._exchange_with_all_soon()
+        self._tick_timer = loop.call_later(BEAT_SECONDS, self._tick)
 
     def add_tokenizer(self, link: Link) -> TokenizerConnection:
         """Uses another tokenizer from now on."""
@@ -261,6 +294,9 @@ class Router:
 
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
+        for timer in (self._tick_timer, self._resubmission_timer):
+            if timer is not None:
+                timer.cancel()
         for tokenizer in self.tokenizers:
             self._close_link(tokenizer)
 
@@ -281,6 +317,29 @@ class Router:
             for tokenizer in self.tokenizers:
                 self._loop.call_soon(self._exchange_messages, tokenizer)
 
+    def beat(self) -> Beat:
+        """How the requests of this process progress."""
+        return self._beat
+
+    def _tick(self) -> None:
+        """Every BEAT_SECONDS: looks for silent tokenizers, and whether requests make progress."""
+        for tokenizer in self.tokenizers:
+            self._exchange_messages(tokenizer)
+            tokenizer.link.exchange_beats(self._beat)
+            self._exchange_messages(tokenizer)
+        now = time.monotonic()
+        in_flight = self.in_flight
+        for tokenizer in self.tokenizers:
+            if tokenizer.beat.progress_age_ms is not None and not tokenizer.silent:
+                self._progress.record_at(now - tokenizer.beat.progress_age_ms / 1000)
+        age = self._progress.tick(now, busy=in_flight > 0 and self.can_compute)
+        known = [t.beat.limit_ms / 1000 for t in self.tokenizers if t.requests and t.beat.limit_ms]
+        limit = min(max(known, default=self._stall_limit), self._stall_limit)
+        self._stalled = age is not None and age > limit + PROGRESS_DELAY_SECONDS
+        self._beat = Beat(None) if age is None else Beat(int(1000 * age), int(1000 * limit), f"{in_flight} requests")
+        if self._loop is not None:
+            self._tick_timer = self._loop.call_later(BEAT_SECONDS, self._tick)
+
     def _on_monitor_event(self, tokenizer: TokenizerConnection) -> None:
         tokenizer.link.detect_disconnects()
         self._exchange_messages(tokenizer)
@@ -300,7 +359,9 @@ class Router:
         match message:
             case Texts():
                 self._delivery.deliver(tokenizer.requests, message)
+                self._progress.record()
             case End():
+                self._progress.record()
                 self._delivery.flush_metrics()
                 request = self._remove_assignment(tokenizer, message.rid)
                 if request is not None:
@@ -315,6 +376,7 @@ class Router:
                     else:
                         request.fail(message.message)
             case Tokenized():
+                self._progress.record()
                 request = self._remove_assignment(tokenizer, message.rid)
                 if request is not None and self._isolation.suspects:
                     self._isolation.discard(request.fingerprint, well=True)
@@ -343,11 +405,19 @@ class Router:
                 tokenizer.peer = peer
                 self.defaults = message.sampling_defaults
                 self._read_exit_report(tokenizer, message)
-                unassigned, self._unassigned = self._unassigned, {}
-                for request in unassigned:
-                    self._assign(request)
+                self._on_tokenizer_available()
             case PeerDisconnected():
                 self._on_tokenizer_lost(tokenizer, peer, message.planned)
+            case PeerSilent():
+                log.warning("%s does not respond", peer)
+                tokenizer.silent = True
+                self._move_requests()
+            case PeerResponds():
+                log.warning("%s responds again", peer)
+                tokenizer.silent = False
+                self._on_tokenizer_available()
+            case Beat():
+                tokenizer.beat = message
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
@@ -367,13 +437,13 @@ class Router:
         return [*self._assignments, *self._unassigned, *kept_back]
 
     def _assign(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
-        """Sends a request to the connected tokenizer with the fewest requests, ready ones first."""
+        """Sends a request to the tokenizer with the fewest requests, ready ones first, and those that make progress."""
         request.on_trial = self._isolation.is_suspect(request.fingerprint)
-        connected = [t for t in self.tokenizers if t.peer is not None]
-        if not connected:
+        responding = [t for t in self.tokenizers if t.peer is not None and not t.silent]
+        if not responding:
             self._unassigned[request] = None
             return
-        best = min(connected, key=lambda t: (not (t.status is not None and t.status.ready), len(t.requests)))
+        best = min(responding, key=lambda t: (not (t.status is not None and t.status.ready), t.stuck, len(t.requests)))
         rid = next(self._rids)
         best.requests[rid] = request
         self._assignments[request] = (best, rid)
@@ -388,6 +458,8 @@ class Router:
 
     def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
         request = tokenizer.requests.pop(rid, None)
+        if request is None and tokenizer.moved.pop(rid, None) is not None:
+            return None  # another tokenizer has it
         if request is None:
             log.warning("a tokenizer has ended request %d, which is unknown", rid)
         else:
@@ -410,7 +482,9 @@ class Router:
         if tokenizer.peer != peer:
             return
         tokenizer.peer = tokenizer.status = None
+        tokenizer.beat, tokenizer.silent = Beat(None), False
         requests, tokenizer.requests = tokenizer.requests, {}
+        tokenizer.moved = {}
         active = [request for request in requests.values() if request.active]
         in_hand = frozenset() if planned else frozenset(split_fingerprints(self._work_in_hand(peer)))
         suspects = tokenizer.kept_back[peer.boot] = [one for one in active if one.fingerprint in in_hand]
@@ -421,9 +495,50 @@ class Router:
             del self._assignments[request]
         for request in active:
             if request.fingerprint not in in_hand:
-                self._assign(request)
+                self._unassigned[request] = None
         if suspects and self._loop is not None:
             self._loop.call_later(EXIT_REPORT_SECONDS, self._submit_kept_back, tokenizer, peer.boot)
+        self._assign_waiting()
+        self._exchange_with_all_soon()
+
+    def _on_tokenizer_available(self) -> None:
+        self._move_requests()
+        self._assign_waiting()
+
+    def _move_requests(self) -> None:
+        """Assigns the requests of silent tokenizers to another one, if there is one, and cancels them where they were:
+        if such a tokenizer responds again, what it sends for them is dropped."""
+        if not any(t.peer is not None and not t.silent for t in self.tokenizers):
+            return
+        for tokenizer in self.tokenizers:
+            if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
+                continue
+            requests, tokenizer.requests = tokenizer.requests, {}
+            log.warning("%d requests of %s are sent to another tokenizer", len(requests), tokenizer.peer)
+            for rid, request in requests.items():
+                tokenizer.link.send(tokenizer.peer, Cancel(rid))
+                tokenizer.moved[rid] = request
+                del self._assignments[request]
+                if request.active:
+                    self._unassigned[request] = None
+        self._assign_waiting()
+
+    def _assign_waiting(self) -> None:
+        """Assigns waiting requests at the limited rate, while a tokenizer responds."""
+        if self._resubmission_timer is not None:
+            self._resubmission_timer.cancel()
+            self._resubmission_timer = None
+        now = time.monotonic()
+        for request in list(self._unassigned):
+            if not any(t.peer is not None and not t.silent for t in self.tokenizers):
+                return
+            if not self._resubmissions.take(now):
+                if self._loop is not None:
+                    seconds = self._resubmissions.seconds_until_next(now)
+                    self._resubmission_timer = self._loop.call_later(seconds, self._assign_waiting)
+                break
+            del self._unassigned[request]
+            self._assign(request)
         self._exchange_with_all_soon()
 
     # --- crashes ---

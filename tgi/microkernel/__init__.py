@@ -7,6 +7,7 @@ Messages
     sampling_params  the table of generation parameters
     codec            typed messages to msgpack frames and back; packed columns of numbers
     link             message channels between processes, with connect and disconnect events
+    liveness         finds silent peers, and measures how long work makes no progress
     curve            links between hosts: key files, and who may connect
 
 Processes

@@ -19,7 +19,8 @@ import zmq
 from tgi.microkernel.codec import MAX_FRAME_BYTES
 from tgi.microkernel.curve import HANDSHAKE_MILLISECONDS, ConnectionGuard, HostKeys, SchedulerKeys, use_host_keys
 from tgi.microkernel.errors import ProtocolError, UserError
-from tgi.microkernel.protocol import PROTOCOL, Goodbye, Hello, LinkRejected, Ping, decode, encode
+from tgi.microkernel.liveness import SilenceDetector
+from tgi.microkernel.protocol import PROTOCOL, ROLES, Beat, Goodbye, Hello, LinkRejected, Ping, decode, encode
 from tgi.microkernel.rundir import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,14 @@ class PeerDisconnected(NamedTuple):
     planned: bool = False  # it has said Goodbye: it was told to end, and no request is the cause
 
 
+class PeerSilent(NamedTuple):
+    """Local event, never sent: the peer is connected but has stopped sending. It is stopped, or its loop is stuck."""
+
+
+class PeerResponds(NamedTuple):
+    """Local event, never sent: the peer that was silent has sent something."""
+
+
 class Link:
     """Exchanges messages with peers and reports when a peer connects (its Hello) and disconnects (PeerDisconnected).
 
@@ -72,6 +81,9 @@ class Link:
 
     When a connection breaks, one of `event_sources` becomes readable, and `detect_disconnects` finds the lost peers.
 
+    Beats travel up: `exchange_beats`, called every BEAT_SECONDS, sends them to upstream peers, and finds downstream
+    peers that have stopped sending (PeerSilent, later PeerResponds).
+
     Not thread-safe: all methods are called by the thread of the process's loop.
     """
 
@@ -79,6 +91,10 @@ class Link:
         self, socket: "zmq.Socket[bytes]", address: str, own_hello: Hello, guard: ConnectionGuard | None = None
     ) -> None:
         self.socket = socket
+        role = own_hello.role
+        self._upstream_roles = ROLES[: ROLES.index(role)] if role in ROLES else ()
+        self._silence: SilenceDetector[PeerId] = SilenceDetector()  # watches peers from their first beat on
+        self._heard: set[bytes] = set()  # routes that have sent something since the last exchange_beats
         self.address = address
         self.own_hello = own_hello
         self.peers: dict[PeerId, Hello] = {}
@@ -153,6 +169,7 @@ class Link:
                 connection = int(frames[-1].get(zmq.SRCFD))
                 parts = [frame.bytes for frame in frames]
             route = parts.pop(0) if self._binds else b""
+            self._heard.add(route)
             for frame in parts:
                 yield from self._handle_frame(route, frame, connection)
         self._may_have_more = True
@@ -194,6 +211,19 @@ class Link:
                 return
             time.sleep(PROBE_SECONDS)
 
+    def exchange_beats(self, beat: Beat) -> None:
+        """Sends the beat to upstream peers, and looks for downstream peers that are silent. To be called every
+        BEAT_SECONDS, after receive()."""
+        for peer in self.peers:
+            if peer.role in self._upstream_roles:
+                self.send(peer, beat)
+        self.flush()
+        heard = {self._peer_of_route[route] for route in self._heard if route in self._peer_of_route}
+        self._heard.clear()
+        silent, responding = self._silence.tick(heard)
+        self._events.extend((peer, PeerSilent()) for peer in silent)
+        self._events.extend((peer, PeerResponds()) for peer in responding)
+
     def say_goodbye(self) -> None:
         """Queues a Goodbye for every peer. For a process that was told to end, before `close`."""
         self.broadcast(Goodbye())
@@ -229,16 +259,17 @@ class Link:
             return
         if isinstance(message, Hello):
             yield from self._handle_hello(route, message, connection)
-        elif isinstance(message, Ping):
-            pass
-        elif isinstance(message, Goodbye):
-            if (leaving := self._peer_of_route.get(route)) is not None:
-                self._disconnect(leaving, planned=True)
         elif isinstance(message, LinkRejected):
             log.error("%s rejected this process: %s", self.address, message.message)
         elif (peer := self._peer_of_route.get(route)) is not None:
-            yield peer, message
-        else:
+            kind = type(message)
+            if kind is Goodbye:
+                self._disconnect(peer, planned=True)
+            elif kind is not Ping:
+                if kind is Beat:
+                    self._silence.watch(peer)
+                yield peer, message
+        elif not isinstance(message, Ping | Goodbye):
             log.debug("dropped %s from an unknown peer on %s", type(message).__name__, self.address)
 
     def _handle_hello(self, route: bytes, hello: Hello, connection: int | None) -> Iterator[tuple[PeerId, Any]]:
@@ -305,6 +336,7 @@ class Link:
         del self._peer_of_route[self._routes.pop(peer)]
         self._peer_of_connection = {fd: other for fd, other in self._peer_of_connection.items() if other != peer}
         self._outbox.pop(peer, None)
+        self._silence.forget(peer)
         self._events.append((peer, PeerDisconnected(planned)))
 
 

@@ -114,6 +114,9 @@ OWN_SERIES: dict[str, Series] = {
     ),
     "tgi_parked_requests": Series("counter", "Times that a stream was parked, since its client did not read"),
     "tgi_adapters_loaded": Series("gauge", "LoRA adapters that requests may name"),
+    "tgi_last_progress_timestamp_seconds": Series(
+        "gauge", "When a process last had no work, or finished a part of it (Unix time)", ("process",)
+    ),
     "tgi_worker_losses": Series("counter", "Times that the worker process was lost"),
     "tgi_quarantined_requests": Series("counter", "Requests put into quarantine because they crash processes"),
     "tgi_process_restarts": Series("counter", "Processes restarted by the supervisor", ("role",)),

@@ -13,23 +13,21 @@ import mmap
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
 from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.link import Link, PeerId
-from tgi.microkernel.protocol import PROTOCOL, Hello, LastExit
+from tgi.microkernel.liveness import BEAT_SECONDS
+from tgi.microkernel.protocol import PROTOCOL, Beat, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.microkernel.work_register import WorkRegister
 
-# Interval of the wake-ups of an idle loop, its only CPU cost.
-HEARTBEAT_SECONDS = 2.0
 # A loop that has not turned for this long hangs, or for `hang_timeout` if that is shorter. Work that may take longer
 # extends the deadline before it begins.
 LOOP_TURN_SECONDS = 10.0
@@ -43,6 +41,9 @@ LAST_EXIT = "TGI_LAST_EXIT"
 HAND_OVER = signal.SIGUSR1
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+# Of a Heartbeat: three times, and a text.
+WORK_OFFSET, HEARTBEAT_BYTES = 24, 128
 
 
 class Process:
@@ -73,6 +74,7 @@ class Process:
         self.work_register.begin_life(self.boot)
         self._heartbeat = Heartbeat(self.run_dir / f"{self.name}.beat")
         self._work_deadline: float | None = None
+        self._next_beat_at = 0.0
         self._loop_limit = min(LOOP_TURN_SECONDS, settings.hang_timeout)
         self._parent_fd = parent_fd
         self._links: list[Link] = []
@@ -138,10 +140,10 @@ class Process:
             self._link_of_event_source[source] = link
 
     def wait(self, timeout: float) -> None:
-        """Blocks until a watched link is readable, a signal arrives, or `timeout` seconds have passed."""
+        """Blocks until a watched link is readable, a signal arrives, a beat is due, or for `timeout` seconds."""
         if any(link.has_pending_work for link in self._links):
             timeout = 0.0
-        timeout = max(0.0, min(timeout, HEARTBEAT_SECONDS))
+        timeout = max(0.0, min(timeout, self._next_beat_at - time.monotonic()))
         self.heartbeat(timeout)
         ready = self._poller.poll(int(timeout * 1000 + 0.999))
         if ready:
@@ -176,7 +178,22 @@ class Process:
         self.handing_over = True
         self.stop()
 
-    def heartbeat(self, seconds: float = HEARTBEAT_SECONDS) -> None:
+    @property
+    def beat_due(self) -> bool:
+        """Whether `exchange_beats` must be called."""
+        return time.monotonic() >= self._next_beat_at
+
+    def exchange_beats(self, beat: Beat) -> None:
+        """Publishes how the work of this process progresses: in shared memory, as a metric, and to the upstream peers
+        of watched links. Looks for silent peers on the others."""
+        self._next_beat_at = time.monotonic() + BEAT_SECONDS
+        self._heartbeat.record_progress(beat)
+        age = (beat.progress_age_ms or 0) / 1000
+        metrics.tgi_last_progress_timestamp_seconds.labels(process=self.name).set(time.time() - age)
+        for link in self._links:
+            link.exchange_beats(beat)
+
+    def heartbeat(self, seconds: float) -> None:
         """For loops that do not use `wait`: announces the next heartbeat within `seconds`."""
         if self._work_deadline is None:
             self.extend_deadline(seconds + self._loop_limit)
@@ -185,10 +202,11 @@ class Process:
         """Moves the watchdog's deadline to `seconds` from now, until the next heartbeat (before loading)."""
         self._heartbeat.set_deadline(time.monotonic() + seconds)
 
-    def begin_work(self, seconds: float) -> None:
-        """Sets a deadline that heartbeats do not move: work that ends within `seconds`, while the loop may turn."""
+    def begin_work(self, seconds: float, work: str) -> None:
+        """Sets a deadline that heartbeats do not move: `work` ends within `seconds`, while the loop may turn or not."""
         self._work_deadline = time.monotonic() + seconds
         self._heartbeat.set_deadline(self._work_deadline)
+        self._heartbeat.set_work(work)
 
     def end_work(self) -> None:
         """The work that began last has ended: from now on each turn of the loop moves the deadline."""
@@ -214,27 +232,71 @@ class Process:
             )
 
 
-class Heartbeat:
-    """A deadline in shared memory, by time.monotonic, which is the same clock in all processes of a host.
+class ProgressReport(NamedTuple):
+    """How a process progresses, as another one sees it."""
 
-    The child moves it before it passes; the supervisor replaces a child whose deadline has passed.
+    silent_seconds: float  # since its latest beat
+    progress_age: float | None  # seconds since it has finished a part of its work; None: it had no work
+    work: str  # what it works on
+
+
+class Heartbeat:
+    """Shared memory of a child and its supervisor. Times are of time.monotonic, the same clock in all processes of a
+    host.
+
+    The child moves its deadline before it passes; the supervisor replaces a child whose deadline has passed. For people
+    the child records how its work progresses, which `tgi ps` reads.
     """
 
     def __init__(self, path: Path) -> None:
         path.touch()
-        if path.stat().st_size != 8:
-            path.write_bytes(struct.pack("d", 0.0))
+        if path.stat().st_size != HEARTBEAT_BYTES:
+            path.write_bytes(bytes(HEARTBEAT_BYTES))
         with path.open("r+b") as file:
-            # One 8-byte store and one load, so a reader never sees half a number (struct.pack_into writes zeros first).
-            self._deadline = memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
+            view = memoryview(mmap.mmap(file.fileno(), HEARTBEAT_BYTES))
+        # One 8-byte store and one load, so a reader never sees half a number (struct.pack_into writes zeros first).
+        # Deadline, time of the latest beat, time of the latest progress (0: no work).
+        self._times = view[:WORK_OFFSET].cast("d")
+        self._work = view[WORK_OFFSET:]
+
+    def begin(self, deadline: float) -> None:
+        """Called by the supervisor before it starts the child."""
+        self._times[0] = deadline
+        self._times[1] = 0.0
 
     def set_deadline(self, deadline: float) -> None:
         """Called by the child."""
-        self._deadline[0] = deadline
+        self._times[0] = deadline
 
     def read_deadline(self) -> float:
         """Read by the supervisor."""
-        return self._deadline[0]
+        return self._times[0]
+
+    def record_progress(self, beat: Beat) -> None:
+        """Called by the child."""
+        now = time.monotonic()
+        self._times[1] = now
+        self._times[2] = 0.0 if beat.progress_age_ms is None else now - beat.progress_age_ms / 1000
+        self.set_work(beat.work)
+
+    def set_work(self, work: str) -> None:
+        """Called by the child. A reader may see parts of two texts."""
+        text = work.encode()[: HEARTBEAT_BYTES - WORK_OFFSET]
+        self._work[:] = text.ljust(HEARTBEAT_BYTES - WORK_OFFSET, b"\0")
+
+    def read_progress(self) -> ProgressReport | None:
+        """Read by `tgi ps`. None before the first beat."""
+        now, _, beat_at, progress_at = time.monotonic(), *self._times
+        if not beat_at:
+            return None
+        work = self._work.tobytes().rstrip(b"\0").decode(errors="replace")
+        return ProgressReport(now - beat_at, now - progress_at if progress_at else None, work)
+
+
+def read_progress(run: Path, name: str) -> ProgressReport | None:
+    """How a process of this run directory progresses. None if it has sent no beat."""
+    path = run / f"{name}.beat"
+    return Heartbeat(path).read_progress() if path.exists() else None
 
 
 def _at_eof(fd: int) -> bool:

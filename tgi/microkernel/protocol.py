@@ -7,7 +7,8 @@ Requests travel down, tokens travel up:
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
-    (Hello in both directions of every link, Goodbye at an orderly end; Status travels up whenever something changed)
+    (Hello in both directions of every link, Goodbye at an orderly end; Status travels up whenever something changed,
+    Beat every half second)
 
 `rid` numbers a request on one link. The process that sends the request down chooses it, unique within its own lifetime.
 Every link has its own numbering, so a rid means nothing on another link.
@@ -24,6 +25,8 @@ from tgi.microkernel.codec import Codec
 from tgi.microkernel.sampling_params import SamplingDefaults, SamplingParams
 
 PROTOCOL = 1
+# In the direction of requests.
+ROLES = ("api", "tokenizer", "scheduler", "worker")
 # Steps that the scheduler may send before the first one is answered. A step with drafts is alone.
 PIPELINE_DEPTH = 2
 # Maximum of SamplingParams.top_n: bounds the size of a StepResult.
@@ -101,6 +104,18 @@ class LinkRejected(NamedTuple):
 
 class Ping(NamedTuple):
     """Liveness probe without an answer: a failed send means that the peer has disconnected."""
+
+
+class Beat(NamedTuple):
+    """Sent up every half second by a process whose loop turns.
+
+    `progress_age_ms`: since the process, or one below it, has finished a part of its work; None if it has no work.
+    `limit_ms`: how long that may take, as learned from earlier work; 0: unknown. `work` is for people.
+    """
+
+    progress_age_ms: int | None
+    limit_ms: int = 0
+    work: str = ""
 
 
 class Goodbye(NamedTuple):
@@ -576,6 +591,7 @@ MESSAGES: list[type] = [
     AdapterUpdated,
     Goodbye,
     Inheritance,
+    Beat,
 ]
 
 codec = Codec(MESSAGES)

@@ -31,7 +31,7 @@ from tgi.microkernel.process import (
     last_exit_text,
     work_register_path,
 )
-from tgi.microkernel.protocol import LastExit
+from tgi.microkernel.protocol import ROLES, LastExit
 from tgi.microkernel.settings import Settings, reread_api_keys
 from tgi.microkernel.terminal import ControllingTerminal
 from tgi.microkernel.token_bucket import TokenBucket
@@ -40,7 +40,7 @@ from tgi.microkernel.work_register import WorkRegister
 log = logging.getLogger(__name__)
 
 # In the direction of requests, which is the order of draining.
-DRAIN_ORDER = ("api", "tokenizer", "scheduler", "worker")
+DRAIN_ORDER = ROLES
 
 # A process that runs this long has settled.
 SETTLED_SECONDS = 10.0
@@ -108,7 +108,7 @@ class ChildProcess:
         self._hung = ""  # HUNG or STOPPED, once it has been killed for that
         self.had_been_ready = False  # known when it has ended
         self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
-        self.heartbeat.set_deadline(self.started + settings.start_timeout)
+        self.heartbeat.begin(self.started + settings.start_timeout)
         # The child has the reading end: it reads EOF when this process ends for any reason.
         parent_end, self._pipe = os.pipe()
         inherited = [parent_end] if spec.listen_fd is None else [parent_end, spec.listen_fd]

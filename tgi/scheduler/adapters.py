@@ -36,6 +36,11 @@ class WorkerAdapters:
         return bool(self._restoring)
 
     @property
+    def changing(self) -> bool:
+        """Whether updates are pending."""
+        return bool(self._changing)
+
+    @property
     def has_unsent_updates(self) -> bool:
         """Whether updates must be sent before another step."""
         return bool(self._unsent)

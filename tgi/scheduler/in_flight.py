@@ -65,6 +65,11 @@ class InFlightStep(NamedTuple):
         return [next(drawing if draws else prefilling) for draws in self.message.draws]
 
     @property
+    def description(self) -> str:
+        """What it computes, for people."""
+        return f"step {self.message.number}: {self.decode_rows} decode rows, {self.prefill_tokens} prompt tokens"
+
+    @property
     def method(self) -> str:
         """The value of the label `method` in TGI's metrics."""
         return "prefill" if self.prefill_tokens else "decode"
@@ -170,6 +175,11 @@ class StepPipeline:
         self._answer_limit = self._stall_limit
         self.epoch += 1
         self.next_number = 1
+
+    @property
+    def answer_limit(self) -> float:
+        """Seconds that the next answer may take."""
+        return self._answer_limit
 
     def is_stalled(self, now: float) -> bool:
         """Whether the next answer is overdue."""

@@ -5,8 +5,8 @@ record is written with one write(2), so that the journal of a scheduler that was
 
 Layout, little-endian: MAGIC, the length of the configuration (uint32) and the configuration as JSON; then records: a
 byte that names the call, its time (float64), and for
-    h  handle: the number of the sender (uint16), the length of the message (uint32), the encoded message; no message
-       for a PeerDisconnected
+    h  handle: the number of the sender (uint16), the length of the message (uint32), the encoded message, or the code
+       of an event of its link
     p  plan: the digest (uint64) of the step, 0 for None
     r  report_status: nothing
     o  outgoing: the digest of the messages
@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.flight_recorder import FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.protocol import Step, decode, encode
 from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -37,6 +37,9 @@ SUFFIX = ".journal"
 KEPT_JOURNALS = 4
 
 _CALL, _LENGTH, _DIGEST, _SENDER = struct.Struct("<cd"), struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<HI")
+# Codes of the events of a link. An encoded message never equals one of them: it begins with the mark of an array.
+LINK_EVENTS: dict[type, bytes] = {PeerDisconnected: b"", PeerSilent: b"s", PeerResponds: b"r"}
+EVENT_OF_CODE = {code: event for event, code in LINK_EVENTS.items()}
 # Digest of a plan that has returned None.
 NO_STEP = 0
 
@@ -81,7 +84,7 @@ class JournalWriter:
             sender = self._senders[source] = len(self._senders)
             described = json.dumps([source.role, source.replica, source.boot.hex()]).encode()
             records = _CALL.pack(b"n", now) + _LENGTH.pack(len(described)) + described
-        frame = b"" if isinstance(message, PeerDisconnected) else encode(message)
+        frame = LINK_EVENTS[type(message)] if type(message) in LINK_EVENTS else encode(message)
         self._append(records + _CALL.pack(b"h", now) + _SENDER.pack(sender, len(frame)) + frame)
 
     def close(self) -> None:
@@ -192,7 +195,8 @@ def _read(file: IO[bytes]) -> Journal:
             elif kind == b"h":
                 sender, length = _SENDER.unpack(_whole(file.read(_SENDER.size), _SENDER.size))
                 frame = _whole(file.read(length), length)
-                calls.append(Call("handle", now, decode(frame) if frame else PeerDisconnected(), senders[sender]))
+                message = EVENT_OF_CODE[frame]() if frame in EVENT_OF_CODE else decode(frame)
+                calls.append(Call("handle", now, message, senders[sender]))
             else:
                 digest = 0
                 if kind in b"po":

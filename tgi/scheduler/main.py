@@ -11,7 +11,7 @@ from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
-from tgi.microkernel.protocol import Add, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
+from tgi.microkernel.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
 from tgi.microkernel.rundir import suspects_path
 from tgi.microkernel.work_register import fingerprint_number
 from tgi.scheduler.journal import JournalWriter, RecordedScheduler
@@ -65,6 +65,8 @@ def main(process: Process) -> None:
             suspects.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)
             _run_once(scheduler, links, metrics, spans)
+            if process.beat_due:
+                process.exchange_beats(scheduler.beat(time.monotonic()))
         for link in links:
             link.say_goodbye()
     finally:
@@ -87,6 +89,8 @@ def _run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics
                 _agree_on_model(message.model, links)
             elif isinstance(message, PeerDisconnected):
                 log.debug("%s is gone", peer)
+            elif isinstance(message, Beat):
+                continue  # the worker responds, which the link observes
             if spans is not None:
                 spans.message_received(peer, message)
             if isinstance(message, Inheritance):

@@ -159,6 +159,7 @@ class WorkerPeer:
         self.peer: PeerId | None = None
         self.limits: DeploymentLimits | None = None
         self.adapters = WorkerAdapters()
+        self.silent = False  # it has sent no beat for a while, which is normal while it computes or loads
         self._reported = WAITING_FOR_WORKER
 
     @property
@@ -172,6 +173,7 @@ class WorkerPeer:
             log.error("%s is ignored: %s is the worker of this scheduler", peer, self.peer)
             return False
         self.peer = peer
+        self.silent = False
         return True
 
     def update_status(self, status: Status) -> None:

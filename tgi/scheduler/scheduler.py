@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.liveness import ProgressClock
 from tgi.microkernel.protocol import (
     DECODE,
     END,
@@ -15,6 +16,7 @@ from tgi.microkernel.protocol import (
     QUEUED,
     AdapterUpdated,
     Add,
+    Beat,
     Cancel,
     DeploymentLimits,
     End,
@@ -31,7 +33,7 @@ from tgi.microkernel.protocol import (
 from tgi.microkernel.work_register import FINGERPRINT_BYTES, WorkRegister, split_fingerprints
 from tgi.scheduler.columns import token_runs_message, tokens_message
 from tgi.scheduler.counters import AdmittedRequests, Counters, FinishedStep
-from tgi.scheduler.estimators import PrefillBudget, StepLimits, WaitEstimator
+from tgi.scheduler.estimators import LATE_SECONDS, PrefillBudget, StepLimits, WaitEstimator
 from tgi.scheduler.in_flight import (
     FinishedRequests,
     InFlightStep,
@@ -103,6 +105,7 @@ class Scheduler:
         self._isolation: CrashIsolation[bytes] = CrashIsolation()
         self._lost_worker: LostWorker | None = None  # until its successor connects
         self._wait_estimator = WaitEstimator()
+        self._progress = ProgressClock()
 
     # --- input --------------------------------------------------------------------------------------------------------
 
@@ -145,9 +148,11 @@ class Scheduler:
         if isinstance(message, Hello):
             if self.worker.connect(source):
                 self._blame_lost_worker(message, now)
-        elif source != self.worker.peer:
             return
-        elif isinstance(message, StepResult):
+        if source != self.worker.peer:
+            return
+        self.worker.silent = isinstance(message, PeerSilent)
+        if isinstance(message, StepResult):
             self._handle_result(message, now)
         elif isinstance(message, Status):
             self._handle_worker_status(message, now)
@@ -155,7 +160,7 @@ class Scheduler:
             self._handle_adapter_updated(message, now)
         elif isinstance(message, PeerDisconnected):
             self._handle_worker_lost(now)
-        else:
+        elif not isinstance(message, PeerSilent | PeerResponds):
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
     # --- output -------------------------------------------------------------------------------------------------------
@@ -219,6 +224,15 @@ class Scheduler:
         """Queues a status for all tokenizers if it has changed. To be called after every batch of messages, when the
         steps are sent, and at the `deadline`."""
         self._tokenizers.report_status(self._status(now), self._load(), now)
+
+    def beat(self, now: float) -> Beat:
+        """How the work progresses. To be called every BEAT_SECONDS."""
+        age = self._progress.tick(now, busy=self.queued + self.running > 0)
+        if age is None:
+            return Beat(None)
+        steps = self.pipeline.steps
+        limit = self.pipeline.answer_limit if steps else LATE_SECONDS
+        return Beat(int(1000 * age), int(1000 * limit), steps[0].description if steps else f"{self.queued} queued")
 
     def deadline(self, now: float) -> float:
         """When `report_status` must be called even if no message comes."""
@@ -315,6 +329,7 @@ class Scheduler:
 
     def _end_requests(self, ended: FinishedRequests, now: float, message: str = "", retry_after_ms: int = 0) -> None:
         """Every request ends here, once."""
+        self._progress.record()
         waited: list[Request] = []
         running: list[Request] = []
         for request, _ in ended:
@@ -367,6 +382,7 @@ class Scheduler:
             return
         self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
         self._step_limits.record(step.size, seconds)
+        self._progress.record()
         if self._speculation is not None:
             self._speculation.record_step(step, result, now)
         if result.row_errors:
@@ -560,12 +576,17 @@ class Scheduler:
         )
 
     def _status(self, now: float) -> Status:
-        """The status for tokenizers, without load. Unhealthy while steps are in flight and none is answered."""
-        worker, status, stalled = self.worker, self.worker.status, self.pipeline.is_stalled(now)
+        """The status for tokenizers, without load. Unhealthy while steps are in flight and none is answered, and while
+        the worker is silent although it has nothing to compute."""
+        worker, status, stage = self.worker, self.worker.status, ""
+        if self.pipeline.is_stalled(now):
+            stage = "the worker finishes no step"
+        elif worker.silent and status.ready and not self.pipeline and not worker.adapters.changing:
+            stage = "the worker does not respond"
         return Status(
             ready=status.ready,
-            healthy=status.healthy and not stalled,
-            stage="the worker finishes no step" if stalled else status.stage,
+            healthy=status.healthy and not stage,
+            stage=stage or status.stage,
             percent=status.percent,
             limits=worker.limits,
             adapters=worker.adapters.loaded,

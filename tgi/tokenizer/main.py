@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import time
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel import tracing
@@ -56,8 +57,11 @@ def main(process: Process) -> None:
     while not process.handing_over and not (process.stopping and pool.idle and executors.idle):
         if process.stopping:
             process.publish_state("draining")
-        process.wait(IDLE_SECONDS)
+        deadline = pool.deadline()
+        process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
         run_once(pool, api_link, scheduler_link, executors)
+        if process.beat_due:
+            process.exchange_beats(pool.beat())
     for link in (api_link, scheduler_link):
         link.say_goodbye()
         link.close()

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from tgi.microkernel import metrics
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.liveness import ProgressClock
 from tgi.microkernel.protocol import (
     AdapterUpdated,
+    Beat,
     Cancel,
     DeploymentLimits,
     End,
@@ -26,6 +28,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
+from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.work_register import WorkRegister, fingerprint_number
 from tgi.tokenizer.adapters import AdapterDirectory
 from tgi.tokenizer.chat import ChatRenderer, RenderedChat
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_SCHEDULER = "waiting for the scheduler"
+SCHEDULER_SILENT = "the scheduler does not respond"
+# Requests that are sent to a restarted scheduler: at once, and then per second. So it can serve while it takes them.
+RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
 OVERLOADED = "too many long texts and grammars wait to be encoded"
 
 
@@ -72,7 +78,7 @@ class TokenizerPool:
     this object writes unit 0.
 
     Call `handle` with what the links receive, run `jobs` in threads and pass their results to `complete_job`, and send
-    what `drain_outgoing` returns.
+    what `drain_outgoing` returns, also at the `deadline`.
 
     Each Generate gets exactly one End. Each Add gets exactly one End from the scheduler; a request is kept until both
     are done.
@@ -103,6 +109,11 @@ class TokenizerPool:
         self._requests: dict[int, TokenizerRequestState] = {}  # by the tokenizer's rid
         self._last_rid = 0
         self._scheduler: PeerId | None = None
+        self._scheduler_silent = False
+        self._scheduler_beat = Beat(None)
+        self._unsent: dict[int, TokenizerRequestState] = {}  # by rid: to be sent to a restarted scheduler
+        self._resubmissions = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
+        self._progress = ProgressClock()
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
         self._status = Status(False, True, NO_SCHEDULER, 0)
@@ -120,6 +131,9 @@ class TokenizerPool:
         self._scheduler_handlers: dict[type, Callable[[PeerId, Any], None]] = {
             Hello: self._on_scheduler_hello,
             PeerDisconnected: self._on_scheduler_gone,
+            PeerSilent: self._on_scheduler_silent,
+            PeerResponds: self._on_scheduler_responds,
+            Beat: self._on_scheduler_beat,
             Status: self._on_status,
             AdapterUpdated: self._on_adapter_updated,
             PromptLogprobs: self._on_prompt_logprobs,
@@ -148,6 +162,7 @@ class TokenizerPool:
 
     def complete_job(self, key: Any, result: Any) -> None:
         """Takes the result of a job."""
+        self._progress.record()
         if isinstance(result, Tokenized):
             self._send(key.api, result)
         elif key.rid not in self._requests:
@@ -166,15 +181,36 @@ class TokenizerPool:
 
     def drain_outgoing(self) -> list[tuple[PeerId, Any]]:
         """Returns the messages to send, in order: those about prompts come before Texts, and Texts before their End."""
+        if self._unsent and self._scheduler is not None:
+            self._resubmit(self._scheduler)
         messages = [*self._prompt_messages, *self._output_processor.drain_texts(), *self._messages]
         self._prompt_messages, self._messages = [], []
         return messages
+
+    def beat(self) -> Beat:
+        """How the work progresses, here or in the scheduler. To be called every BEAT_SECONDS."""
+        now, below = self._clock(), self._scheduler_beat
+        if below.progress_age_ms is not None:
+            self._progress.record_at(now - below.progress_age_ms / 1000)
+        age = self._progress.tick(now, busy=bool(self._requests))
+        if age is None:
+            return Beat(None)
+        encoding = sum(request.stage is RequestStage.ENCODING for request in self._requests.values())
+        work = f"{len(self._requests)} requests, {encoding} being encoded"
+        return Beat(int(1000 * age), below.limit_ms, work)
+
+    def deadline(self) -> float | None:
+        """When `drain_outgoing` must be called even if nothing happens, by the clock; None: no such time."""
+        if not self._unsent or self._scheduler is None:
+            return None
+        now = self._clock()
+        return now + self._resubmissions.seconds_until_next(now)
 
     # Messages from an api
 
     def _on_api_hello(self, api: PeerId, hello: Hello) -> None:
         self._apis[api] = {}
-        self._send(api, self._status)
+        self._send(api, self._shown_status)
 
     def _on_api_gone(self, api: PeerId, gone: PeerDisconnected) -> None:
         for request in list(self._apis.get(api, {}).values()):
@@ -283,14 +319,23 @@ class TokenizerPool:
         self._scheduler = scheduler
         for update in self._adapters.pending_updates():
             self._send(scheduler, update)
-        for request in list(self._requests.values()):
-            if request.stage is RequestStage.LIVE:
-                self._send(scheduler, request.add_message(self._clock()))
+        self._unsent = {rid: one for rid, one in self._requests.items() if one.stage is RequestStage.LIVE}
+
+    def _resubmit(self, scheduler: PeerId) -> None:
+        """Sends the requests that a restarted scheduler does not have yet, at the limited rate."""
+        now = self._clock()
+        for rid in list(self._unsent):
+            if not self._resubmissions.take(now):
+                return
+            self._send(scheduler, self._unsent.pop(rid).add_message(now))
 
     def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
         if scheduler != self._scheduler:
             return
         self._scheduler = None
+        self._scheduler_silent = False
+        self._scheduler_beat = Beat(None)
+        self._unsent.clear()
         for request in list(self._requests.values()):
             if request.stage is RequestStage.CANCELLING:
                 self._finish(request, FinishReason.CANCELLED)
@@ -299,6 +344,19 @@ class TokenizerPool:
             elif request.finish_reason is not None:  # complete; only the scheduler's End is missing
                 self._finish(request, request.finish_reason)
         self._set_status(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
+
+    def _on_scheduler_silent(self, scheduler: PeerId, silent: PeerSilent) -> None:
+        log.warning("%s does not respond", scheduler)
+        self._scheduler_silent = True
+        self._set_status(self._status)
+
+    def _on_scheduler_responds(self, scheduler: PeerId, responds: PeerResponds) -> None:
+        log.warning("%s responds again", scheduler)
+        self._scheduler_silent = False
+        self._set_status(self._status)
+
+    def _on_scheduler_beat(self, scheduler: PeerId, beat: Beat) -> None:
+        self._scheduler_beat = beat
 
     def _on_status(self, scheduler: PeerId, status: Status) -> None:
         check_status(status)
@@ -322,11 +380,13 @@ class TokenizerPool:
     def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:
         check_prompt_logprobs(logprobs)
         request = self._requests.get(logprobs.rid)
+        self._progress.record()
         if request is not None and request.stage is RequestStage.LIVE:
             messages = request.prompt_logprob_messages(logprobs)
             self._prompt_messages += ((request.api, message) for message in messages)
 
     def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
+        self._progress.record()
         for rid in self._output_processor.process_tokens(self._requests, tokens):
             self._send(scheduler, Stop(rid))
 
@@ -379,7 +439,7 @@ class TokenizerPool:
 
     def _cancel_at_scheduler(self, request: TokenizerRequestState) -> bool:
         """Sends Cancel to the scheduler. Returns False if no scheduler knows the request."""
-        if request.stage is not RequestStage.LIVE or self._scheduler is None:
+        if request.stage is not RequestStage.LIVE or self._scheduler is None or request.rid in self._unsent:
             return False
         self._send(self._scheduler, Cancel(request.rid))
         request.stage = RequestStage.CANCELLING
@@ -388,7 +448,8 @@ class TokenizerPool:
     def _detach_from_api(self, request: TokenizerRequestState) -> None:
         """Removes a request whose api has disconnected, or keeps it until the scheduler's End."""
         self._apis[request.api].pop(request.generate.rid, None)
-        if request.stage in (RequestStage.LIVE, RequestStage.CANCELLING) and self._scheduler is not None:
+        known = request.stage in (RequestStage.LIVE, RequestStage.CANCELLING) and self._scheduler is not None
+        if known and self._unsent.pop(request.rid, None) is None:
             request.stage = RequestStage.ENDED
         else:
             del self._requests[request.rid]
@@ -398,16 +459,23 @@ class TokenizerPool:
     ) -> None:
         """Sends the last tokens and the End, and removes the request. The scheduler does not know it any more."""
         self._output_processor.flush_metrics()
+        self._progress.record()
         if request.last_texts is not None:
             self._send(request.api, request.last_texts)
         self._send(request.api, request.end_message(reason, message, scheduler_end))
         self._apis[request.api].pop(request.generate.rid, None)
+        self._unsent.pop(request.rid, None)
         del self._requests[request.rid]
 
     def _set_status(self, status: Status) -> None:
         self._status = status
         for api in self._apis:
-            self._send(api, status)
+            self._send(api, self._shown_status)
+
+    @property
+    def _shown_status(self) -> Status:
+        """The status for front ends: unhealthy while the scheduler is silent."""
+        return self._status._replace(healthy=False, stage=SCHEDULER_SILENT) if self._scheduler_silent else self._status
 
     def _send(self, peer: PeerId, message: Any) -> None:
         self._messages.append((peer, message))

@@ -2,12 +2,13 @@
 
 import gc
 import logging
+import time
 from collections import deque
 from typing import Any
 
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
-from tgi.microkernel.process import HEARTBEAT_SECONDS, Process
-from tgi.microkernel.protocol import PIPELINE_DEPTH, Hello, Status, Step, StepResult, UpdateAdapter
+from tgi.microkernel.process import Process
+from tgi.microkernel.protocol import PIPELINE_DEPTH, Beat, Hello, Status, Step, StepResult, UpdateAdapter
 from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.lora.registry import AdapterUpdates
 
@@ -15,8 +16,10 @@ log = logging.getLogger(__name__)
 
 # How long to wait for a message while the device computes and no step is queued, before the device is polled again.
 POLL_SECONDS = 0.001
-# The worker is idle after this long without a message, a queued step or a step in flight.
+# After this long without a message, a queued step or a step in flight the engine may prefault memory.
 IDLE_SECONDS = 0.01
+# After this long without any it gives memory back.
+RELEASE_SECONDS = 2.0
 
 
 class WorkerLoop:
@@ -28,10 +31,12 @@ class WorkerLoop:
         self._status = Status(False, True, "starting", 0)
         self._queued: deque[Step] = deque()
         self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._step_began_at = 0.0  # when the oldest step in flight became the oldest, by time.monotonic
         self._epoch = 0
         self._scheduler: PeerId | None = None
         self._may_prefault = True  # the engine may have memory left to prefault
         self._may_release = False  # the engine may have memory to give back
+        self._latest_message_at = 0.0  # by time.monotonic
         self._early_updates: list[tuple[PeerId, UpdateAdapter]] = []  # received while the model was loading
         process.watch_link(link)
 
@@ -72,11 +77,14 @@ class WorkerLoop:
             self._collect_done(engine)
             if received:
                 self._may_prefault = self._may_release = True
+                self._latest_message_at = time.monotonic()
             elif self._may_prefault and not (self._queued or self._in_flight):
                 self._may_prefault = engine.prefault_memory()
-            elif self._may_release and not (self._queued or self._in_flight):  # idle for HEARTBEAT_SECONDS
+            elif self._may_release and not (self._queued or self._in_flight) and self._is_idle():
                 engine.release_memory()
                 self._may_release = False
+            if self._process.beat_due:
+                self._process.exchange_beats(self._beat())
         self._process.publish_state("draining")
         self._drain(engine)
 
@@ -85,7 +93,17 @@ class WorkerLoop:
             return 0.0
         if self._in_flight:
             return POLL_SECONDS
-        return IDLE_SECONDS if self._may_prefault else HEARTBEAT_SECONDS
+        return IDLE_SECONDS if self._may_prefault else RELEASE_SECONDS
+
+    def _is_idle(self) -> bool:
+        return time.monotonic() - self._latest_message_at >= RELEASE_SECONDS
+
+    def _beat(self) -> Beat:
+        """How the step that is computed progresses."""
+        if not self._in_flight:
+            return Beat(None)
+        age = time.monotonic() - self._step_began_at
+        return Beat(int(1000 * age), self._in_flight[0][0].limit_ms, _describe(self._in_flight[0][0]))
 
     def _receive(self, engine: Engine, updates: AdapterUpdates) -> bool:
         """Handles all messages. Returns whether there were any."""
@@ -181,7 +199,8 @@ class WorkerLoop:
             return
         hang_timeout = self._process.settings.hang_timeout
         limits = (min(step.limit_ms / 1000 or hang_timeout, hang_timeout) for step in steps)
-        self._process.begin_work(sum(limits))
+        self._step_began_at = time.monotonic()
+        self._process.begin_work(sum(limits), _describe(steps[0]))
 
     def _send_result(self, result: StepResult) -> None:
         if result.error:
@@ -189,6 +208,10 @@ class WorkerLoop:
         if self._scheduler is not None:
             self._link.send(self._scheduler, result)
             self._link.flush()
+
+
+def _describe(step: Step) -> str:
+    return f"step {step.number} of epoch {step.epoch}: {len(step.draws)} rows"
 
 
 def _failed_result(error: Exception, step: Step) -> StepResult:

@@ -1,0 +1,67 @@
+"""Tokenizers that are connected but do not respond: their requests move to another one, without a token twice."""
+
+import time
+from typing import Any
+
+from tests.api.conftest import READY, Stream, events, silent, texts, word
+from tgi.microkernel.codec import unpack_int32
+from tgi.microkernel.liveness import BEAT_SECONDS
+from tgi.microkernel.protocol import Beat, Cancel, End, FinishReason, Generate
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_request_moves_from_a_silent_tokenizer_to_another(serve: Any) -> None:
+    front = serve(silent, validation_workers=2)
+    connections = front.router.tokenizers
+    stream = Stream(front)
+    until(lambda: any(one.requests for one in connections))
+    hung = next(index for index, one in enumerate(connections) if one.requests)
+    stopped, living = front.tokenizers[hung], front.tokenizers[1 - hung]
+    first = stopped.next(Generate)
+    stopped.send(Beat(None), word(first.rid, 1))
+    stream.read_until(b'"index":1')
+    again = living.next(Generate, timeout=30)  # after four ticks without a beat
+    assert unpack_int32(again.resume_ids) == [1]
+    assert stopped.next(Cancel).rid == first.rid
+    assert front.get("/health").status == 200
+    stopped.send(Beat(None), word(first.rid, 99), End(first.rid, FinishReason.CANCELLED))  # it continues
+    until(lambda: not connections[hung].silent)
+    assert not connections[hung].moved
+    living.send(
+        word(again.rid, 2), texts(again.rid, (3, " 3", -0.5, False)), End(again.rid, FinishReason.LENGTH, "", " 1 2 3")
+    )
+    assert [event["token"]["id"] for event in events(stream.read_rest())] == [1, 2, 3]
+
+
+def test_health_fails_if_all_tokenizers_are_silent_and_requests_wait(serve: Any) -> None:
+    front = serve(silent)
+    tokenizer = front.tokenizers[0]
+    tokenizer.send(Beat(None))
+    until(lambda: front.get("/health").status == 503)
+    assert front.get("/health").headers["x-startup-stage"] == "the tokenizers do not respond"
+    stream = Stream(front)
+    time.sleep(2 * BEAT_SECONDS)
+    assert front.router.in_flight == 1
+    tokenizer.send(Beat(None))
+    tokenizer.next(Generate, timeout=30)
+    stream.disconnect()
+    assert front.get("/health").status == 200
+
+
+def test_health_fails_while_no_request_makes_progress(serve: Any) -> None:
+    """A tokenizer that turns its loop, but has lost the request."""
+    front = serve(silent, stall_limit=1.0)
+    stream = Stream(front)
+    rid = front.tokenizers[0].next(Generate).rid
+    until(lambda: front.get("/health").status == 503)
+    assert front.get("/health").headers["x-startup-stage"] == "no request makes progress"
+    front.tokenizers[0].send(READY, word(rid, 1))
+    until(lambda: front.get("/health").status == 200)
+    front.tokenizers[0].send(End(rid, FinishReason.LENGTH, "", " 1"))
+    stream.read_rest()
