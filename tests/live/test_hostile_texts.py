@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -105,16 +105,38 @@ def test_repetition_is_rejected_before_compiling(server: Server, regex: str) -> 
     serve_clients(server)
 
 
+class Flood:
+    """Concurrent requests of another client: clients without keys are told apart by address. Waits until one of them is
+    answered, so that all have arrived; fails if all are answered before the block ends."""
+
+    def __init__(self, server: Server, bodies: list[dict[str, Any]]) -> None:
+        self._server = server
+        self._bodies = bodies
+        transport = httpx.HTTPTransport(local_address="127.0.0.2")
+        self._client = httpx.Client(base_url=server.url, transport=transport, timeout=TIMEOUT_SECONDS)
+        self._pool = ThreadPoolExecutor(len(bodies))
+        self.answers: list[Future[httpx.Response]] = []
+
+    def __enter__(self) -> "Flood":
+        self.answers = [self._pool.submit(self._client.post, "/generate", json=body) for body in self._bodies]
+        self._server.wait_until(lambda: any(answer.done() for answer in self.answers), "the flood is being encoded")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        all_done = all(answer.done() for answer in self.answers)
+        self._pool.shutdown()
+        self._client.close()
+        assert kind is not None or not all_done
+
+
 def test_a_client_with_many_long_texts_delays_others_by_none_of_them(server: Server) -> None:
-    """Clients without keys are told apart by address. The flood's texts are sent whole before the other client's."""
-    flood = {"inputs": "word é " * (LARGE // 8), "parameters": {"max_new_tokens": 2, "truncate": 50}}
-    transport = httpx.HTTPTransport(local_address="127.0.0.2")
-    with (
-        httpx.Client(base_url=server.url, transport=transport, timeout=TIMEOUT_SECONDS) as other_address,
-        ThreadPoolExecutor(16) as pool,
-    ):
-        answers = [pool.submit(other_address.post, "/generate", json=flood) for _ in range(16)]
-        server.wait_until(lambda: any(answer.done() for answer in answers), "the flood is being encoded")
+    body = {"inputs": "word é " * (LARGE // 8), "parameters": {"max_new_tokens": 2, "truncate": 50}}
+    with Flood(server, [body] * 8) as flood:
         server.generate("word é " * 40_000, max_new_tokens=2, truncate=50)
-        assert not all(answer.done() for answer in answers)
-        assert {answer.result().status_code for answer in answers} == {200}
+    assert {answer.result().status_code for answer in flood.answers} == {200}
+
+
+def test_a_client_with_many_endless_grammars_delays_others_by_none_of_them(server: Server) -> None:
+    with Flood(server, [endless(1000 + number) for number in range(12)]) as flood:
+        serve_clients(server)
+    assert {answer.result().status_code for answer in flood.answers} == {422}

@@ -38,6 +38,7 @@ UNWANTED_SECONDS = 0.5
 # A child that has not answered after this time does not run at all (stopped, or swapped out).
 MAX_WAIT_SECONDS = 60.0
 POLL_SECONDS = 0.1
+MAX_CHILDREN = 2
 # A child may be killed from outside, which says nothing about the grammar.
 MAX_ATTEMPTS = 2
 TOO_DEEP = "grammar is not valid: it is nested too deeply"
@@ -70,14 +71,16 @@ _CALL_FORMATS = {call_format.name: call_format for call_format in (*TOOL_CALL_FO
 
 
 class GrammarCompiler:
-    """Builds grammars as AnswerGrammarBuilder does, in at most as many children as threads call `build` at once.
-    Children start when needed and are kept. Thread-safe."""
+    """Builds grammars as AnswerGrammarBuilder does, in MAX_CHILDREN children. The first grammar starts them; one that
+    dies is replaced. Thread-safe for as many threads."""
 
     def __init__(self, model_dir: Path, max_seconds: float) -> None:
         """`max_seconds`: of computation, per grammar."""
         self._command = [sys.executable, "-P", "-m", __name__, str(model_dir), str(max_seconds)]
         self._max_seconds = max_seconds
-        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._idle: list[_Child] = []  # the latest used one last
+        self._count = 0  # of all children
+        self._lock = threading.Lock()
 
     def build(self, grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool] = lambda: True) -> str:
         """The grammar of an answer for the worker. Raises GrammarError.
@@ -91,16 +94,16 @@ class GrammarCompiler:
         for _ in range(MAX_ATTEMPTS):
             if not is_wanted():
                 return ""
-            try:
-                child = self._idle.get_nowait()
-            except queue.Empty:
-                child = _Child(self._command)
+            child = self._take()
             answer = child.exchange(request, is_wanted)
             if answer is not None:
-                self._idle.put(child)
+                with self._lock:
+                    self._idle.append(child)
                 if answer.error:
                     raise GrammarError(answer.error)
                 return answer.grammar
+            with self._lock:
+                self._count -= 1
             if child.end() == -signal.SIGPROF:
                 log.info("a grammar was refused: its compilation took more than %g seconds", self._max_seconds)
                 raise GrammarError(
@@ -114,9 +117,23 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Ends the idle children."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().end()
+        with self._lock:
+            while self._idle:
+                self._idle.pop().end()
+                self._count -= 1
+
+    def _take(self) -> "_Child":
+        """An idle child, or a new one. Also starts one for the next thread, which should not wait for it to load."""
+        with self._lock:
+            dead = [child for child in self._idle if not child.alive]
+            self._idle = [child for child in self._idle if child not in dead]
+            self._count -= len(dead)
+            for child in dead:
+                child.end()
+            while self._count < MAX_CHILDREN or not self._idle:
+                self._idle.append(_Child(self._command))
+                self._count += 1
+            return self._idle.pop()
 
 
 class _Child:
@@ -127,6 +144,10 @@ class _Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def exchange(self, request: bytes, is_wanted: Callable[[], bool]) -> GrammarAnswer | None:
         """Sends a request and waits for the answer. None if the child dies, takes too long or is not needed."""
