@@ -64,21 +64,21 @@ class Deployment:
         self.host_keys = curve.load_host_keys(host)
         self.address = f"tcp://127.0.0.1:{port}"
         self.port = port
-        self._made: list[Link] = []
+        self.made: list[Link] = []
 
     def bind(self, address: str | None = None) -> LoopedLink:
         link = Link.bind(address or self.address, hello("scheduler"), self.scheduler_keys)
-        self._made.append(link)
+        self.made.append(link)
         return LoopedLink(link)
 
     def connect(self, own_hello: Hello, port: int | None = None, keys: curve.HostKeys | None = None) -> LoopedLink:
         address = self.address if port is None else f"tcp://127.0.0.1:{port}"
         link = Link.connect(address, own_hello, keys or self.host_keys)
-        self._made.append(link)
+        self.made.append(link)
         return LoopedLink(link)
 
     def close(self) -> None:
-        for link in self._made:
+        for link in self.made:
             if not link.socket.closed:
                 link.socket.linger = 0
                 link.close()

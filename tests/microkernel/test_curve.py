@@ -1,5 +1,6 @@
 """Links between hosts: the key files, who is admitted to a TCP listener, and what strangers on its port achieve."""
 
+import contextlib
 import json
 import os
 import socket
@@ -15,7 +16,8 @@ from tests.microkernel.tcp import Deployment, LoopedLink, cable, hello, until
 from tgi.microkernel import curve
 from tgi.microkernel.curve import MAX_STRANGERS
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import Cancel
+from tgi.microkernel.link import Link
+from tgi.microkernel.protocol import Cancel, encode
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 
@@ -261,3 +263,35 @@ def test_silent_strangers_are_disconnected(deployment: Deployment) -> None:
     for one in silent:
         one.close()
     exchanges(low, up)
+
+
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
+def test_identity_cannot_be_taken_over(deployment: Deployment, tmp_path: Path, over: str) -> None:
+    """The routing id that a peer states, its own or that of a connection of another, gets it nothing."""
+    if over == "ipc":
+        address = f"ipc://{tmp_path}/link"
+        low, up = LoopedLink(Link.bind(address, hello("scheduler"))), LoopedLink(Link.connect(address, hello("worker")))
+        deployment.made += [low.link, up.link]
+    else:
+        address, low, up = deployment.address, deployment.bind(), deployment.connect(hello("worker"))
+    assert until(lambda: low.link.peers and up.link.peers, low, up)
+    (victim,) = low.link.peers
+    thieves = []
+    for identity in (low.link._routes[victim], f"worker-0-{victim.boot.hex()}".encode()):
+        thief = zmq.Context.instance().socket(zmq.DEALER)
+        if over == "tcp":
+            curve.use_host_keys(thief, deployment.host_keys)
+        thief.linger = 0
+        with contextlib.suppress(zmq.ZMQError):  # libzmq refuses ids that begin with a zero byte
+            thief.routing_id = identity
+        thief.connect(address)
+        thief.send(encode(Cancel(666)))
+        thieves.append(thief)
+    until(lambda: False, low, up, seconds=0.5)
+    for rid in range(10):
+        low.link.send(victim, Cancel(rid))
+    assert until(lambda: len(up.received) == 11, low, up)
+    assert low.kinds() == ["Hello"]
+    for thief in thieves:
+        assert not thief.poll(0)
+        thief.close()

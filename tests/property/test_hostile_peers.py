@@ -47,17 +47,14 @@ ids = st.lists(st.sampled_from([-(2**31), -1, 0, 1, 2, 127, 128, 2**31 - 1]), ma
 columns = ids | st.binary(max_size=9)
 VALID = Add(1, pack_int32([1, 2, 3]), 4, encode(SamplingParams(1)))
 hostile_fields: dict[str, st.SearchStrategy[Any]] = {
-    "rid": numbers,
+    name: values(typing.get_type_hints(Add)[name])
+    | (numbers if typing.get_type_hints(Add)[name] is int else st.nothing())
+    for name in Add._fields
+} | {
     "prompt_ids": columns,
-    "max_new_tokens": numbers,
     "sampling": st.binary(max_size=20) | messages(SamplingParams).map(encode) | st.just(encode(Cancel(1))),
     "stop_ids": columns,
     "resume_ids": columns,
-    "cache_salt": st.binary(max_size=4),
-    "traceparent": st.text(max_size=4),
-    "epoch": numbers,
-    "prompt_logprobs_from": numbers,
-    "prompt_top_n": numbers,
 }
 
 

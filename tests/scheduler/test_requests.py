@@ -8,7 +8,19 @@ import pytest
 from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import CHUNK, END, Add, Cancel, End, FinishReason, RequestState, Status, Stop, Tokens
+from tgi.microkernel.protocol import (
+    CHUNK,
+    END,
+    Add,
+    Cancel,
+    End,
+    FinishReason,
+    RequestState,
+    Status,
+    Stop,
+    Tokens,
+    encode,
+)
 from tgi.scheduler.request import Request, TokenizerClient
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.scheduler.waiting_queue import WaitingQueue
@@ -202,7 +214,7 @@ def test_a_stalled_worker_is_unhealthy() -> None:
 def test_the_queue_keeps_the_order_of_arrival() -> None:
     sim = Simulation(WORKER_CONFIG)
     client = TokenizerClient(sim.tokenizers[0].peer)
-    made = [Request(client, Add(n, b"", 1, b""), n, 0.0) for n in range(5)]
+    made = [Request(client, Add(n, b"", 1, encode(GREEDY)), n, 0.0) for n in range(5)]
     queue = WaitingQueue()
     for n in (1, 3, 4):
         queue.append(made[n])
@@ -226,10 +238,10 @@ def test_the_queue_keeps_the_order_of_arrival() -> None:
 
 def test_ended_requests_do_not_accumulate_in_the_queue() -> None:
     client, queue = TokenizerClient(Simulation(WORKER_CONFIG).tokenizers[0].peer), WaitingQueue()
-    first = Request(client, Add(0, b"", 1, b""), 0, 0.0)
+    first = Request(client, Add(0, b"", 1, encode(GREEDY)), 0, 0.0)
     queue.append(first)
     for n in range(1, 10_000):
-        request = Request(client, Add(n, b"", 1, b""), n, 0.0)
+        request = Request(client, Add(n, b"", 1, encode(GREEDY)), n, 0.0)
         queue.append(request)
         request.state = END[request.state]
         queue.record_ended(request)

@@ -86,6 +86,10 @@ class PoolHarness:
         """Runs all queued jobs, and those that they lead to. Returns their executors."""
         executors = []
         while len(self.pool.jobs):
+            while self.pool.jobs.trials:
+                trial = self.pool.jobs.take_trial()
+                executors.append(trial.executor)
+                self.pool.complete_job(trial.key, trial.run())
             for name in ExecutorName:
                 if (job := self.pool.jobs.take(name)) is not None:
                     executors.append(name)

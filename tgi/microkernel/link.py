@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Messages per receive() call. More stay in the socket for the next turn of the loop.
 MAX_MESSAGES_PER_RECEIVE = 256
+# Over TCP also bytes, so that a flood of large messages does not keep the loop from other links.
+MAX_BYTES_PER_RECEIVE = 4 << 20
 # pyzmq's flags as plain integers: combining its enums costs more than a send.
 _LAST, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 # libzmq reports a broken connection shortly before sends to it fail, so the probes are repeated.
@@ -155,6 +157,7 @@ class Link:
     def receive(self) -> Iterator[tuple[PeerId, Any]]:
         """Yields (peer, message) without blocking: Hello for a new connection, PeerDisconnected for a lost one."""
         self._may_have_more = False
+        size = 0  # of messages over TCP
         for _ in range(MAX_MESSAGES_PER_RECEIVE):
             while self._events:
                 yield self._events.popleft()
@@ -165,9 +168,12 @@ class Link:
             if self._guard is None:
                 parts = self.socket.recv_multipart(_LAST)
             else:
+                if size > MAX_BYTES_PER_RECEIVE:
+                    break
                 frames = self.socket.recv_multipart(_LAST, copy=False)
                 connection = int(frames[-1].get(zmq.SRCFD))
                 parts = [frame.bytes for frame in frames]
+                size += sum(map(len, parts))
             route = parts.pop(0) if self._binds else b""
             self._heard.add(route)
             for frame in parts:

@@ -7,7 +7,16 @@ from typing import Protocol
 
 from tgi.microkernel.codec import INT32, unpack_int32
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import MAX_PROMPT_TOP_TOKENS, QUEUED, Add, DeploymentLimits, End, FinishReason
+from tgi.microkernel.protocol import (
+    MAX_PROMPT_TOP_TOKENS,
+    QUEUED,
+    Add,
+    DeploymentLimits,
+    End,
+    FinishReason,
+    decode,
+)
+from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
@@ -109,6 +118,8 @@ class Request:
         malformed or a field is out of range."""
         if not 0 <= add.rid <= MAX_RID:
             raise ValueError(f"rid is {add.rid}")
+        if not isinstance(decode(add.sampling), SamplingParams):
+            raise ValueError("sampling is another message")
         self.client = client
         self.rid = add.rid
         self.owner = add.client  # the client of the server, whose share it uses
@@ -219,6 +230,9 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
+    # As uint32, a negative id is a large one.
+    if max(memoryview(request.token_ids).cast("B").cast("I")) >= limits.vocab_size:
+        return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 
 

@@ -87,6 +87,8 @@ class EncodingQueue:
         if job.alone:
             self.trials[job.key] = job
             return []
+        if job.key in self._jobs:
+            return [job]  # a peer has used the number of a queued request again
         self._turns[job.executor].setdefault(job.client, {})[job.key] = job
         self._jobs[job.key] = job
         self._counts[job.client] += 1
