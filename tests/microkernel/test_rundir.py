@@ -214,3 +214,51 @@ def test_unreadable_state_files_are_skipped_with_a_warning(
     (tmp_path / "run" / "state" / "api-0.json").write_text(content)
     assert [one.name for one in rundir.read_states(tmp_path / "run")] == ["worker-0"]
     assert "api-0.json, which another version of tgi has written, or which is damaged" in caplog.text
+
+
+def test_replica_numbers_belong_to_one_supervisor(run: Path) -> None:
+    first, second = rundir.claim_process(run, "api"), rundir.claim_process(run, "api")
+    assert [(claim.role, claim.replica) for claim in (first, second)] == [("api", 0), ("api", 1)]
+    first.lock.release()
+    assert rundir.claim_process(run, "api").replica == 0
+    held = rundir.claim_process(run, "worker")
+    with pytest.raises(rundir.LockHeld, match=r"Another tgi \(pid \d+\) runs `worker`"):
+        rundir.claim_process(run, "worker")
+    held.lock.release()
+
+
+def test_leftovers_of_killed_supervisors_are_removed(run: Path) -> None:
+    """Also under names that this supervisor has claimed, but not under those of another one."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "tokenizer-0\n"
+        own = rundir.claim_process(run, "tokenizer")
+        assert own.replica == 1
+        for role, replica in (("tokenizer", 0), ("tokenizer", 1), ("api", 0)):
+            rundir.write_state(run, rundir.ProcessState(role, replica, 42, "ab", "ready"))
+        for name in ("tok-0.front", "tok-1.front", f"control-{holder.pid}", "control-1"):
+            (run / name).touch()
+        rundir.write_pipeline(run, 2)
+        rundir.remove_leftovers(run)
+        assert [state.name for state in rundir.read_states(run)] == ["tokenizer-0"]
+        assert rundir.tokenizer_sockets(run) == {"tok-0.front"}
+        assert [path.name for path in run.glob("control-*")] == [f"control-{holder.pid}"]
+        assert rundir.read_pipeline(run) == 2
+        holder.communicate("\n")
+    rundir.remove_leftovers(run)
+    assert rundir.read_states(run) == []
+    assert rundir.tokenizer_sockets(run) == set()
+    assert rundir.read_pipeline(run) == 0
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from tgi.microkernel import rundir
+claim = rundir.claim_process(Path(sys.argv[1]), "tokenizer")
+print(f"{claim.role}-{claim.replica}", flush=True)
+sys.stdin.readline()
+"""

@@ -32,7 +32,6 @@ class ControlServer:
     from time to time while it is `busy`."""
 
     def __init__(self, path: Path, start: StartOperation) -> None:
-        self._path = path
         self._start = start
         self._incoming: dict[socket.socket, bytes] = {}  # connections with what they have sent of their command
         self._client: socket.socket | None = None  # whose command is carried out
@@ -72,8 +71,7 @@ class ControlServer:
             _answer(self._client, error=reason)
         for connection in self._incoming:
             connection.close()
-        self._listener.close()
-        self._path.unlink(missing_ok=True)
+        self._listener.close()  # the path stays until the next start: the user may be removing the run directory now
 
     def _read(self, connection: socket.socket) -> None:
         try:

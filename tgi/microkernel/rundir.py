@@ -221,9 +221,10 @@ def control_socket(run: Path, supervisor: int) -> Path:
 
 
 def remove_leftovers(run: Path) -> None:
-    """Removes what killed supervisors have left: state files and sockets of processes that belong to no supervisor."""
-    held = lock_holders(run)
-    if not set(SINGLE_ROLES) & held.keys():
+    """Removes what killed supervisors have left: state files and sockets of processes that no other supervisor has.
+    Call it with the own locks held, before processes are started."""
+    held = {name: pid for name, pid in lock_holders(run).items() if pid != os.getpid()}
+    if not held:
         (run / PIPELINE_FILE).unlink(missing_ok=True)
     for state in read_states(run):
         if not {state.name, state.role} & held.keys():

@@ -463,7 +463,8 @@ class Supervisor:
             if name in self._retiring:
                 self._forget(child.spec)
             elif child.spec.role not in restart:
-                self._remove_socket(child.spec)
+                if self._shares(child.spec.role):
+                    self._remove_socket(child.spec)
             elif name in self._trials:
                 self._trials[name] = self._fatal_error(name) if code == FATAL else f"{name} {cause}"
                 self._forget(child.spec)
