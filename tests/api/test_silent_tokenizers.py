@@ -6,7 +6,7 @@ from typing import Any
 from tests.api.conftest import READY, Stream, events, silent, texts, word
 from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.liveness import BEAT_SECONDS
-from tgi.microkernel.protocol import Beat, Cancel, End, FinishReason, Generate
+from tgi.microkernel.protocol import Beat, Cancel, End, FinishReason, Generate, LastExit
 
 
 def until(condition: Any) -> None:
@@ -65,3 +65,27 @@ def test_health_fails_while_no_request_makes_progress(serve: Any) -> None:
     until(lambda: front.get("/health").status == 200)
     front.tokenizers[0].send(End(rid, FinishReason.LENGTH, "", " 1"))
     stream.read_rest()
+
+
+def test_what_a_silent_tokenizer_has_in_hand_waits_for_its_end(serve: Any) -> None:
+    """It may be what the tokenizer hangs in, and must not hang another one before that is known."""
+    front = serve(silent, validation_workers=2)
+    connections = front.router.tokenizers
+    streams = [Stream(front, "/generate", f'{{"inputs":"{name}"}}') for name in "abcd"]
+    until(lambda: all(len(one.requests) == 2 for one in connections))
+    hung, living = front.tokenizers
+    suspect, moved = hung.next(Generate), hung.next(Generate)
+    living.next(Generate), living.next(Generate)
+    boot = hung.boot
+    front.router._work_in_hand = lambda peer: suspect.fingerprint if peer.boot == boot else b""
+    hung.send(Beat(None))
+    assert living.next(Generate, timeout=30).inputs == moved.inputs
+    until(lambda: connections[0].silent)
+    assert [one.fingerprint for one in connections[0].requests.values()] == [suspect.fingerprint]
+    hung.stop()
+    hung.last_exit = LastExit(boot, "made no progress and was killed", False, suspect.fingerprint)
+    hung.start()
+    again = living.next(Generate)
+    assert (again.inputs, again.alone) == (suspect.inputs, True)
+    for stream in streams:
+        stream.disconnect()

@@ -134,7 +134,7 @@ def test_a_job_on_trial_is_alone_in_hand() -> None:
     executors = JobExecutors(woken.set, register.units)
     queue = queue_of(stating("a"), stating("b", GRAMMARS))
     executors.start_jobs(queue)
-    queue.add(stating("t", alone=True))
+    queue.add(stating("t", GRAMMARS, alone=True))
     queue.add(stating("c", GRAMMARS))
     executors.start_jobs(queue)
     assert queue.queued_keys() == ["t", "c"]  # the trial waits for the others, and all later ones for the trial
@@ -168,9 +168,12 @@ def test_the_pool_makes_a_trial_of_a_suspect() -> None:
     generate = Generate(1, "Hello", SamplingParams(1), fingerprint=b"12345678", alone=True)
     harness.pool.handle(API, generate)
     assert harness.received_by(harness.scheduler) == []
-    trial = harness.pool.jobs.take_trial()
+    (trial,) = harness.pool.jobs.trials.values()
     assert trial.fingerprint == fingerprint_number(b"12345678")
-    harness.pool.complete_job(trial.key, trial.run())
+    executors = JobExecutors(lambda: None, WorkRegister().units)
+    executors.start_jobs(harness.pool.jobs)
+    assert executors.idle  # it runs in the loop
+    harness.pool.run_trials()
     (add,) = harness.received_by(harness.scheduler)
     assert add.fingerprint == b"12345678"
     harness.pool.handle(API, generate._replace(rid=2))

@@ -507,15 +507,20 @@ class Router:
 
     def _move_requests(self) -> None:
         """Assigns the requests of silent tokenizers to another one, if there is one, and cancels them where they were:
-        if such a tokenizer responds again, what it sends for them is dropped."""
+        if such a tokenizer responds again, what it sends for them is dropped. What it has in hand stays there, since
+        that may be what it hangs in."""
         if not any(t.peer is not None and not t.silent for t in self.tokenizers):
             return
         for tokenizer in self.tokenizers:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
                 continue
-            requests, tokenizer.requests = tokenizer.requests, {}
+            in_hand = frozenset(split_fingerprints(self._work_in_hand(tokenizer.peer)))
+            requests = {rid: one for rid, one in tokenizer.requests.items() if one.fingerprint not in in_hand}
+            if not requests:
+                continue
             log.warning("%d requests of %s are sent to another tokenizer", len(requests), tokenizer.peer)
             for rid, request in requests.items():
+                del tokenizer.requests[rid]
                 tokenizer.link.send(tokenizer.peer, Cancel(rid))
                 tokenizer.moved[rid] = request
                 del self._assignments[request]

@@ -132,7 +132,9 @@ class Scheduler:
             # The rid is unknown if the message crosses the request's End.
             if (request := client.requests.get(message.rid)) is not None:
                 reason = FinishReason.STOP if isinstance(message, Stop) else FinishReason.CANCELLED
+                self.work_register.units[0] = request.fingerprint_number
                 self._end_request(request, reason, now)
+                self.work_register.units[0] = 0
         elif isinstance(message, UpdateAdapter):
             self.worker.adapters.request_update(source, message)
             self._send_adapter_updates()
@@ -506,6 +508,9 @@ class Scheduler:
                 self._isolation.admit(request.fingerprint)
         if self._planner is not None:
             self._planner.put_on_trial()
+        names = [one.fingerprint for one in requests if self._isolation.is_on_trial(one.fingerprint)]
+        if names:
+            log.warning("%d requests are on trial: %s", len(names), self._isolation.suspects[names[0]].cause)
 
     # --- worker -------------------------------------------------------------------------------------------------------
 

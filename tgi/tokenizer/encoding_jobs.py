@@ -131,9 +131,13 @@ class EncodingQueue:
         self.discard(job.key)
         return job
 
-    def take_trial(self) -> EncodingJob:
-        """Removes and returns the oldest of `trials`."""
-        return self.trials.pop(next(iter(self.trials)))
+    def take_trial(self, in_loop: bool) -> EncodingJob | None:
+        """Removes and returns the oldest of `trials`, if it is one for the loop, or one for a thread. Texts are tried
+        in the loop, where the watchdog ends this process if they hang it; a grammar has a limit on its time."""
+        job = next(iter(self.trials.values()), None)
+        if job is None or in_loop == (job.executor is ExecutorName.GRAMMARS):
+            return None
+        return self.trials.pop(job.key)
 
 
 class JobExecutors:
@@ -161,9 +165,9 @@ class JobExecutors:
         if self._trial_running:
             return
         if jobs.trials:
-            if self.idle:
+            if self.idle and (trial := jobs.take_trial(in_loop=False)) is not None:
                 self._trial_running = True
-                self._start(jobs.take_trial())
+                self._start(trial)
             return
         for name, running in self._running.items():
             while (free := THREADS[name] - len(running)) > 0:

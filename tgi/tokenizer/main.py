@@ -78,6 +78,8 @@ def run_once(pool: TokenizerPool, api_link: Link, scheduler_link: Link, executor
             pool.handle(peer, message)
     for job, result in executors.completed_jobs():
         pool.complete_job(job.key, result)
+    if executors.idle:
+        pool.run_trials()
     executors.start_jobs(pool.jobs)
     for peer, message in pool.drain_outgoing():
         (scheduler_link if peer.role == "scheduler" else api_link).send(peer, message)

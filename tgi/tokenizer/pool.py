@@ -283,6 +283,13 @@ class TokenizerPool:
             self._limits, self._vocabulary.min_token_count(generate.inputs), generate.max_new_tokens
         )
 
+    def run_trials(self) -> None:
+        """Encodes the texts on trial. To be called while no job runs, so that each is alone in hand."""
+        while (job := self.jobs.take_trial(in_loop=True)) is not None:
+            self._units[0] = job.fingerprint
+            self.complete_job(job.key, job.run())
+            self._units[0] = 0
+
     def _compile_grammar(self, request: TokenizerRequestState, unconstrained: UnconstrainedPrompt) -> None:
         """Makes a job of the grammar, unless the prompt exceeds the token limits anyway."""
         generate, prompt = request.generate, unconstrained.prompt
@@ -327,7 +334,10 @@ class TokenizerPool:
         for rid in list(self._unsent):
             if not self._resubmissions.take(now):
                 return
-            self._send(scheduler, self._unsent.pop(rid).add_message(now))
+            request = self._unsent.pop(rid)
+            self._units[0] = request.fingerprint
+            self._send(scheduler, request.add_message(now))
+            self._units[0] = 0
 
     def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
         if scheduler != self._scheduler:
@@ -382,8 +392,10 @@ class TokenizerPool:
         request = self._requests.get(logprobs.rid)
         self._progress.record()
         if request is not None and request.stage is RequestStage.LIVE:
+            self._units[0] = request.fingerprint
             messages = request.prompt_logprob_messages(logprobs)
             self._prompt_messages += ((request.api, message) for message in messages)
+            self._units[0] = 0
 
     def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
         self._progress.record()
@@ -462,7 +474,9 @@ class TokenizerPool:
         self._progress.record()
         if request.last_texts is not None:
             self._send(request.api, request.last_texts)
+        self._units[0] = request.fingerprint
         self._send(request.api, request.end_message(reason, message, scheduler_end))
+        self._units[0] = 0
         self._apis[request.api].pop(request.generate.rid, None)
         self._unsent.pop(request.rid, None)
         del self._requests[request.rid]
