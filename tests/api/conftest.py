@@ -45,6 +45,7 @@ from tgi.microkernel.protocol import (
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.sampling_params import SamplingDefaults
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.token_rates import TokenRates
 
 LIMITS = DeploymentLimits(2048, 2047, 32768, 4096, 64, 2048, 16, 512, "float32", "cpu")
 READY = Status(True, True, "", 100, LIMITS)
@@ -238,7 +239,9 @@ class Front:
         links = [Link.connect(tokenizer.address, hello) for tokenizer in self.tokenizers]
         permits = Permits(self.permits, self.settings.max_concurrent_requests)
         quarantine = Quarantine(self.permits.parent)
-        self.router = Router(links, permits, quarantine, stall_limit=self.settings.stall_limit)
+        rates = TokenRates(self.permits.with_suffix(".rates"))
+        stall_limit = self.settings.stall_limit
+        self.router = Router(links, permits, quarantine, stall_limit=stall_limit, token_rates=rates)
         model = self.settings.model_id or "m"
         self.service = Service(self.settings, self.router, model, compute_type="gpu+optimized")
         self.router.attach(asyncio.get_running_loop())

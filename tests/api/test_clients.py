@@ -89,3 +89,18 @@ def test_keys_are_reloaded(serve: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'wrong' is no option"):
         front.service.clients.reload()
     assert front.post("/generate", BODY, authorization="Bearer new").status == 200
+
+
+def test_tokens_per_minute_of_a_key(serve: Any) -> None:
+    front = serve(api_key=("limited tokens-per-minute=60", "free"))  # an answer has 3 prompt and 2 generated tokens
+    statuses = []
+    for _ in range(16):
+        reply = front.post("/generate", BODY, authorization="Bearer limited")
+        statuses.append(reply.status)
+        if reply.status == 429:
+            break
+    assert statuses.count(200) in range(12, 16), "60 tokens, and what the passing time allows"
+    assert reply.status == 429
+    assert 1 <= int(reply.headers["retry-after"]) <= 6
+    assert b"60 tokens per minute" in reply.body
+    assert front.post("/generate", BODY, authorization="Bearer free").status == 200

@@ -16,7 +16,7 @@ from tgi.microkernel.errors import UserError
         ("c2VjcmV0==", ApiKey("c2VjcmV0==")),
         ("secret weight=2.5", ApiKey("secret", weight=2.5)),
         ("two words  weight=2 priority=-1", ApiKey("two words", weight=2.0, priority=-1)),
-        ("k requests=16", ApiKey("k", requests=16)),
+        ("k requests=16 tokens-per-minute=60000", ApiKey("k", requests=16, tokens_per_minute=60000)),
     ],
 )
 def test_lines(line: str, key: ApiKey) -> None:
@@ -26,7 +26,7 @@ def test_lines(line: str, key: ApiKey) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("wieght=2", "'wieght' is no option of a key. Choose from weight, priority, requests"),
+        ("wieght=2", "'wieght' is no option of a key. Choose from weight, priority, requests, tokens-per-minute"),
         ("weight=0", "weight=0 must be a number from 0.001 to 1000"),
         ("weight=nan", "weight=nan must be a number"),
         ("requests=0", "requests=0 must be a positive integer"),

@@ -27,6 +27,7 @@ class Client(NamedTuple):
     weight: float = 1.0
     priority: int = 0
     requests: int | None = None  # at once
+    tokens_per_minute: int | None = None
 
 
 class Clients:
@@ -97,7 +98,8 @@ def _digest(key: bytes) -> bytes:
 
 def _client_with(key: ApiKey) -> Client:
     digest = _digest(key.key.encode())
-    return Client(f"key {digest[:8].hex()}", _permit_id(digest), key.weight, key.priority, key.requests)
+    limits = key.requests, key.tokens_per_minute
+    return Client(f"key {digest[:8].hex()}", _permit_id(digest), key.weight, key.priority, *limits)
 
 
 @lru_cache(maxsize=4096)

@@ -28,6 +28,7 @@ from tgi.microkernel.permits import Permits
 from tgi.microkernel.process import HAND_OVER, Process, work_in_hand
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.token_rates import TokenRates
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ async def serve(process: Process) -> None:
         RingRecorder(ring_path(process.run_dir, process.name)),
         partial(work_in_hand, process.run_dir),
         settings.stall_limit,
+        TokenRates(process.run_dir / "token-rates"),
     )
     assert settings.model_id is not None  # the command line has set the default
     assert process.listen_fd is not None  # and opened the port

@@ -39,6 +39,7 @@ from tgi.microkernel.protocol import (
 from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.sampling_params import SamplingDefaults
 from tgi.microkernel.token_bucket import TokenBucket
+from tgi.microkernel.token_rates import TokenRates
 from tgi.microkernel.work_register import split_fingerprints
 
 log = logging.getLogger(__name__)
@@ -96,11 +97,13 @@ class Router:
         recorder: FlightRecorder = NO_RECORDER,
         work_in_hand: Callable[[PeerId], bytes] = lambda peer: b"",
         stall_limit: float = 60.0,
+        token_rates: TokenRates | None = None,
     ) -> None:
         """`work_in_hand`: the fingerprints of the requests that a dead process had in hand, as far as they are known
         before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any request."""
         self.recorder = recorder
         self._permits = permits
+        self._token_rates = token_rates  # None: keys have no limits of tokens per minute
         self.quarantine = quarantine
         self._work_in_hand = work_in_hand
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
@@ -193,8 +196,17 @@ class Router:
     def _acquire(self, client: Client, count: int) -> None:
         if client.requests is not None and self._permits.held_by(client.permit_id) + count > client.requests:
             raise errors.overloaded(self.retry_after, f"This API key may have {client.requests} requests at once")
+        if client.tokens_per_minute is not None and self._token_rates is not None:
+            wait = self._token_rates.wait_seconds(client.permit_id, client.tokens_per_minute)
+            if wait > 0:
+                text = f"This API key may use {client.tokens_per_minute} tokens per minute"
+                raise errors.overloaded(math.ceil(wait), text)
         if not self._permits.acquire(count, client.permit_id, client.weight):
             raise errors.overloaded(self.retry_after)
+
+    def _charge(self, client: Client, tokens: int) -> None:
+        if client.tokens_per_minute is not None and self._token_rates is not None:
+            self._token_rates.charge(client.permit_id, client.tokens_per_minute, tokens)
 
     def _return_unused_permits(self) -> None:
         for client, count in self._unused_permits.items():
@@ -221,6 +233,8 @@ class Router:
         self._deactivate(request)
         self._stamp(Event.LEFT, request)
         request.wake_event.wake()
+        if isinstance(request, Generation) and request.parked:  # no End follows
+            self._charge(request.client, request.generated_count)
         if request in self._unassigned:
             del self._unassigned[request]
         elif assignment := self._assignments.get(request):
@@ -366,6 +380,8 @@ class Router:
                 request = self._remove_assignment(tokenizer, message.rid)
                 if request is not None:
                     self._record_end(request, message)
+                if isinstance(request, Generation):
+                    self._charge(request.client, message.prompt_tokens + message.generated_tokens)
                 if isinstance(request, Generation) and self.limits is not None:
                     request_metrics.observe_requested_lengths(request, message, self.limits)
                 if request is not None and request.active:

@@ -2,7 +2,7 @@
 
 One key per line, then its options, in any order:
 
-    KEY weight=2 priority=1 requests=16
+    KEY weight=2 priority=1 requests=16 tokens-per-minute=60000
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ class ApiKey(NamedTuple):
     weight: float = 1.0  # of the client's share
     priority: int = 0  # requests of a higher priority are admitted first
     requests: int | None = None  # at once
+    tokens_per_minute: int | None = None  # of prompts and answers together
 
 
 def _weight(text: str) -> float:
@@ -38,6 +39,7 @@ OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "weight": ("weight", _weight, "a number from 0.001 to 1000"),
     "priority": ("priority", int, "an integer"),
     "requests": ("requests", _count, "a positive integer"),
+    "tokens-per-minute": ("tokens_per_minute", _count, "a positive integer"),
 }
 
 
