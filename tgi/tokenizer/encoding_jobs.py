@@ -32,7 +32,7 @@ class ExecutorName(StrEnum):
 
 # The last free thread of an executor is kept for a client without a running job there: with two threads a client has
 # one at a time, and never delays another client by a whole job.
-THREADS = {ExecutorName.TEXTS: 1, ExecutorName.LONG_TEXTS: 2, ExecutorName.GRAMMARS: 2}
+THREADS = dict.fromkeys(ExecutorName, 2)
 
 
 class EncodingJob(NamedTuple):
