@@ -42,6 +42,7 @@ MARKERS = {
         "microkernel/test_cost",
         "microkernel/test_log",
         "scheduler/test_cost",
+        "simulation/",
         "scripts/",
         "test_wheel",
         "tokenizer/answer/test_calls",

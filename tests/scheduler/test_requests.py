@@ -8,13 +8,16 @@ import pytest
 from tests.scheduler.simulated_tokenizers import GREEDY, SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.link import PeerDisconnected
 from tgi.microkernel.protocol import (
     CHUNK,
     END,
+    PROTOCOL,
     Add,
     Cancel,
     End,
     FinishReason,
+    Hello,
     RequestState,
     Status,
     Stop,
@@ -249,3 +252,12 @@ def test_ended_requests_do_not_accumulate_in_the_queue() -> None:
     kept = [one for one in gc.get_objects() if isinstance(one, Request) and one.client is client]
     assert len(kept) < 200
     assert queue.waiting() == [first]
+
+
+def test_messages_for_a_lost_tokenizer_do_not_reach_its_next_connection(sim: Simulation) -> None:
+    """Both events may come in one turn of the loop, before the messages are sent."""
+    sim.add([1, 2, 3])
+    peer, scheduler = sim.tokenizers[0].peer, sim.scheduler
+    scheduler.handle(PeerDisconnected(), peer, sim.now)
+    scheduler.handle(Hello(PROTOCOL, *peer), peer, sim.now)
+    assert [type(message) for _, message in scheduler.outgoing()] == [Status]

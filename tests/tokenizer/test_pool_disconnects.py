@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.tokenizer.harness import API, EOS, OTHER, PoolHarness, end_messages, ids_of, streamed_output
+from tests.tokenizer.harness import API, EOS, OTHER, PoolHarness, end_messages, hello, ids_of, streamed_output
 from tests.tokenizer.vocabularies import byte_level, sentencepiece
 from tgi.microkernel.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.link import PeerDisconnected, PeerResponds, PeerSilent
-from tgi.microkernel.protocol import Beat, Cancel, End, FinishReason, Generate
+from tgi.microkernel.protocol import Add, Beat, Cancel, End, FinishReason, Generate, Status
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer.pool import RESUBMISSION_BURST, SCHEDULER_SILENT
 from tgi.tokenizer.vocabulary import Vocabulary
@@ -44,6 +44,22 @@ def test_disconnected_api_cancels_its_requests() -> None:
     harness.send_end(kept.rid)
     assert len(end_messages(harness.received_by(OTHER))) == 1
     assert harness.pool.idle
+
+
+def test_messages_for_a_lost_connection_do_not_reach_the_next() -> None:
+    harness = PoolHarness()
+    add = harness.submit(1)
+    harness.send_tokens((add.rid, ids_of("a")))
+    harness.send_end(add.rid)
+    harness.pool.handle(API, PeerDisconnected())
+    harness.pool.handle(API, hello(API))
+    assert [type(message) for message in harness.received_by(API)] == [Status]
+    harness.submit(2)
+    harness.pool.handle(API, Cancel(2))
+    harness.pool.handle(OTHER, Generate(3, "Hello", SamplingParams(5)))
+    harness.disconnect_scheduler()
+    harness.pool.handle(harness.scheduler, hello(harness.scheduler))
+    assert [type(message) for message in harness.received_by(harness.scheduler)] == [Add]
 
 
 def test_failed_end_carries_message_and_text_so_far() -> None:

@@ -64,7 +64,7 @@ def main(process: Process) -> None:
             process.publish_state(*_process_state(process, scheduler))
             suspects.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)
-            _run_once(scheduler, links, metrics, spans)
+            run_once(scheduler, links, metrics, spans)
             if process.beat_due:
                 process.exchange_beats(scheduler.beat(time.monotonic()))
         for link in links:
@@ -78,7 +78,7 @@ def main(process: Process) -> None:
             journal.close()
 
 
-def _run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics, spans: RequestSpans | None) -> None:
+def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics, spans: RequestSpans | None) -> None:
     """Handles received messages, sends steps first so that the worker stays busy, then other messages, then commits.
     States in the work register what is in hand."""
     now, register = time.monotonic(), scheduler.work_register

@@ -33,6 +33,11 @@ class Outbox:
         they are made."""
         self._messages.append(messages)
 
+    def discard(self, peer: PeerId) -> None:
+        """Removes the messages for a peer that has disconnected: if it connects again before they are sent, they would
+        answer requests of its new connection."""
+        self._messages = [[one for one in messages if one[0] != peer] for messages in self._messages]
+
     def take_all(self) -> Iterator[Outgoing]:
         """Returns all messages and clears the outbox."""
         messages, self._messages = self._messages, []

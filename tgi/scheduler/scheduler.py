@@ -143,6 +143,7 @@ class Scheduler:
                 self._end_request(request, FinishReason.CANCELLED, now)
             self.worker.adapters.tokenizer_lost(source)
             del clients[source]
+            self._outbox.discard(source)
         else:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
@@ -554,6 +555,7 @@ class Scheduler:
 
     def _handle_worker_lost(self, now: float) -> None:
         assert self.worker.peer is not None
+        self._outbox.discard(self.worker.peer)
         self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()
         self._step_limits.worker_lost()

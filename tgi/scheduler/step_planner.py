@@ -122,7 +122,7 @@ class StepPlanner:
             finishing = [request for request in finishing if self._may_run(request)]
         without_page: set[Request] = set()
         if need_page and not self.kv_cache.append_pages(need_page):
-            without_page = self._append_scarce_pages(builder, need_page)
+            without_page = self._append_scarce_pages(need_page)
             finishing = [one for one in finishing if one.lane is not None and one not in without_page]
         if not on_trial and not without_page:
             for client, lane in self.batch.lanes.items():
@@ -134,7 +134,7 @@ class StepPlanner:
         builder.finishing += finishing
         self.batch.finishing = finishing
 
-    def _append_scarce_pages(self, builder: "StepBuilder", need_page: list[Request]) -> set[Request]:
+    def _append_scarce_pages(self, need_page: list[Request]) -> set[Request]:
         """Appends a page to each of these, and preempts others for it, the last in `preemption_order` first. Returns
         the requests that have got none."""
         without_page = set()
@@ -142,8 +142,8 @@ class StepPlanner:
             if request.slot == NO_SLOT:
                 continue  # it was preempted in this loop
             if self._free_a_page(request):
-                self._append_page(builder, request, *self.kv_cache.pool.allocate(1))
-                self.kv_cache.mark_filled([request])
+                # Recorded with the request, since it may be preempted in this loop: that changes the order.
+                self.kv_cache.append_pages([request])
             else:
                 without_page.add(request)
         return without_page

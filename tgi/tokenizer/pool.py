@@ -223,6 +223,7 @@ class TokenizerPool:
         self._adapters.remove_api(api)
         self._apis.pop(api, None)
         self._output_processor.remove_api(api)
+        self._discard_messages(api)
 
     def _on_generate(self, api: PeerId, generate: Generate) -> None:
         check_generate(generate)
@@ -343,6 +344,7 @@ class TokenizerPool:
         if scheduler != self._scheduler:
             return
         self._scheduler = None
+        self._discard_messages(scheduler)
         self._scheduler_silent = False
         self._scheduler_beat = Beat(None)
         self._unsent.clear()
@@ -490,6 +492,12 @@ class TokenizerPool:
     def _shown_status(self) -> Status:
         """The status for front ends: unhealthy while the scheduler is silent."""
         return self._status._replace(healthy=False, stage=SCHEDULER_SILENT) if self._scheduler_silent else self._status
+
+    def _discard_messages(self, peer: PeerId) -> None:
+        """Removes the queued messages for a peer that has disconnected: if it connects again before they are sent, they
+        would reach its new connection."""
+        self._prompt_messages = [one for one in self._prompt_messages if one[0] != peer]
+        self._messages = [one for one in self._messages if one[0] != peer]
 
     def _send(self, peer: PeerId, message: Any) -> None:
         self._messages.append((peer, message))

@@ -60,35 +60,46 @@ class WorkerLoop:
 
     def serve(self, engine: Engine) -> None:
         """Computes steps until the process is asked to stop. Raises Poisoned."""
+        updates = self.begin_serving(engine)
+        gc.collect()
+        gc.freeze()
+        while not self._process.stopping:
+            self._process.wait(self.wait_seconds())
+            self.run_once(engine, updates)
+        self._process.publish_state("draining")
+        self._drain(engine)
+
+    def begin_serving(self, engine: Engine) -> AdapterUpdates:
+        """Reports that the worker is ready. Returns the adapter updates to pass to `run_once`."""
         updates = AdapterUpdates(engine.adapters, self._process.wake_loop)
         self._status = Status(True, True, "ready", 100, engine.limits, adapters=engine.adapters.loaded_adapters)
         self._process.publish_state("ready", "ready", 100)
         self._link.broadcast(self._status)
         self._link.flush()
-        gc.collect()
-        gc.freeze()
         for peer, message in self._early_updates:
             updates.submit_update(peer, message)
-        while not self._process.stopping:
-            self._process.wait(self._wait_seconds())
-            received = self._receive(engine, updates)
-            self._apply_adapter_updates(engine, updates)
-            self._launch_next(engine)
-            self._collect_done(engine)
-            if received:
-                self._may_prefault = self._may_release = True
-                self._latest_message_at = time.monotonic()
-            elif self._may_prefault and not (self._queued or self._in_flight):
-                self._may_prefault = engine.prefault_memory()
-            elif self._may_release and not (self._queued or self._in_flight) and self._is_idle():
-                engine.release_memory()
-                self._may_release = False
-            if self._process.beat_due:
-                self._process.exchange_beats(self._beat())
-        self._process.publish_state("draining")
-        self._drain(engine)
+        return updates
 
-    def _wait_seconds(self) -> float:
+    def run_once(self, engine: Engine, updates: AdapterUpdates) -> None:
+        """One iteration of the loop: receives messages, launches a step, and sends the results that are ready. Raises
+        Poisoned."""
+        received = self._receive(engine, updates)
+        self._apply_adapter_updates(engine, updates)
+        self._launch_next(engine)
+        self._collect_done(engine)
+        if received:
+            self._may_prefault = self._may_release = True
+            self._latest_message_at = time.monotonic()
+        elif self._may_prefault and not (self._queued or self._in_flight):
+            self._may_prefault = engine.prefault_memory()
+        elif self._may_release and not (self._queued or self._in_flight) and self._is_idle():
+            engine.release_memory()
+            self._may_release = False
+        if self._process.beat_due:
+            self._process.exchange_beats(self._beat())
+
+    def wait_seconds(self) -> float:
+        """How long to wait for a message before the next iteration."""
         if self._queued:
             return 0.0
         if self._in_flight:

@@ -1,0 +1,90 @@
+"""What must hold on the links, of the front ends' health, and at the end."""
+
+from typing import TYPE_CHECKING, Any
+
+from tgi.microkernel.codec import unpack_uint32
+from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.protocol import Add, End, Generate, Hello, Prompted, PromptLogprobs, PromptTokens, Texts, Tokens
+
+if TYPE_CHECKING:
+    from tests.simulation.simulation import Simulation
+
+# The longest time between two looks at the health of the front ends.
+HEALTH_SECONDS = 0.25
+
+
+class EndsPerAdd:
+    """One side that answers Adds (the scheduler) or Generates (a tokenizer), in one life.
+
+    Each gets one End, and nothing after it. When a connection is lost, so are the answers on it.
+    """
+
+    def __init__(self, simulation: "Simulation", name: str) -> None:
+        self._simulation = simulation
+        self._name = name
+        self.open: dict[PeerId, set[int]] = {}
+
+    def received(self, peer: PeerId, message: Any) -> None:
+        if isinstance(message, Add | Generate):
+            self._require(message.rid not in self.open[peer], peer, message, "this rid is in use")
+            self.open[peer].add(message.rid)
+        elif isinstance(message, Hello):
+            self._require(peer not in self.open, peer, message, "a Hello without a loss before it")
+            self.open[peer] = set()
+        elif isinstance(message, PeerDisconnected):
+            self.open.pop(peer, None)
+
+    def sent(self, peer: PeerId, message: Any) -> None:
+        if peer not in self.open:
+            return
+        if isinstance(message, End):
+            self._require(message.rid in self.open[peer], peer, message, "an End of a request that is not open")
+            self.open[peer].discard(message.rid)
+        elif isinstance(message, Tokens | Texts):
+            rids = unpack_uint32(message.rids)
+            self._require(self.open[peer].issuperset(rids), peer, message, "tokens of a request that is not open")
+        elif isinstance(message, PromptLogprobs | PromptTokens | Prompted):
+            self._require(message.rid in self.open[peer], peer, message, "an answer to a request that is not open")
+
+    def _require(self, holds: bool, peer: PeerId, message: Any, fault: str) -> None:
+        if not holds:
+            self._simulation.fail(f"{self._name}: {fault}: {message} ({peer})")
+
+
+class HealthCheck:
+    """`/health` is true: it is 503 when nothing was computed for long, and 200 when all has been well for long."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._simulation = simulation
+        self._disturbed_at = 0.0
+        self._down_since: float | None = 0.0
+        self._stalled_since: float | None = (
+            None  # the worker is stopped, all processes between it and the front ends run
+        )
+        self.samples = 0
+
+    def start(self) -> None:
+        self._simulation.clock.after(HEALTH_SECONDS, self._look)
+
+    def disturbed(self) -> None:
+        """A process has started, ended, was stopped or continues, or a connection has broken."""
+        simulation, self._disturbed_at = self._simulation, self._simulation.clock.now
+        roles = (simulation.tokenizers, simulation.schedulers, simulation.workers)
+        computing = all(any(one.running for one in processes) for processes in roles)
+        self._down_since = None if computing else self._down_since or self._disturbed_at
+
+    def _look(self) -> None:
+        simulation, now, config = self._simulation, self._simulation.clock.now, self._simulation.config
+        self.samples += 1
+        down = self._down_since is not None and now - self._down_since > config.unhealthy_after
+        well = all(one.running for one in simulation.processes) and now - self._disturbed_at > config.healthy_after
+        for front_end in simulation.front_ends:
+            if front_end.running and front_end.healthy and down:
+                simulation.fail(f"{front_end.name} is healthy, but nothing is computed since {self._down_since:.3f} s")
+            if front_end.running and not front_end.healthy and well:
+                assert front_end.router is not None
+                simulation.fail(
+                    f"{front_end.name} is not healthy ({front_end.router.stage}), but all processes run undisturbed "
+                    f"since {self._disturbed_at:.3f} s"
+                )
+        simulation.clock.after(HEALTH_SECONDS, self._look)

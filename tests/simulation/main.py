@@ -1,0 +1,102 @@
+"""The command line of scripts/simulate."""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.simulation.simulation import Simulation, SimulationFailed, draw_config
+from tgi.microkernel import metrics
+
+REQUESTS_PER_SEED = 1000
+
+
+class Outcome(NamedTuple):
+    """What became of one seed."""
+
+    seed: int
+    fault: str  # "" if all invariants held
+    requests: dict[str, int]  # by outcome
+    faults: dict[str, int]  # injected, by kind
+    cpu_seconds: float
+
+
+def use_metrics_directory() -> None:
+    """The product's metrics go to a directory that is of no use later."""
+    metrics.use_directory(Path(tempfile.mkdtemp(prefix="tgi-metrics-")))
+
+
+def run_seed(seed: int, requests: int) -> Outcome:
+    """Runs one seed."""
+    began = time.process_time()
+    simulation, fault = Simulation(draw_config(seed, requests)), ""
+    try:
+        simulation.run()
+    except SimulationFailed as failed:
+        fault = failed.fault
+    return Outcome(seed, fault, simulation.workload.outcomes, simulation.faults.counts, time.process_time() - began)
+
+
+def replay_seed(seed: int, requests: int, entries: int) -> int:
+    """Runs one seed, and prints the trace before a failure. Returns the exit status."""
+    simulation = Simulation(draw_config(seed, requests))
+    print(f"seed {seed}: {simulation.config}")
+    try:
+        simulation.run()
+    except SimulationFailed as failed:
+        print("\n".join(failed.trace[-entries:]))
+        print(f"\nFAILED {failed.fault}")
+        return 1
+    print(f"passed after {simulation.clock.now:.1f} simulated seconds: {simulation.workload.outcomes}")
+    print(f"faults: {simulation.faults.counts}; longest request: {simulation.workload.longest_seconds:.1f} s")
+    return 0
+
+
+def explore(first_seed: int, requests: int, jobs: int) -> int:
+    """Runs seeds until there were this many requests. Returns the exit status."""
+    began, cpu_seconds = time.monotonic(), 0.0
+    sent: Counter[str] = Counter()
+    injected: Counter[str] = Counter()
+    failed = []
+    seeds = range(first_seed, first_seed + max(1, requests // REQUESTS_PER_SEED))
+    with ProcessPoolExecutor(jobs, initializer=use_metrics_directory, max_tasks_per_child=50) as pool:
+        for outcome in pool.map(run_seed, seeds, [REQUESTS_PER_SEED] * len(seeds)):
+            sent.update(outcome.requests)
+            injected.update(outcome.faults)
+            cpu_seconds += outcome.cpu_seconds
+            if outcome.fault:
+                failed.append(outcome.seed)
+                print(f"seed {outcome.seed} FAILED {outcome.fault}", flush=True)
+    total, seconds = sum(sent.values()), time.monotonic() - began
+    print(f"{total:,} requests of {len(seeds)} seeds in {seconds:.0f} s, {total / cpu_seconds:.0f} per CPU second")
+    print("requests:", dict(sent.most_common()))
+    print("faults:", dict(injected.most_common()))
+    print("failed seeds, to repeat with --seed:", *(failed or ["none"]))
+    return 1 if failed else 0
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/simulate",
+        description="Simulates whole servers under faults on virtual time. With --requests, explores seeds from --seed "
+        "on, and names those that fail; without, runs one seed and prints the trace before its failure.",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, help=f"explore this many requests, {REQUESTS_PER_SEED} per seed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that explore")
+    parser.add_argument("--trace", type=int, default=200, help="entries of the trace to print")
+    arguments = parser.parse_args()
+    if arguments.requests is not None:
+        return explore(arguments.seed, arguments.requests, arguments.jobs)
+    use_metrics_directory()
+    return replay_seed(arguments.seed, REQUESTS_PER_SEED, arguments.trace)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Bugs that the simulation must find: each replaces a function of the product by a wrong one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.simulation.faults import FaultConfig
+from tgi.api.requests import Generation
+from tgi.api.router import Router
+from tgi.microkernel.link import Link, PeerDisconnected
+from tgi.microkernel.protocol import Cancel, End, FinishReason
+from tgi.scheduler.in_flight import StepPipeline
+from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.peers import Outbox, TokenizerPeers
+from tgi.scheduler.scheduler import Scheduler
+from tgi.tokenizer.output_processor import OutputProcessor
+from tgi.tokenizer.pool import TokenizerPool
+from tgi.tokenizer.request import RequestStage, TokenizerRequestState
+from tgi.worker.engine.loop import WorkerLoop
+
+
+class PlantedBug:
+    """`wrong(original)` makes the wrong function out of the right one. `faults` are those in which the bug shows."""
+
+    def __init__(self, owner: Any, name: str, wrong: Callable[[Any], Any], faults: FaultConfig | None = None) -> None:
+        self.faults = faults
+        self._owner = owner
+        self._name = name
+        self._wrong = wrong
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        original = self._owner.__dict__[self._name]
+        function = original.fget if isinstance(original, property) else original
+        wrong = self._wrong(function)
+        setattr(self._owner, self._name, property(wrong) if isinstance(original, property) else wrong)
+        try:
+            yield
+        finally:
+            setattr(self._owner, self._name, original)
+
+
+def does_nothing(original: Any) -> Any:
+    return lambda *arguments, **named: None
+
+
+def answers(value: Any) -> Callable[[Any], Any]:
+    return lambda original: lambda *arguments, **named: value
+
+
+def without_resume_ids(original: Any) -> Any:
+    return lambda *arguments: original(*arguments)._replace(resume_ids=b"")
+
+
+def ignoring(kind: type) -> Callable[[Any], Any]:
+    """For `handle`-like methods: messages of this type are ignored."""
+
+    def wrong(original: Any) -> Any:
+        def handle(self: Any, *arguments: Any) -> Any:
+            return None if any(isinstance(one, kind) for one in arguments) else original(self, *arguments)
+
+        return handle
+
+    return wrong
+
+
+def ends_are_sent_twice(original: Any) -> Any:
+    def extend(self: Outbox, messages: Any) -> None:
+        messages = list(messages)
+        original(self, messages)
+        original(self, [one for one in messages if isinstance(one[1], End)])
+
+    return extend
+
+
+def ends_of_cancelled_requests_are_dropped(original: Any) -> Any:
+    def end_requests(self: Scheduler, ended: Any, now: float, message: str = "") -> None:
+        original(self, ended, now, message)
+        kept = [one for one in self._outbox.take_all() if getattr(one[1], "reason", "") != FinishReason.CANCELLED]
+        self._outbox.extend(kept)
+
+    return end_requests
+
+
+def cancel_is_not_forwarded(original: Any) -> Any:
+    def cancel(self: TokenizerPool, request: TokenizerRequestState) -> bool:
+        if request.stage is not RequestStage.LIVE or self._scheduler is None:
+            return False
+        request.stage = RequestStage.CANCELLING
+        return True
+
+    return cancel
+
+
+def no_loss_before_a_second_hello(original: Any) -> Any:
+    def handle_hello(self: Link, *arguments: Any) -> Iterator[Any]:
+        return (one for one in original(self, *arguments) if not isinstance(one[1], PeerDisconnected))
+
+    return handle_hello
+
+
+def permit_is_kept(original: Any) -> Any:
+    def deactivate(self: Router, request: Any) -> None:
+        request.active = False
+
+    return deactivate
+
+
+def first_token_is_resent(original: Any) -> Any:
+    """The tokenizer forgets the latest token when it sends a request again."""
+
+    def add_message(self: TokenizerRequestState, now: float) -> Any:
+        message = original(self, now)
+        return message._replace(resume_ids=message.resume_ids[:-4])
+
+    return add_message
+
+
+def prompt_positions_are_not_resumed(original: Any) -> Any:
+    def to_message(self: Generation, rid: int) -> Any:
+        message = original(self, rid)
+        return message if message.prompt_logprobs_from is None else message._replace(prompt_logprobs_from=0)
+
+    return to_message
+
+
+def pages_are_not_released(original: Any) -> Any:
+    def release_later(self: KVCacheManager, requests: Any) -> None:
+        original(self, requests[1:])
+
+    return release_later
+
+
+PLANTED_BUGS = {
+    "front end resubmits without the ids received": PlantedBug(Generation, "to_message", without_resume_ids),
+    "front end asks for the whole prompt again": PlantedBug(Generation, "to_message", prompt_positions_are_not_resumed),
+    "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing),
+    "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept),
+    "front end is always healthy": PlantedBug(Router, "can_compute", answers(True)),
+    "tokenizer resubmits without the ids generated": PlantedBug(
+        TokenizerRequestState, "add_message", without_resume_ids
+    ),
+    "tokenizer resubmits without the latest id": PlantedBug(
+        TokenizerRequestState, "add_message", first_token_is_resent
+    ),
+    "tokenizer does not forward cancels": PlantedBug(TokenizerPool, "_cancel_at_scheduler", cancel_is_not_forwarded),
+    "tokenizer ignores cancels": PlantedBug(TokenizerPool, "handle", ignoring(Cancel)),
+    "tokenizer does not resubmit": PlantedBug(TokenizerPool, "_on_scheduler_hello", does_nothing),
+    "tokenizer keeps the requests of a lost front end": PlantedBug(
+        TokenizerPool, "_cancel_at_scheduler", answers(True)
+    ),
+    "tokenizer sends no texts for a lost front end's successor": PlantedBug(
+        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear()
+    ),
+    "tokenizer does not report its status again": PlantedBug(
+        TokenizerPool, "_set_status", lambda original: lambda self, status: setattr(self, "_status", status)
+    ),
+    "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice),
+    "scheduler does not end cancelled requests": PlantedBug(
+        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped
+    ),
+    "scheduler ignores lost tokenizers": PlantedBug(Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected)),
+    "scheduler ignores lost workers": PlantedBug(Scheduler, "_handle_worker_message", ignoring(PeerDisconnected)),
+    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing),
+    "scheduler does not notice a stalled worker": PlantedBug(
+        StepPipeline,
+        "is_stalled",
+        answers(False),
+        FaultConfig(3.0, weights=(0, 1, 0, 0), role_weights=(0, 0, 0, 1), mean_stop_seconds=6.0),
+    ),
+    "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released),
+    "scheduler keeps the prefixes of a lost worker": PlantedBug(KVCacheManager, "worker_state_lost", does_nothing),
+    "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_discard_steps", does_nothing),
+    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing),
+    "link reports no loss before a second Hello": PlantedBug(Link, "_handle_hello", no_loss_before_a_second_hello),
+}
