@@ -115,6 +115,7 @@ class Simulation:
         self.received.clear()
         self.steps.clear()
         self.results.clear()
+        held_pages = self.engine.held_pages()
         self.engine.reset()
         self.failed_epoch = 0
         self.handle(decode(encode(inheritance)), PeerId("scheduler", 0, b"scheduler"))
@@ -122,6 +123,8 @@ class Simulation:
             self.handle(Hello(PROTOCOL, *tokenizer.peer), tokenizer.peer)
         if self.worker is not None:
             self.handle(Hello(PROTOCOL, *self.worker), self.worker)
+            for held in held_pages:
+                self.handle(decode(encode(held)), self.worker)
             self.handle(self.adapters.worker_status(), self.worker)
         for index, tokenizer in self.tokenizers.items():
             for rid, request in tokenizer.requests.items():

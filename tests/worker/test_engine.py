@@ -329,3 +329,41 @@ def test_a_request_may_fill_its_slot() -> None:
     go(engine, step(2, [(0, TOTAL - 1, 1, 1)]))
     with pytest.raises(BadStep, match="draws beyond the longest request"):
         engine.launch(step(3, [(0, TOTAL, 1, 1)]))
+
+
+def held(engine: TorchEngine) -> dict[tuple[int, ...], list[int]]:
+    """The pages that hold each prefix, as the engine reports them. Checks them against the memory."""
+    found = {}
+    attention: Any = engine._attention
+    for one in engine.held_pages():
+        ids, pages = unpack_int32(one.token_ids), unpack_int32(one.page_ids)
+        memory = [int(key) for page in pages for key in attention.memory[page * SIZE : (page + 1) * SIZE]]
+        assert memory == ids
+        found[tuple(ids)] = pages
+    return found
+
+
+def test_held_pages_are_those_that_no_later_request_has_overwritten() -> None:
+    engine = make_engine()
+    go(engine, step(1, [(0, 0, 9, 1)], [slot(0, PROMPT)], [(0, 0), (0, 1), (0, 2)]))
+    whole = tuple(PROMPT[:8])
+    assert held(engine) == {whole: [0, 1]}
+    # Another request shares the first page, and fills one of its own.
+    other = [*PROMPT[:4], 11, 12, 13, 14]
+    go(engine, step(2, [(1, 4, 4, 1)], [slot(1, other)], [(1, 0), (1, 8), (1, 9)]))
+    assert held(engine) == {whole: [0, 1], tuple(other): [0, 8]}
+    # The first one ends. A third request gets its second page: only what comes before is still there.
+    go(engine, step(3, [(2, 0, 4, 0)], [slot(2, [5, 5, 5, 5, 6])], [(2, 1), (2, 2)]))
+    assert held(engine) == {whole[:4]: [0], tuple(other): [0, 8], (5, 5, 5, 5): [1]}
+    # A step that fails may have written its pages.
+    model: Any = engine._model
+    model.fails = True
+    with pytest.raises(RuntimeError):
+        engine.launch(step(4, [(3, 0, 4, 0)], [slot(3, [7, 7, 7, 7, 7])], [(3, 0), (3, 3)]))
+    assert held(engine) == {(5, 5, 5, 5): [1]}
+    model.fails = False
+    # A page that a running request gets is written, too.
+    go(engine, step(5, [(1, 8, 1, 1)], pages=[(1, 1)]))
+    assert held(engine) == {}
+    engine.reset()
+    assert held(engine) == {}

@@ -430,6 +430,16 @@ class StepResult(NamedTuple):
     row_errors: list[str] = []  # empty, or per row why it cannot continue (then its tokens are invalid), or ""
 
 
+class HeldPages(NamedTuple):
+    """KV pages that the worker has computed for the scheduler before this one: `page_ids` hold the keys and values of
+    `token_ids`, from the first token on. A worker that is ready sends one for each slot to a scheduler that connects,
+    before its Status."""
+
+    token_ids: bytes  # int32, as many as the pages hold
+    page_ids: bytes  # int32
+    cache_salt: bytes = b""  # as in Add
+
+
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------------------
 
 
@@ -592,6 +602,7 @@ MESSAGES: list[type] = [
     Goodbye,
     Inheritance,
     Beat,
+    HeldPages,
 ]
 
 codec = Codec(MESSAGES)

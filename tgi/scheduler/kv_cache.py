@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from itertools import compress
 from operator import eq
 
-from tgi.microkernel.codec import INT32
-from tgi.microkernel.protocol import DeploymentLimits
+from tgi.microkernel.codec import INT32, unpack_int32
+from tgi.microkernel.protocol import DeploymentLimits, HeldPages
 from tgi.scheduler.request import Request
 
 # Share of the pages that is evicted ahead of time, so that planning a step does not wait for eviction.
@@ -142,6 +142,12 @@ class KVCacheManager:
         self.commit()
         self._clear_appended()
         self.pool = PagePool(self._limits.pages, self._page_size)
+
+    def adopt(self, held: Iterable[HeldPages]) -> int:
+        """Publishes pages that the worker has computed for an earlier scheduler. To be called before any page is
+        allocated. Returns the number of pages that can be found now."""
+        whole = [one for one in held if len(one.token_ids) == len(one.page_ids) * self._page_size]
+        return self.pool.adopt((one.cache_salt, one.token_ids, unpack_int32(one.page_ids)) for one in whole)
 
     def check(self, batch: list[Request]) -> None:
         """Raises AssertionError if pages and requests contradict each other. For tests."""
@@ -289,6 +295,25 @@ class PagePool:
                 key_of[page] = key
         self._names = names
         return prefix
+
+    def adopt(self, prefixes: Iterable[tuple[bytes, bytes, list[int]]]) -> int:
+        """Publishes free pages with known content, which become idle. Each prefix is a salt, the ids of full pages
+        (int32), and these pages. Returns how many pages were published."""
+        free, size, adopted = set(self.free), self._page_bytes, 0
+        for salt, column, pages in prefixes:
+            prefix, own = ROOT_PREFIX + salt, []
+            for index, page in enumerate(pages):
+                ids = column[index * size : (index + 1) * size]
+                if prefix + ids not in self._by_key:
+                    if page not in free:
+                        break  # by an earlier prefix it has other content
+                    free.remove(page)
+                    own.append(page)
+                prefix = self.publish(prefix, [page], ids)
+            self.release(own)
+            adopted += len(own)
+        self.free = [page for page in self.free if page in free]
+        return adopted
 
     def release(self, pages: list[int]) -> None:
         """Removes a reference from each page. The end of a prefix becomes idle before its beginning, since it cannot be

@@ -21,6 +21,7 @@ from tgi.microkernel.protocol import (
     DeploymentLimits,
     End,
     FinishReason,
+    HeldPages,
     Hello,
     Inheritance,
     Status,
@@ -104,6 +105,7 @@ class Scheduler:
         self._tokenizers = TokenizerPeers(self._outbox)
         self._isolation: CrashIsolation[bytes] = CrashIsolation()
         self._lost_worker: LostWorker | None = None  # until its successor connects
+        self._held_pages: list[HeldPages] = []  # reported by a worker that is not ready yet
         self._wait_estimator = WaitEstimator()
         self._progress = ProgressClock()
 
@@ -159,6 +161,8 @@ class Scheduler:
             self._handle_result(message, now)
         elif isinstance(message, Status):
             self._handle_worker_status(message, now)
+        elif isinstance(message, HeldPages):
+            self._held_pages.append(message)
         elif isinstance(message, AdapterUpdated):
             self._handle_adapter_updated(message, now)
         elif isinstance(message, PeerDisconnected):
@@ -519,6 +523,8 @@ class Scheduler:
         self.worker.update_status(status)
         if self._planner is None and (limits := self.worker.limits) is not None:
             self._set_limits(limits, now)
+        if self._held_pages and self.ready and self._planner is not None:
+            self._adopt_pages(self._planner)
         self._send_adapter_updates()
         self.report_status(now)
 
@@ -542,6 +548,13 @@ class Scheduler:
             if fault := validation_error(request, limits):
                 self._end_request(request, FinishReason.INVALID, now, fault)
 
+    def _adopt_pages(self, planner: StepPlanner) -> None:
+        """Fills the prefix cache with the pages that the worker has computed for the scheduler before this one."""
+        held, self._held_pages = self._held_pages, []
+        if self.config.prefix_caching and self.pipeline.next_number == 1:  # no step has overwritten any of them
+            pages = planner.kv_cache.adopt(held)
+            log.info("The worker still holds %d KV pages from before this scheduler was started", pages)
+
     def _send_adapter_updates(self) -> None:
         adapters, worker = self.worker.adapters, self.worker.peer
         if adapters.has_unsent_updates and not self.pipeline and worker is not None:
@@ -558,6 +571,7 @@ class Scheduler:
         self._outbox.discard(self.worker.peer)
         self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()
+        self._held_pages.clear()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
         self.pipeline.worker_lost()

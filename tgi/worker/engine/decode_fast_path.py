@@ -127,6 +127,12 @@ class DecodeFastPath:
         """Drops the previous step and what is not committed of it."""
         self._previous = self._streak = None
 
+    def commit(self) -> None:
+        """Writes all ids sampled so far to the slots, and drops the previous step."""
+        if self._streak is not None:
+            self._streak.commit()
+        self.reset()
+
     def try_step(self, step: Step) -> StepResult | None:
         """The result of the step if it continues the previous one. None: it needs a batch; then all ids sampled so far
         are committed to the slots."""

@@ -9,7 +9,7 @@ import torch
 from llguidance import LLTokenizer
 
 from tgi.microkernel.progress import WorkerFacts
-from tgi.microkernel.protocol import DeploymentLimits, Step, StepResult
+from tgi.microkernel.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.worker.attention.interface import AttentionBackend, CapturableBackend, PrefaultingBackend
 from tgi.worker.device_copies import copy_to_device, copy_to_host
 from tgi.worker.engine.cuda_graphs import DecodeGraphs, GraphCapturer
@@ -134,6 +134,11 @@ class TorchEngine:
         """Removes all requests."""
         self._decode_fast_path.reset()
         self._slots.reset()
+
+    def held_pages(self) -> list[HeldPages]:
+        """See Engine."""
+        self._decode_fast_path.commit()
+        return self._slots.held_pages()
 
     def prefault_memory(self) -> bool:
         """While idle, faults in KV memory for the next PREFAULT_TOKENS tokens, a few milliseconds of it in each call.

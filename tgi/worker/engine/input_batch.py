@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.protocol import MAX_DRAFT_TOKENS, MAX_PROMPT_TOP_TOKENS, SlotAssignment, Step, decode
+from tgi.microkernel.protocol import MAX_DRAFT_TOKENS, MAX_PROMPT_TOP_TOKENS, HeldPages, SlotAssignment, Step, decode
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention.interface import ForwardBatch
 from tgi.worker.device_copies import copy_columns_to_device, copy_to_device
@@ -88,6 +88,13 @@ class Slots:
         self.num_known = np.zeros(count, np.int64)  # ids, sampled ones included
         self.num_computed = np.full(count, EMPTY)  # ids whose keys and values are in the cache; or EMPTY, or NEW
         self.num_pages = np.zeros(count, np.int64)
+        # Each assignment of a slot has a serial. An entry of a page table still holds what it held when the slot got it
+        # if its page was not written by a later assignment.
+        self._last_serial = 0
+        self._serials = np.zeros(count, np.int64)  # of the assignment of each slot
+        self._page_writers = np.zeros(pages, np.int64)  # serials
+        self._entry_writers = np.zeros(self.page_table.shape, np.int64)  # `_page_writers` as the slot knows them
+        self._cache_salts = [b""] * count
         self.touched_pages = 0  # 1 + the highest page id that any request has had
         self.params = SamplingColumns.allocate(count)
         self.prompt_logprobs_from = np.zeros(count, np.int64)  # as in SlotAssignment
@@ -136,6 +143,11 @@ class Slots:
             device_indices, device_pages = copy_columns_to_device((indices, pages[order]), self.ids.device)
             self._device_page_table.view(-1)[device_indices] = device_pages.int()
         np.maximum.at(self.num_pages, sorted_owners, entries + 1)
+        serials = self._serials[sorted_owners]
+        self._entry_writers[sorted_owners, entries] = serials
+        # The first pages of a new request may be a cached prefix, which it does not write: see validate_rows.
+        written = self.num_computed[sorted_owners] != NEW
+        self._page_writers[pages[order][written]] = serials[written]
 
     def validate_rows(self, step: Step) -> StepRows:
         """The step's rows. Raises BadStep if they do not continue the state of their slots."""
@@ -169,6 +181,8 @@ class Slots:
                 f"{draft_ends[row] - 1}, {known[row]} ids known, {computed[row]} computed, "
                 f"{self.num_pages[slots[row]]} pages"
             )
+        for row in (computed == NEW).nonzero()[0]:
+            self._record_first_row(slots[row], starts[row])
         (sampling,) = draws.nonzero()
         if drafts is None:
             return StepRows(slots, starts, ends, sampling, ends[sampling])
@@ -198,6 +212,25 @@ class Slots:
         """Adds the number of drafts that were accepted in the last rows of these slots."""
         self.num_computed[slots] += counts
         self.num_known[slots] += counts
+
+    def held_pages(self) -> list[HeldPages]:
+        """See Engine."""
+        held = []
+        for slot in (self.num_computed > 0).nonzero()[0]:
+            full = self.num_computed[slot] // self.page_size
+            pages = self.page_table[slot, :full]
+            overwritten = (self._page_writers[pages] != self._entry_writers[slot, :full]).nonzero()[0]
+            full = overwritten[0] if len(overwritten) else full
+            if full and slot not in self.faults:
+                ids = self.ids[slot, : full * self.page_size].cpu().numpy()
+                held.append(HeldPages(ids.tobytes(), pages[:full].tobytes(), self._cache_salts[slot]))
+        return held
+
+    def _record_first_row(self, slot: int, start: int) -> None:
+        """Records which pages of a new request are a cached prefix, and which it writes."""
+        pages, cached = self.page_table[slot, : self.num_pages[slot]], start // self.page_size
+        self._page_writers[pages[cached:]] = self._serials[slot]
+        self._entry_writers[slot, : len(pages)] = self._page_writers[pages]
 
     def _assign(self, new: SlotAssignment) -> None:
         slot = new.slot
@@ -232,6 +265,9 @@ class Slots:
         self.num_known[slot] = len(ids)
         self.num_computed[slot] = NEW
         self.num_pages[slot] = 0
+        self._last_serial += 1
+        self._serials[slot] = self._last_serial
+        self._cache_salts[slot] = params.adapter_digest
         self._grammars.assign_slot(slot, params.grammar, ids[new.prompt_tokens :].tolist())
         self._assign_adapter(slot, params)
 

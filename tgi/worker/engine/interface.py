@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from tgi.microkernel.protocol import DeploymentLimits, Step, StepResult
+from tgi.microkernel.protocol import DeploymentLimits, HeldPages, Step, StepResult
 from tgi.worker.lora.registry import AdapterRegistry
 
 
@@ -13,7 +13,11 @@ class Engine(Protocol):
     adapters: AdapterRegistry
 
     def reset(self) -> None:
-        """Removes all requests."""
+        """Removes all requests. The content of the KV pages stays."""
+
+    def held_pages(self) -> list[HeldPages]:
+        """The full pages of each slot, without those that another slot has overwritten. To be called while no step is
+        in flight."""
 
     def prefault_memory(self) -> bool:
         """Prepares memory that later steps will need, for a few milliseconds, while the worker is idle. False: nothing

@@ -123,16 +123,20 @@ class WorkerLoop:
             received = True
             if isinstance(message, Hello):
                 log.debug("%s has connected", peer)
-                self._discard_steps(engine)
+                self._finish_steps(engine)
+                held_pages = engine.held_pages()
+                engine.reset()
                 updates.discard_all()
                 self._scheduler = peer
                 self._epoch = 0
+                for held in held_pages:
+                    self._link.send(peer, held)
                 self._link.send(peer, self._status)
                 self._link.flush()
             elif isinstance(message, PeerDisconnected):
                 log.debug("%s has disconnected", peer)
                 if peer == self._scheduler:
-                    self._discard_steps(engine)
+                    self._finish_steps(engine)  # the slots stay: their pages are reported to the next scheduler
                     updates.discard_all()
                     self._scheduler = None
             elif isinstance(message, Step):
@@ -153,8 +157,8 @@ class WorkerLoop:
                 self._link.send(peer, answer)
             self._link.flush()
 
-    def _discard_steps(self, engine: Engine) -> None:
-        """Drops queued steps, waits for those in flight, and removes all requests: a new scheduler, or a new epoch."""
+    def _finish_steps(self, engine: Engine) -> None:
+        """Drops queued steps, and waits for those in flight, whose results are not wanted."""
         self._queued.clear()
         while self._in_flight:
             step, pending = self._in_flight.popleft()
@@ -163,7 +167,6 @@ class WorkerLoop:
             except Exception as error:
                 _failed_result(error, step)
         self._set_step_deadline()
-        engine.reset()
 
     def _launch_next(self, engine: Engine) -> None:
         if not self._queued or len(self._in_flight) >= PIPELINE_DEPTH:
@@ -173,7 +176,8 @@ class WorkerLoop:
             return
         if step.epoch > self._epoch:
             later = [queued for queued in self._queued if queued.epoch >= step.epoch]
-            self._discard_steps(engine)
+            self._finish_steps(engine)
+            engine.reset()
             self._queued.extend(later)
             self._epoch = step.epoch
         self._set_step_deadline(step)

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgi.microkernel.codec import unpack_float32, unpack_int32
+from tgi.microkernel.codec import pack_int32, unpack_float32, unpack_int32
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.protocol import (
     MAX_DRAFT_TOKENS,
     MAX_PROMPT_TOP_TOKENS,
     DeploymentLimits,
+    HeldPages,
     SlotAssignment,
     Step,
     StepResult,
@@ -74,8 +75,12 @@ class FakeEngine:
         self.adapters = self._worker.adapters
 
     def reset(self) -> None:
-        """Removes all requests."""
+        """Removes all requests. The content of the KV pages stays."""
         self._worker.reset()
+
+    def held_pages(self) -> list[HeldPages]:
+        """See Engine."""
+        return self._worker.held_pages()
 
     def prefault_memory(self) -> bool:
         """False: there is no memory to prefault."""
@@ -131,16 +136,37 @@ class FakeWorker:
         self.limits = config.limits()
         self.adapters = AdapterRegistry(FakeAdapter)
         self._ids = fake_vocabulary(config.vocab_size)
+        # Of each page: the chain after each of its tokens.
+        self._pages: list[list[int]] = [[] for _ in range(self.config.pages)]
         self.reset()
 
     def reset(self) -> None:
-        """Removes all requests and the content of all pages: a new scheduler, or a new epoch."""
+        """Removes all requests: a new scheduler. The content of the pages stays."""
         self.epoch = 0
         self.number = 0
         self._slots: dict[int, FakeRequest] = {}
-        # Of each page: the chain after each of its tokens, and the slots that have it in their tables.
-        self._pages: list[list[int]] = [[] for _ in range(self.config.pages)]
+        # Of each page: the slots that have it in their tables.
         self._holders: list[set[int]] = [set() for _ in range(self.config.pages)]
+
+    def held_pages(self) -> list[HeldPages]:
+        """The full pages of each slot that still hold its tokens."""
+        held = []
+        for request in self._slots.values():
+            adapter = decode(request.slot.sampling).adapter_digest
+            chain = int.from_bytes(adapter) if request.adapter is not None else 0
+            size, full = self.config.page_size, 0
+            for page in request.page_table[: request.computed // size]:
+                chains = []
+                for token in request.ids[full * size : (full + 1) * size]:
+                    chain = hash((chain, token))
+                    chains.append(chain)
+                if self._pages[page] != chains:
+                    break
+                full += 1
+            if full and not request.fault:
+                ids, pages = pack_int32(request.ids[: full * size]), pack_int32(request.page_table[:full])
+                held.append(HeldPages(ids, pages, adapter))
+        return held
 
     def run_step(self, step: Step) -> StepResult:
         """The result of a step; `error` names the first fault of the step, if it has one."""
@@ -151,6 +177,8 @@ class FakeWorker:
 
     def _run(self, step: Step) -> StepResult:
         if step.epoch > self.epoch:
+            if self.epoch:  # a step has failed: the content of the pages is undefined
+                self._pages = [[] for _ in range(self.config.pages)]
             self.reset()
             self.epoch = step.epoch
         require(step.epoch == self.epoch, f"epoch {step.epoch} is over, {self.epoch} is in force")
