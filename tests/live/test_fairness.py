@@ -91,3 +91,18 @@ def test_requests_at_once_of_a_key_are_counted_over_all_front_ends(tiny_llama: P
             server.wait_until(lambda: flood.statuses == [200], "the first request runs")
             assert [short_request(server, "limited") for _ in range(8)] == [429] * 8
             assert short_request(server) == 200
+
+
+def test_a_timeout_ends_the_work_everywhere(tiny_llama: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED, "--max-batch-size", "2") as server:
+        server.start().wait_until_ready()
+        body = {"inputs": "long", "parameters": {"max_new_tokens": 8000}}
+        with ThreadPoolExecutor(4) as pool:
+            headers = {"x-request-timeout": "0.5"}
+            running = [pool.submit(server.client.post, "/generate", json=body, headers=headers) for _ in range(4)]
+            answers = [one.result() for one in running]
+        assert {answer.status_code for answer in answers} <= {429, 504}
+        assert sum(answer.status_code == 504 for answer in answers) >= 2
+        for metric in ("tgi_batch_current_size", "tgi_queue_size"):
+            server.wait_until(lambda metric=metric: server.metric(metric) == 0, f"{metric} is 0")
+        server.generate("next", max_new_tokens=3)

@@ -219,5 +219,7 @@ def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once() -> N
     patient = sim.add([98, 1], 5, client="heavy", deadline_ms=500_000)
     light = sim.add([97, 1], 5, client="light", deadline_ms=5000)
     assert patient.end is light.end is None
+    urgent = sim.add([96, 1], 5, client="urgent", deadline_ms=5)
+    assert urgent.end is None, "it has a right to a slot"
     sim.run()
     assert patient.end.reason == light.end.reason == FinishReason.LENGTH

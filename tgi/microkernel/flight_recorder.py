@@ -40,7 +40,7 @@ class Event(IntEnum):
     QUEUED = 20  # scheduler: in the waiting queue; `a` requests wait before it, `b` run
     ADMITTED = 21  # scheduler: has a slot; `a` tokens came from the prefix cache, `b` requests run
     PREFILLED = 22  # scheduler: its prompt is computed, and the first token after it drawn
-    PREEMPTED = 23  # scheduler: lost its pages to other requests; `a` requests wait, `b` run
+    PREEMPTED = 23  # scheduler: lost its slot or pages to other requests; `a` requests wait, `b` run
     WORKER_LOST = 24  # scheduler: the worker was lost or a step failed; it is computed again
     ENDED = 25  # scheduler: ended, `b` tokens
 
@@ -74,7 +74,7 @@ TEXTS = {
     Event.QUEUED: "queued: {a} requests waited before it, {b} ran",
     Event.ADMITTED: "admitted: {a} tokens found in the prefix cache, {b} requests ran",
     Event.PREFILLED: "prompt computed",
-    Event.PREEMPTED: "preempted, since KV pages were needed: {a} requests waited, {b} ran",
+    Event.PREEMPTED: "preempted: others needed its slot or its KV pages; {a} requests waited, {b} ran",
     Event.WORKER_LOST: "the worker was lost, or its step failed: queued again",
     Event.ENDED: "ended after {b} tokens",
 }

@@ -311,8 +311,12 @@ class Scheduler:
             self._refuse_if_late(request, add.deadline_ms, now)
 
     def _refuse_if_late(self, request: Request, deadline_ms: int, now: float) -> None:
-        """Ends a new request at once if it is expected to wait beyond its deadline."""
-        full = self._planner is not None and self._planner.batch.full
+        """Ends a new request at once if it is expected to wait beyond its deadline. One that may preempt others does
+        not wait for the ends that the estimate counts."""
+        planner = self._planner
+        if planner is not None and planner.may_preempt(request.share):
+            return
+        full = planner is not None and planner.batch.full
         late_ms = int(1000 * self._wait_estimator.wait_seconds(self._queue.ahead(request), full)) - deadline_ms
         if late_ms > 0 and not self._isolation.is_on_trial(request.fingerprint):
             message = f"the request is expected to wait {late_ms / 1000:.1f} s beyond its timeout"

@@ -24,7 +24,7 @@ from tgi.scheduler.decode_batch import DecodeLane, LaneRows, RunningBatch, preem
 from tgi.scheduler.estimators import HANG_SECONDS, PrefillBudget, SizeClass, StepLimits
 from tgi.scheduler.in_flight import InFlightStep, PromptLogprobRow, prompt_logprob_row
 from tgi.scheduler.kv_cache import KVCacheManager
-from tgi.scheduler.request import NO_SLOT, Request, TokenizerClient
+from tgi.scheduler.request import NO_SLOT, ClientShare, Request, TokenizerClient
 from tgi.scheduler.speculation import NgramProposer, Speculation
 from tgi.scheduler.waiting_queue import WaitingQueue
 
@@ -198,6 +198,10 @@ class StepPlanner:
     def _preempt(self, request: Request) -> None:
         self._counters.preemptions += 1
         self._requeue(request, PREEMPT)
+
+    def may_preempt(self, share: ClientShare) -> bool:
+        """Whether a client that waits has a right to a slot of another one."""
+        return any(share.may_preempt(other, self.queue.step) for other in self.batch.shares)
 
     def _preempt_for_head(self) -> None:
         """If the head of the queue finds no slot, or too few pages, preempts requests of the client with the highest
