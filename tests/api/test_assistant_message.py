@@ -78,7 +78,7 @@ def test_deltas_join_to_the_message(data: st.DataObject) -> None:
     parts = [[part for part, at in zip(said, places, strict=True) if at == token] for token in range(tokens)]
     rest = [part for part, at in zip(said, places, strict=True) if at == tokens]
     end = End(0, FinishReason.EOS, parts=rest)
-    reply = AssistantMessage()
+    reply = AssistantMessage(str)
     cut = data.draw(st.integers(0, tokens - 1))
     names = [f"logprob {token}" for token in range(tokens)]
     first, beside_first = reply.deltas(columns(parts[:cut]), None, names[:cut])

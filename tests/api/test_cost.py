@@ -15,6 +15,7 @@ from tests.counting import Cost, per_item
 from tgi.api.asgi import DisconnectWatcher
 from tgi.api.openai_output import ResponseIdentity
 from tgi.api.requests import Generation, WakeEvent
+from tgi.api.resumption import ResponseKey
 from tgi.api.router import TokenDelivery
 from tgi.api.routes.chat import ChatEvents
 from tgi.api.routes.completions import CompletionEvents
@@ -25,7 +26,7 @@ from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.protocol import Generate, Texts
 from tgi.microkernel.sampling_params import SamplingParams
 
-IDENTITY = ResponseIdentity('"id"', 1, '"m"', '"f"')
+IDENTITY = ResponseIdentity('"id"', 1, '"m"', '"f"', ResponseKey.new())
 COMPLETION = msgspec.json.decode(b'{"prompt": "a", "stream": true}', type=CompletionRequest)
 ROUTES: dict[str, Callable[[Generation], EventFormatter]] = {
     "native": lambda generation: NativeEvents(generation, False, ""),

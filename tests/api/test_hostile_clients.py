@@ -81,10 +81,11 @@ def test_half_bodies_end_with_408_in_the_format_of_the_route(serve: Any) -> None
     for connection in connections:
         reply = Reply(read_all(connection))
         assert (reply.status, reply.body.decode()) == (408, text)
-    with front.connect() as connection:
-        connection.sendall(request("POST", "/v1/completions", b"{", HEAD))
-        reply = Reply(read_all(connection))
-        assert (reply.status, json.loads(reply.body)["error"]["message"]) == (408, text)
+    for begin in (b"", b"{"):
+        with front.connect() as connection:
+            connection.sendall(request("POST", "/v1/completions", begin, HEAD))
+            reply = Reply(read_all(connection))
+            assert (reply.status, json.loads(reply.body)["error"]["message"]) == (408, text)
     assert front.post("/generate", '{"inputs":"x"}').status == 200
 
 
@@ -146,13 +147,18 @@ def test_memory_of_incomplete_bodies_is_bounded(serve: Any, monkeypatch: pytest.
 def test_a_body_without_key_or_permit_is_not_read(serve: Any) -> None:
     front = serve(silent, max_concurrent_requests=1, api_key=("k",))
     with front.connect() as connection:
-        connection.sendall(HALF_BODY)
+        connection.sendall(request("POST", "/generate", b"", HEAD))
         assert Reply(read_all(connection)).status == 401
     head = {"content-type": "application/json", "content-length": "14", "authorization": "Bearer k"}
     with front.connect() as running, front.connect() as connection:
         running.sendall(request("POST", "/generate_stream", b'{"inputs":"x"}', head))
         rid = front.tokenizers[0].next(Generate).rid
-        connection.sendall(request("POST", "/generate", b"{", head))
+        for length in ({"content-length": "1900000"}, {"transfer-encoding": "chunked"}):
+            with front.connect() as large:
+                fields = {name: value for name, value in head.items() if name != "content-length"} | length
+                large.sendall(request("POST", "/generate", b"", fields))
+                assert Reply(read_all(large)).status == 429
+        connection.sendall(request("POST", "/generate", b'{"inputs":"x"}', head))
         reply = Reply(read_all(connection))
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         front.tokenizers[0].send(word(rid, 1), End(rid, FinishReason.EOS, "", " 1", 1, 1))

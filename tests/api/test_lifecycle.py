@@ -370,10 +370,11 @@ def test_requests_beyond_the_permits_are_rejected(serve: Any) -> None:
     streams = [Stream(front), Stream(front, "/generate")]
     messages = [tokenizer.next(Generate), tokenizer.next(Generate)]
     for path in ("/generate", "/generate_stream", "/"):
-        reply = front.post(path, '{"inputs":""}')  # permits are looked at before the body
+        reply = front.post(path, '{"inputs":""}')  # permits are acquired before the rules are checked
         assert reply.status == 429
         assert reply.body == b'{"error":"Model is overloaded","error_type":"overloaded"}'
         assert reply.headers["retry-after"] == "1"
+        assert front.post(path, '{"inputs":"","parameters":{"best_of":9}}').status == 422
     for message in messages:
         tokenizer.send(word(message.rid, 1), End(message.rid, FinishReason.EOS, "", "", 1, 1))
     for stream in streams:

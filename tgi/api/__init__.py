@@ -5,6 +5,7 @@ Read operations.py first: the table of all routes. A request then passes through
   http_server    connections, their limits, and the server; tls: its certificate
   app            the falcon application: middleware and error handlers
   routes/        one module per group of routes; they decode (json_body), answer, and format (native, chat, completions)
+  resumption     ids of events, for clients that come back
   service        settings and router, and the steps that all routes share; body_reader: limits of incomplete bodies
   generation     from a decoded request to its generations, and from those to the response
   requests       live requests to the tokenizers

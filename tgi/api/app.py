@@ -26,7 +26,8 @@ def build(service: Service) -> AsgiApp:
     """The ASGI application of one front end. Raises UserError if the settings name a path that is in use."""
     settings = service.settings
     app = falcon.asgi.App()
-    app.add_middleware(CorsMiddleware(settings.cors_allow_origin))
+    resume_headers = ("last-event-id",) if settings.resume_window else ()
+    app.add_middleware(CorsMiddleware(settings.cors_allow_origin, resume_headers))
     app.add_middleware(RequestIdMiddleware())
     if service.tracer is not None:  # before the API key, so that a span has its name also if the key is wrong
         app.add_middleware(tracing.SpanNameMiddleware(span_names(settings)))
@@ -45,9 +46,24 @@ def build(service: Service) -> AsgiApp:
 
     async def outermost(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         scope[RECEIVE_KEY] = receive
-        await app(scope, receive, send)
+        await app(scope, _with_head_event(receive), send)
 
     return outermost if service.tracer is None else tracing.with_spans(outermost, service.tracer)
+
+
+def _with_head_event(receive: Receive) -> Receive:
+    """Prepends an event without content. falcon waits for the first event before it calls middleware and responder, so
+    they see a request once its head is complete, not only with the first bytes of its body."""
+    is_first = True
+
+    async def receive_head_first() -> dict[str, Any]:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return {"type": "http.request", "body": b"", "more_body": True}
+        return await receive()
+
+    return receive_head_first
 
 
 def resource_classes(settings: Settings) -> dict[str, type[Resource]]:

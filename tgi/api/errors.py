@@ -162,6 +162,20 @@ def too_many_connections() -> ApiError:
     return ApiError(503, "too_many_connections", "All connections of this server are in use. Retry in a moment")
 
 
+def invalid_event_id() -> Rejection:
+    """400: no stream of this server has such an event."""
+    return Rejection(400, "`Last-Event-ID` is not the id of an event of this server. To begin anew, leave it out")
+
+
+def cannot_resume() -> ApiError:
+    """410: the events that the client has cannot be repeated, so the stream cannot continue after them."""
+    text = (
+        "The stream cannot be resumed: this request does not repeat the events that were received. Send the same "
+        "request to the same route within --resume-window, or begin anew without `Last-Event-ID`"
+    )
+    return ApiError(410, "cannot_resume", text)
+
+
 def generation_failed(cause: str) -> ApiError:
     """424: the generation has failed."""
     return ApiError(424, "generation", f"Request failed during generation: {cause}", counted="generation")

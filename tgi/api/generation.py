@@ -13,6 +13,7 @@ from tgi.api.errors import ApiError
 from tgi.api.request_metrics import RequestTimings
 from tgi.api.request_parameters import RequestedSampling, encode_grammar
 from tgi.api.requests import Generation, WakeEvent
+from tgi.api.resumption import KEY_BYTES, event_numbering, response_key
 from tgi.api.service import Service
 from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
@@ -95,14 +96,16 @@ def create_generations(
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()
     key = 0 if probe else request_key(req.context.request_id)
+    window_ms = int(1000 * service.settings.resume_window) if stream else 0
+    random_source = response_key(req, resumable=window_ms > 0)
     grammar_json = encode_grammar(parameters.grammar)
     adapter = None if parameters.adapter_id is None else service.router.adapters[parameters.adapter_id]
     generations: list[Generation] = []
     for prompt in prompts:
-        seed = service.seed_or_random(parameters.seed)
+        seed = random_source.draw_seed() if parameters.seed is None else parameters.seed
         for index in range(best_of * choices):
             if index and best_of > 1:
-                seed = service.seed_or_random(None)  # the choices of one seed differ by `choice`, those of best_of not
+                seed = random_source.draw_seed()  # the choices of one seed differ by `choice`, those of best_of not
             params = sampling.to_params(seed, index if choices > 1 else 0)
             if adapter is not None:
                 params = params._replace(adapter=adapter.name, adapter_digest=adapter.digest)
@@ -111,6 +114,9 @@ def create_generations(
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
             message = message._replace(request_key=key, request_index=len(generations), fingerprint=next(fingerprints))
             service.router.recorder.stamp(Event.RECEIVED, key, len(generations))
+            if window_ms:
+                resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
+                message = message._replace(resume_key=resume_key, resume_window_ms=window_ms)
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
             generations.append(Generation(message, stream, wake_event, probe, client, timeout))
@@ -222,8 +228,9 @@ async def stream_generations(
 
     Raises ApiError if one fails before its first token, and ClientDisconnected.
     """
+    numbering = event_numbering(req, len(generations)) if service.settings.resume_window else None
     watcher = service.submit(generations, req)
-    event_stream = EventStream(generations, formatter, watcher, service.cancel)
+    event_stream = EventStream(generations, formatter, watcher, service.cancel, numbering)
     try:
         await event_stream.wait_for_first_token()
     except BaseException:

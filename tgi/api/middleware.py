@@ -11,9 +11,11 @@ VARY = "origin, access-control-request-method, access-control-request-headers"
 
 
 class CorsMiddleware:
-    """Allows browsers to call from the given origins, or from any if none or "*" is given."""
+    """Allows browsers to call from the given origins, or from any if none or "*" is given. `more_headers`: those that
+    they may send besides TGI's."""
 
-    def __init__(self, origins: tuple[str, ...]) -> None:
+    def __init__(self, origins: tuple[str, ...], more_headers: tuple[str, ...] = ()) -> None:
+        self._headers = ",".join(("content-type", "authorization", *more_headers))
         self._origins = frozenset(origins) - {"*"} if "*" not in origins else frozenset()
 
     async def process_request(self, req: Request, resp: Response) -> None:
@@ -26,7 +28,7 @@ class CorsMiddleware:
             resp.set_header("access-control-allow-origin", origin)
         if req.method == "OPTIONS":
             resp.set_header("access-control-allow-methods", "GET,POST")
-            resp.set_header("access-control-allow-headers", "content-type,authorization")
+            resp.set_header("access-control-allow-headers", self._headers)
             resp.complete = True
 
 

@@ -1,9 +1,7 @@
 """What the responses of OpenAI's routes consist of, as JSON text: ids, usage, finish reasons, visible text, and chat
 messages with reasoning and tool calls."""
 
-import time
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from json.encoder import encode_basestring as quote
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from tgi.api import errors
 from tgi.api.errors import ApiError
 from tgi.api.json_body import describe_syntax_error
 from tgi.api.requests import Generation
+from tgi.api.resumption import ResponseKey
 from tgi.api.service import Service
 from tgi.api.token_columns import TokenColumns, TopToken
 from tgi.microkernel.protocol import AnswerPart, End, FinishReason, PartKind
@@ -23,23 +22,29 @@ DONE_EVENT = "data: [DONE]\n\n"
 
 
 class ResponseIdentity(NamedTuple):
-    """The fields that all chunks of one response share. Strings are JSON already."""
+    """The fields that all chunks of one response share. Strings are JSON already. `key` makes the ids of tool calls."""
 
     id: str
     created: int
     model: str
     fingerprint: str
+    key: ResponseKey
 
     @classmethod
-    def create(cls, service: Service, prefix: str, adapter: str) -> "ResponseIdentity":
-        """With a new id. `model` is the name of the adapter, or of the served model if `adapter` is empty, whatever
-        model the request named."""
+    def create(cls, service: Service, key: ResponseKey, prefix: str, adapter: str) -> "ResponseIdentity":
+        """With the id and the time of `key`. `model` is the name of the adapter, or of the served model if `adapter` is
+        empty, whatever model the request named."""
         return cls(
-            id=f'"{prefix}-{uuid.uuid4().hex}"',
-            created=int(time.time()),
+            id=f'"{prefix}-{key.hex_id("response")}"',
+            created=key.created,
             model=quote(adapter or service.model_id),
             fingerprint=quote(f"{tgi.__version__}-{service.settings.docker_label or 'native'}"),
+            key=key,
         )
+
+    def call_id(self, choice: int, number: int) -> str:
+        """The id of a tool call: `number` counts those of one choice."""
+        return f"call_{self.key.hex_id(f'call {choice} {number}')}"
 
 
 def finish_reason_json(end: End | None) -> str:
@@ -115,8 +120,8 @@ class VisibleText:
 class _ToolCall:
     """A tool call, whose arguments may be incomplete."""
 
-    def __init__(self, name: str) -> None:
-        self.id = f"call_{uuid.uuid4().hex}"
+    def __init__(self, call_id: str, name: str) -> None:
+        self.id = call_id
         self.name = name
         self._pieces: list[str] = []
 
@@ -139,15 +144,19 @@ class _ToolCall:
 class AssistantMessage:
     """The chat message of a generation that consists of parts (text, reasoning, tool calls), whole or as deltas."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_id: Callable[[int], str]) -> None:
+        """`call_id` returns the id of the tool call with a number."""
+        self._call_id = call_id
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[_ToolCall] = []
 
     @classmethod
-    def from_generation(cls, generation: Generation, end: End) -> "AssistantMessage":
+    def from_generation(
+        cls, generation: Generation, end: End, call_id: Callable[[int], str] = str
+    ) -> "AssistantMessage":
         """The whole message of a generation none of whose tokens were taken."""
-        message = cls()
+        message = cls(call_id)
         for part in _all_parts(generation, end):
             message._add_part(part)
         return message
@@ -216,7 +225,7 @@ class AssistantMessage:
                 self._reasoning.append(part.text)
                 return f'"reasoning_content":{quote(part.text)}'
             case PartKind.CALL:
-                self._tool_calls.append(_ToolCall(part.text))
+                self._tool_calls.append(_ToolCall(self._call_id(len(self._tool_calls)), part.text))
                 return f'"tool_calls":[{{"index":{len(self._tool_calls) - 1},{self._tool_calls[-1].members_json("")}}}]'
             case _:
                 self._tool_calls[-1].add_arguments(part.text)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from array import array
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from zlib import crc32
 
 from tgi.api.clients import ANONYMOUS, Client
 from tgi.api.token_columns import NO_TOKENS, PromptColumns, TextsColumns, TokenColumns
@@ -53,6 +54,10 @@ class LiveRequest:
         self.fingerprint = b""  # its name in crash isolation; b"": it has none
         self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
         self.span: Span | None = None  # of the HTTP request, if tracing is on
+
+    def tokenizer_rank(self, replica: int) -> int:
+        """The lower, the rather this tokenizer gets the request; equal for all: the one with the fewest requests."""
+        return 0
 
     def to_message(self, rid: int) -> tuple[Any, ...]:
         """The message that asks a tokenizer for what is still missing."""
@@ -127,6 +132,10 @@ class Generation(LiveRequest):
         self.arrival_time = time.perf_counter()
         self.first_token_time: float | None = None
         self.latest_token_time = self.arrival_time
+
+    def tokenizer_rank(self, replica: int) -> int:
+        """By `resume_key`, so that every front end finds the tokenizer that keeps the stream."""
+        return crc32(b"%d" % replica, crc32(self.message.resume_key)) if self.message.resume_key else 0
 
     def to_message(self, rid: int) -> Generate:
         """The message that submits this request, under `rid`."""

@@ -226,8 +226,9 @@ class Router:
         self._assign(request)
         self._exchange_with_all_soon()
 
-    def cancel(self, request: LiveRequest) -> None:
-        """Cancels an active request; a Cancel is sent at once. The record stays until the End."""
+    def cancel(self, request: LiveRequest, client_lost: bool = False) -> None:
+        """Cancels an active request; a Cancel is sent at once. The record stays until the End. `client_lost`: because
+        its client has disconnected."""
         if not request.active:
             return
         self._deactivate(request)
@@ -240,7 +241,7 @@ class Router:
         elif assignment := self._assignments.get(request):
             tokenizer, rid = assignment
             if tokenizer.peer is not None:
-                tokenizer.link.send(tokenizer.peer, Cancel(rid))
+                tokenizer.link.send(tokenizer.peer, Cancel(rid, client_lost))
                 self._exchange_messages(tokenizer)
 
     # --- slow readers ---
@@ -453,13 +454,22 @@ class Router:
         return [*self._assignments, *self._unassigned, *kept_back]
 
     def _assign(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
-        """Sends a request to the tokenizer with the fewest requests, ready ones first, and those that make progress."""
+        """Sends a request to the tokenizer with the fewest requests, ready ones first, and those that make progress. A
+        request that may be resumed goes where its key leads every front end."""
         request.on_trial = self._isolation.is_suspect(request.fingerprint)
         responding = [t for t in self.tokenizers if t.peer is not None and not t.silent]
         if not responding:
             self._unassigned[request] = None
             return
-        best = min(responding, key=lambda t: (not (t.status is not None and t.status.ready), t.stuck, len(t.requests)))
+        best = min(
+            responding,
+            key=lambda t: (
+                not (t.status is not None and t.status.ready),
+                t.stuck,
+                0 if t.peer is None else request.tokenizer_rank(t.peer.replica),
+                len(t.requests),
+            ),
+        )
         rid = next(self._rids)
         best.requests[rid] = request
         self._assignments[request] = (best, rid)

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import logging
 import math
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# What uvicorn holds of a body that is not read.
+SMALL_BODY_BYTES = 64 << 10
 # For this long the rest of a body that is too long is read and dropped.
 DRAIN_SECONDS = 2.0
 
@@ -47,7 +48,6 @@ class Service:
     router: Router
     model_id: str
     compute_type: str
-    seed_source: random.Random = field(default_factory=random.SystemRandom)
     tracer: "Tracer | None" = None
     clients: Clients = field(init=False)
 
@@ -56,11 +56,12 @@ class Service:
         self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
 
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
-        """As read_body, for requests that need permits: while none is free, the body is not read.
+        """As read_body, for requests that need permits: while none is free, a large body is not read. The permit of a
+        small one is acquired when it is decoded, since TGI reports invalid requests before it looks for a permit.
 
         Raises also ApiError: 429.
         """
-        if not is_probe(req):
+        if not is_probe(req) and (req.content_length is None or req.content_length > SMALL_BODY_BYTES):
             self.router.require_free_permit(req.context.client)
         return await self.read_body(req, decoder)
 
@@ -100,18 +101,16 @@ class Service:
                 raise errors.quarantined(entry.reason, math.ceil((entry.until - time.time()) / 60))
         return names
 
-    def seed_or_random(self, given: int | None) -> int:
-        """The request's seed, or a random uint64. Drawn here, so that it survives the loss of any other process."""
-        return self.seed_source.getrandbits(64) if given is None else given
-
     def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:
-        """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect."""
+        """Submits the tokenizer requests of an HTTP request. The watcher cancels the active ones at a disconnect: those
+        that the client may resume continue in the tokenizer for a while."""
         span = span_of(req)
 
         def release() -> None:
             if any(request.active for request in requests if isinstance(request, Generation)) and not is_probe(req):
                 request_metrics.record_disconnect(span)
-            self.cancel(requests)
+            for request in requests:
+                self.router.cancel(request, client_lost=True)
 
         parking = SlowReader(self.router, self.settings.slow_reader_timeout, req.scope.get(ABORT_KEY))
         for request in requests:

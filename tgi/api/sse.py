@@ -1,7 +1,7 @@
 """Server-sent events of one request: an iterator for falcon that waits for tokens or for the client's disconnect."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from tgi.api import errors, request_metrics
 from tgi.api.asgi import DisconnectWatcher
 from tgi.api.errors import ApiError, ClientDisconnected
 from tgi.api.requests import Generation
+from tgi.api.resumption import EventNumbering
 from tgi.api.token_columns import TokenColumns
 from tgi.microkernel.protocol import End
 
@@ -23,6 +24,9 @@ Cancel = Callable[[Sequence[Generation]], None]
 
 class EventFormatter(Protocol):
     """How a route writes its events. An event is `data: `, one line of JSON, and an empty line."""
+
+    def opening_events(self) -> list[str]:
+        """The events before the first token of any generation: none, or one of each."""
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of these tokens of generation `index`; `end` comes with its last ones. There is at least one
@@ -40,7 +44,12 @@ class EventStream:
     transport has room, so a slow client delays only itself."""
 
     def __init__(
-        self, generations: Sequence[Generation], formatter: EventFormatter, watcher: DisconnectWatcher, cancel: Cancel
+        self,
+        generations: Sequence[Generation],
+        formatter: EventFormatter,
+        watcher: DisconnectWatcher,
+        cancel: Cancel,
+        numbering: EventNumbering | None = None,
     ) -> None:
         self._generations = generations
         self._wake_event = generations[0].wake_event
@@ -49,6 +58,8 @@ class EventStream:
         self._formatter = formatter
         self._watcher = watcher
         self._cancel = cancel
+        self._numbering = numbering  # of a stream that its client may resume
+        self._is_open = False  # the opening events are written
         self._has_more = True  # more events may be ready than the latest chunk held
         self._keep_alive_due = False
         self._loop = asyncio.get_running_loop()
@@ -80,11 +91,12 @@ class EventStream:
         while self._unfinished and not self._watcher.disconnected:
             if not self._has_more:
                 await self._wake_event.wait()
-            if chunk := self._next_chunk():
+            chunk = self._next_chunk()
+            if self._has_more:
+                await asyncio.sleep(0)
+            if chunk:
                 self._keep_alive_due = False
                 self._last_event_time = self._loop.time()
-                if self._has_more:
-                    await asyncio.sleep(0)
                 return chunk.encode()
             if self._keep_alive_due:
                 self._keep_alive_due = False
@@ -99,8 +111,9 @@ class EventStream:
 
     def _next_chunk(self) -> str:
         """The events that are ready. Those of several generations alternate."""
-        event_lists: list[list[str]] = []
-        ending = ""
+        event_lists: list[tuple[int, list[str]]] = []  # with the index of the generation
+        openings: list[str] = []
+        closing = failure = ""
         self._has_more = False
         for index, generation in self._unfinished:
             if not generation.unread_tokens.texts and generation.end is None:
@@ -108,23 +121,37 @@ class EventStream:
             columns = generation.take_tokens(self._max_events)
             if generation.end is None or generation.unread_tokens.texts:
                 self._has_more = self._has_more or bool(generation.unread_tokens.texts)
-                event_lists.append(self._formatter.token_events(index, columns, None))
+                openings += self._open()
+                event_lists.append((index, self._formatter.token_events(index, columns, None)))
                 continue
             error = errors.from_end(generation.end, streaming=True)
             prompt_only = generation.message.max_new_tokens == 0
             if error is None and not columns.texts and not prompt_only:
                 error = errors.incomplete_generation(streaming=True)
             if columns.texts or (prompt_only and error is None):
-                event_lists.append(self._formatter.token_events(index, columns, None if error else generation.end))
+                end = None if error else generation.end
+                openings += self._open()
+                event_lists.append((index, self._formatter.token_events(index, columns, end)))
             if error is not None:
-                ending = self._fail(error)
+                failure = self._fail(error)
                 break
             request_metrics.record_generation(generation)
-            ending = self._finish(index)
-        events = (
-            event_lists[0] if len(event_lists) == 1 else chain.from_iterable(zip_longest(*event_lists, fillvalue=""))
-        )
-        return "".join(events) + ending
+            closing = self._finish(index)
+        if self._numbering is None:
+            lists = [events for _, events in event_lists]
+            events = lists[0] if len(lists) == 1 else chain.from_iterable(zip_longest(*lists, fillvalue=""))
+            return "".join(chain(openings, events)) + closing + failure
+        try:
+            return self._numbering.number(_indexed_events(openings, event_lists, closing)) + failure
+        except ApiError as error:
+            return self._fail(error)
+
+    def _open(self) -> list[str]:
+        """The opening events, at the first call."""
+        if self._is_open:
+            return []
+        self._is_open = True
+        return self._formatter.opening_events()
 
     def _finish(self, index: int) -> str:
         """Removes a finished generation. Returns the events that close the stream if it was the last one."""
@@ -149,3 +176,14 @@ class EventStream:
             self._wake_event.wake()
             left = KEEP_ALIVE_SECONDS
         self._timer = self._loop.call_later(left, self._on_timer)
+
+
+def _indexed_events(
+    openings: list[str], event_lists: list[tuple[int, list[str]]], closing: str
+) -> Iterator[tuple[int, str]]:
+    """The events of a chunk in their order, each with the index of its generation; -1: a closing event."""
+    yield from enumerate(openings)
+    for row in zip_longest(*([(index, event) for event in events] for index, events in event_lists)):
+        yield from (entry for entry in row if entry is not None)
+    for event in closing.split("\n\n")[:-1]:
+        yield -1, f"{event}\n\n"

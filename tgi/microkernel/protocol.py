@@ -253,6 +253,10 @@ class Generate(NamedTuple):
     `stop_token_ids` end the text like the model's EOS, even with `ignore_eos`. With `hide_stop` the text excludes the
     stop string or the stop token, and `Texts.held_chars` says what must not be shown yet.
 
+    A tokenizer keeps all it has sent about a request with a `resume_key` until `resume_window_ms` after its End, or
+    after the loss of the client or the api; it continues the request meanwhile. A Generate with the same key and no
+    `resume_ids`, from any api, takes it over: all is sent again under the new rid, then what follows.
+
     `fingerprint` names the request in crash isolation, 8 bytes: equal for equal requests of clients. With `alone` the
     tokenizer works on it only while it has nothing else in hand.
 
@@ -287,6 +291,8 @@ class Generate(NamedTuple):
     weight: float = 1.0  # of the client's share, > 0
     priority: int = 0  # requests of a higher priority are admitted first
     deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
+    resume_key: bytes = b""
+    resume_window_ms: int = 0
 
 
 class Tokenize(NamedTuple):
@@ -302,9 +308,13 @@ class Tokenize(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Ends a request whose result is not needed any more (api-tokenizer and tokenizer-scheduler). Answered by End."""
+    """Ends a request whose result is not needed any more (api-tokenizer and tokenizer-scheduler). Answered by End.
+
+    With `client_lost` (api-tokenizer) a request with a `resume_key` continues in the tokenizer for its window.
+    """
 
     rid: int
+    client_lost: bool = False
 
 
 class UpdateAdapter(NamedTuple):

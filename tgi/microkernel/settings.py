@@ -238,6 +238,13 @@ class Settings:
         env=("TGI_REUSE_PORT",),
         hidden=True,
     )
+    resume_window: float = setting(
+        SERVING,
+        0.0,
+        "Seconds that a stream continues without its client, who may resume it with Last-Event-ID; 0: not at all.",
+        number,
+        env=("TGI_RESUME_WINDOW",),
+    )
     disable_grammar_support: bool = setting(SERVING, False, "Reject requests with a grammar.", boolean)
     watermark_gamma: float = setting(
         SERVING, 0.5, "Share of green tokens of the vocabulary in a watermark.", proper_share
@@ -741,6 +748,8 @@ def _reject_contradictions(settings: Settings) -> None:
         raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
     if settings.draft_model_revision is not None and settings.draft_model_id is None:
         raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
+    if settings.resume_window < 0:
+        raise _invalid(f"`resume_window` must be >= 0. Given: {settings.resume_window:g}")
     for line in settings.api_key:
         try:
             parse_api_key(line)

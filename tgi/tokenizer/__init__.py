@@ -6,6 +6,7 @@ Read `pool` first: TokenizerPool handles all messages of the process without soc
 - pool: TokenizerPool, all requests of the process.
 - message_checks: sizes and ranges that the types of a message leave open.
 - request: TokenizerRequestState, the state of one request, from Generate to End.
+- resumable_streams: ResumableStreams, between apis and pool: requests that continue without their client.
 
 Text to token ids:
 

@@ -14,6 +14,7 @@ from tgi.microkernel.progress import CHAT_TEMPLATE
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
 from tgi.tokenizer.pool import TokenizerPool
+from tgi.tokenizer.resumable_streams import ResumableStreams
 from tgi.tokenizer.structured_output.compile_process import GrammarCompiler
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -54,12 +55,14 @@ def main(process: Process) -> None:
     process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
     process.publish_state("ready")
     executors = JobExecutors(process.wake_loop, process.work_register.units)
+    streams = ResumableStreams(pool.handle)
     while not process.handing_over and not (process.stopping and pool.idle and executors.idle):
         if process.stopping:
             process.publish_state("draining")
+            streams.drop_detached()
         deadline = pool.deadline()
         process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
-        run_once(pool, api_link, scheduler_link, executors)
+        run_once(pool, streams, api_link, scheduler_link, executors)
         if process.beat_due:
             process.exchange_beats(pool.beat())
     for link in (api_link, scheduler_link):
@@ -71,17 +74,21 @@ def main(process: Process) -> None:
         tracer.close()
 
 
-def run_once(pool: TokenizerPool, api_link: Link, scheduler_link: Link, executors: JobExecutors) -> None:
+def run_once(
+    pool: TokenizerPool, streams: ResumableStreams, api_link: Link, scheduler_link: Link, executors: JobExecutors
+) -> None:
     """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced."""
-    for link in (scheduler_link, api_link):
-        for peer, message in link.receive():
-            pool.handle(peer, message)
+    for peer, message in scheduler_link.receive():
+        pool.handle(peer, message)
+    for peer, message in api_link.receive():
+        streams.receive(peer, message)
+    streams.drop_expired()
     for job, result in executors.completed_jobs():
         pool.complete_job(job.key, result)
     if executors.idle:
         pool.run_trials()
     executors.start_jobs(pool.jobs)
-    for peer, message in pool.drain_outgoing():
+    for peer, message in streams.forward(pool.drain_outgoing()):
         (scheduler_link if peer.role == "scheduler" else api_link).send(peer, message)
     api_link.flush()
     scheduler_link.flush()

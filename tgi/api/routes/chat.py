@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: the next message of a chat, whole or as a stream of deltas."""
 
-from collections import defaultdict
+from functools import partial
 from json.encoder import encode_basestring as quote
 
 from falcon.asgi import Request, Response
@@ -32,6 +32,7 @@ from tgi.api.openai_output import (
 from tgi.api.rejected_fields import FieldChecker
 from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
 from tgi.api.requests import Generation
+from tgi.api.resumption import response_key
 from tgi.api.service import Resource, Service
 from tgi.api.shapes.chat import ChatRequest
 from tgi.api.token_columns import TokenColumns
@@ -54,7 +55,7 @@ class ChatEvents:
         self._generations = generations
         self._openai_errors = openai_errors
         self._visible_texts = [VisibleText() for _ in generations]
-        self._messages: defaultdict[int, AssistantMessage] = defaultdict(AssistantMessage)  # of answers with parts
+        self._messages = [AssistantMessage(partial(identity.call_id, index)) for index in range(len(generations))]
         self._chunk_start = (
             f'data: {{"object":"chat.completion.chunk","id":{identity.id},"created":{identity.created},'
             f'"model":{identity.model},"system_fingerprint":{identity.fingerprint},"choices":['
@@ -64,6 +65,12 @@ class ChatEvents:
         self._top_n = generations[0].message.sampling.top_n
         self._usage = TokenUsage(len(generations)) if usage else None
         self._unsent_roles = dict.fromkeys(range(len(generations)), '"role":"assistant"')  # by index of the choice
+
+    def opening_events(self) -> list[str]:
+        """Opens all choices before the first token if there are several: clients expect them in order."""
+        delta = "" if any(generation.has_parts for generation in self._generations) else '"content":""'
+        choices = range(len(self._generations))
+        return [self._event(index, delta) for index in choices] if len(choices) > 1 else []
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one choice."""
@@ -76,15 +83,12 @@ class ChatEvents:
         else:
             deltas = [f'"content":{quote(piece)}' for piece in self._visible_texts[index].pieces(columns, end)]
             reason = finish_reason_json(end)
-        openings = self._opening_events("" if columns.parts else '"content":""') if self._unsent_roles else ""
         events = []
         last = len(deltas) - 1
         for at, delta in enumerate(deltas):
             events.append(
                 self._event(index, delta, logprobs[at] if logprobs else "null", reason if at == last else "null")
             )
-        if openings:
-            events[0] = openings + events[0]
         if end is not None and self._usage is not None:
             self._usage.add_generation(index, end, self._generations[index].generated_count)
         return events
@@ -97,11 +101,6 @@ class ChatEvents:
         """The last events of a stream."""
         usage = f'{self._chunk_start}],"usage":{self._usage.to_json()}}}\n\n' if self._usage else ""
         return usage + DONE_EVENT
-
-    def _opening_events(self, delta: str) -> str:
-        """Opens all choices before the first token if there are several: clients expect them in order."""
-        roles = self._unsent_roles
-        return "".join(self._event(index, delta) for index in [*roles]) if len(roles) > 1 else ""
 
     def _event(self, index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
         if self._unsent_roles and (role := self._unsent_roles.pop(index, "")):
@@ -120,7 +119,7 @@ def response_json(finished: list[FinishedGeneration], identity: ResponseIdentity
         usage.add_generation(index, end, generation.generated_count)
         content, reason = f'"content":{quote(end.text)}', finish_reason_json(end)
         if generation.has_parts:
-            message = AssistantMessage.from_generation(generation, end)
+            message = AssistantMessage.from_generation(generation, end, partial(identity.call_id, index))
             content, reason = message.members_json(), message.finish_reason_json(end)
         items = "null"
         if logprobs:
@@ -166,7 +165,9 @@ class ChatResource(Resource):
         service, logprobs = self._service, bool(request.logprobs)
         generations = create_chat_generations(service, req, request)
         choices = len(generations)
-        identity = ResponseIdentity.create(service, "chatcmpl", generations[0].message.sampling.adapter)
+        identity = ResponseIdentity.create(
+            service, response_key(req), "chatcmpl", generations[0].message.sampling.adapter
+        )
         if request.stream:
             openai_errors = service.has_openai_errors(req)
             formatter = ChatEvents(generations, identity, logprobs, request.usage_wanted, openai_errors)

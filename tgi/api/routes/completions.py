@@ -33,6 +33,7 @@ from tgi.api.openai_output import (
 from tgi.api.rejected_fields import FieldChecker
 from tgi.api.request_parameters import RequestedSampling, apply_model_defaults, openai_generate_parameters
 from tgi.api.requests import Generation
+from tgi.api.resumption import response_key
 from tgi.api.service import Resource
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.token_columns import MAX_ITEMS_PER_TURN, PromptColumns, TokenColumns
@@ -62,6 +63,10 @@ class CompletionEvents:
         self._prompts = [generation.prompt_columns for generation in generations]  # emptied once sent
         self._top_n = request.logprobs or 0
         self._usage = TokenUsage(self._choices)
+
+    def opening_events(self) -> list[str]:
+        """Nothing."""
+        return []
 
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens of one prompt."""
@@ -211,7 +216,7 @@ class CompletionsResource(Resource):
         request_metrics.count_request(req)
         service, choices = self._service, request.n or 1
         generations = self._create_generations(req, request)
-        identity = ResponseIdentity.create(service, "cmpl", generations[0].message.sampling.adapter)
+        identity = ResponseIdentity.create(service, response_key(req), "cmpl", generations[0].message.sampling.adapter)
         if request.stream:
             formatter = CompletionEvents(generations, request, identity, service.has_openai_errors(req))
             await stream_generations(service, req, resp, generations, formatter, choices)

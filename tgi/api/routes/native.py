@@ -32,6 +32,10 @@ class NativeEvents:
         self._text_prefix = text_prefix  # the prompt, if it is part of the text
         self._index = 0
 
+    def opening_events(self) -> list[str]:
+        """Nothing."""
+        return []
+
     def token_events(self, index: int, columns: TokenColumns, end: End | None) -> list[str]:
         """The events of some tokens."""
         first = self._index + 1
