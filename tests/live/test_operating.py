@@ -41,6 +41,17 @@ def tgi(server: Server, *arguments: str, **environment: str) -> "subprocess.Comp
     )
 
 
+def begin(server: Server, *arguments: str) -> "subprocess.Popen[str]":
+    """Starts a command of `tgi` for this server."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tgi", *arguments],
+        env=os.environ | {"TGI_RUN": str(server.run_directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def succeed(server: Server, *arguments: str) -> str:
     """Runs a command that must succeed. Returns what it prints."""
     done = tgi(server, *arguments)
@@ -199,13 +210,7 @@ def test_a_killed_supervisor_ends_the_command_with_an_error(server: Server) -> N
     server.start().wait_until_ready()
     stream = server.stream("Hello", max_new_tokens=5000)
     next(stream)
-    command = subprocess.Popen(
-        [sys.executable, "-m", "tgi", "restart", "api"],
-        env=os.environ | {"TGI_RUN": str(server.run_directory)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = begin(server, "restart", "api")
     assert command.stdout is not None
     assert any("draining: api-0" in line for line in command.stdout)
     another = tgi(server, "scale", "tokenizer", "3")
@@ -215,6 +220,40 @@ def test_a_killed_supervisor_ends_the_command_with_an_error(server: Server) -> N
     _, error = command.communicate(timeout=TIMEOUT_SECONDS)
     assert command.returncode == 1
     assert error == "Error: The supervisor ended before it had carried out the command.\n"
+
+
+def test_a_command_ends_with_the_server(server: Server) -> None:
+    server.start().wait_until_ready()
+    stream = server.stream("Hello", max_new_tokens=100)
+    events = [next(stream) for _ in range(5)]
+    command = begin(server, "restart", "api")
+    assert command.stdout is not None
+    assert any("draining: api-0" in line for line in command.stdout)
+    server.commands["up"].terminate()
+    assert len(events + list(stream)) == 100
+    assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
+    _, error = command.communicate(timeout=TIMEOUT_SECONDS)
+    assert (command.returncode, error) == (1, "Error: The server ends.\n")
+
+
+def test_a_new_process_that_is_killed_ends_the_command_only(server: Server) -> None:
+    """The worker is stopped, so that the new front end does not get ready before it is killed."""
+    server.start().wait_until_ready()
+    before = server.processes()
+    stream = server.stream("Hello", max_new_tokens=100)
+    events = [next(stream) for _ in range(5)]
+    with server.suspended("worker-0"):
+        command = begin(server, "restart", "api")
+        server.wait_until(lambda: "api-1" in server.processes(), "the new front end starts")
+        server.processes()["api-1"].kill()
+        _, error = command.communicate(timeout=TIMEOUT_SECONDS)
+    assert command.returncode == 1
+    assert error == "Error: api-1 could not be started: api-1 was killed by SIGKILL\n"
+    assert len(events + list(stream)) == 100
+    after = server.processes()
+    assert {name: after[name] for name in before if name != "worker-0"} == {
+        name: process for name, process in before.items() if name != "worker-0"
+    }
 
 
 def test_a_second_supervisor_of_tokenizers_joins_and_leaves(server: Server) -> None:

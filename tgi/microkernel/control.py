@@ -98,7 +98,7 @@ class ControlServer:
             command = json.loads(line)
             if not isinstance(command, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _answer(connection, error=f"This is no command: {error}")
             return
         self._client, self._progress = connection, ""
@@ -156,5 +156,8 @@ def _answer(connection: socket.socket, **answer: str) -> None:
 
 
 def _send(connection: socket.socket, answer: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # the client has gone, or does not read
+    """Sends one line. Closes the connection if the client has gone, or does not read."""
+    try:
         connection.sendall(json.dumps(answer).encode() + b"\n")
+    except OSError:
+        connection.close()
