@@ -91,7 +91,7 @@ def test_a_stream_resumes_after_a_tokenizer_loss(serve: Any) -> None:
     tokenizer.start()
     again = tokenizer.next(Generate)
     assert unpack_int32(again.resume_ids) == [1, 2, 3]
-    assert again == first._replace(rid=again.rid, resume_ids=again.resume_ids)  # with the same seed
+    assert again == first._replace(rid=again.rid, resume_ids=again.resume_ids, attempt=2)  # with the same seed
     tokenizer.send(word(first.rid, 99))  # the rid of before the loss: dropped
     tokenizer.send(word(again.rid, 4))
     tokenizer.send(

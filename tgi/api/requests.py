@@ -1,6 +1,7 @@
 """Live requests of this process to the tokenizers: what was asked, what has been received, and who is woken for it."""
 
 import asyncio
+import secrets
 import time
 from array import array
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -114,7 +115,9 @@ class Generation(LiveRequest):
         self.timeout = timeout  # seconds from `arrival_time` on
         self.parking: Parking | None = None  # of a stream whose client may read slowly
         self.parked = False
-        self.message = message  # without rid, resume_ids, traceparent and alone
+        self.attempts = 0  # submissions to tokenizers
+        # Without rid, resume_ids, traceparent, alone and attempt.
+        self.message = message._replace(generation_id=secrets.randbits(63) + 1)
         self.fingerprint = message.fingerprint
         self.stream = stream
         self.probe = probe
@@ -144,8 +147,10 @@ class Generation(LiveRequest):
         deadline_ms = 0
         if self.timeout is not None:
             deadline_ms = max(1, int(1000 * (self.arrival_time + self.timeout - time.perf_counter())))
+        self.attempts += 1
         return self.message._replace(
             rid=rid,
+            attempt=self.attempts,
             resume_ids=self.generated_ids.tobytes(),
             traceparent=traceparent,
             prompt_logprobs_from=prompt_from,

@@ -293,6 +293,10 @@ class Generate(NamedTuple):
     deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
     resume_key: bytes = b""
     resume_window_ms: int = 0
+    # The same at each submission of a generation, and no other's; 0: unknown. `attempt` counts the submissions: a later
+    # one replaces an earlier one, which a process that was stopped may still have.
+    generation_id: int = 0
+    attempt: int = 0
 
 
 class Tokenize(NamedTuple):
@@ -359,10 +363,12 @@ class Add(NamedTuple):
     fingerprint: bytes = b""  # as in Generate
     request_key: int = 0  # as in Generate
     request_index: int = 0
-    client: str = ""  # this and the next three as in Generate
+    client: str = ""  # this and all that follow as in Generate
     weight: float = 1.0
     priority: int = 0
     deadline_ms: int = 0
+    generation_id: int = 0
+    attempt: int = 0
 
 
 class Stop(NamedTuple):

@@ -60,6 +60,7 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "attempt",
         "cache_salt",
         "cached_tokens",
         "capacity",
@@ -71,6 +72,7 @@ class Request:
         "fingerprint",
         "fingerprint_number",
         "first_planned_at",
+        "generation_id",
         "lane",
         "lane_index",
         "last_start",
@@ -145,6 +147,7 @@ class Request:
         self.stop_ids = _stop_id_set(add.stop_ids)
         self.cache_salt = add.cache_salt
         self.request_key, self.request_index = add.request_key, add.request_index
+        self.generation_id, self.attempt = add.generation_id, add.attempt
         self.state = QUEUED
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.drafter: Drafter | None = None  # None: no drafts

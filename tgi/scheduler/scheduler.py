@@ -105,6 +105,7 @@ class Scheduler:
         self._tokenizers = TokenizerPeers(self._outbox)
         self._isolation: CrashIsolation[bytes] = CrashIsolation()
         self._lost_worker: LostWorker | None = None  # until its successor connects
+        self._generations: dict[int, Request] = {}  # by generation_id: the latest submission
         self._held_pages: list[HeldPages] = []  # reported by a worker that is not ready yet
         self._wait_estimator = WaitEstimator()
         self._progress = ProgressClock()
@@ -297,6 +298,8 @@ class Scheduler:
             self._speculation.add_request(request)
         self._recorder.stamp(Event.QUEUED, request.request_key, request.request_index, len(self._queue), self.running)
         self._queue.append(request)
+        if request.generation_id and not self._replace_earlier(request, now):
+            return
         if self._isolation.suspects and not self._admit_suspect(request, now):
             return
         finish_reason = None
@@ -309,6 +312,18 @@ class Scheduler:
             self._end_request(request, finish_reason, now)  # it was complete; only its End was lost
         elif add.deadline_ms and not add.resume_ids:
             self._refuse_if_late(request, add.deadline_ms, now)
+
+    def _replace_earlier(self, request: Request, now: float) -> bool:
+        """Ends an earlier submission of the same generation, which its front end has moved to another tokenizer. False:
+        this is the earlier one, and has been ended."""
+        other = self._generations.get(request.generation_id)
+        if other is not None and other.attempt > request.attempt:
+            self._end_request(request, FinishReason.CANCELLED, now)
+            return False
+        self._generations[request.generation_id] = request
+        if other is not None:
+            self._end_request(other, FinishReason.CANCELLED, now)
+        return True
 
     def _refuse_if_late(self, request: Request, deadline_ms: int, now: float) -> None:
         """Ends a new request at once if it is expected to wait beyond its deadline. One that may preempt others does
@@ -349,6 +364,8 @@ class Scheduler:
             request.state = END[state]
             self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=request.generated_tokens)
             del request.client.requests[request.rid]
+            if request.generation_id and self._generations.get(request.generation_id) is request:
+                del self._generations[request.generation_id]
         if running and self._planner is not None:
             self._planner.release(running)
         on_trial = self._discard_suspects(ended) if self._isolation.suspects else ()

@@ -218,6 +218,8 @@ class TokenizerRequestState:
             client=self.generate.client,
             weight=self.generate.weight,
             priority=self.generate.priority,
+            generation_id=self.generate.generation_id,
+            attempt=self.generate.attempt,
             deadline_ms=deadline_ms and max(1, deadline_ms - int((now - self.received) * 1000)),
         )
 
