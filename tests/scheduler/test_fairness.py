@@ -6,7 +6,8 @@ from hypothesis import given, settings
 
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.protocol import FinishReason
+from tgi.microkernel.codec import INT32, pack_column
+from tgi.microkernel.protocol import Add, FinishReason
 from tgi.scheduler.request import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -223,3 +224,12 @@ def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once() -> N
     assert urgent.end is None, "it has a right to a slot"
     sim.run()
     assert patient.end.reason == light.end.reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("fields", [{"weight": 0.0}, {"weight": -1.0}, {"weight": float("nan")}, {"deadline_ms": -1}])
+def test_impossible_shares_are_rejected(fields: dict[str, float]) -> None:
+    sim = simulation()
+    peer = sim.tokenizers[0].peer
+    sim.scheduler.handle(Add(1, pack_column(INT32, [1, 2]), 3, b"")._replace(**fields), peer, sim.now)
+    ((receiver, end),) = sim.scheduler.outgoing()
+    assert (receiver, end.reason) == (peer, FinishReason.INVALID)

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
 
+# Weights of clients' shares.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+
 
 class ApiKey(NamedTuple):
     """A key. None means no limit."""
@@ -23,7 +26,7 @@ class ApiKey(NamedTuple):
 
 
 def _weight(text: str) -> float:
-    if not 0.001 <= (found := float(text)) <= 1000:
+    if not MIN_WEIGHT <= (found := float(text)) <= MAX_WEIGHT:
         raise ValueError
     return found
 
@@ -36,7 +39,7 @@ def _count(text: str) -> int:
 
 # Option: field, how its value is read, and what it must be.
 OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "weight": ("weight", _weight, "a number from 0.001 to 1000"),
+    "weight": ("weight", _weight, f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"),
     "priority": ("priority", int, "an integer"),
     "requests": ("requests", _count, "a positive integer"),
     "tokens-per-minute": ("tokens_per_minute", _count, "a positive integer"),

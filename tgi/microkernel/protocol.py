@@ -288,7 +288,7 @@ class Generate(NamedTuple):
     request_key: int = 0  # of the HTTP request, for the flight recorder; 0: not recorded
     request_index: int = 0  # of this generation in the HTTP request
     client: str = ""  # digest of the API key, else the client's address
-    weight: float = 1.0  # of the client's share, > 0
+    weight: float = 1.0  # of the client's share, see api_keys.py
     priority: int = 0  # requests of a higher priority are admitted first
     deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
     resume_key: bytes = b""

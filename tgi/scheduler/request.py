@@ -5,6 +5,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Protocol
 
+from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.codec import INT32, unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
@@ -122,6 +123,8 @@ class Request:
             raise ValueError(f"rid is {add.rid}")
         if not isinstance(decode(add.sampling), SamplingParams):
             raise ValueError("sampling is another message")
+        if not MIN_WEIGHT <= add.weight <= MAX_WEIGHT or add.deadline_ms < 0:
+            raise ValueError(f"weight is {add.weight} and deadline_ms {add.deadline_ms}")
         self.client = client
         self.rid = add.rid
         self.owner = add.client  # the client of the server, whose share it uses

@@ -4,6 +4,7 @@ The checks raise ProtocolError before anything has changed. Without them such a 
 it the requests of all other peers.
 """
 
+from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.protocol import (
@@ -22,6 +23,7 @@ RANGES = {
     "truncate": MAX_INT32,
     "prompt_logprobs_from": MAX_INT32,
     "prompt_top_n": MAX_PROMPT_TOP_TOKENS,
+    "deadline_ms": 2**63 - 1,
 }
 
 
@@ -33,6 +35,8 @@ def check_generate(generate: Generate) -> None:
     for name, most in RANGES.items():
         if (value := getattr(generate, name)) is not None and not 0 <= value <= most:
             raise ProtocolError(f"`{name}` is {value}")
+    if not MIN_WEIGHT <= generate.weight <= MAX_WEIGHT:
+        raise ProtocolError(f"`weight` is {generate.weight}")
 
 
 def check_tokens(tokens: Tokens, ids: list[int], rids: list[int], counts: list[int]) -> None:
