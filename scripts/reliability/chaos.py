@@ -7,8 +7,9 @@
 Each client sends one request after the other, chosen from `--requests` different ones that use every feature of the
 API. First each of them is answered once by the undisturbed server; that is the expected answer. Then every `--interval`
 seconds a random process gets a random signal. Half of the stopped processes continue after a while; the others have to
-be replaced by the server. Prints the longest silences that clients of streams have seen, and the number of answers that
-are
+be replaced by the server. A client whose front end was killed resumes its stream with Last-Event-ID, and sends a
+request again whose answer was cut off. Prints the longest silences that clients of streams have seen, and the number of
+answers that are
 
     exact    equal to the undisturbed one
     wrong    different
@@ -56,6 +57,8 @@ SAMPLE_SECONDS = 5.0
 # The server gets this long to drop what clients have left.
 SETTLE_SECONDS = 20.0
 SHOWN_FAULTS = 20
+# How long a stream waits for its client: as long as a front end may be stopped before it is replaced, and a little.
+RESUME_SECONDS = 60
 
 
 class Sample(NamedTuple):
@@ -290,6 +293,8 @@ def _command(arguments: argparse.Namespace, port: int, model: Path, adapters: di
     command += ["--api-workers", str(arguments.front_ends), "--validation-workers", str(arguments.tokenizers)]
     command += ["--max-concurrent-requests", str(8 * arguments.clients), "--max-best-of", "4"]
     command += ["--lora-adapters", ",".join(f"{name}={path}" for name, path in adapters.items())]
+    if "api" in arguments.roles:
+        command += ["--resume-window", str(RESUME_SECONDS)]
     if arguments.worker == "scripted":
         command += ["--scripted-step-us", str(arguments.step_us)]
     return [*command, *arguments.flags]

@@ -64,7 +64,7 @@ class Client:
             if complete and not refused:
                 answer.outcome = Outcome.COMPLETE
                 return answer
-            if not (refused or self._resume):
+            if not refused and (not self._resume or answer.status != 200):
                 return answer
             if time.perf_counter() - answer.heard > self._patience:
                 answer.outcome = Outcome.HUNG
@@ -93,15 +93,19 @@ class Client:
             if b"transfer-encoding: chunked" in lines:
                 return await self._read_chunks(reader, answer)
             length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
-            answer.body = b""
-            while len(answer.body) < length:
+            whole = b""
+            while len(whole) < length:
                 async with asyncio.timeout(self._patience):
                     data = await reader.read(1 << 16)
                 if not data:
                     answer.problem = "cut off"
                     return False
                 answer.hear()
-                answer.body += data
+                whole += data
+            if answer.last_event_id:  # a stream that could not be resumed: its events are kept
+                answer.problem = f"resumption was answered with {answer.status} {whole[:200]!r}"
+                return False
+            answer.body = whole
             return True
         finally:
             writer.close()
