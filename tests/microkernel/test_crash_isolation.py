@@ -204,3 +204,16 @@ def test_suspects_are_forgotten_after_an_hour() -> None:
     isolation.record_death({1: 0}, 0.0)
     isolation.record_death({2: 0}, MEMORY_SECONDS + 1)
     assert list(isolation.suspects) == [2]
+
+
+def test_a_group_that_is_cancelled_in_its_turn_is_awaited_before_others_are_worked_on() -> None:
+    isolation: CrashIsolation[str] = CrashIsolation()
+    isolation.record_death({"a": 0, "b": 0}, 0.0)
+    isolation.admit("a")
+    isolation.admit("b")
+    isolation.next_turn()
+    isolation.record_step()
+    assert isolation.may_run("a")
+    assert not isolation.turn_over
+    isolation.discard("a", well=False)
+    assert isolation.turn_over

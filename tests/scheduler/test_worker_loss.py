@@ -183,6 +183,41 @@ def test_requests_of_a_failed_step_are_retried_alone_and_the_cause_is_reported()
     assert sim.scheduler.counters.worker_losses == 0
 
 
+@pytest.mark.parametrize("fault", ["poison", "broken"])
+def test_a_request_that_is_cancelled_while_it_is_computed_is_blamed_and_others_are_not(fault: str) -> None:
+    worker_config = WORKER_CONFIG._replace(max_total_tokens=256)
+    sim = running_simulation(requests=1, new=200, worker_config=worker_config)
+    sim.names_requests = True
+    (innocent,) = sim.requests
+    getattr(sim, fault).add(99)
+    for _ in range(3):
+        for _ in range(45):  # the innocent request shows its innocence in a trial each time
+            if sim.worker is None:
+                sim.worker_up()
+            sim.step()
+        culprit = sim.add([99, 2, 3], 20)
+        while culprit.end is None and 99 not in first_ids_at_worker(sim):
+            sim.compute()
+            sim.deliver()
+            sim.plan()
+        if culprit.end is None:
+            sim.cancel(culprit)
+        for _ in range(3):
+            if sim.worker is not None:
+                sim.compute()
+    again = sim.add([99, 2, 3], 20)
+    sim.run()
+    assert again.end is not None
+    assert again.end.reason == FinishReason.QUARANTINED
+    assert sim.scheduler.counters.worker_losses <= 3
+    assert_as_if_alone(innocent, worker_config)
+
+
+def first_ids_at_worker(sim: Simulation) -> set[int]:
+    """The first ids of the prompts that begin in steps on their way to the worker."""
+    return {unpack_int32(slot.token_ids)[0] for step in sim.steps for slot in step.slots}
+
+
 def test_a_crash_by_the_step_after_a_failed_one_is_not_blamed_on_requests() -> None:
     sim = running_simulation(requests=2)
     sim.plan()

@@ -259,7 +259,8 @@ class CrashIsolation(Generic[Key]):
                 if not group.members:
                     del self._groups[index]
                     if group is self._group:
-                        self._group = None
+                        # What it has in hand is awaited before anything else is worked on.
+                        self._group, self._steps = None, TURN_STEPS
                     if index < self._next_group:
                         self._next_group -= 1
                 return

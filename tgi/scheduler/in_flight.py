@@ -193,13 +193,9 @@ class StepPipeline:
 
 
 def requests_in_hand(steps: list[InFlightStep]) -> dict[bytes, int]:
-    """The requests with a row in these steps, by fingerprint, with the tokens that they have generated."""
-    return {
-        request.fingerprint: request.generated_tokens
-        for step in steps
-        for request in step.requests
-        if step.message.number >= request.valid_from_step
-    }
+    """The requests with a row in these steps, by fingerprint, with the tokens that they have generated. Those that have
+    been cancelled or preempted since are included: the worker computes their rows nevertheless."""
+    return {request.fingerprint: request.generated_tokens for step in steps for request in step.requests}
 
 
 # --- distribution of results ------------------------------------------------------------------------------------------
