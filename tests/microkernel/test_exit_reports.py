@@ -85,6 +85,8 @@ def test_a_process_that_a_signal_has_stopped_is_not_at_fault(child: ChildProcess
     while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "T":
         time.sleep(0.01)
     child.kill_hung()
+    while child.poll() is None:
+        child.kill_hung()  # as the supervisor does until it has ended
     report = report_after(child)
     assert (report.cause, report.outside) == ("was stopped by a signal and was killed", True)
 

@@ -20,6 +20,7 @@ from tgi.microkernel.protocol import (
     Cancel,
     End,
     Generate,
+    HeldPages,
     Hello,
     Inheritance,
     LastExit,
@@ -37,6 +38,7 @@ from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.encoder import PromptEncoder
 from tgi.tokenizer.encoding_jobs import THREADS, EncodingJob, EncodingQueue, ExecutorName
 from tgi.tokenizer.pool import TokenizerPool
+from tgi.tokenizer.resumable_streams import ResumableStreams
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeWorker
 
@@ -463,6 +465,7 @@ class TokenizerProcess(SimulatedProcess):
         self.back = self.connect("sched-0.front")
         self.ends = EndsPerAdd(self.simulation, self.name)
         self.pool: TokenizerPool | None = CheckedPool(self)
+        self._streams = ResumableStreams(self.pool.handle)
         self._executors = SimulatedExecutors(self)
 
     def _ended(self) -> None:
@@ -471,7 +474,13 @@ class TokenizerProcess(SimulatedProcess):
     def _run(self) -> None:
         assert self.pool is not None
         self.poll_links()
-        tokenizer_main.run_once(self.pool, self.front, self.back, self._executors)  # type: ignore[arg-type]
+        tokenizer_main.run_once(
+            self.pool,
+            self._streams,
+            self.front,  # type: ignore[arg-type]
+            self.back,  # type: ignore[arg-type]
+            self._executors,  # type: ignore[arg-type]
+        )
         if self.beat_due:
             self.exchange_beats(self.pool.beat())
         if (deadline := self.pool.deadline()) is not None:
@@ -615,6 +624,9 @@ class SimulatedEngine:
 
     def reset(self) -> None:
         self._worker.reset()
+
+    def held_pages(self) -> list[HeldPages]:
+        return self._worker.held_pages()
         self._deadly.clear()
         self._broken.clear()
         self._failed_epoch = 0

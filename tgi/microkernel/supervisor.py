@@ -148,9 +148,12 @@ class ChildProcess:
         return time.monotonic() > self.heartbeat.read_deadline()
 
     def kill_hung(self) -> None:
-        """Kills it because it makes no progress."""
+        """Kills it because it makes no progress. Called again while it dies, it does nothing."""
         import psutil
 
+        if self._hung:
+            return
+        log.error("%s (pid %d) missed its heartbeat deadline; killing it", self.spec.name, self.pid)
         self._hung = HUNG
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -505,9 +508,8 @@ class Supervisor:
         self._looked_at = now
         if now < self._pause_ends:
             return
-        for name, child in self._children.items():
+        for child in self._children.values():
             if child.overdue() and child.poll() is None:
-                log.error("%s (pid %d) missed its heartbeat deadline; killing it", name, child.pid)
                 child.kill_hung()
 
     def _restart_due(self) -> None:
