@@ -6,7 +6,17 @@ import pytest
 
 from tests.tokenizer.harness import API, OTHER, PoolHarness, hello, ids_of, streamed_output
 from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import Add, Cancel, End, FinishReason, Generate, Status, Texts
+from tgi.microkernel.protocol import (
+    Add,
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    PromptLogprobs,
+    PromptTokens,
+    Status,
+    Texts,
+)
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer import resumable_streams
 from tgi.tokenizer.resumable_streams import ResumableStreams
@@ -28,7 +38,7 @@ class StreamsHarness(PoolHarness):
             self.sent.setdefault(peer, []).append(message)
 
     def generate(self, api: PeerId, rid: int, key: bytes = KEY, **fields: Any) -> None:
-        message = Generate(rid, "Hello", SamplingParams(5), resume_key=key, resume_window_ms=10_000, **fields)
+        message = Generate(rid, "one two three", SamplingParams(5), resume_key=key, resume_window_ms=10_000, **fields)
         self.streams.receive(api, message)
 
     def start(self, api: PeerId, rid: int, key: bytes = KEY, **fields: Any) -> Add:
@@ -129,6 +139,20 @@ def test_an_api_that_has_a_part_gets_no_part_twice(harness: StreamsHarness) -> N
     harness.generate(OTHER, 3)
     cancel, anew = harness.received_by(harness.scheduler)
     assert (cancel, anew.resume_ids) == (Cancel(again.rid), b"")
+
+
+def test_messages_about_an_earlier_stream_do_not_reach_the_next_one(harness: StreamsHarness) -> None:
+    """Of the same key, with tokens that arrive in the turn of the loop in which the stream is replaced."""
+    add = harness.start(API, 7, prompt_logprobs_from=0)
+    harness.received_by(API)
+    count = len(add.prompt_ids) // 4 - 1
+    harness.pool.handle(harness.scheduler, PromptLogprobs(add.rid, bytes(4 * count)))
+    harness.streams.receive(API, Cancel(7))
+    harness.generate(OTHER, 3, prompt_logprobs_from=0)
+    again = harness.received_by(harness.scheduler)[-1]
+    harness.pool.handle(harness.scheduler, PromptLogprobs(again.rid, bytes(4 * count)))
+    received = [message for message in harness.received_by(OTHER) if isinstance(message, PromptTokens)]
+    assert sum(len(message.texts) for message in received) == count + 1
 
 
 def test_other_requests_pass_unchanged(harness: StreamsHarness) -> None:

@@ -177,6 +177,11 @@ class Generation(LiveRequest):
         return self.end is not None and self.end.reason not in SUCCESSES
 
     @property
+    def taken_over(self) -> bool:
+        """Whether a later request of the client has resumed the stream."""
+        return bool(self.message.resume_key) and self.end is not None and self.end.reason == FinishReason.CANCELLED
+
+    @property
     def generated_count(self) -> int:
         """Tokens received."""
         return len(self.generated_ids)

@@ -142,9 +142,10 @@ class Service:
                 request.expire()
 
     def cancel(self, requests: Sequence[LiveRequest]) -> None:
-        """Cancels those that are active."""
+        """Cancels those that are active. If another request of the client has taken one over, it takes over all."""
+        taken_over = any(request.taken_over for request in requests if isinstance(request, Generation))
         for request in requests:
-            self.router.cancel(request)
+            self.router.cancel(request, client_lost=taken_over)
 
     async def run_requests(self, requests: Sequence[LiveRequest], req: Request) -> None:
         """Submits requests that share a wake event and waits until all have ended. One that fails cancels the others.
