@@ -88,6 +88,10 @@ def test_heartbeat_shows_progress_to_other_processes(tmp_path: Path) -> None:
     assert report.progress_age is not None
     assert report.progress_age >= 2.0
     assert 0 <= report.silent_seconds < 60
+    child.set_work("step 8: 1 row", report.silent_seconds)
+    report = reader.read_progress()
+    assert report is not None
+    assert report.work == "step 8: 1 row"
     child.record_progress(Beat(None, 0, "é" * 200))
     report = reader.read_progress()
     assert report is not None

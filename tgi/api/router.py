@@ -351,7 +351,7 @@ class Router:
         known = [t.beat.limit_ms / 1000 for t in self.tokenizers if t.requests and t.beat.limit_ms]
         limit = min(max(known, default=self._stall_limit), self._stall_limit)
         self._stalled = age is not None and age > limit + PROGRESS_DELAY_SECONDS
-        self._beat = Beat(None) if age is None else Beat(int(1000 * age), int(1000 * limit), f"{in_flight} requests")
+        self._beat = Beat(None) if age is None else Beat(int(1000 * age), int(1000 * limit), f"{in_flight} in flight")
         if self._loop is not None:
             self._tick_timer = self._loop.call_later(BEAT_SECONDS, self._tick)
 

@@ -204,9 +204,10 @@ class Process:
 
     def begin_work(self, seconds: float, work: str) -> None:
         """Sets a deadline that heartbeats do not move: `work` ends within `seconds`, while the loop may turn or not."""
-        self._work_deadline = time.monotonic() + seconds
+        now = time.monotonic()
+        self._work_deadline = now + seconds
         self._heartbeat.set_deadline(self._work_deadline)
-        self._heartbeat.set_work(work)
+        self._heartbeat.set_work(work, now)
 
     def end_work(self) -> None:
         """The work that began last has ended: from now on each turn of the loop moves the deadline."""
@@ -276,11 +277,11 @@ class Heartbeat:
         """Called by the child."""
         now = time.monotonic()
         self._times[1] = now
-        self._times[2] = 0.0 if beat.progress_age_ms is None else now - beat.progress_age_ms / 1000
-        self.set_work(beat.work)
+        self.set_work(beat.work, 0.0 if beat.progress_age_ms is None else now - beat.progress_age_ms / 1000)
 
-    def set_work(self, work: str) -> None:
-        """Called by the child. A reader may see parts of two texts."""
+    def set_work(self, work: str, progress_at: float) -> None:
+        """Called by the child. `progress_at` is 0 if it has no work. A reader may see parts of two texts."""
+        self._times[2] = progress_at
         text = work.encode()[: HEARTBEAT_BYTES - WORK_OFFSET]
         self._work[:] = text.ljust(HEARTBEAT_BYTES - WORK_OFFSET, b"\0")
 

@@ -196,7 +196,7 @@ class TokenizerPool:
         if age is None:
             return Beat(None)
         encoding = sum(request.stage is RequestStage.ENCODING for request in self._requests.values())
-        work = f"{len(self._requests)} requests, {encoding} being encoded"
+        work = f"{len(self._requests)} in flight, {encoding} being encoded"
         return Beat(int(1000 * age), below.limit_ms, work)
 
     def deadline(self) -> float | None:
