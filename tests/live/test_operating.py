@@ -72,6 +72,12 @@ def streams(server: Server, act: Callable[[], object] | None = None) -> list[lis
     return server.stream_all(requests, act, after=5)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[list[dict[str, Any]]]:
+    """The streams of a server on which no command runs."""
+    return streams(shared_server("--model-id", str(tiny_llama), *SCRIPTED))
+
+
 class Requests:
     """Clients that send short requests one after the other, each over a kept connection and over new ones in turn."""
 
@@ -107,16 +113,17 @@ class Requests:
 
 
 @pytest.mark.parametrize("target", ["api", "tokenizer", "scheduler", "worker"])
-def test_streams_and_requests_continue_while_a_role_is_restarted(standing: Server, target: str) -> None:
-    expected = streams(standing)
+def test_streams_and_requests_continue_while_a_role_is_restarted(
+    standing: Server, undisturbed: list[Any], target: str
+) -> None:
     before = ready(standing, target)
     losses = standing.metric("tgi_process_restarts")
     with Requests(standing) as requests:
         observed = streams(standing, act=lambda: succeed(standing, "restart", target))
     assert [[event["token"]["id"] for event in events] for events in observed] == [
-        [event["token"]["id"] for event in events] for events in expected
+        [event["token"]["id"] for event in events] for events in undisturbed
     ]
-    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in expected]
+    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in undisturbed]
     assert requests.failures == []
     assert requests.sent > 10
     after = ready(standing, target)
@@ -128,11 +135,12 @@ def test_streams_and_requests_continue_while_a_role_is_restarted(standing: Serve
 @pytest.mark.parametrize(
     ("role", "count"), [("tokenizer", 4), ("tokenizer", 1), ("tokenizer", 2), ("api", 3), ("api", 1)]
 )
-def test_streams_and_requests_continue_while_a_role_is_scaled(standing: Server, role: str, count: int) -> None:
-    expected = streams(standing)
+def test_streams_and_requests_continue_while_a_role_is_scaled(
+    standing: Server, undisturbed: list[Any], role: str, count: int
+) -> None:
     with Requests(standing) as requests:
         observed = streams(standing, act=lambda: succeed(standing, "scale", role, str(count)))
-    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in expected]
+    assert [events[-1]["generated_text"] for events in observed] == [e[-1]["generated_text"] for e in undisturbed]
     assert requests.failures == []
     assert len(ready(standing, role)) == count
     sockets = rundir.tokenizer_sockets(standing.run_directory)

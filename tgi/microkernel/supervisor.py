@@ -455,7 +455,10 @@ class Supervisor:
             if code is None:
                 continue
             child.close()
-            report = self._last_exits[name] = child.exit_report(code)
+            report = child.exit_report(code)
+            if report is not None and name in self._replacing:
+                report = report._replace(in_hand=b"")  # it was told to end: no request is the cause
+            self._last_exits[name] = report
             cause = report.cause if report is not None else _cause_of_exit(code, False)[0]
             del self._children[name]
             state = rundir.read_state(self.settings.run_dir, name)
