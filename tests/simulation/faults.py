@@ -1,4 +1,4 @@
-"""What goes wrong: processes that are killed, stopped and continued, and connections that break."""
+"""What goes wrong: processes that are killed, replaced, stopped and continued, and connections that break."""
 
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,7 @@ class FaultConfig(NamedTuple):
     """How often what goes wrong."""
 
     mean_seconds: float = 0.5  # between two faults
-    weights: tuple[float, float, float, float] = (4, 2, 4, 3)  # of FaultInjector.KINDS
+    weights: tuple[float, ...] = (4, 2, 4, 3, 1)  # of FaultInjector.KINDS
     role_weights: tuple[float, float, float, float] = (1, 6, 6, 6)  # of FaultInjector.ROLES
     mean_stop_seconds: float = 0.3
 
@@ -21,7 +21,7 @@ class FaultInjector:
     """Injects faults at random times until `end`."""
 
     ROLES = ("api", "tokenizer", "scheduler", "worker")
-    KINDS = ("kill", "stop", "drop", "kill after a message")
+    KINDS = ("kill", "stop", "drop", "kill after a message", "replace")
 
     def __init__(self, simulation: "Simulation", config: FaultConfig) -> None:
         self.random = Random(f"faults {simulation.config.seed}")
@@ -72,6 +72,8 @@ class FaultInjector:
             self._simulation.network.drop(connection)
         elif kind == "kill":
             process.kill("SIGKILL")
+        elif kind == "replace":
+            process.hand_over()
         elif kind == "stop":
             process.stop()
             pause = self.random.expovariate(1 / self._config.mean_stop_seconds)

@@ -74,8 +74,8 @@ def ends_are_sent_twice(original: Any) -> Any:
 
 
 def ends_of_cancelled_requests_are_dropped(original: Any) -> Any:
-    def end_requests(self: Scheduler, ended: Any, now: float, message: str = "") -> None:
-        original(self, ended, now, message)
+    def end_requests(self: Scheduler, *arguments: Any) -> None:
+        original(self, *arguments)
         kept = [one for one in self._outbox.take_all() if getattr(one[1], "reason", "") != FinishReason.CANCELLED]
         self._outbox.extend(kept)
 
@@ -166,11 +166,11 @@ PLANTED_BUGS = {
         StepPipeline,
         "is_stalled",
         answers(False),
-        FaultConfig(3.0, weights=(0, 1, 0, 0), role_weights=(0, 0, 0, 1), mean_stop_seconds=6.0),
+        FaultConfig(3.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1), mean_stop_seconds=6.0),
     ),
     "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(KVCacheManager, "worker_state_lost", does_nothing),
-    "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_discard_steps", does_nothing),
+    "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing),
     "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing),
     "link reports no loss before a second Hello": PlantedBug(Link, "_handle_hello", no_loss_before_a_second_hello),
 }

@@ -111,6 +111,17 @@ class SimulatedProcess:
         self._ended()
         self.simulation.supervisor.process_ended(self)
 
+    def hand_over(self) -> None:
+        """Ends this life as `tgi restart` does: the neighbours are told."""
+        if self.running and self.role != "api":
+            self.run_code(self._say_goodbye)
+            self.kill("replaced")
+
+    def _say_goodbye(self) -> None:
+        for link in self.links:
+            link.say_goodbye()
+            link.flush()
+
     def stop(self) -> None:
         """SIGSTOP."""
         if self.alive and not self.stopped:
@@ -397,6 +408,7 @@ class FrontEnd(SimulatedProcess):
             if router.can_compute:
                 message = Generate(0, "Is 1 + 1 = 2?", SamplingParams(1), max_new_tokens=1, truncate=1)
                 self._probe = Generation(message, False, CallbackEvent(self.loop, lambda: None), probe=True)
+                self.simulation.number_generation(self._probe)
                 router.submit(self._probe)
         elif self._probe.ended:
             router.probe_passed = not self._probe.failed
@@ -465,7 +477,7 @@ class TokenizerProcess(SimulatedProcess):
         self.back = self.connect("sched-0.front")
         self.ends = EndsPerAdd(self.simulation, self.name)
         self.pool: TokenizerPool | None = CheckedPool(self)
-        self._streams = ResumableStreams(self.pool.handle)
+        self._streams = ResumableStreams(self.pool.handle, lambda: self.clock.now)
         self._executors = SimulatedExecutors(self)
 
     def _ended(self) -> None:
@@ -474,13 +486,8 @@ class TokenizerProcess(SimulatedProcess):
     def _run(self) -> None:
         assert self.pool is not None
         self.poll_links()
-        tokenizer_main.run_once(
-            self.pool,
-            self._streams,
-            self.front,  # type: ignore[arg-type]
-            self.back,  # type: ignore[arg-type]
-            self._executors,  # type: ignore[arg-type]
-        )
+        executors: Any = self._executors
+        tokenizer_main.run_once(self.pool, self._streams, self.front, self.back, executors)
         if self.beat_due:
             self.exchange_beats(self.pool.beat())
         if (deadline := self.pool.deadline()) is not None:
@@ -624,12 +631,12 @@ class SimulatedEngine:
 
     def reset(self) -> None:
         self._worker.reset()
-
-    def held_pages(self) -> list[HeldPages]:
-        return self._worker.held_pages()
         self._deadly.clear()
         self._broken.clear()
         self._failed_epoch = 0
+
+    def held_pages(self) -> list[HeldPages]:
+        return self._worker.held_pages()
 
     def prefault_memory(self) -> bool:
         return False

@@ -21,10 +21,12 @@ from tests.simulation.processes import (
     WorkerProcess,
 )
 from tests.simulation.workload import VOCAB_SIZE, ClientRequest, Workload
+from tgi.api.requests import Generation
 from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import SuspectRecord, decode
 from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.tokenizer import encoding_jobs
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 NO_DEFAULT = object()
@@ -53,6 +55,7 @@ class SimulationConfig(NamedTuple):
     step_seconds: float
     restart_seconds: float
     busy_share: float = 0.0  # of the turns, which begin up to BUSY_SECONDS late
+    inline_size: int = 1 << 20  # characters of a prompt that a tokenizer encodes in its loop
     poison_share: float = 0.0  # of the requests
     poison_roles: tuple[str, ...] = ("worker", "step", "tokenizer", "scheduler")
     hang_timeout: float = 12.0  # seconds until the supervisor kills a stopped process
@@ -101,6 +104,7 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         step_seconds=random.choice((0.002, 0.01)),
         restart_seconds=random.choice((0.05, 0.5)),
         busy_share=random.choice((0.0, 0.003)),
+        inline_size=random.choice((1 << 20, 40)),
         poison_share=random.choice((0.0, 0.01)),
     )
 
@@ -123,12 +127,18 @@ class Simulation:
         self.schedulers = [SchedulerProcess(self, 0)]
         self.workers = [WorkerProcess(self, 0)]
         self.health = HealthCheck(self)
+        self._generations = 0
         self._failure: SimulationFailed | None = None
         self._trace: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=TRACE_ENTRIES)
 
     @property
     def processes(self) -> list[SimulatedProcess]:
         return [*self.front_ends, *self.tokenizers, *self.schedulers, *self.workers]
+
+    def number_generation(self, generation: Generation) -> None:
+        """Replaces the random id of a generation by one that the seed determines."""
+        self._generations += 1
+        generation.message = generation.message._replace(generation_id=self._generations)
 
     # --- times --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +171,7 @@ class Simulation:
 
     def run(self) -> None:
         """Runs until all requests have ended, then without faults until nothing is left to do."""
-        with self.clock.installed(), self._logs_in_trace():
+        with self.clock.installed(), self._logs_in_trace(), self._short_texts_in_threads():
             for process in self.processes:
                 process.start()
             self.workload.start()
@@ -236,6 +246,15 @@ class Simulation:
         fault = f"at {self.clock.now:.6f} s: {fault}"
         self._failure = self._failure or SimulationFailed(self.config.seed, fault, self.trace_lines())
         raise self._failure
+
+    @contextmanager
+    def _short_texts_in_threads(self) -> Iterator[None]:
+        """Lets tokenizers encode prompts in threads that are shorter than the product's limit."""
+        original, encoding_jobs.MAX_INLINE_SIZE = encoding_jobs.MAX_INLINE_SIZE, self.config.inline_size
+        try:
+            yield
+        finally:
+            encoding_jobs.MAX_INLINE_SIZE = original
 
     @contextmanager
     def _logs_in_trace(self) -> Iterator[None]:

@@ -58,6 +58,7 @@ class Plan(NamedTuple):
     stream: bool
     cancel_after: float | None  # seconds after which the client leaves
     client: Client
+    timeout: float | None  # seconds, as in X-Request-Timeout
     poison: str  # the role whose process it kills, or ""
 
     @property
@@ -89,6 +90,8 @@ def draw_plan(random: Random, number: int, poison_share: float, poison_roles: tu
     extra = random.random()
     if extra < 0.08:
         generate = generate._replace(prompt_logprobs_from=0, prompt_top_n=random.choice((0, 1, 2)))
+        if extra < 0.02 and not poison:
+            generate = generate._replace(max_new_tokens=0)
     elif extra < 0.10:
         generate = generate._replace(max_new_tokens=MAX_NEW_TOKENS * 1000)  # over the limits
     elif extra < 0.2:
@@ -111,7 +114,8 @@ def draw_plan(random: Random, number: int, poison_share: float, poison_roles: tu
     if generate.stop_strings or poison:
         generates = generates[:1]
     cancel_after = random.expovariate(3.0) if random.random() < 0.1 else None
-    return Plan(number, generates, random.random() < 0.7, cancel_after, client, poison)
+    timeout = random.expovariate(0.5) if random.random() < 0.05 else None
+    return Plan(number, generates, random.random() < 0.7, cancel_after, client, timeout, poison)
 
 
 # --- expected answers -------------------------------------------------------------------------------------------------
@@ -196,7 +200,11 @@ class ClientRequest:
         self.done = False
         self._workload = workload
         event = CallbackEvent(front_end.loop, self._continue)
-        self.generations = [Generation(one, plan.stream, event, client=plan.client) for one in plan.generates]
+        self.generations = [
+            Generation(one, plan.stream, event, client=plan.client, timeout=plan.timeout) for one in plan.generates
+        ]
+        for generation in self.generations:
+            workload.simulation.number_generation(generation)
         self._texts = ["" for _ in self.generations]
         self._logprobs = [b"" for _ in self.generations]
         self._tops: list[list[list[int]]] = [[] for _ in self.generations]
@@ -236,6 +244,8 @@ class ClientRequest:
         elif not plan.valid:
             invalid = failures and all(end.reason == FinishReason.INVALID for end in failures)
             outcome = "invalid" if invalid else "a request over the limits was not rejected"
+        elif failures and plan.timeout is not None and failures[0].reason == FinishReason.OVERLOADED:
+            outcome = "refused"  # it would have waited for longer than its timeout
         elif failures:
             outcome = f"an innocent request failed: {failures[0].reason}: {failures[0].message}"
         else:
@@ -243,7 +253,7 @@ class ClientRequest:
             for index, generation in enumerate(self.generations):
                 if difference := self._difference(index, generation):
                     outcome = f"wrong answer: {difference}"
-        if outcome not in ("exact", "invalid", "poisonous"):
+        if outcome not in ("exact", "invalid", "poisonous", "refused"):
             simulation.fail(f"request {plan.number}: {outcome}", self)
         self._workload.request_done(self, outcome)
 
@@ -315,8 +325,9 @@ class Workload:
         self.active[request] = None
         self.simulation.trace(front_end.name, "request", plan.number, plan.poison, plan.generates[0])
         front_end.run_code(lambda: self._submit(request))
-        if plan.cancel_after is not None:
-            self.simulation.clock.after(plan.cancel_after, self._cancel, request)
+        for seconds in (plan.cancel_after, plan.timeout):
+            if seconds is not None:
+                self.simulation.clock.after(seconds, self._cancel, request)
 
     def _submit(self, request: ClientRequest) -> None:
         try:
