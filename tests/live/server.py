@@ -135,13 +135,14 @@ class Server:
 
     @contextlib.contextmanager
     def suspended(self, name: str) -> Iterator[None]:
-        """Stops one process of the tree with SIGSTOP for the duration of the block."""
+        """Stops one process of the tree with SIGSTOP for the duration of the block, or until it is replaced."""
         process = self.processes()[name]
         process.suspend()
         try:
             yield
         finally:
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def stop(self, signal_number: int = signal.SIGTERM) -> None:
         """Signals every command and waits until all have ended."""

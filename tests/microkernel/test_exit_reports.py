@@ -48,6 +48,7 @@ def report_after(child: ChildProcess) -> LastExit:
     assert report is not None
     assert report.boot == b"12345678"
     assert report.in_hand == b"poison!!"
+    assert 0 < report.lived_ms < 1000 * (time.monotonic() - child.started)
     return report
 
 

@@ -36,13 +36,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 0, 1, 4, 7]),
         draft_model=st.booleans(),
         vocab_size=st.sampled_from([5, 128]),  # with 5 ids the text repeats itself often
+        names_requests=st.booleans(),
     )
     def start(
-        self, pages: int, slots: int, budget: int, step_target: float, commits: bool, vocab_size: int, **config: Any
+        self,
+        pages: int,
+        slots: int,
+        budget: int,
+        step_target: float,
+        commits: bool,
+        vocab_size: int,
+        names_requests: bool,
+        **config: Any,
     ) -> None:
         self.worker_config = FakeWorkerConfig(pages, 4, slots, vocab_size, LIMIT, budget)
         self.sim = Simulation(self.worker_config, SchedulerConfig(step_target=step_target, **config), tokenizers=2)
         self.sim.commits_after_plan = commits
+        self.sim.names_requests = names_requests
         self.sim.adapters.preload("a", "one")
         self.sim.poison.add(DEADLY)
         self.sim.broken.add(BROKEN)

@@ -1,15 +1,18 @@
 """Crashes of the worker, a tokenizer or the scheduler: requests continue, and one that crashes workers is isolated."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
 from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.crash_isolation import OUTSIDE_DEATHS, TRIAL_TOKENS
+from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, OUTSIDE_DEATHS, TRIAL_TOKENS
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, Status, StepResult
+from tgi.microkernel.rundir import suspects_path
 from tgi.microkernel.work_register import split_fingerprints
+from tgi.scheduler.main import SuspectsFile
 from tgi.worker.fake_worker.fake_worker import FakeWorker, FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -418,3 +421,36 @@ def test_the_register_states_the_requests_of_this_turn_only() -> None:
     assert max(map(len, seen)) == 8
     sim.run()
     assert register.in_hand() == b""
+
+
+def test_a_request_after_which_schedulers_are_killed_at_once_is_refused_in_the_end() -> None:
+    sim = named_simulation(3)
+    culprit = sim.add([99, 2, 3], 20)
+    kills = 0
+    while culprit.end is None:
+        kills += 1
+        sim.restart_scheduler(in_hand=[fingerprint_of(culprit)])
+    assert culprit.end.reason == FinishReason.QUARANTINED
+    assert kills == CONVICTING_STRIKES * OUTSIDE_DEATHS
+    sim.run()
+
+
+def test_suspects_survive_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = SuspectsFile(tmp_path)
+    assert kept.read() == []
+    sim = named_simulation(3)
+    kept.write_changes(sim.scheduler)
+    assert not suspects_path(tmp_path).exists()
+    sim.step()
+    sim.worker_down()
+    sim.worker_up()
+    kept.write_changes(sim.scheduler)
+    records = SuspectsFile(tmp_path).read()
+    assert [record.strikes for record in records] == [1, 1, 1]
+    assert records == sim.scheduler.suspect_records
+    sim.run()
+    kept.write_changes(sim.scheduler)
+    assert kept.read() == []
+    suspects_path(tmp_path).write_bytes(b"damaged")
+    assert kept.read() == []
+    assert "damaged" in caplog.text

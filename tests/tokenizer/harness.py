@@ -87,7 +87,8 @@ class PoolHarness:
         executors = []
         while len(self.pool.jobs):
             while self.pool.jobs.trials:
-                trial = self.pool.jobs.take_trial()
+                trial = self.pool.jobs.take_trial(in_loop=True) or self.pool.jobs.take_trial(in_loop=False)
+                assert trial is not None
                 executors.append(trial.executor)
                 self.pool.complete_job(trial.key, trial.run())
             for name in ExecutorName:

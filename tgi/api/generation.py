@@ -87,11 +87,13 @@ def create_generations(
     check_rules(contexts[0], RULES_BEFORE_ADMISSION, names)
     best_of = max(1, parameters.best_of or 1)
     probe = is_probe(req)
-    fingerprints = iter(service.next_fingerprints(req, len(prompts) * best_of * choices))
+    count = len(prompts) * best_of * choices
+    # The readiness probe has no name, so it is never in quarantine.
+    fingerprints = iter([b""] * count if probe else service.next_fingerprints(req, count))
     client: Client = req.context.client
     timeout = None if probe else service.request_timeout(req)
     if not probe:
-        acquire_permits(service, client, len(prompts) * best_of * choices)
+        acquire_permits(service, client, count)
     for context in contexts:
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()

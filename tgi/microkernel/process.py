@@ -385,8 +385,8 @@ def last_exit_text(last_exit: LastExit) -> str:
 def _last_exit(text: str) -> LastExit | None:
     if not text:
         return None
-    boot, cause, outside, in_hand = json.loads(text)
-    return LastExit(bytes.fromhex(boot), cause, outside, bytes.fromhex(in_hand))
+    boot, cause, outside, in_hand, lived_ms = json.loads(text)
+    return LastExit(bytes.fromhex(boot), cause, outside, bytes.fromhex(in_hand), lived_ms)
 
 
 def _die_with_parent(parent: int) -> None:

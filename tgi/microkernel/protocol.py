@@ -52,6 +52,7 @@ class LastExit(NamedTuple):
     cause: str
     outside: bool
     in_hand: bytes = b""
+    lived_ms: int = 0  # from its start on
 
 
 class SuspectRecord(NamedTuple):

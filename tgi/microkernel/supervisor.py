@@ -173,7 +173,8 @@ class ChildProcess:
         cause, outside = _cause_of_exit(code, oom_kills() > self._oom_kills)
         if self._hung:
             cause, outside = self._hung, self._hung == STOPPED
-        return LastExit(boot, cause, outside, self.work_register.in_hand())
+        lived_ms = int(1000 * (time.monotonic() - self.started))
+        return LastExit(boot, cause, outside, self.work_register.in_hand(), lived_ms)
 
     def close(self) -> None:
         """Releases the resources of an ended process."""

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 
 # A failed step was caused by one of its requests, so it weighs more than a crash, which may have other causes.
 FAILED_STEP_STRIKES = 2
+# A scheduler that lived no longer than this, its start included, may have been ended by the first request it handled.
+QUICK_DEATH_MS = 3000
 # End reasons that clear the strikes of a request.
 ENDS_WELL = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 
@@ -118,7 +120,7 @@ class Scheduler:
             self._handle_worker_message(message, source, now)
         elif isinstance(message, Add) and (client := self._tokenizers.clients.get(source)) is not None:
             self._add_request(message, client, now)  # the most frequent message
-        elif isinstance(message, Inheritance):
+        elif isinstance(message, Inheritance) and source.role == "scheduler":
             self._inherit(message, now)
         else:
             self._handle_tokenizer_message(message, source, now)
@@ -482,11 +484,12 @@ class Scheduler:
         if (report := inheritance.last_exit) is None:
             return
         in_hand = dict.fromkeys(split_fingerprints(report.in_hand), 0)
-        # How far the requests have come is not known. After a death from outside, then, only one that was alone in hand
-        # is counted: each message takes so little time that this is no accident if it happens again and again.
-        if in_hand and not (report.outside and len(in_hand) > 1):
-            cause = f"the scheduler {report.cause}"
-            self._isolation.record_death(in_hand, now, cause=cause, outside=report.outside)
+        # How far the requests have come is not known. A death from outside, then, counts only if it came at once and if
+        # one request was alone in hand: that is no accident if it happens again and again.
+        if report.outside and (len(in_hand) > 1 or report.lived_ms > QUICK_DEATH_MS):
+            in_hand = {}
+        cause = f"the scheduler {report.cause}"
+        self._isolation.record_death(in_hand, now, cause=cause, outside=report.outside)
 
     @property
     def suspect_changes(self) -> int:

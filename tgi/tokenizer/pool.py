@@ -78,7 +78,7 @@ class TokenizerPool:
     this object writes unit 0.
 
     Call `handle` with what the links receive, run `jobs` in threads and pass their results to `complete_job`, and send
-    what `drain_outgoing` returns, also at the `deadline`.
+    what `drain_outgoing` returns, also at the `deadline`. Call `run_trials` while no job runs.
 
     Each Generate gets exactly one End. Each Add gets exactly one End from the scheduler; a request is kept until both
     are done.
