@@ -16,6 +16,12 @@ from tgi.microkernel.errors import UserError
 
 
 @pytest.fixture
+def short_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a short name, since the paths of sockets are limited."""
+    return tmp_path_factory.mktemp("r")
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Path:
     rundir.create_run_dir(tmp_path / "run")
     return tmp_path / "run"
@@ -82,14 +88,14 @@ REASONS = {
 @pytest.mark.parametrize("kind", REASONS)
 @pytest.mark.parametrize("where", ["base", "run", "state", "metrics"])
 def test_directory_writable_by_others_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
 ) -> None:
     """In the fallback location, below a directory that all users can write to."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("TGI_RUN", raising=False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (victim := tmp_path / "victim").mkdir()
-    base = tmp_path / f"tgi-{os.getuid()}"
+    monkeypatch.setenv("TMPDIR", str(short_path))
+    (victim := short_path / "victim").mkdir()
+    base = short_path / f"tgi-{os.getuid()}"
     run = rundir.default_run_dir(3000)
     assert run == base / "3000"
     planted = {"base": base, "run": run, "state": run / "state", "metrics": run / "metrics"}[where]
@@ -157,12 +163,12 @@ def test_xdg_runtime_dir_of_another_user_is_ignored(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("command", ["up", "ps", "down"])
-def test_commands_reject_an_exposed_directory(tmp_path: Path, command: str) -> None:
-    (tmp_path / f"tgi-{os.getuid()}").symlink_to(tmp_path)
+def test_commands_reject_an_exposed_directory(short_path: Path, command: str) -> None:
+    (short_path / f"tgi-{os.getuid()}").symlink_to(short_path)
     environment = {name: value for name, value in os.environ.items() if name not in ("TGI_RUN", "XDG_RUNTIME_DIR")}
     done = subprocess.run(
         [sys.executable, "-m", "tgi", command, *(["--port", "3000"] if command == "down" else [])],
-        env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True,
+        env=environment | {"TMPDIR": str(short_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1
     (message,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
