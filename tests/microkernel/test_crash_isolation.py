@@ -8,7 +8,6 @@ import pytest
 from tgi.microkernel.crash_isolation import (
     CONVICTING_STRIKES,
     MEMORY_SECONDS,
-    OUTSIDE_DEATHS,
     OUTSIDE_PROGRESS,
     TURN_STEPS,
     CrashIsolation,
@@ -144,20 +143,45 @@ def test_deaths_from_outside_alone_convict_nobody(seed: int) -> None:
     assert not machine.convicted
 
 
-def test_deaths_from_outside_that_follow_a_request_convict_it_in_the_end() -> None:
-    machine = Machine(*[Stream(10_000) for _ in range(5)])
-    deaths = 0
+@pytest.mark.parametrize("lethal", [1, 4, 7])
+@pytest.mark.parametrize(("innocent", "most"), [(0, 15), (1, 12), (5, 9), (20, 9), (150, 7)])
+def test_deaths_from_outside_that_follow_a_request_convict_it(innocent: int, most: int, lethal: int) -> None:
+    machine = Machine(*[Stream(10_000) for _ in range(innocent)], Stream(10_000))
+    culprit = machine.streams[innocent]
+    begun, deaths = 0, 0
     while not machine.convicted:
         rows = machine.rows()
-        if 3 in rows:
+        if innocent in rows and culprit.tokens - begun == lethal - 1:
             machine.die({key: machine.streams[key].tokens for key in rows}, outside=True)
+            begun = culprit.tokens
             deaths += 1
-        else:
-            for key in rows:
-                machine.streams[key].tokens += 1
-                machine.isolation.record_tokens(key)
-    assert machine.convicted == [3]
-    assert deaths == CONVICTING_STRIKES * OUTSIDE_DEATHS
+            continue
+        for key in rows:
+            machine.streams[key].tokens += 1
+            machine.isolation.record_tokens(key)
+    assert machine.convicted == [innocent]
+    assert deaths <= most
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("steps", [1, 5, 15, 30])
+def test_a_storm_of_deaths_from_outside_convicts_no_request(seed: int, steps: int) -> None:
+    """30 streams, 20 deaths with about as many steps in between."""
+    random_source = random.Random(seed)
+    machine = Machine(*[Stream(10_000) for _ in range(30)])
+    for _ in range(20):
+        for _ in range(random_source.randint(0, 2 * steps)):
+            machine.step()
+        machine.step(kill=True)
+    assert not machine.convicted
+
+
+def test_the_death_of_another_process_begins_a_new_row() -> None:
+    isolation: CrashIsolation[str] = CrashIsolation()
+    for _ in range(50):
+        assert isolation.record_death({"a": 0}, 0.0, outside=True) == []
+        isolation.record_other_death()
+    assert isolation.suspects == {}
 
 
 def test_progress_between_deaths_from_outside_begins_a_new_row() -> None:

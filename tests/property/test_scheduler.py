@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.scheduler.adapter_updates import PATHS
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, expected_answer, replay
-from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, OUTSIDE_DEATHS
 from tgi.microkernel.protocol import Cancel, FinishReason, StepResult, Stop
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -210,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert str(PATHS[request.cache_salt]) in self.sim.adapters.dropped
                 assert request.ids == expected.ids[: len(request.ids)]
             case FinishReason.QUARANTINED:
-                killed_too_often = self.worker_losses >= CONVICTING_STRIKES * OUTSIDE_DEATHS
+                killed_too_often = self.worker_losses >= 5  # all in its turns by accident, which is unlikely
                 assert request.prompt[0] in (DEADLY, BROKEN) or killed_too_often
                 assert request.ids == expected.ids[: len(request.ids)]
             case other:

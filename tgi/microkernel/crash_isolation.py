@@ -8,8 +8,10 @@ a rule, one request. A request is convicted by its third strike if that fell whi
 released when its members have made enough progress; their strikes remain until they end well.
 
 A death from outside (a signal that neither the supervisor nor the process itself sent) says nearly nothing about the
-requests in hand: OUTSIDE_DEATHS of them in a row, with almost no progress in between, weigh as much as one of the
-process's own making.
+requests in hand. Two of them in a row, with almost no progress in between, begin a trial. In a trial an outside cause
+hits a group as often as it has turns, but a guilty request dies in its own turns only: it is convicted when it is alone
+in hand and the probability that all these deaths fell into its turns by accident is below MAX_ACCIDENT. A death without
+it, or of another process, begins a new row.
 """
 
 import math
@@ -21,14 +23,19 @@ Key = TypeVar("Key", bound=Hashable)
 
 # Strikes that convict, if the last one fell while the request was alone in hand.
 CONVICTING_STRIKES = 3
-# Deaths from outside in a row that weigh as much as a strike. A request that makes OUTSIDE_PROGRESS tokens between two
-# of them begins a new row.
-OUTSIDE_DEATHS, OUTSIDE_PROGRESS = 5, 8
+# A request that makes OUTSIDE_PROGRESS tokens between two deaths from outside begins a new row of them.
+OUTSIDE_PROGRESS = 8
+# The probability of an accident that a death from outside in the turn of a request leaves: the share of the turn, or
+# this where there are hardly other turns. It convicts a request in a row if less than MAX_ACCIDENT is left.
+MAX_SHARE, MAX_ACCIDENT = 0.5, 1 / 10_000
 # Up to this many suspects are tried alone; more in groups of √n, so that a third death names one request.
 MAX_TRIED_ALONE = 8
 # Steps of a turn. Blame is exact however short a turn is, since only one group is in hand. Longer turns have fewer
 # pauses in between, shorter ones delay streams less.
 TURN_STEPS = 2
+# Steps of all other requests between two turns of a single group that is tried for deaths from outside: the fewer turns
+# it has, the more each death in one of them says.
+OTHER_STEPS = 10
 # Tokens that each member of a group makes until the group is released. Doubled with each further strike, for requests
 # that crash the process rarely.
 TRIAL_TOKENS, MAX_DOUBLINGS = 8, 6
@@ -44,7 +51,8 @@ class Suspect:
     convicted: bool = False
     cause: str = ""  # of the latest strike, in words
     blamed_at: float = 0.0  # its latest strike
-    outside_deaths: int = 0  # in a row, since the latest one that made a strike
+    outside_deaths: int = 0  # in a row
+    accident: float = 1.0  # the probability that it was in hand at all of these by accident
     progress: int = 0  # its tokens at the latest death from outside
     group: int = -1  # number of the group in which it is tried; -1: it is not on trial
     tokens_left: int = 0  # that it makes until it may be released
@@ -58,6 +66,7 @@ class TrialGroup(Generic[Key]):
     number: int
     strikes: int
     members: set[Key] = field(default_factory=set)
+    steps: int = 0  # since the latest death
 
 
 class CrashIsolation(Generic[Key]):
@@ -74,7 +83,8 @@ class CrashIsolation(Generic[Key]):
         self._groups: list[TrialGroup[Key]] = []  # those with live members, most strikes first
         self._group: TrialGroup[Key] | None = None  # whose turn it is; None: all requests that are not on trial
         self._next_group = 0  # index of the next group
-        self._steps = 0  # of this turn
+        self._steps_left = 0  # of this turn
+        self._all_steps = 0  # since the latest death
         self._last_number = 0  # of a group
 
     # --- deaths -------------------------------------------------------------------------------------------------------
@@ -89,37 +99,66 @@ class CrashIsolation(Generic[Key]):
         convicted = []
         for key in blamed:
             suspect = self._touch(key)
-            suspect.strikes += strikes
+            if not outside:
+                suspect.strikes += strikes
+            elif suspect.strikes < CONVICTING_STRIKES - 1:
+                suspect.strikes += 1
             suspect.blamed_at = now
             suspect.cause = cause
             self._leave_group(key, suspect)
             suspect.group = -1
-            if suspect.strikes >= CONVICTING_STRIKES and len(in_hand) == 1:
+            if len(in_hand) == 1 and (
+                suspect.accident < MAX_ACCIDENT if outside else suspect.strikes >= CONVICTING_STRIKES
+            ):
                 suspect.convicted = True
                 convicted.append(key)
         if blamed:
             self._forget_old(now)
             self._begin_trial([key for key in blamed if key not in convicted])
-        self._group, self._next_group, self._steps = None, 0, TURN_STEPS
+        if outside and self._group is not None:  # the turns of other groups are next
+            self._next_group = self._groups.index(self._group) + 1
+        else:
+            self._next_group = 0
+        self._group, self._steps_left = None, 0
+        for group in self._groups:
+            group.steps = 0
+        self._all_steps = 0
         return convicted
 
+    def record_other_death(self) -> None:
+        """Another process has died, so deaths from outside have another cause than the requests in hand."""
+        for key, suspect in list(self.suspects.items()):
+            self._end_row(key, suspect)
+
     def _blame_for_outside_death(self, in_hand: Mapping[Key, int]) -> list[Key]:
-        """Counts a death from outside. Returns those for which it is the last one of a row."""
+        """Counts a death from outside. Returns those that are to be tried, or tried in smaller groups."""
         for key, suspect in list(self.suspects.items()):
             if key not in in_hand:
-                suspect.outside_deaths = 0  # a death without it: these deaths have another cause
-                if not suspect.strikes:
-                    del self.suspects[key]
+                self._end_row(key, suspect)
         blamed = []
         for key, tokens in in_hand.items():
             suspect = self.suspects.setdefault(key, Suspect())
-            continued = suspect.outside_deaths and tokens - suspect.progress < OUTSIDE_PROGRESS
-            suspect.outside_deaths = suspect.outside_deaths + 1 if continued else 1
+            if suspect.outside_deaths and tokens - suspect.progress < OUTSIDE_PROGRESS:
+                suspect.outside_deaths += 1
+                suspect.accident *= self._share(suspect)
+                if suspect.group < 0 or len(in_hand) > 1 or suspect.accident < MAX_ACCIDENT:
+                    blamed.append(key)
+                suspect.tokens_left = _trial_tokens(suspect)
+            else:
+                suspect.outside_deaths, suspect.accident = 1, 1.0
             suspect.progress = tokens
-            if suspect.outside_deaths == OUTSIDE_DEATHS:
-                suspect.outside_deaths = 0
-                blamed.append(key)
         return blamed
+
+    def _share(self, suspect: Suspect) -> float:
+        """The share of the suspect's turns in the work since the latest death."""
+        group = next((group for group in self._groups if group.number == suspect.group), None)
+        return MAX_SHARE if group is None else min(MAX_SHARE, group.steps / max(1, self._all_steps))
+
+    def _end_row(self, key: Key, suspect: Suspect) -> None:
+        """Deaths from outside are no evidence against this request."""
+        suspect.outside_deaths, suspect.accident = 0, 1.0
+        if not suspect.strikes:
+            del self.suspects[key]
 
     def _touch(self, key: Key) -> Suspect:
         """The record of a suspect, which becomes the latest."""
@@ -144,7 +183,7 @@ class CrashIsolation(Generic[Key]):
             suspect = self.suspects[key]
             suspect.group = self._last_number
             suspect.live = 0
-            suspect.tokens_left = TRIAL_TOKENS << min(suspect.strikes - 1, MAX_DOUBLINGS)
+            suspect.tokens_left = _trial_tokens(suspect)
 
     def restore(self, suspects: Mapping[Key, Suspect]) -> None:
         """Takes over the suspects of a predecessor, none of whose requests are here."""
@@ -218,21 +257,26 @@ class CrashIsolation(Generic[Key]):
     @property
     def turn_over(self) -> bool:
         """Whether the next step belongs to another turn."""
-        return self._steps >= TURN_STEPS
+        return self._steps_left <= 0
 
     def next_turn(self) -> None:
         """Begins the next turn: of the next group, or after a group of all requests that are not on trial. To be called
         when nothing is in hand."""
-        self._steps = 0
+        self._steps_left = TURN_STEPS
         if self._group is not None or not self._groups:
             self._group = None
+            if len(self._groups) == 1 and any(self.suspects[key].outside_deaths for key in self._groups[0].members):
+                self._steps_left = OTHER_STEPS
             return
         self._group = self._groups[self._next_group % len(self._groups)]
         self._next_group = (self._next_group + 1) % len(self._groups)
 
     def record_step(self) -> None:
         """A step of this turn has begun."""
-        self._steps += 1
+        self._steps_left -= 1
+        self._all_steps += 1
+        if self._group is not None:
+            self._group.steps += 1
 
     def record_tokens(self, key: Key, count: int = 1) -> None:
         """A request has made tokens. Releases its group if that completes its trial."""
@@ -260,7 +304,11 @@ class CrashIsolation(Generic[Key]):
                     del self._groups[index]
                     if group is self._group:
                         # What it has in hand is awaited before anything else is worked on.
-                        self._group, self._steps = None, TURN_STEPS
+                        self._group, self._steps_left = None, 0
                     if index < self._next_group:
                         self._next_group -= 1
                 return
+
+
+def _trial_tokens(suspect: Suspect) -> int:
+    return TRIAL_TOKENS << min(max(0, suspect.strikes - 1), MAX_DOUBLINGS)

@@ -148,6 +148,8 @@ class Scheduler:
                 self._end_request(request, FinishReason.CANCELLED, now)
             self.worker.adapters.tokenizer_lost(source)
             del clients[source]
+            if not message.planned:
+                self._isolation.record_other_death()
             self._outbox.discard(source)
         else:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
@@ -475,6 +477,7 @@ class Scheduler:
                     cause=record.cause,
                     blamed_at=min(record.blamed_at, now),
                     outside_deaths=record.outside_deaths,
+                    accident=record.accident,
                     group=record.group,
                     tokens_left=record.tokens_left,
                 )
@@ -507,6 +510,7 @@ class Scheduler:
                 cause=suspect.cause,
                 blamed_at=suspect.blamed_at,
                 outside_deaths=suspect.outside_deaths,
+                accident=suspect.accident,
                 group=suspect.group,
                 tokens_left=suspect.tokens_left,
             )
