@@ -30,6 +30,8 @@ from tgi.tokenizer import encoding_jobs
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 NO_DEFAULT = object()
+# Longer delays would look as if a process were silent.
+MAX_DELAY_SECONDS = 0.5
 # A busy machine may run a process this much later.
 BUSY_SECONDS = 0.6
 # Some restarts take longer.
@@ -59,7 +61,7 @@ class SimulationConfig(NamedTuple):
     poison_share: float = 0.0  # of the requests
     poison_roles: tuple[str, ...] = ("worker", "step", "tokenizer", "scheduler")
     hang_timeout: float = 12.0  # seconds until the supervisor kills a stopped process
-    unhealthy_after: float = 6.0  # seconds without a process that computes until /health must be 503
+    unhealthy_after: float = 8.0  # seconds without a process that computes until /health must be 503
     healthy_after: float = 10.0  # seconds in which all processes run until /health must be 200
     patience: float = 120.0  # seconds that a request may take
 
@@ -146,7 +148,7 @@ class Simulation:
         delay = self.random.expovariate(1 / self.config.delay_seconds)
         if self.config.slow_share and self.random.random() < self.config.slow_share:
             delay *= self.random.uniform(1, 100)
-        return delay
+        return min(delay, MAX_DELAY_SECONDS)
 
     def turn_delay(self) -> float:
         """Between an event and the turn of the process that handles it."""
