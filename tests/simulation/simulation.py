@@ -63,7 +63,7 @@ class SimulationConfig(NamedTuple):
     hang_timeout: float = 12.0  # seconds until the supervisor kills a stopped process
     unhealthy_after: float = 8.0  # seconds without a process that computes until /health must be 503
     healthy_after: float = 10.0  # seconds in which all processes run until /health must be 200
-    patience: float = 120.0  # seconds that a request may take
+    patience: float = 300.0  # seconds that a request may take
 
 
 class SimulationFailed(AssertionError):
