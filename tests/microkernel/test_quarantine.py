@@ -1,5 +1,6 @@
 """The quarantine that the front ends of a run directory share."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,30 @@ def test_the_list_is_bounded_and_a_damaged_file_is_ignored(tmp_path: Path, caplo
     (tmp_path / "quarantine.json").write_text("[{")
     assert entries.entries() == []
     assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "5", "[5]", "{}x", "[" * 100_000, "\0", '[{"fingerprint": [], "until": 1, "reason": ""}]',
+        '[{"fingerprint": "3132333435363738", "until": "soon", "reason": ""}]',
+        '[{"fingerprint": "3132333435363738", "until": null, "reason": ""}]',
+    ],
+)  # fmt: skip
+def test_any_content_of_the_file_is_read_without_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "quarantine.json").write_text(content)
+    entries = Quarantine(tmp_path)
+    assert entries.find(b"12345678") is None
+    assert entries.add(b"12345678", "it crashes")
+    assert Quarantine(tmp_path).find(b"12345678") is not None
+
+
+def test_a_front_end_that_cannot_write_the_file_refuses_the_request_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"quarantine.{os.getpid()}").mkdir()  # where the new file would be written first
+    entries = Quarantine(tmp_path)
+    assert entries.add(b"12345678", "it crashes")
+    assert entries.find(b"12345678") is not None
+    assert not entries.add(b"12345678", "it crashes")
+    assert "other front ends accept this request" in caplog.text

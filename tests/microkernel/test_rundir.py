@@ -268,3 +268,18 @@ claim = rundir.claim_process(Path(sys.argv[1]), "tokenizer")
 print(f"{claim.role}-{claim.replica}", flush=True)
 sys.stdin.readline()
 """
+
+
+def test_a_state_file_that_cannot_be_written_does_not_end_the_process(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run / "state" / "worker-0.json").mkdir()
+    rundir.write_state(run, rundir.ProcessState("worker", 0, os.getpid(), "", "ready", "", 100))
+    assert "outdated state" in caplog.text
+
+
+def test_a_damaged_lock_file_names_no_process(run: Path) -> None:
+    lock = rundir.RunDirLock(run, "worker")
+    lock.path.write_bytes(b"\xff garbage")
+    assert rundir.lock_holders(run) == {"worker": rundir.UNKNOWN_PID}
+    lock.release()

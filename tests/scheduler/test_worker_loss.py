@@ -454,3 +454,15 @@ def test_suspects_survive_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFix
     suspects_path(tmp_path).write_bytes(b"damaged")
     assert kept.read() == []
     assert "damaged" in caplog.text
+
+
+def test_a_scheduler_that_cannot_write_the_file_of_suspects_works_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    suspects_path(tmp_path).with_suffix(".draft").mkdir()  # where the new file would be written first
+    sim = named_simulation(3)
+    sim.step()
+    sim.worker_down()
+    sim.worker_up()
+    SuspectsFile(tmp_path).write_changes(sim.scheduler)
+    assert "the next scheduler does not know the suspects" in caplog.text

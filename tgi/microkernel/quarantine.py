@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tgi.microkernel.rundir import quarantine_path
@@ -51,16 +51,22 @@ class Quarantine:
         return entry if entry is not None and entry.until > time.time() else None
 
     def add(self, fingerprint: bytes, reason: str) -> bool:
-        """Refuses this request from now on, at all front ends. Returns False if it is refused already."""
-        with self._path.with_suffix(".exclusive").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            kept = self.entries()
-            if any(entry.fingerprint == fingerprint.hex() for entry in kept):
-                return False
-            kept.append(QuarantinedRequest(fingerprint.hex(), time.time() + QUARANTINE_SECONDS, reason))
-            draft = self._path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps([asdict(entry) for entry in kept[-MAX_ENTRIES:]]))
-            draft.replace(self._path)
+        """Refuses this request from now on, at all front ends; at this one only if the file cannot be written. Returns
+        False if it is refused already."""
+        entry = QuarantinedRequest(fingerprint.hex(), time.time() + QUARANTINE_SECONDS, reason)
+        try:
+            with self._path.with_suffix(".exclusive").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+                kept = self.entries()
+                if any(other.fingerprint == entry.fingerprint for other in kept):
+                    return False
+                kept.append(entry)
+                draft = self._path.with_suffix(f".{os.getpid()}")
+                draft.write_text(json.dumps([asdict(entry) for entry in kept[-MAX_ENTRIES:]]))
+                draft.replace(self._path)
+        except OSError as error:
+            log.error("cannot write %s, so other front ends accept this request: %s", self._path, error.strerror)
+            self._entries[entry.fingerprint] = entry
         return True
 
     def _refresh(self) -> None:
@@ -68,7 +74,8 @@ class Quarantine:
         try:
             status = self._path.stat()
         except FileNotFoundError:
-            self._version, self._entries = None, {}
+            if self._version is not None:  # else there may be entries that could not be written
+                self._version, self._entries = None, {}
             return
         version = (status.st_ino, status.st_mtime_ns)
         if version == self._version:
@@ -77,6 +84,6 @@ class Quarantine:
         try:
             for values in json.loads(self._path.read_text()):
                 entry = QuarantinedRequest(**values)
-                self._entries[entry.fingerprint] = entry
-        except (OSError, ValueError, TypeError) as error:
+                self._entries[entry.fingerprint] = replace(entry, until=float(entry.until), reason=str(entry.reason))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             log.warning("ignored %s, which is damaged or written by another version of tgi: %s", self._path, error)

@@ -154,12 +154,16 @@ class ProcessState:
 
 
 def write_state(run: Path, state: ProcessState) -> None:
-    """Replaces the state file of a process atomically."""
+    """Replaces the state file of a process atomically. A full disk must not end the process: it logs an error."""
     path = run / "state" / f"{state.name}.json"
     draft = path.with_suffix(f".{state.pid}")
-    with contextlib.suppress(FileNotFoundError):  # the directory was removed; the supervisor ends the server
+    try:
         draft.write_text(json.dumps(asdict(state) | {"since": time.time()}))
         draft.replace(path)
+    except FileNotFoundError:
+        return  # the directory was removed; the supervisor ends the server
+    except OSError as error:
+        log.error("cannot write %s, so `tgi ps` shows an outdated state: %s", path, error.strerror)
 
 
 def read_states(run: Path) -> list[ProcessState]:
@@ -293,7 +297,7 @@ class RunDirLock:
             if time.monotonic() < end:
                 time.sleep(0.01)
                 continue
-            holder = self.path.read_text().strip() or "unknown"
+            holder = self.path.read_text(errors="replace").strip() or "unknown"
             self._file.close()
             raise LockHeld(
                 f"Another tgi (pid {holder}) runs `{name}` in {run}. "
@@ -317,7 +321,8 @@ def lock_holders(run: Path) -> dict[str, int]:
     for path in sorted(run.glob("*.lock")):
         with path.open() as file:
             if not _locked(file, fcntl.LOCK_SH):
-                found[path.stem] = int(path.read_text() or UNKNOWN_PID)
+                text = path.read_text(errors="replace")
+                found[path.stem] = int(text) if text.isdecimal() else UNKNOWN_PID
     return found
 
 

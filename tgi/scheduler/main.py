@@ -142,13 +142,16 @@ class SuspectsFile:
         return kept.suspects if isinstance(kept, Inheritance) else []
 
     def write_changes(self, scheduler: Scheduler) -> None:
-        """Replaces the file if the suspects have changed."""
+        """Replaces the file if the suspects have changed. If it cannot be written, this process works on."""
         if scheduler.suspect_changes == self._written:
             return
         self._written = scheduler.suspect_changes
         draft = self._path.with_suffix(".draft")
-        draft.write_bytes(encode(Inheritance(scheduler.suspect_records)))
-        draft.replace(self._path)
+        try:
+            draft.write_bytes(encode(Inheritance(scheduler.suspect_records)))
+            draft.replace(self._path)
+        except OSError as error:
+            log.error("cannot write %s: the next scheduler does not know the suspects (%s)", self._path, error.strerror)
 
 
 def _send(links: list[Link], peer: PeerId, message: tuple[Any, ...]) -> None:
