@@ -57,7 +57,7 @@ class HealthCheck:
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation = simulation
         self._disturbed_at = 0.0
-        self._down_since: float | None = 0.0
+        self._down_since: dict[str, float] = {}  # by role without a running process
         self._stalled_since: float | None = (
             None  # the worker is stopped, all processes between it and the front ends run
         )
@@ -69,18 +69,20 @@ class HealthCheck:
     def disturbed(self) -> None:
         """A process has started, ended, was stopped or continues, or a connection has broken."""
         simulation, self._disturbed_at = self._simulation, self._simulation.clock.now
-        roles = (simulation.tokenizers, simulation.schedulers, simulation.workers)
-        computing = all(any(one.running for one in processes) for processes in roles)
-        self._down_since = None if computing else self._down_since or self._disturbed_at
+        for processes in (simulation.tokenizers, simulation.schedulers, simulation.workers):
+            if any(one.running for one in processes):
+                self._down_since.pop(processes[0].role, None)
+            else:
+                self._down_since.setdefault(processes[0].role, self._disturbed_at)
 
     def _look(self) -> None:
         simulation, now, config = self._simulation, self._simulation.clock.now, self._simulation.config
         self.samples += 1
-        down = self._down_since is not None and now - self._down_since > config.unhealthy_after
+        down = [role for role, since in self._down_since.items() if now - since > config.unhealthy_after]
         well = all(one.running for one in simulation.processes) and now - self._disturbed_at > config.healthy_after
         for front_end in simulation.front_ends:
             if front_end.running and front_end.healthy and down:
-                simulation.fail(f"{front_end.name} is healthy, but nothing is computed since {self._down_since:.3f} s")
+                simulation.fail(f"{front_end.name} is healthy, but no {down[0]} runs for long")
             if front_end.running and not front_end.healthy and well:
                 assert front_end.router is not None
                 simulation.fail(
