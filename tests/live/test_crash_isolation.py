@@ -95,3 +95,12 @@ def test_a_stopped_worker_and_killed_tokenizers_fail_no_request(server: Server, 
                 time.sleep(0.5)
 
     assert contents(server.stream_all(SAMPLED, act=disturb, after=5)) == undisturbed
+
+
+def test_a_request_that_ends_its_worker_with_the_code_of_a_fatal_error_does_not_end_the_server(server: Server) -> None:
+    body = {"inputs": "poison", "parameters": {"seed": faults.FATAL_EXIT, "max_new_tokens": 10}}
+    answer = server.client.post("/generate", json=body)
+    assert answer.status_code == 424
+    assert "the worker ended with code 3" in answer.json()["error"]
+    server.wait_until_ready()
+    assert server.generate("Any other request", max_new_tokens=3)["details"]["generated_tokens"] == 3

@@ -478,7 +478,7 @@ class Supervisor:
             elif name in self._replacing:
                 self._replacing.remove(name)
                 self._restart_at[name] = time.monotonic()
-            elif code == FATAL:
+            elif code == FATAL and not child.had_been_ready:  # else a request may have ended it: the next one will tell
                 self._failure = self._failure or self._fatal_error(name)
             else:
                 self._schedule_restart(child, cause)

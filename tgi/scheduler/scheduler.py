@@ -525,8 +525,9 @@ class Scheduler:
         return End(add.rid, FinishReason.QUARANTINED, self._verdict(add.fingerprint))
 
     def _verdict(self, fingerprint: bytes) -> str:
-        cause = self._isolation.suspects[fingerprint].cause
-        return f"{cause} while it worked on this request alone, after {CONVICTING_STRIKES - 1} similar deaths"
+        suspect = self._isolation.suspects[fingerprint]
+        deaths = max(CONVICTING_STRIKES, suspect.outside_deaths)
+        return f"{suspect.cause} while it worked on this request alone, after {deaths - 1} similar deaths"
 
     def _begin_trial(self, in_hand: Iterable[bytes], convicted: Iterable[bytes], now: float, message: str = "") -> None:
         """Ends the convicted requests, and puts the suspects among those that were in hand on trial."""

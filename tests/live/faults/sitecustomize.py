@@ -6,7 +6,7 @@ import signal
 import sys
 
 # The seed of a request that crashes a process: where it does so.
-ENCODING, DETOKENIZING, ADDED, PLANNED, EVERY_FOURTH_TOKEN = 6661, 6662, 6663, 6664, 6665
+ENCODING, DETOKENIZING, ADDED, PLANNED, EVERY_FOURTH_TOKEN, FATAL_EXIT = 6661, 6662, 6663, 6664, 6665, 6666
 
 
 def crash() -> None:
@@ -66,6 +66,8 @@ def _in_worker() -> None:
         sampled_here = len(request.ids) + 1 - len(request.slot.token_ids) // 4
         if decode(request.slot.sampling).seed == EVERY_FOURTH_TOKEN and sampled_here == 4:
             crash()
+        if decode(request.slot.sampling).seed == FATAL_EXIT:
+            sys.exit(3)  # as if it could not start
         return sample(self, slot)
 
     FakeWorker._sample_one = sample_one
