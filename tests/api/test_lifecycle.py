@@ -91,7 +91,9 @@ def test_a_stream_resumes_after_a_tokenizer_loss(serve: Any) -> None:
     tokenizer.start()
     again = tokenizer.next(Generate)
     assert unpack_int32(again.resume_ids) == [1, 2, 3]
-    assert again == first._replace(rid=again.rid, resume_ids=again.resume_ids, attempt=2)  # with the same seed
+    assert again.waited_ms > 0
+    repeated = first._replace(rid=again.rid, resume_ids=again.resume_ids, attempt=2, waited_ms=again.waited_ms)
+    assert again == repeated  # with the same seed
     tokenizer.send(word(first.rid, 99))  # the rid of before the loss: dropped
     tokenizer.send(word(again.rid, 4))
     tokenizer.send(

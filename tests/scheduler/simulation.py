@@ -50,6 +50,7 @@ class Simulation:
         self.now = 0.0
         self.lives = 0  # processes that were started
         self.rids = 0
+        self.waited_ms = 0  # of the requests that are submitted from now on
         self.tokenizers: dict[int, SimulatedTokenizer] = {}
         self.worker: PeerId | None = None
         self.last_exit: LastExit | None = None  # of the latest worker that died
@@ -172,8 +173,9 @@ class Simulation:
         request.resumed = len(request.ids)
         add = Add(rid, columns[0], request.new, request.sampling, columns[1], columns[2], request.cache_salt)
         add = add._replace(
-            client=request.client, weight=request.weight, priority=request.priority, deadline_ms=request.deadline_ms
-        )
+            client=request.client, weight=request.weight, priority=request.priority, deadline_ms=request.deadline_ms,
+            waited_ms=self.waited_ms,
+        )  # fmt: skip
         if request.prompt_top_n is not None:
             add = add._replace(prompt_logprobs_from=1 + len(request.prompt_logprobs), prompt_top_n=request.prompt_top_n)
         if self.names_requests:

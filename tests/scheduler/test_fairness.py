@@ -83,6 +83,25 @@ def test_one_client_is_served_in_the_order_of_arrival() -> None:
     assert sim.scheduler.counters.preemptions == 0
 
 
+def test_a_request_that_is_submitted_again_after_a_loss_keeps_its_place() -> None:
+    sim = simulation(slots=1)
+    sim.now = 100.0
+    sim.tokenizer_up(1)
+    running = sim.add([1] * 8, 3)
+    sim.step()
+    lost, other = sim.add([2] * 8, 3), sim.add([3] * 8, 3)
+    sim.now += 10.0
+    late = sim.add([4] * 8, 3)
+    sim.waited_ms = 10_000
+    again = sim.add([2] * 8, 3, tokenizer=1)  # the same generation, from another tokenizer
+    sim.waited_ms = 0
+    sim.cancel(lost)
+    order: list[SubmittedRequest] = []
+    while sim.step():
+        order += [one for one in (running, again, other, late) if len(one.ids) == 3 and one not in order]
+    assert order in ([running, again, other, late], [running, other, again, late])  # to the millisecond
+
+
 def test_slots_are_divided_by_weight_without_coming_and_going() -> None:
     sim = simulation(slots=8)
     for n in range(200):

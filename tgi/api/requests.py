@@ -148,9 +148,11 @@ class Generation(LiveRequest):
         if self.timeout is not None:
             deadline_ms = max(1, int(1000 * (self.arrival_time + self.timeout - time.perf_counter())))
         self.attempts += 1
+        waited = time.perf_counter() - self.arrival_time if self.attempts > 1 else 0.0
         return self.message._replace(
             rid=rid,
             attempt=self.attempts,
+            waited_ms=int(1000 * waited),
             resume_ids=self.generated_ids.tobytes(),
             traceparent=traceparent,
             prompt_logprobs_from=prompt_from,

@@ -299,6 +299,7 @@ class Generate(NamedTuple):
     # one replaces an earlier one, which a process that was stopped may still have.
     generation_id: int = 0
     attempt: int = 0
+    waited_ms: int = 0  # of a generation that is submitted again: milliseconds since the front end received it
 
 
 class Tokenize(NamedTuple):
@@ -371,6 +372,7 @@ class Add(NamedTuple):
     deadline_ms: int = 0
     generation_id: int = 0
     attempt: int = 0
+    waited_ms: int = 0  # since the front end received it, as far as it is known: its place in the queue
 
 
 class Stop(NamedTuple):

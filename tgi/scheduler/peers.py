@@ -108,6 +108,9 @@ class StatusReporter:
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
+PLACE_BITS = 24
+
+
 class TokenizerPeers:
     """The tokenizers that are connected, with their requests. Queues messages for them in the outbox."""
 
@@ -129,7 +132,7 @@ class TokenizerPeers:
             log.error("%s used rid %d twice; the second request is ignored", client.peer, add.rid)
             return None
         try:
-            request = Request(client, add, self._arrivals, now)
+            request = Request(client, add, _place(now, add.waited_ms, self._arrivals), now)
         except (ValueError, ProtocolError) as error:
             self._outbox.append(client.peer, End(add.rid, FinishReason.INVALID, f"malformed request: {error}"))
             return None
@@ -149,6 +152,12 @@ class TokenizerPeers:
         if self.reporter.should_report(status, load, now):
             for peer in self.clients:
                 self._outbox.append(peer, load.add_to(status))
+
+
+def _place(now: float, waited_ms: int, number: int) -> int:
+    """The place of a request in the order of arrival at the front ends, in ms: one that is submitted again after
+    a loss does not queue behind those that came meanwhile. `number` makes it unique."""
+    return (int(1000 * now) - waited_ms << PLACE_BITS) + number % (1 << PLACE_BITS)
 
 
 # --- worker -----------------------------------------------------------------------------------------------------------

@@ -117,14 +117,14 @@ class Request:
     due_step: int  # the lane's step count at which it needs a page or draws its last token
 
     def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
-        """`arrival`: its number in the order of arrival. Raises ValueError or ProtocolError if a column of `add` is
-        malformed or a field is out of range."""
+        """`arrival`: its place in the order of arrival, which no other request has. Raises ValueError or ProtocolError
+        if a column of `add` is malformed or a field is out of range."""
         if not 0 <= add.rid <= MAX_RID:
             raise ValueError(f"rid is {add.rid}")
         if not isinstance(decode(add.sampling), SamplingParams):
             raise ValueError("sampling is another message")
-        if not MIN_WEIGHT <= add.weight <= MAX_WEIGHT or add.deadline_ms < 0:
-            raise ValueError(f"weight is {add.weight} and deadline_ms {add.deadline_ms}")
+        if not MIN_WEIGHT <= add.weight <= MAX_WEIGHT or add.deadline_ms < 0 or add.waited_ms < 0:
+            raise ValueError(f"weight is {add.weight}, deadline_ms {add.deadline_ms} and waited_ms {add.waited_ms}")
         self.client = client
         self.rid = add.rid
         self.owner = add.client  # the client of the server, whose share it uses

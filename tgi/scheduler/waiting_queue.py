@@ -47,8 +47,11 @@ class WaitingQueue:
         return self._length
 
     def append(self, request: Request) -> None:
-        """Adds a new request, the last to arrive."""
+        """Adds a new request: the last to arrive, unless it had been submitted before and was lost."""
         request.share = share = self.clients.get(request.owner) or self._new_client(request)
+        if share.waiting and share.waiting[-1].arrival > request.arrival:
+            self.reinsert(request)
+            return
         share.waiting.append(request)
         self._length += 1
         if not share.in_heap:

@@ -201,6 +201,7 @@ class TokenizerRequestState:
         """This request for the scheduler, with the ids generated so far."""
         stream = self.prompt_tokens_stream
         deadline_ms = self.generate.deadline_ms
+        elapsed_ms = int((now - self.received) * 1000)
         return Add(
             rid=self.rid,
             prompt_ids=self.prompt.ids,
@@ -220,7 +221,8 @@ class TokenizerRequestState:
             priority=self.generate.priority,
             generation_id=self.generate.generation_id,
             attempt=self.generate.attempt,
-            deadline_ms=deadline_ms and max(1, deadline_ms - int((now - self.received) * 1000)),
+            deadline_ms=deadline_ms and max(1, deadline_ms - elapsed_ms),
+            waited_ms=self.generate.waited_ms + elapsed_ms,
         )
 
     def end_message(self, reason: str, message: str = "", scheduler_end: End | None = None) -> End:
