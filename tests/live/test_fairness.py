@@ -77,7 +77,7 @@ def test_a_client_that_holds_all_permits_leaves_some_to_others(tiny_llama: Path,
     with Server(tmp_path / "run", *flags, "--api-workers", "2") as server:
         server.start().wait_until_ready()
         with Flood(server, "heavy", 40, {"inputs": "long", "parameters": {"max_new_tokens": 8000}}) as flood:
-            server.wait_until(lambda: flood.statuses.count(429) >= 24, "the flood holds all permits")
+            server.wait_until(lambda: len(flood.statuses) == 40, "all are answered or refused")
             assert flood.statuses.count(200) == 16, "alone it gets all of them, over all front ends"
             assert [short_request(server) for _ in range(20)] == [200] * 20
             assert flood.ended == 0
