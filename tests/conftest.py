@@ -68,6 +68,21 @@ MARKERS = {
     ),
 }
 
+# Run first, so that no process is left with one of them while the others have nothing to do.
+LONGEST_FILES = (
+    "live/test_operating",
+    "live/test_chaos",
+    "simulation/",
+    "worker/cpu_kernels/test_neon",
+    "live/test_hung_processes",
+    "live/test_hostile_hosts",
+    "live/test_memory",
+    "live/test_crash_isolation",
+    "worker/gpu_kernels/test_compiling",
+    "live/test_starting",
+    "clients/",
+)
+
 # No deadline per example: tests must not fail because the machine is busy.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
@@ -108,3 +123,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.nodeid.removeprefix("tests/")
         item.add_marker(next((name for name, paths in MARKERS.items() if path.startswith(paths)), "fast"))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    path = item.nodeid.removeprefix("tests/")
+    return next((turn for turn, prefix in enumerate(LONGEST_FILES) if path.startswith(prefix)), len(LONGEST_FILES))

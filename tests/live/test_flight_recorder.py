@@ -104,6 +104,15 @@ def test_an_unknown_request_is_one_sentence(server: Server) -> None:
     assert "Traceback" not in printed.stderr
 
 
+def test_without_a_file_nothing_is_recorded_and_the_process_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "flight").write_text("in the way of the directory")
+    recorder = RingRecorder(ring_path(tmp_path, "api-0"))
+    recorder.stamp(Event.RECEIVED, key=1, index=0)
+    assert "`tgi why` will not know" in caplog.text
+
+
 def test_a_ring_keeps_the_latest_stamps_and_continues_after_a_restart(tmp_path: Path) -> None:
     path = ring_path(tmp_path, "api-0")
     first = RingRecorder(path)

@@ -166,7 +166,7 @@ PLANTED_BUGS = {
         StepPipeline,
         "is_stalled",
         answers(False),
-        FaultConfig(3.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1), mean_stop_seconds=6.0),
+        FaultConfig(3.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1), mean_stop_seconds=20.0),
     ),
     "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released),
     "scheduler keeps the prefixes of a lost worker": PlantedBug(KVCacheManager, "worker_state_lost", does_nothing),

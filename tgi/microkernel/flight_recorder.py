@@ -7,7 +7,9 @@ Times are time.monotonic, which is the same clock in all processes of a host.
 """
 
 import contextlib
+import logging
 import mmap
+import os
 import struct
 import time
 from collections import defaultdict
@@ -16,6 +18,8 @@ from enum import IntEnum
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
+
+log = logging.getLogger(__name__)
 
 # Stamps that a ring holds: a request has about four in each process.
 RING_STAMPS = 16_384
@@ -102,12 +106,16 @@ class RingRecorder(FlightRecorder):
     """Writes to the ring of one process. A process that is restarted continues the ring of its predecessor."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.touch()
         size = _HEADER_BYTES + RING_STAMPS * _STAMP.size
-        with path.open("r+b") as file:
-            file.truncate(size)
-            self._ring = mmap.mmap(file.fileno(), size)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.touch()
+            with path.open("r+b") as file:
+                _allocate(file.fileno(), size)
+                self._ring = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            log.warning("`tgi why` will not know what this process does: cannot use %s: %s", path, error.strerror)
+            self._ring = mmap.mmap(-1, size)
         (self._count,) = _COUNT.unpack_from(self._ring)
 
     def stamp(self, event: Event, key: int, index: int, a: int = 0, b: int = 0) -> None:
@@ -122,6 +130,15 @@ class RingRecorder(FlightRecorder):
     def close(self) -> None:
         """Releases the ring."""
         self._ring.close()
+
+
+def _allocate(file: int, size: int) -> None:
+    """Makes a file this long. Raises OSError if the disk is full: a write to a hole in a mapped file would then end the
+    process with SIGBUS."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
