@@ -146,7 +146,7 @@ def test_connecting_side_reports_wrong_keys(
 
 
 def test_an_impostor_of_the_scheduler_gets_nothing(deployment: Deployment, tmp_path: Path) -> None:
-    """Whoever has a host's file cannot pretend to be the scheduler: it does not contain the scheduler's secret."""
+    """The holder of a host's file cannot pretend to be the scheduler: it does not contain the scheduler's secret."""
     impostor = deployment.scheduler_keys._replace(secret=deployment.host_keys.secret)
     deployment.scheduler_keys = impostor
     low, up = deployment.bind(), deployment.connect(hello("worker"))

@@ -82,7 +82,7 @@ class Clients:
         for item in reversed((req.get_header("x-forwarded-for") or "").split(",")):
             forwarded = item.strip()
             if not _is_address(forwarded):
-                break  # whoever wrote this, no proxy did
+                break  # not written by a proxy
             address = forwarded
             if not self._is_trusted(forwarded):
                 break
