@@ -188,7 +188,7 @@ def test_idle_clients_are_forgotten() -> None:
     assert len(sim.scheduler._queue.clients) < 5000
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=2, max_size=2),
     late=st.integers(0, 60),
