@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Stream, silent, word
+from tgi.api.requests import Generation
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
 
 BODY = '{"inputs":"x"}'
@@ -48,12 +49,27 @@ def test_the_header_only_shortens_the_servers_timeout(serve: Any) -> None:
         assert front.post("/generate", BODY, **headers).status == 504
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", ""])
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "1e300", ""])
 def test_an_invalid_header_is_rejected(serve: Any, value: str) -> None:
     front = serve(silent)
     reply = front.post("/generate", BODY, x_request_timeout=value)
     assert (reply.status, b"X-Request-Timeout" in reply.body) == (422, True)
     assert front.router._permits.held == 0
+
+
+def test_a_defect_in_submitting_leaves_no_permit_and_no_request(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    front = serve(silent)
+    to_message = Generation.to_message
+
+    def fail(generation: Generation, rid: int) -> Generate:
+        message = to_message(generation, rid)
+        return message._replace(max_new_tokens=2**70) if message.request_index == 2 else message
+
+    monkeypatch.setattr(Generation, "to_message", fail)
+    assert front.post("/v1/completions", json.dumps({"model": "m", "prompt": "x", "n": 3})).status == 500
+    assert (front.router._permits.held, front.router.in_flight) == (0, 0)
+    rids = {front.tokenizers[0].next(Generate).rid for _ in range(2)}
+    assert {front.tokenizers[0].next(Cancel).rid for _ in range(2)} == rids
 
 
 def test_retry_after_is_the_schedulers(serve: Any) -> None:

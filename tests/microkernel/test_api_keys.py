@@ -29,8 +29,10 @@ def test_lines(line: str, key: ApiKey) -> None:
         ("wieght=2", "'wieght' is no option of a key. Choose from weight, priority, requests, tokens-per-minute"),
         ("weight=0", "weight=0 must be a number from 0.001 to 1000"),
         ("weight=nan", "weight=nan must be a number"),
-        ("requests=0", "requests=0 must be a positive integer"),
-        ("priority=high", "priority=high must be an integer"),
+        ("requests=0", "requests=0 must be an integer from 1 to 1000000000000"),
+        ("priority=high", "priority=high must be an integer from -1000000 to 1000000"),
+        ("priority=99999999999999999999", "must be an integer from -1000000 to 1000000"),
+        (f"tokens-per-minute={10**400}", "must be an integer from 1 to 1000000000000"),
         ("weight=1 weight=2", "the option weight is given twice"),
     ],
 )

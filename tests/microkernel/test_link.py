@@ -127,6 +127,19 @@ def test_messages_of_one_flush_keep_their_order(address: str, links: Any) -> Non
     assert [message.rid for _, message in received] == list(range(1000))
 
 
+def test_a_message_that_cannot_be_encoded_is_not_queued(address: str, links: Any) -> None:
+    router, dealer = links(Link.bind(address, hello("scheduler"))), links(Link.connect(address, hello("tokenizer")))
+    until([router, dealer], lambda received: all(received))
+    (peer,) = dealer.peers
+    with pytest.raises(OverflowError):
+        dealer.send(peer, Cancel(2**70))
+    dealer.flush()
+    dealer.send(peer, Cancel(1))
+    dealer.flush()
+    (received, _) = until([router, dealer], lambda received: bool(received[0]))
+    assert [message for _, message in received] == [Cancel(1)]
+
+
 def test_restarted_router_is_a_new_peer_without_old_messages(address: str, links: Any) -> None:
     low = links(Link.bind(address, hello("scheduler")))
     up = links(Link.connect(address, hello("tokenizer")))

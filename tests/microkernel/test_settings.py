@@ -99,7 +99,7 @@ UNREADABLE = [
     ("PORT", "70000", "'70000' is not a port number: they go from 0 to 65535"),
     ("PORT", "-1", "'-1' is not a port number"),
     ("GRACEFUL_TERMINATION_TIMEOUT", "inf", "'inf' is not a number"),
-    ("TGI_START_TIMEOUT", "0", "'0' is not a number of seconds above 0"),
+    ("TGI_START_TIMEOUT", "0", "'0' is not a number of seconds above 0 and at most 1000000000"),
     ("TGI_STEP_TARGET", "nan", "'nan' is not a number"),
     ("TGI_WIGGLE_ROOM", "1.5", "'1.5' is not above 0 and at most 1"),
     ("CUDA_GRAPHS", "1,two", "'two' is not a whole number; give numbers above 0 with commas between them"),

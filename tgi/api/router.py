@@ -223,7 +223,11 @@ class Router:
                 self._unused_permits[request.client] -= 1
             else:
                 self._acquire(request.client, 1)
-        self._assign(request)
+        try:
+            self._assign(request)
+        except Exception:  # a defect: its message cannot be encoded
+            self._deactivate(request)
+            raise
         self._exchange_with_all_soon()
 
     def cancel(self, request: LiveRequest, client_lost: bool = False) -> None:
@@ -471,16 +475,16 @@ class Router:
             ),
         )
         rid = next(self._rids)
-        best.requests[rid] = request
-        self._assignments[request] = (best, rid)
         assert best.peer is not None
         message = request.to_message(rid)
+        best.link.send(best.peer, message)
+        best.requests[rid] = request
+        self._assignments[request] = (best, rid)
         if isinstance(message, Generate):
             event = resubmitted if request.submitted else Event.SUBMITTED
             key, index = message.request_key, message.request_index
             self.recorder.stamp(event, key, index, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
         request.submitted = True
-        best.link.send(best.peer, message)
 
     def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
         request = tokenizer.requests.pop(rid, None)

@@ -23,7 +23,7 @@ from tgi.api.json_body import BodyDecoder
 from tgi.api.requests import Generation, LiveRequest
 from tgi.api.router import Router
 from tgi.api.tracing import span_of
-from tgi.microkernel.options import seconds
+from tgi.microkernel.options import MAX_SECONDS, seconds
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
@@ -113,11 +113,15 @@ class Service:
                 self.router.cancel(request, client_lost=True)
 
         parking = SlowReader(self.router, self.settings.slow_reader_timeout, req.scope.get(ABORT_KEY))
-        for request in requests:
+        for index, request in enumerate(requests):
             request.span = span
             if isinstance(request, Generation) and request.stream:
                 request.parking = parking
-            self.router.submit(request)
+            try:
+                self.router.submit(request)
+            except Exception:
+                self.cancel(requests[:index])
+                raise
         watcher = DisconnectWatcher(req.scope[RECEIVE_KEY], release)
         if isinstance(requests[0], Generation) and requests[0].timeout is not None:
             watcher.call_later(requests[0].timeout, partial(self._expire, requests))
@@ -131,7 +135,9 @@ class Service:
         try:
             wanted = seconds(given)
         except ValueError:
-            raise errors.validation_error("the header X-Request-Timeout must be a positive number of seconds") from None
+            raise errors.validation_error(
+                f"the header X-Request-Timeout must be a number of seconds above 0, at most {MAX_SECONDS:.0f}"
+            ) from None
         return wanted if limit is None else min(wanted, limit)
 
     def _expire(self, requests: Sequence[LiveRequest]) -> None:

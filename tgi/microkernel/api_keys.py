@@ -13,6 +13,10 @@ from tgi.microkernel.errors import UserError
 
 # Weights of clients' shares.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+# Either way.
+MAX_PRIORITY = 1_000_000
+# Of requests at once, and of tokens per minute.
+MAX_COUNT = 1_000_000_000_000
 
 
 class ApiKey(NamedTuple):
@@ -31,8 +35,14 @@ def _weight(text: str) -> float:
     return found
 
 
+def _priority(text: str) -> int:
+    if abs(found := int(text)) > MAX_PRIORITY:
+        raise ValueError
+    return found
+
+
 def _count(text: str) -> int:
-    if (found := int(text)) < 1:
+    if not 1 <= (found := int(text)) <= MAX_COUNT:
         raise ValueError
     return found
 
@@ -40,9 +50,9 @@ def _count(text: str) -> int:
 # Option: field, how its value is read, and what it must be.
 OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "weight": ("weight", _weight, f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"),
-    "priority": ("priority", int, "an integer"),
-    "requests": ("requests", _count, "a positive integer"),
-    "tokens-per-minute": ("tokens_per_minute", _count, "a positive integer"),
+    "priority": ("priority", _priority, f"an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
+    "requests": ("requests", _count, f"an integer from 1 to {MAX_COUNT}"),
+    "tokens-per-minute": ("tokens_per_minute", _count, f"an integer from 1 to {MAX_COUNT}"),
 }
 
 

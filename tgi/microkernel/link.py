@@ -183,7 +183,8 @@ class Link:
     def send(self, peer: PeerId, message: tuple[Any, ...]) -> None:
         """Queues a message until flush(). Dropped if the peer has disconnected, which receive() reports."""
         if peer in self.peers:
-            self._outbox.setdefault(peer, []).append(encode(message))
+            frame = encode(message)  # may raise: then nothing is queued
+            self._outbox.setdefault(peer, []).append(frame)
 
     def broadcast(self, message: tuple[Any, ...]) -> None:
         """Queues a message for every peer."""

@@ -143,10 +143,14 @@ def number(value: str) -> float:
     return found
 
 
+# 31 years: timers and the messages between processes hold it.
+MAX_SECONDS = 1e9
+
+
 def seconds(value: str) -> float:
-    """A duration > 0 in seconds."""
-    if (found := number(value)) <= 0:
-        raise ValueError(f"{value!r} is not a number of seconds above 0")
+    """A duration > 0 in seconds, at most MAX_SECONDS."""
+    if not 0 < (found := number(value)) <= MAX_SECONDS:
+        raise ValueError(f"{value!r} is not a number of seconds above 0 and at most {MAX_SECONDS:.0f}")
     return found
 
 
