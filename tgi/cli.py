@@ -437,22 +437,24 @@ def down(port: int | None, timeout: float) -> None:
 def why(request_id: str, port: int | None) -> None:
     """Tell where the time of a request went.
 
-    REQUEST_ID is the header x-request-id of its answer. The latest requests are known: about 3,000 of each process.
+    REQUEST_ID is the header x-request-id of its answer, or the `id` in an answer or event of OpenAI's routes. The
+    latest requests are known: about 3,000 of each process.
     """
-    from tgi.microkernel import flight_recorder, rundir
+    from tgi.microkernel import flight_recorder, request_timeline, rundir
 
     named = port is not None or bool(os.environ.get("TGI_RUN"))
     runs = [rundir.default_run_dir(port or 0)] if named else rundir.user_run_dirs()
-    key = flight_recorder.request_key(request_id)
-    stamps = [stamp for run in runs for stamp in flight_recorder.read_stamps(run, key)]
-    if not stamps:
+    recorded = [flight_recorder.read_stamps(run) for run in runs]
+    found = [(stamps, key) for stamps in recorded for key in flight_recorder.find_requests(stamps, request_id)]
+    if not found:
         raise UserError(
-            f"No process remembers a request {request_id!r}. Its id is in the answer's header x-request-id."
+            f"No process remembers a request {request_id!r}. Its id is in the header x-request-id of its answer, or is "
+            "the `id` of an answer of OpenAI's routes."
         )
-    for index in sorted({stamp.generation for stamp in stamps}):
-        if index:
-            click.echo(f"\nGeneration {index}")
-        for line in flight_recorder.explain(stamp for stamp in stamps if stamp.generation == index):
+    for number, (stamps, key) in enumerate(found, 1):
+        if len(found) > 1:
+            click.echo(f"{'' if number == 1 else chr(10)}Request {number} of {len(found)} with this id")
+        for line in request_timeline.explain(stamps, key):
             click.echo(line)
 
 

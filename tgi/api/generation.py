@@ -19,7 +19,7 @@ from tgi.api.shapes.native import GenerateParameters
 from tgi.api.sse import EventFormatter, EventStream
 from tgi.api.validation import RULES_AFTER_ADMISSION, RULES_BEFORE_ADMISSION, RuleContext, check_rules
 from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.flight_recorder import Event, request_key
+from tgi.microkernel.flight_recorder import Event, client_number, name_digest, request_key
 from tgi.microkernel.protocol import End, Generate
 from tgi.microkernel.sampling_params import SamplingParams
 
@@ -97,9 +97,11 @@ def create_generations(
     for context in contexts:
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()
-    key = 0 if probe else request_key(req.context.request_id)
     window_ms = int(1000 * service.settings.resume_window) if stream else 0
     random_source = response_key(req, resumable=window_ms > 0)
+    recorder = service.router.recorder
+    key = 0 if probe else request_key(random_source.response_id)
+    recorder.stamp(Event.NAMED, key, 0, b=name_digest(req.context.request_id))
     grammar_json = encode_grammar(parameters.grammar)
     adapter = None if parameters.adapter_id is None else service.router.adapters[parameters.adapter_id]
     generations: list[Generation] = []
@@ -115,7 +117,7 @@ def create_generations(
                 request_metrics.count_generation()
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
             message = message._replace(request_key=key, request_index=len(generations), fingerprint=next(fingerprints))
-            service.router.recorder.stamp(Event.RECEIVED, key, len(generations))
+            recorder.stamp(Event.RECEIVED, key, len(generations), *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
                 message = message._replace(resume_key=resume_key, resume_window_ms=window_ms)

@@ -35,7 +35,7 @@ class ResponseIdentity(NamedTuple):
         """With the id and the time of `key`. `model` is the name of the adapter, or of the served model if `adapter` is
         empty, whatever model the request named."""
         return cls(
-            id=f'"{prefix}-{key.hex_id("response")}"',
+            id=f'"{prefix}-{key.response_id}"',
             created=key.created,
             model=quote(adapter or service.model_id),
             fingerprint=quote(f"{tgi.__version__}-{service.settings.docker_label or 'native'}"),

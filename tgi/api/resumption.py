@@ -41,6 +41,11 @@ class ResponseKey:
         self._seeds += 1
         return int.from_bytes(self.digest(f"seed {self._seeds}", 8), "little")
 
+    @property
+    def response_id(self) -> str:
+        """The id of the response: the same for a client that resumes it."""
+        return self.hex_id("response")
+
     def hex_id(self, name: str) -> str:
         """The id of the part of the response that has this name within it."""
         return self.digest(name, 16).hex()

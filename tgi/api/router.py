@@ -484,6 +484,8 @@ class Router:
             event = resubmitted if request.submitted else Event.SUBMITTED
             key, index = message.request_key, message.request_index
             self.recorder.stamp(event, key, index, best.peer.replica, len(message.resume_ids) // ITEM_BYTES)
+            if request.on_trial:
+                self.recorder.stamp(Event.ON_TRIAL, key, index, self._isolation.suspects[request.fingerprint].strikes)
         request.submitted = True
 
     def _remove_assignment(self, tokenizer: TokenizerConnection, rid: int) -> LiveRequest | None:
@@ -496,10 +498,10 @@ class Router:
             del self._assignments[request]
         return request
 
-    def _stamp(self, event: Event, request: LiveRequest) -> None:
+    def _stamp(self, event: Event, request: LiveRequest, number: int = 0) -> None:
         if isinstance(request, Generation):
             asked = request.message
-            self.recorder.stamp(event, asked.request_key, asked.request_index, b=request.generated_count)
+            self.recorder.stamp(event, asked.request_key, asked.request_index, number, request.generated_count)
 
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False
@@ -524,6 +526,7 @@ class Router:
         for request in requests.values():
             del self._assignments[request]
         for request in active:
+            self._stamp(Event.TOKENIZER_LOST, request, peer.replica)
             if request.fingerprint not in in_hand:
                 self._unassigned[request] = None
         if suspects and self._loop is not None:
@@ -555,6 +558,7 @@ class Router:
                 tokenizer.moved[rid] = request
                 del self._assignments[request]
                 if request.active:
+                    self._stamp(Event.TOKENIZER_LOST, request, tokenizer.peer.replica)
                     self._unassigned[request] = None
         self._assign_waiting()
 

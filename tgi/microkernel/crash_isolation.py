@@ -278,21 +278,24 @@ class CrashIsolation(Generic[Key]):
         if self._group is not None:
             self._group.steps += 1
 
-    def record_tokens(self, key: Key, count: int = 1) -> None:
-        """A request has made tokens. Releases its group if that completes its trial."""
+    def record_tokens(self, key: Key, count: int = 1) -> list[Key]:
+        """A request has made tokens. Releases its group if that completes its trial; returns those that are
+        released."""
         suspect = self.suspects.get(key)
         if suspect is None or suspect.group < 0:
-            return
+            return []
         suspect.tokens_left -= count
         if suspect.tokens_left > 0:
-            return
+            return []
         group = next((group for group in self._groups if group.number == suspect.group), None)
         if group is None or any(self.suspects[member].tokens_left > 0 for member in group.members):
-            return
+            return []
         self.changes += 1
-        for member in list(group.members):
+        released = list(group.members)
+        for member in released:
             self._leave_group(member, self.suspects[member])
             self.suspects[member].group = -1
+        return released
 
     def _leave_group(self, key: Key, suspect: Suspect) -> None:
         """Removes it from its group, and the group if it was the last member."""

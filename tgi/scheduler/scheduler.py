@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.crash_isolation import CONVICTING_STRIKES, CrashIsolation, Suspect
-from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
+from tgi.microkernel.flight_recorder import EVERY_REQUEST, NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.liveness import ProgressClock
 from tgi.microkernel.protocol import (
@@ -350,6 +350,7 @@ class Scheduler:
         if isolation.is_suspect(fingerprint):
             request.drafter = None
             isolation.admit(fingerprint)
+            self._stamp_trial(Event.ON_TRIAL, request)
             if self._planner is not None:
                 self._planner.put_on_trial()
         return True
@@ -433,8 +434,12 @@ class Scheduler:
         self._tokenizers.queue_tokens(make_message)
         if self._isolation.on_trial:
             for request in step.drawing:
-                if step.message.number >= request.valid_from_step:
-                    self._isolation.record_tokens(request.fingerprint)
+                if step.message.number >= request.valid_from_step and (
+                    released := self._isolation.record_tokens(request.fingerprint)
+                ):
+                    for one in self._tokenizers.requests:
+                        if one.fingerprint in released:
+                            self._stamp_trial(Event.RELEASED, one)
         if finished:
             self._end_requests(finished, now)
 
@@ -540,16 +545,24 @@ class Scheduler:
             elif self._isolation.is_suspect(request.fingerprint):
                 request.drafter = None  # a suspect is computed without drafts, and so when it is released
                 self._isolation.admit(request.fingerprint)
+                self._stamp_trial(Event.ON_TRIAL, request)
         if self._planner is not None:
             self._planner.put_on_trial()
         names = [one.fingerprint for one in requests if self._isolation.is_on_trial(one.fingerprint)]
         if names:
             log.warning("%d requests are on trial: %s", len(names), self._isolation.suspects[names[0]].cause)
 
+    def _stamp_trial(self, event: Event, request: Request) -> None:
+        strikes = self._isolation.suspects[request.fingerprint].strikes
+        self._recorder.stamp(event, request.request_key, request.request_index, strikes)
+
     # --- worker -------------------------------------------------------------------------------------------------------
 
     def _handle_worker_status(self, status: Status, now: float) -> None:
+        was_ready = self.ready
         self.worker.update_status(status)
+        if self.ready and not was_ready:
+            self._recorder.stamp(Event.WORKER_UP, EVERY_REQUEST, 0)
         if self._planner is None and (limits := self.worker.limits) is not None:
             self._set_limits(limits, now)
         if self._held_pages and self.ready and self._planner is not None:
@@ -597,6 +610,7 @@ class Scheduler:
 
     def _handle_worker_lost(self, now: float) -> None:
         assert self.worker.peer is not None
+        self._recorder.stamp(Event.WORKER_DOWN, EVERY_REQUEST, 0)
         self._outbox.discard(self.worker.peer)
         self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()

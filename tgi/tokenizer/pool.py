@@ -355,6 +355,8 @@ class TokenizerPool:
                 del self._requests[request.rid]
             elif request.finish_reason is not None:  # complete; only the scheduler's End is missing
                 self._finish(request, request.finish_reason)
+            elif request.stage is RequestStage.LIVE:
+                self._stamp(Event.SCHEDULER_LOST, request)
         self._set_status(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
 
     def _on_scheduler_silent(self, scheduler: PeerId, silent: PeerSilent) -> None:
@@ -437,12 +439,16 @@ class TokenizerPool:
         request.submitted = self._clock()
         request.validation_us = int((request.submitted - request.received) * 1e6)
         self._trace_validation(request)
-        generate = request.generate
-        self._recorder.stamp(Event.TOKENIZED, generate.request_key, generate.request_index, prompt.token_count)
+        self._stamp(Event.TOKENIZED, request, prompt.token_count)
         if request.finish_reason is not None:  # the resumed ids are complete
             self._finish(request, request.finish_reason)
         elif self._scheduler is not None:
             self._send(self._scheduler, request.add_message(self._clock()))
+        else:
+            self._stamp(Event.SCHEDULER_LOST, request)
+
+    def _stamp(self, event: Event, request: TokenizerRequestState, number: int = 0) -> None:
+        self._recorder.stamp(event, request.generate.request_key, request.generate.request_index, number)
 
     def _trace_validation(self, request: TokenizerRequestState, rejection: PromptRejection | None = None) -> None:
         """Records the span "validate" of a request that was admitted or rejected."""
