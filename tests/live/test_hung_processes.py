@@ -75,7 +75,7 @@ def test_requests_of_a_hung_tokenizer_move_to_another(standing: Server, undistur
 
 
 def test_a_suspended_server_continues_without_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
-    """As in a suspended laptop or a frozen container: all processes, the supervisor last."""
+    """As in a suspended laptop or a frozen container: all processes, the supervisor last. None is taken for hung."""
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED) as server:
         server.start().wait_until_ready()
         processes = [psutil.Process(server.commands["up"].pid), *server.processes().values()]
@@ -91,6 +91,7 @@ def test_a_suspended_server_continues_without_a_restart(tiny_llama: Path, tmp_pa
         server.wait_until_ready()
         time.sleep(2)
         assert [process.pid for process in server.processes().values()] == [one.pid for one in processes[1:]]
+        assert "does not respond" not in server.output_text()
 
 
 @pytest.mark.parametrize("name", ["worker-0", "scheduler-0", "tokenizer-1", "api-0"])

@@ -1,5 +1,6 @@
 """What must hold on the links, of the front ends' health, and at the end."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tgi.microkernel.codec import unpack_uint32
@@ -7,10 +8,13 @@ from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import Add, End, Generate, Hello, Prompted, PromptLogprobs, PromptTokens, Texts, Tokens
 
 if TYPE_CHECKING:
+    from tests.simulation.processes import SchedulerProcess, SimulatedProcess, TokenizerProcess
     from tests.simulation.simulation import Simulation
 
-# The longest time between two looks at the health of the front ends.
+# The longest time between two looks at the health of the front ends, and at what stopped processes have asked for.
 HEALTH_SECONDS = 0.25
+# A process that is stopped is found after four ticks of its neighbour, each half a second and up to a busy turn later.
+SILENT_SECONDS = 5.0
 
 
 class EndsPerAdd:
@@ -90,3 +94,35 @@ class HealthCheck:
                     f"since {self._disturbed_at:.3f} s"
                 )
         simulation.clock.after(HEALTH_SECONDS, self._look)
+
+
+class StoppedUpstreamCheck:
+    """What a process has asked for is cancelled while it is stopped for long: nothing is computed for it."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._simulation = simulation
+        self._looks: Counter[tuple[str, int, bool]] = Counter()  # in a row, by name, life and whether it is stopped
+
+    def start(self) -> None:
+        self._simulation.clock.after(HEALTH_SECONDS, self._look)
+
+    def _look(self) -> None:
+        simulation = self._simulation
+        states = [(one.name, one.lives, one.stopped) for one in simulation.processes if one.alive]
+        self._looks = Counter({state: self._looks[state] + 1 for state in states})
+        for front_end in simulation.front_ends:
+            for tokenizer in simulation.tokenizers:
+                self._check(front_end, tokenizer)
+        for tokenizer in simulation.tokenizers:
+            self._check(tokenizer, simulation.schedulers[0])
+        simulation.clock.after(HEALTH_SECONDS, self._look)
+
+    def _check(self, upper: "SimulatedProcess", lower: "TokenizerProcess | SchedulerProcess") -> None:
+        if self._seconds(upper, stopped=True) > SILENT_SECONDS and self._seconds(lower, stopped=False) > SILENT_SECONDS:
+            hello = upper.hello()
+            held = lower.ends.open.get(PeerId(hello.role, hello.replica, hello.boot))
+            if held:
+                self._simulation.fail(f"{lower.name} holds {held} of {upper.name}, which is stopped")
+
+    def _seconds(self, process: "SimulatedProcess", stopped: bool) -> float:
+        return HEALTH_SECONDS * self._looks[process.name, process.lives, stopped]

@@ -8,6 +8,7 @@ from tests.simulation.faults import FaultConfig
 from tgi.api.requests import Generation
 from tgi.api.router import Router
 from tgi.microkernel.link import Link, PeerDisconnected
+from tgi.microkernel.liveness import SilenceDetector
 from tgi.microkernel.protocol import Cancel, End, FinishReason
 from tgi.scheduler.in_flight import StepPipeline
 from tgi.scheduler.kv_cache import KVCacheManager
@@ -131,6 +132,12 @@ def pages_are_not_released(original: Any) -> Any:
     return release_later
 
 
+def nothing_is_silent(original: Any) -> Any:
+    return lambda self, heard: ([], [])
+
+
+STOPS_ABOVE_THE_SCHEDULER = FaultConfig(2.0, weights=(0, 1, 0, 0, 0), role_weights=(1, 1, 0, 0), mean_stop_seconds=6.0)
+
 PLANTED_BUGS = {
     "front end resubmits without the ids received": PlantedBug(Generation, "to_message", without_resume_ids),
     "front end asks for the whole prompt again": PlantedBug(Generation, "to_message", prompt_positions_are_not_resumed),
@@ -172,5 +179,11 @@ PLANTED_BUGS = {
     "scheduler keeps the prefixes of a lost worker": PlantedBug(KVCacheManager, "worker_state_lost", does_nothing),
     "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing),
     "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing),
+    "link does not notice that a front end is stopped": PlantedBug(
+        SilenceDetector, "tick", nothing_is_silent, STOPS_ABOVE_THE_SCHEDULER._replace(role_weights=(1, 0, 0, 0))
+    ),
+    "link begins no new session with a silent peer": PlantedBug(
+        Link, "_begin_new_session", does_nothing, STOPS_ABOVE_THE_SCHEDULER
+    ),
     "link reports no loss before a second Hello": PlantedBug(Link, "_handle_hello", no_loss_before_a_second_hello),
 }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tests.simulation.clock import VirtualClock
 from tests.simulation.faults import FaultConfig, FaultInjector
-from tests.simulation.invariants import HealthCheck
+from tests.simulation.invariants import HealthCheck, StoppedUpstreamCheck
 from tests.simulation.network import Network
 from tests.simulation.processes import (
     FrontEnd,
@@ -129,6 +129,7 @@ class Simulation:
         self.schedulers = [SchedulerProcess(self, 0)]
         self.workers = [WorkerProcess(self, 0)]
         self.health = HealthCheck(self)
+        self.stopped_upstream = StoppedUpstreamCheck(self)
         self._generations = 0
         self._failure: SimulationFailed | None = None
         self._trace: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=TRACE_ENTRIES)
@@ -179,6 +180,7 @@ class Simulation:
             self.workload.start()
             self.faults.start()
             self.health.start()
+            self.stopped_upstream.start()
             while not self.workload.finished:
                 self._run_next()
             self.faults.end()

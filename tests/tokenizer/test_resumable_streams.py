@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.harness import API, OTHER, PoolHarness, hello, ids_of, streamed_output
+from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
     Add,
@@ -87,6 +88,22 @@ def test_another_api_takes_a_stream_over(harness: StreamsHarness, loss: str) -> 
     assert harness.received_by(harness.scheduler) == []
     if loss == "unnoticed":
         assert harness.received_by(API)[-1] == cancelled(7)
+
+
+def test_an_api_that_was_silent_does_not_take_a_stream_back(harness: StreamsHarness) -> None:
+    """The client has resumed it at another api. The silent one continues, and submits its requests again."""
+    add = harness.start(API, 7)
+    harness.send_tokens((add.rid, WORDS[:1]))
+    harness.received_by(API)
+    harness.streams.receive(API, PeerDisconnected())
+    harness.generate(OTHER, 3)
+    harness.streams.receive(API, hello(API))
+    harness.generate(API, 8, attempt=2, resume_ids=pack_column(INT32, WORDS[:1]))
+    assert cancelled(8) in harness.received_by(API)
+    harness.send_tokens((add.rid, WORDS[1:]))
+    harness.send_end(add.rid)
+    assert streamed_output(harness.received_by(OTHER), 3)[0] == WORDS
+    assert harness.received_by(harness.scheduler) == []
 
 
 def test_a_finished_stream_is_kept_for_its_window(harness: StreamsHarness) -> None:

@@ -60,17 +60,19 @@ class PeerId(NamedTuple):
 
 
 class PeerDisconnected(NamedTuple):
-    """Local event, never sent: the connection to the peer is lost, or a new process has taken its replica."""
+    """Local event, never sent: the connection to the peer is lost, a new process has taken its replica, or it is an
+    upstream peer that has stopped sending."""
 
     planned: bool = False  # it has said Goodbye: it was told to end, and no request is the cause
 
 
 class PeerSilent(NamedTuple):
-    """Local event, never sent: the peer is connected but has stopped sending. It is stopped, or its loop is stuck."""
+    """Local event, never sent: the downstream peer is connected but has stopped sending. It is stopped, or its loop is
+    stuck."""
 
 
 class PeerResponds(NamedTuple):
-    """Local event, never sent: the peer that was silent has sent something."""
+    """Local event, never sent: the downstream peer that was silent has sent something."""
 
 
 class Link:
@@ -83,8 +85,10 @@ class Link:
 
     When a connection breaks, one of `event_sources` becomes readable, and `detect_disconnects` finds the lost peers.
 
-    Beats travel up: `exchange_beats`, called every BEAT_SECONDS, sends them to upstream peers, and finds downstream
-    peers that have stopped sending (PeerSilent, later PeerResponds).
+    `exchange_beats`, called every BEAT_SECONDS, sends a Beat to every peer but a worker, which has no use for it, and
+    finds peers that have stopped sending. A downstream peer is reported (PeerSilent, later PeerResponds). With an
+    upstream peer the session ends (PeerDisconnected), so what it asked for is cancelled; when it sends again, it gets
+    a new Hello and submits its requests again, as after the loss of a connection.
 
     Not thread-safe: all methods are called by the thread of the process's loop.
     """
@@ -95,12 +99,14 @@ class Link:
         self.socket = socket
         role = own_hello.role
         self._upstream_roles = ROLES[: ROLES.index(role)] if role in ROLES else ()
-        self._silence: SilenceDetector[PeerId] = SilenceDetector()  # watches peers from their first beat on
+        # Watches upstream peers from their Hello on, downstream peers from their first beat on.
+        self._silence: SilenceDetector[PeerId] = SilenceDetector()
         self._heard: set[bytes] = set()  # routes that have sent something since the last exchange_beats
         self.address = address
         self.own_hello = own_hello
-        self.peers: dict[PeerId, Hello] = {}
-        self._routes: dict[PeerId, bytes] = {}  # zmq identity of each peer; b"" towards a ROUTER
+        self.peers: dict[PeerId, Hello] = {}  # those with a session
+        # zmq identity of each peer, also of a silent one without a session; b"" towards a ROUTER
+        self._routes: dict[PeerId, bytes] = {}
         self._peer_of_route: dict[bytes, PeerId] = {}
         self._outbox: dict[PeerId, list[bytes]] = {}
         self._events: deque[tuple[PeerId, Any]] = deque()
@@ -214,21 +220,25 @@ class Link:
             lost = [peer for peer, route in self._routes.items() if not self._binds or not self._send(route, [_PING])]
             for peer in lost:
                 self._disconnect(peer)
-            if lost or not self.peers:
+            if lost or not self._routes:
                 return
             time.sleep(PROBE_SECONDS)
 
     def exchange_beats(self, beat: Beat) -> None:
-        """Sends the beat to upstream peers, and looks for downstream peers that are silent. To be called every
-        BEAT_SECONDS, after receive()."""
+        """Sends the beat, and looks for silent peers. To be called every BEAT_SECONDS, after receive()."""
         for peer in self.peers:
-            if peer.role in self._upstream_roles:
+            if peer.role != "worker":
                 self.send(peer, beat)
         self.flush()
         heard = {self._peer_of_route[route] for route in self._heard if route in self._peer_of_route}
         self._heard.clear()
         silent, responding = self._silence.tick(heard)
-        self._events.extend((peer, PeerSilent()) for peer in silent)
+        for peer in silent:
+            if peer.role in self._upstream_roles:
+                log.warning("%s does not respond: what it asked for is cancelled", peer)
+                self._end_session(peer)
+            else:
+                self._events.append((peer, PeerSilent()))
         self._events.extend((peer, PeerResponds()) for peer in responding)
 
     def say_goodbye(self) -> None:
@@ -272,9 +282,13 @@ class Link:
             kind = type(message)
             if kind is Goodbye:
                 self._disconnect(peer, planned=True)
+            elif peer not in self.peers:
+                self._begin_new_session(peer)
+            elif kind is Beat:
+                self._silence.watch(peer)
+                if peer.role not in self._upstream_roles:  # else it tells only that the peer runs
+                    yield peer, message
             elif kind is not Ping:
-                if kind is Beat:
-                    self._silence.watch(peer)
                 yield peer, message
         elif not isinstance(message, Ping | Goodbye):
             log.debug("dropped %s from an unknown peer on %s", type(message).__name__, self.address)
@@ -292,9 +306,13 @@ class Link:
         place = (hello.role, hello.replica, hello.site)
         for old in [other for other, its in self.peers.items() if (its.role, its.replica, its.site) == place]:
             self._disconnect(old)
+        if peer in self._routes:  # it was silent, and has a new connection
+            self._disconnect(peer)
         if (other := self._peer_of_route.get(route)) is not None:
             self._disconnect(other)
         self.peers[peer] = hello
+        if peer.role in self._upstream_roles and self.own_hello.role != "worker":
+            self._silence.watch(peer)
         self._routes[peer] = route
         self._peer_of_route[route] = peer
         if connection is not None:
@@ -339,12 +357,24 @@ class Link:
             log.log(level, "%s", message)
 
     def _disconnect(self, peer: PeerId, planned: bool = False) -> None:
-        del self.peers[peer]
+        """Ends the session, and forgets the connection."""
+        self._end_session(peer, planned)
         del self._peer_of_route[self._routes.pop(peer)]
         self._peer_of_connection = {fd: other for fd, other in self._peer_of_connection.items() if other != peer}
-        self._outbox.pop(peer, None)
-        self._silence.forget(peer)
-        self._events.append((peer, PeerDisconnected(planned)))
+
+    def _end_session(self, peer: PeerId, planned: bool = False) -> None:
+        if self.peers.pop(peer, None) is not None:
+            self._outbox.pop(peer, None)
+            self._silence.forget(peer)
+            self._events.append((peer, PeerDisconnected(planned)))
+
+    def _begin_new_session(self, peer: PeerId) -> None:
+        """A silent peer has sent something: begins the handshake again, as on a new connection. What it sends before it
+        has answered belongs to the session that has ended, and is dropped."""
+        log.warning("%s responds again", peer)
+        route = self._routes[peer]
+        self._disconnect(peer)
+        self._send(route, [encode(self.own_hello)])
 
 
 def _release(socket: "zmq.Socket[bytes]", event_sources: "list[zmq.Socket[bytes]]") -> None:

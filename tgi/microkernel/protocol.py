@@ -7,8 +7,8 @@ Requests travel down, tokens travel up:
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
-    (Hello in both directions of every link, Goodbye at an orderly end; Status travels up whenever something changed,
-    Beat every half second)
+    (Hello in both directions of every link, Goodbye at an orderly end, Beat every half second, but not to a worker;
+    Status travels up whenever something changed)
 
 `rid` numbers a request on one link. The process that sends the request down chooses it, unique within its own lifetime.
 Every link has its own numbering, so a rid means nothing on another link.
@@ -109,7 +109,8 @@ class Ping(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """Sent up every half second by a process whose loop turns.
+    """Sent every half second to every neighbour but a worker, by a process whose loop turns. Only upstream neighbours
+    read the fields.
 
     `progress_age_ms`: since the process, or one below it, has finished a part of its work; None if it has no work.
     `limit_ms`: how long that may take, as learned from earlier work; 0: unknown. `work` is for people.

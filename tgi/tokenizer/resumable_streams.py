@@ -101,6 +101,10 @@ class ResumableStreams:
 
     def _on_generate(self, api: PeerId, generate: Generate) -> None:
         stream = self._streams.get(generate.resume_key)
+        if stream is not None and stream.api not in (None, api) and generate.attempt > 1:
+            # The client has resumed the stream at another api, while this one did not respond.
+            self._answers.append((api, End(generate.rid, FinishReason.CANCELLED)))
+            return
         if stream is not None and (not stream.is_whole or _is_resubmitted(generate)):
             self._remove(stream)
             stream = None
