@@ -8,8 +8,8 @@ import pytest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
 from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.crash_isolation import OUTSIDE_PROGRESS, TRIAL_TOKENS
-from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, Status, StepResult
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, LastExit, Status, StepResult
 from tgi.microkernel.rundir import suspects_path
 from tgi.microkernel.work_register import split_fingerprints
 from tgi.scheduler.main import SuspectsFile
@@ -270,16 +270,79 @@ def test_larger_limits_of_a_restarted_worker_are_not_used() -> None:
     assert max(page for step in sim.sent for page in unpack_int32(step.page_ids)) < 64
 
 
-def test_a_second_worker_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+# --- a worker that waits ----------------------------------------------------------------------------------------------
+
+SECOND, THIRD = PeerId("worker", 1, b"second"), PeerId("worker", 2, b"third")
+
+
+def status_of(config: FakeWorkerConfig) -> Status:
+    return Status(ready=True, healthy=True, stage="ready", percent=100, limits=config.limits())
+
+
+def lose_worker(sim: Simulation) -> None:
+    sim.worker_down()
+    sim.engine = FakeWorker(WORKER_CONFIG)
+    sim.worker = sim.scheduler.worker.peer  # that which has waited, if there is one
+
+
+def test_a_second_worker_changes_nothing_while_the_first_serves(caplog: pytest.LogCaptureFixture) -> None:
     sim = running_simulation(requests=1)
-    second = PeerId("worker", 1, b"second")
-    with caplog.at_level(logging.ERROR):
-        sim.handle(Hello(PROTOCOL, *second), second)
-    assert "is ignored" in caplog.text
-    sim.handle(Status(ready=False, healthy=False, stage="broken", percent=0), second)
-    sim.handle(PeerDisconnected(), second)
+    first = sim.worker
+    with caplog.at_level(logging.WARNING):
+        sim.handle(Hello(PROTOCOL, *SECOND), SECOND)
+    assert "worker-1 (7365636f) waits" in caplog.text
+    sim.handle(Status(ready=False, healthy=False, stage="broken", percent=0), SECOND)
+    sim.handle(status_of(WORKER_CONFIG._replace(pages=8)), SECOND)
+    sim.handle(PeerSilent(), SECOND)
+    assert sim.scheduler.worker.peer == first
+    assert sim.scheduler.ready
+    sim.handle(PeerDisconnected(), SECOND)
     sim.run()
     assert_as_if_alone(sim.requests[0], WORKER_CONFIG)
+    sim.worker_down()
+    assert sim.scheduler.worker.peer is None
+
+
+def test_a_worker_that_waits_takes_the_place_of_one_that_is_lost() -> None:
+    sim = running_simulation()
+    sim.handle(Hello(PROTOCOL, *SECOND, last_exit=LastExit(b"another", "crashed", False)), SECOND)
+    sim.handle(status_of(WORKER_CONFIG), SECOND)
+    for _ in range(5):
+        sim.step()
+    lose_worker(sim)
+    assert sim.worker == SECOND
+    assert sim.scheduler.ready
+    assert len(sim.scheduler._isolation.suspects) == 8  # how the lost one ended is not known
+    sim.handle(Hello(PROTOCOL, *THIRD), THIRD)  # its successor waits
+    sim.handle(status_of(WORKER_CONFIG), THIRD)
+    assert sim.scheduler.worker.peer == SECOND
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
+    lose_worker(sim)
+    assert sim.worker == THIRD
+
+
+@pytest.mark.parametrize("fault", ["loading", "too small", "silent"])
+def test_a_worker_that_cannot_compute_waits_until_it_can(fault: str) -> None:
+    sim = running_simulation()
+    sim.handle(Hello(PROTOCOL, *SECOND), SECOND)
+    if fault == "too small":
+        sim.handle(status_of(WORKER_CONFIG._replace(pages=8)), SECOND)
+    elif fault == "silent":
+        sim.handle(status_of(WORKER_CONFIG), SECOND)
+        sim.handle(PeerSilent(), SECOND)
+    lose_worker(sim)
+    assert sim.worker is None
+    if fault == "silent":
+        sim.handle(PeerResponds(), SECOND)
+    else:
+        sim.handle(status_of(WORKER_CONFIG), SECOND)
+    assert sim.scheduler.worker.peer == SECOND
+    sim.worker = SECOND
+    sim.run()
+    for request in sim.requests:
+        assert_as_if_alone(request, WORKER_CONFIG)
 
 
 # --- tokenizers and the scheduler itself ------------------------------------------------------------------------------

@@ -6,8 +6,17 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import ProtocolError
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import Add, DeploymentLimits, End, FinishReason, Status, Tokens, limits_out_of_range
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerSilent
+from tgi.microkernel.protocol import (
+    Add,
+    DeploymentLimits,
+    End,
+    FinishReason,
+    Hello,
+    Status,
+    Tokens,
+    limits_out_of_range,
+)
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
 from tgi.scheduler.request import Request, TokenizerClient
@@ -166,11 +175,34 @@ MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tok
 EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
 
 
+class WaitingWorker:
+    """A worker that has connected while there is another."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.status: Status | None = None
+        self.silent = False
+
+    def record(self, message: Any) -> None:
+        """Keeps what must be known of it when it is taken over."""
+        if isinstance(message, Status):
+            self.status = message
+        self.silent = isinstance(message, PeerSilent)
+
+    def meets(self, limits: DeploymentLimits | None) -> bool:
+        """Whether it could compute now, in a deployment with these limits; None: they are not set yet."""
+        offered = self.status.limits if self.status is not None and self.status.ready else None
+        if self.silent or offered is None or limits_out_of_range(offered):
+            return False
+        return limits is None or not limits_shortfall(limits, offered)
+
+
 class WorkerPeer:
     """The worker. The limits of the first one hold for the life of the deployment."""
 
     def __init__(self) -> None:
         self.peer: PeerId | None = None
+        self._waiting: dict[PeerId, WaitingWorker] = {}  # in the order of connection
         self.limits: DeploymentLimits | None = None
         self.adapters = WorkerAdapters()
         self.silent = False  # it has sent no beat for a while, which is normal while it computes or loads
@@ -182,13 +214,34 @@ class WorkerPeer:
         return LOADING_ADAPTERS if self.adapters.restoring else self._reported
 
     def connect(self, peer: PeerId) -> bool:
-        """Takes a worker that has sent its Hello. Returns False for a second one, which is ignored."""
+        """Takes a worker that has sent its Hello. Returns False for a second one, which has to wait."""
         if self.peer is not None:
-            log.error("%s is ignored: %s is the worker of this scheduler", peer, self.peer)
+            log.warning("%s waits: %s is the worker of this scheduler", peer, self.peer)
             return False
         self.peer = peer
         self.silent = False
         return True
+
+    def record_waiting(self, peer: PeerId, message: Any) -> None:
+        """Takes note of a message, or event, of a worker that is not this scheduler's."""
+        if isinstance(message, Hello):
+            # How the process before it has ended says nothing about the worker that it will replace.
+            self._waiting[peer] = WaitingWorker(message._replace(last_exit=None))
+        elif isinstance(message, PeerDisconnected):
+            self._waiting.pop(peer, None)
+        elif (waiting := self._waiting.get(peer)) is not None:
+            waiting.record(message)
+
+    def take_waiting(self) -> tuple[PeerId, Hello, Status] | None:
+        """If there is no worker: removes the first of those that wait and could compute now, and returns what it has
+        sent."""
+        if self.peer is None:
+            for peer, waiting in self._waiting.items():
+                if waiting.status is not None and waiting.meets(self.limits):
+                    del self._waiting[peer]
+                    log.warning("%s, which has waited, is the worker of this scheduler now", peer)
+                    return peer, waiting.hello, waiting.status
+        return None
 
     def update_status(self, status: Status) -> None:
         """Stores the worker's status, and its limits if it is the first worker."""

@@ -155,11 +155,12 @@ class Scheduler:
             log.warning("dropped an unexpected %s from %s", type(message).__name__, source)
 
     def _handle_worker_message(self, message: Any, source: PeerId, now: float) -> None:
-        if isinstance(message, Hello):
-            if self.worker.connect(source):
-                self._blame_lost_worker(message, now)
+        if isinstance(message, Hello) and self.worker.connect(source):
+            self._blame_lost_worker(message, now)
             return
         if source != self.worker.peer:
+            self.worker.record_waiting(source, message)
+            self._connect_waiting_worker(now)
             return
         self.worker.silent = isinstance(message, PeerSilent)
         if isinstance(message, StepResult):
@@ -619,7 +620,14 @@ class Scheduler:
         self.counters.worker_losses += 1
         self.pipeline.worker_lost()
         self._requeue_running()
+        self._connect_waiting_worker(now)
         self.report_status(now)
+
+    def _connect_waiting_worker(self, now: float) -> None:
+        if (taken := self.worker.take_waiting()) is not None:
+            peer, hello, status = taken
+            self._handle_worker_message(hello, peer, now)
+            self._handle_worker_message(status, peer, now)
 
     def _requeue_running(self) -> None:
         """The worker's state is void: returns all running requests to the queue."""
