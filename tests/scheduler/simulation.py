@@ -48,6 +48,7 @@ class Simulation:
         self.scheduler = Scheduler(config)
         self.journal: list[tuple[Any, ...]] = []  # the calls of this scheduler: name of the method, arguments
         self.now = 0.0
+        self.clock_tick = 0.001  # time that each call of the scheduler takes
         self.lives = 0  # processes that were started
         self.rids = 0
         self.waited_ms = 0  # of the requests that are submitted from now on
@@ -198,14 +199,14 @@ class Simulation:
     # --- scheduler and worker -----------------------------------------------------------------------------------------
 
     def handle(self, message: Any, source: PeerId) -> None:
-        self.now += 0.001
+        self.now += self.clock_tick
         self.journal.append(("handle", message, source, self.now))
         self.scheduler.handle(message, source, self.now)
         self._pass_outgoing()
 
     def plan(self) -> int:
         """Lets the scheduler send all steps that it plans. Returns how many."""
-        self.now += 0.001
+        self.now += self.clock_tick
         count = 0
         while True:
             self.journal.append(("plan", self.now))

@@ -1,13 +1,17 @@
 """Fairness between clients: virtual token counters order admission and prefill, and slots are shared by weight."""
 
+from collections.abc import Callable
+from random import Random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
+from tests.scheduler.timed_worker import TimedWorker, tokens_of
 from tgi.microkernel.codec import INT32, pack_column
-from tgi.microkernel.protocol import Add, FinishReason
+from tgi.microkernel.protocol import Add, FinishReason, Step
 from tgi.scheduler.request import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -220,6 +224,64 @@ def test_service_of_two_backlogged_clients_differs_by_a_bounded_amount(
         gained = {name: now[name] - start[name] for name in now}
         assert abs(gained["a"] - gained["b"]) <= bound + 16 / min(weights)
     sim.run()
+
+
+# --- waiting for steps ------------------------------------------------------------------------------------------------
+
+STEP_SECONDS = 0.02
+TIMED_CONFIG = FakeWorkerConfig(pages=8192, page_size=16, slots=128, max_batch_prefill_tokens=4096)
+PHASES = 20
+
+
+def flooded(prompts: bool, step_seconds: Callable[[Step], float]) -> TimedWorker:
+    """A client has sent 100 long prompts, or 100 long generations, and another one a short request."""
+    sim = Simulation(TIMED_CONFIG, NO_CACHE)
+    sim.worker_up()
+    worker = TimedWorker(sim, step_seconds)
+    sim.add([1, 2, 3], 3, client="light")
+    worker.run(1.0)
+    for n in range(100):
+        sim.add([n + 2] * (4000 if prompts else 10), 1 if prompts else 1000, client="heavy")
+    worker.run(2.0)
+    return worker
+
+
+def mean_wait(worker: TimedWorker) -> float:
+    """Mean seconds to the first token of short requests of the light client. One arrives `n / PHASES` of a step after a
+    result, since the one before it has ended then."""
+    waits = []
+    for n in range(PHASES):
+        worker.run(worker.sim.now + STEP_SECONDS * (1 + n / PHASES))
+        waits.append(worker.first_token(worker.sim.add([n, 1, 1], 1, client="light")))
+    return sum(waits) / PHASES
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_a_short_request_waits_for_less_than_another_step_beside_a_flood(prompts: bool) -> None:
+    """The next step is planned in the last quarter of the one that is computed, or 5 ms before its end. So a request
+    waits for half a step on average, for another one if it comes in that time, and computes its own."""
+    worker = flooded(prompts, lambda step: STEP_SECONDS)
+    idle = worker.idle_seconds
+    assert mean_wait(worker) < 1.9 * STEP_SECONDS
+    assert worker.idle_seconds == idle, "the worker waits for no step"
+
+
+@pytest.mark.parametrize("prompts", [True, False])
+def test_the_worker_is_not_idle_if_steps_take_different_times(prompts: bool) -> None:
+    random = Random(0)
+    worker = flooded(prompts, lambda step: STEP_SECONDS * (1 + random.random()))
+    idle, busy = worker.idle_seconds, worker.busy_seconds
+    worker.run(worker.sim.now + 1.5)
+    assert worker.idle_seconds - idle < 0.002 * (worker.busy_seconds - busy)
+
+
+def test_a_prompt_is_divided_for_other_clients() -> None:
+    """A step of 4,096 tokens of this model would take 1.6 s. With the usual target of 0.2 s a short request waits for
+    less than twice that, and the prompts take 5 % longer: 10 ms more for each 0.2 s."""
+    worker = flooded(True, lambda step: 0.01 + 0.0004 * tokens_of(step))
+    assert mean_wait(worker) < 0.4
+    last = worker.sim.sent[-10:]
+    assert all(tokens_of(step) >= 450 for step in last), "larger steps than the target allows are not needed"
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------

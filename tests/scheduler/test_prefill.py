@@ -125,6 +125,15 @@ def test_a_chunk_has_at_least_a_page() -> None:
     assert budget.target_tokens(16, 4096) == 16
 
 
+def test_a_step_of_prompts_that_others_wait_for_fits_into_the_target_time() -> None:
+    budget = PrefillBudget(200_000)
+    assert budget.shared_tokens(4096) == 4096
+    budget.record_step(0, 4096, 4_096_000)
+    assert budget.shared_tokens(4096) == 200
+    budget.record_step(8, 0, 50_000)  # 800 ms are worthwhile
+    assert budget.shared_tokens(4096) == 800
+
+
 def test_worthwhile_tokens_outweigh_the_fixed_cost_of_a_step() -> None:
     budget = PrefillBudget(200_000)
     budget.record_step(8, 0, 5_000)

@@ -96,9 +96,10 @@ def test_no_drafts_if_the_idle_time_costs_more_than_they_gain() -> None:
     depths: list[int] = []
     while request.end is None:
         sim.plan()
-        depths.append(len(sim.steps))
         sim.compute()
         sim.advance_time(0.02)  # the result takes long to arrive
+        sim.plan()
+        depths.append(len(sim.steps) + len(sim.results))
         sim.deliver()
     assert_as_if_alone(request, sim.worker_config)
     assert sum(map(any, drafts_of(sim)[-60:])) < 4  # tried again now and then

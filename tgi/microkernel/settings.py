@@ -329,7 +329,7 @@ class Settings:
     step_target: float = setting(
         PERFORMANCE,
         0.2,
-        "Target duration in seconds of a step with running requests; limits prefill chunks.",
+        "Target duration in seconds of a step that others wait for; limits prefill chunks.",
         seconds,
         env=("TGI_STEP_TARGET",),
     )

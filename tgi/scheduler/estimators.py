@@ -39,6 +39,13 @@ class PrefillBudget:
             return at_most
         return int(min(at_most, max(at_least, (self._target_us - self._decode_us) / self._token_us)))
 
+    def shared_tokens(self, at_most: int) -> int:
+        """Prompt tokens with which a step without decode rows meets the target time, but as many as make it worth its
+        fixed cost."""
+        if not self._token_us:
+            return at_most
+        return int(min(at_most, max(self._target_us, WORTHWHILE_RATIO * self._decode_us) / self._token_us)) or 1
+
     def worthwhile_tokens(self, at_most: int) -> int:
         """Prompt tokens that make a step worth its fixed cost: at least 1, so that the first prompt is computed;
         `at_most` until both costs are measured."""
@@ -61,9 +68,13 @@ UNSEEN_RATIO = 2
 MAX_EXTRAPOLATION = 8
 # A worker that is late for this long hangs.
 HANG_SECONDS = 8.0
-# Weight of the newest step in the expected time, if it is shorter; longer ones count at once, up to this ratio.
-SHORTER_STEP_WEIGHT = 0.05
+# Weight of the newest step in the expected time, if it is shorter; longer ones count at once, up to this ratio. In the
+# least time it is the opposite: longer ones have this weight, and shorter ones count at once.
+SHORTER_STEP_WEIGHT = LONGER_STEP_WEIGHT = 0.05
 MAX_GROWTH = 2
+# The next step is planned when the one that is computed ends in this share of its least time, and in no less than the
+# seconds: the worker has it in time, and what arrives before takes part in it.
+PLAN_AHEAD_SHARE, PLAN_AHEAD_SECONDS = 0.25, 0.005
 
 
 class SizeClass(NamedTuple):
@@ -75,7 +86,7 @@ class SizeClass(NamedTuple):
 
 
 class StepLimits:
-    """How long a step may take, learned from the times of finished steps.
+    """How long a step may take, and takes at least, learned from the times of finished steps.
 
     A step takes at most as much longer than a smaller one as it is larger, in tokens or attended positions, whatever
     each of them costs. So a size that was not observed is predicted from those that were, up to MAX_EXTRAPOLATION;
@@ -84,11 +95,17 @@ class StepLimits:
 
     def __init__(self) -> None:
         self._expected: dict[SizeClass, float] = {}
+        self._least: dict[SizeClass, float] = {}
         self._new_worker = True  # no step of this worker was observed
 
     def record(self, size: SizeClass, seconds: float) -> None:
         """Adds a finished step."""
         self._new_worker = False
+        least = self._least.get(size)
+        if least is not None and seconds > least:
+            self._least[size] = least + LONGER_STEP_WEIGHT * (seconds - least)
+        else:
+            self._least[size] = seconds
         known = self._expected.get(size)
         if known is not None and seconds < known:
             self._expected[size] = known + SHORTER_STEP_WEIGHT * (seconds - known)
@@ -101,6 +118,13 @@ class StepLimits:
     def worker_lost(self) -> None:
         """The next worker's first step may take longer."""
         self._new_worker = True
+
+    def plan_ahead_after(self, size: SizeClass) -> float:
+        """Seconds from the begin of a step of this size until the next one should be planned; at once if not above
+        0."""
+        least = self._least.get(size, 0.0)
+        ahead = PLAN_AHEAD_SHARE * least
+        return least - (ahead if ahead > PLAN_AHEAD_SECONDS else PLAN_AHEAD_SECONDS)
 
     def late_after(self, size: SizeClass) -> float | None:
         """Seconds after which a step of this size is late; None: no such steps were observed."""

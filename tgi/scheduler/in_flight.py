@@ -52,6 +52,7 @@ class InFlightStep(NamedTuple):
     early_exits: int  # `RunningBatch.early_exits` when it was planned; while that is the same, no request has left
     size: SizeClass
     late_after: float | None  # seconds, from StepLimits
+    plan_ahead_after: float  # seconds, from StepLimits
 
     @property
     def requests(self) -> list[Request]:
@@ -115,6 +116,7 @@ class StepPipeline:
         self._steps: deque[InFlightStep] = deque()
         self._abandoned: set[tuple[int, int]] = set()  # (epoch, number) of steps after a failed one, still unanswered
         self._progress_at = 0.0  # when a step was last answered, or sent while none was in flight
+        self.plan_ahead_at = 0.0  # when the next step should be planned
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -137,8 +139,7 @@ class StepPipeline:
     def add(self, step: InFlightStep, now: float) -> None:
         """Appends a step that is being sent."""
         if not self._steps:
-            self._progress_at = now
-            self._answer_limit = self._limit_of(step)
+            self._begin(step, now)
         self.next_number += 1
         self._steps.append(step)
 
@@ -150,14 +151,17 @@ class StepPipeline:
             return None
         step = self._steps.popleft()
         seconds = now - max(self._progress_at, step.sent_at)
-        self._progress_at = now
         if self._steps:
-            self._answer_limit = self._limit_of(self._steps[0])
+            self._begin(self._steps[0], now)
+        else:
+            self._progress_at, self.plan_ahead_at = now, 0.0
         return step, seconds
 
-    def _limit_of(self, step: InFlightStep) -> float:
+    def _begin(self, step: InFlightStep, now: float) -> None:
+        """The worker computes this step from now on."""
         late_after, stall_limit = step.late_after, self._stall_limit
-        return stall_limit if late_after is None or late_after > stall_limit else late_after
+        self._answer_limit = stall_limit if late_after is None or late_after > stall_limit else late_after
+        self._progress_at, self.plan_ahead_at = now, now + step.plan_ahead_after
 
     def step_failed(self) -> None:
         """The step that was answered last has failed, so later ones build on what it did not compute. Their answers are
@@ -172,6 +176,7 @@ class StepPipeline:
 
     def _begin_epoch(self) -> None:
         self._steps.clear()
+        self.plan_ahead_at = 0.0
         self._answer_limit = self._stall_limit
         self.epoch += 1
         self.next_number = 1
@@ -187,9 +192,10 @@ class StepPipeline:
 
     def stalls_at(self, now: float) -> float | None:
         """When it will be stalled unless an answer comes; None if it is already, or no answer is due."""
-        if not (self._steps or self._abandoned) or self.is_stalled(now):
+        if not (self._steps or self._abandoned):
             return None
-        return self._progress_at + self._answer_limit
+        due_at = self._progress_at + self._answer_limit
+        return due_at if now < due_at else None
 
 
 def requests_in_hand(steps: list[InFlightStep]) -> dict[bytes, int]:

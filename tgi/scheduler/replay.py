@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 from tgi.microkernel.codec import FLOAT32, INT32, UINT8, pack_column, unpack_int32, unpack_uint32
@@ -280,6 +281,11 @@ def estimate(recorded: RecordedRun, changes: ReplayChanges) -> ReplayReport:
     return _Estimate(recorded, config, limits, changes.load or 1.0).run()
 
 
+class _StepEvent(Enum):
+    END = "the oldest step ends"
+    DUE = "the next step is due"
+
+
 class _Estimate:
     """A scheduler, one tokenizer and a worker on a virtual clock."""
 
@@ -292,8 +298,8 @@ class _Estimate:
         self._originals: dict[int, ReplayedRequest] = {}
         self._steps: deque[InFlightStep] = deque()  # on the worker, the oldest first
         self._worker_free_at = 0.0
-        # (time, order, what): an Add, a Cancel, or None for the end of the oldest step.
-        self._events: list[tuple[float, int, Add | Cancel | None]] = []
+        # (time, order, what): an Add, a Cancel, the end of the oldest step, or the time to plan the next one.
+        self._events: list[tuple[float, int, Add | Cancel | _StepEvent]] = []
         self._order = 0
         originals = sorted(recorded.requests.values(), key=lambda one: one.arrived_at)
         begin = originals[0].arrived_at if originals else 0.0
@@ -311,15 +317,15 @@ class _Estimate:
             now, _, event = heapq.heappop(self._events)
             if isinstance(event, Add):
                 self._arrive(event, now)
-            elif event is None:
+            elif event is _StepEvent.END:
                 result = self._result(self._steps.popleft())
                 self._scheduler.handle(result, self.WORKER, now)
-            else:
+            elif isinstance(event, Cancel):
                 self._scheduler.handle(event, self.TOKENIZER, now)
             self._settle(now)
         return _report(self._requests.values(), self._scheduler)
 
-    def _schedule(self, at: float, event: Add | Cancel | None) -> None:
+    def _schedule(self, at: float, event: Add | Cancel | _StepEvent) -> None:
         self._order += 1
         heapq.heappush(self._events, (at, self._order, event))
 
@@ -342,7 +348,9 @@ class _Estimate:
                 assert step is not None
                 self._worker_free_at = max(now, self._worker_free_at) + self._times.seconds(step)
                 self._steps.append(step)
-                self._schedule(self._worker_free_at, None)
+                self._schedule(self._worker_free_at, _StepEvent.END)
+            if (due_at := scheduler.next_plan_at) is not None:
+                self._schedule(due_at, _StepEvent.DUE)
             scheduler.report_status(now)
             messages = [(peer, message) for peer, message in scheduler.outgoing() if peer is not self.WORKER]
             scheduler.commit()

@@ -64,7 +64,7 @@ class SchedulerConfig(NamedTuple):
     """The scheduler's settings."""
 
     prefix_caching: bool = True
-    step_target: float = 0.2  # seconds that a step may take that has decode rows and prefill chunks
+    step_target: float = 0.2  # seconds that a step with prefill chunks may take that others wait for
     stall_limit: float = 60.0  # upper bound of the seconds after which an unanswered step makes the status unhealthy
     max_drafts: int = 0  # draft tokens per row and step; 0: no speculation
     draft_model: bool = False  # the worker has a draft model
@@ -111,6 +111,7 @@ class Scheduler:
         self._held_pages: list[HeldPages] = []  # reported by a worker that is not ready yet
         self._wait_estimator = WaitEstimator()
         self._progress = ProgressClock()
+        self.next_plan_at: float | None = None  # when the next step is due, if `plan` was called too early
 
     # --- input --------------------------------------------------------------------------------------------------------
 
@@ -179,7 +180,8 @@ class Scheduler:
     # --- output -------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Step | None:
-        """The next step for the worker; None if the pipeline is full or there is nothing to compute."""
+        """The next step for the worker; None if the pipeline is full, if there is nothing to compute, or if it is not
+        due yet: it is planned shortly before the worker needs it, so that requests that arrive until then take part."""
         if (planned := self._plan_step(now)) is not None:
             return planned.message
         counters = self.counters
@@ -194,7 +196,11 @@ class Scheduler:
 
     def _plan_step(self, now: float) -> InFlightStep | None:
         planner, pipeline, isolation = self._planner, self.pipeline, self._isolation
+        self.next_plan_at = None
         if planner is None or not pipeline.has_room or not self.ready or self.worker.adapters.has_unsent_updates:
+            return None
+        if now < (due_at := pipeline.plan_ahead_at):
+            self.next_plan_at = due_at
             return None
         if isolation.turn_over:
             if pipeline:
@@ -248,9 +254,9 @@ class Scheduler:
         return Beat(int(1000 * age), int(1000 * limit), steps[0].description if steps else f"{self.queued} queued")
 
     def deadline(self, now: float) -> float:
-        """When `report_status` must be called even if no message comes."""
+        """When `plan` and `report_status` must be called even if no message comes."""
         soonest = now + 3600.0
-        for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at):
+        for due_at in (self.pipeline.stalls_at(now), self._tokenizers.reporter.due_at, self.next_plan_at):
             if due_at is not None and due_at < soonest:
                 soonest = due_at
         return max(now, soonest)

@@ -234,6 +234,8 @@ class StepPlanner:
         budget = self.limits.max_batch_prefill_tokens - len(builder.drawing) - sum(builder.drafts)
         if builder.drawing:
             budget = self._prefill_budget.target_tokens(min(self.limits.page_size, budget), budget)
+        elif len(self.queue.clients) > 1:  # a request of another client may arrive at any time, and waits for this step
+            budget = self._prefill_budget.shared_tokens(budget)
         on_trial = self._isolation.on_trial
         if not self.batch.prefilling and not self.queue and not on_trial:
             return
@@ -532,4 +534,5 @@ class StepBuilder:
             early_exits=early_exits,
             size=size,
             late_after=late_after,
+            plan_ahead_after=step_limits.plan_ahead_after(size),
         )
