@@ -11,7 +11,7 @@ from tests.live.server import Server
 from tests.models import demo_model
 from tgi.microkernel import rundir
 
-PROMPTS = [f"This is story number {n}:" + " and the river runs" * (1 + 40 * n) for n in range(8)]
+PROMPTS = [f"This is story number {n}:" + " and the river runs" * (1 + 40 * n) for n in (0, 1, 2, 4, 7)]
 
 
 @pytest.mark.parametrize(

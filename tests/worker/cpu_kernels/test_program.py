@@ -45,7 +45,7 @@ def steps(page_size: int) -> list[ForwardBatch]:
     """Steps: prompts of many lengths in chunks, decode rows next to chunks, and a row that draws several tokens."""
     ids = torch.randint(3, 512, (400,), generator=torch.Generator().manual_seed(3)).tolist()
     a, b, c = list(range(10)), list(range(10, 14)), list(range(20, 30))
-    prompt, chunk = (45, 60) if EMULATED else (90, 210)
+    prompt, chunk = (21, 35) if EMULATED else (90, 210)
     first = [Row(ids[:prompt], 0, a), Row(ids[:1], 0, b), Row(ids[7:40], 0, c)]
     second = [Row(ids[prompt : prompt + 1], prompt, a), Row(ids[200:215], 1, b), Row(ids[40 : 40 + chunk], 33, c)]
     third = [
