@@ -22,6 +22,7 @@ from tgi.api.http_server import HttpServer
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.router import Router
 from tgi.api.service import Service
+from tgi.api.tls import ServerCertificate
 from tgi.microkernel import metrics
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.link import Link, PeerDisconnected
@@ -247,7 +248,8 @@ class Front:
         self.router.attach(asyncio.get_running_loop())
         app = build(self.service)
         self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(app, self.settings)
+        files = self.settings.ssl_certfile, self.settings.ssl_keyfile
+        self._server = HttpServer(app, self.settings, ServerCertificate(files[0], files[1]) if files[0] else None)
         admitting = asyncio.create_task(self._admit(app))
         self._up.set()
         try:

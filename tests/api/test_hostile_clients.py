@@ -12,7 +12,8 @@ import pytest
 
 from tests.api.conftest import Reply, Stream, request, silent, word
 from tgi.api import body_reader
-from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.api.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
+from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
 
 HALF_HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\nx-more: "
 HEAD = {"content-type": "application/json", "content-length": "1900000"}
@@ -208,3 +209,120 @@ def test_connections_beyond_the_limit_are_refused(serve: Any, caplog: pytest.Log
     for stream in streams:
         assert stream.read_rest().status == 200
     until(lambda: front.get("/health").status == 200)
+
+
+KEEP = {"content-type": "application/json", "content-length": "14"}
+STREAM = request("POST", "/generate_stream", b'{"inputs":"x"}', KEEP).replace(b"connection: close\r\n", b"")
+GET = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        (HALF_HEAD, b"HTTP/1.1 408 Request Timeout\r\n"),
+        (b"\x16\x03\r\n\r\n", b"HTTP/1.1 400 Bad Request\r\n"),
+        (request("POST", "/generate", b"no chunk", {"transfer-encoding": "chunked"}), b"HTTP/1.1 400 Bad Request\r\n"),
+    ],
+)
+def test_a_fault_behind_a_request_leaves_its_response_whole(serve: Any, fault: bytes, answer: bytes) -> None:
+    front = serve(silent, read_timeout=0.2)
+    with front.connect() as connection:
+        connection.sendall(STREAM)
+        rid = front.tokenizers[0].next(Generate).rid
+        connection.sendall(fault)
+        time.sleep(0.5)
+        front.tokenizers[0].send(word(rid, 1), End(rid, FinishReason.EOS, "", " 1", 1, 1))
+        stream, _, rejection = read_all(connection).partition(b"\r\n0\r\n\r\n")
+    assert b'"text":" 1"' in stream
+    assert stream.count(b"HTTP/1.1 ") == 1
+    assert rejection.startswith(answer)
+
+
+def test_a_client_that_leaves_behind_pipelined_requests_is_noticed(serve: Any) -> None:
+    front = serve(silent)
+    with front.connect() as connection:
+        connection.sendall(STREAM)
+        rid = front.tokenizers[0].next(Generate).rid
+        connection.sendall(3 * GET)
+        time.sleep(0.1)
+    assert front.tokenizers[0].next(Cancel).rid == rid
+
+
+@pytest.mark.parametrize("head", [GET, GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"])
+def test_pipelined_requests_are_bounded(serve: Any, head: bytes) -> None:
+    front = serve()
+    with front.connect() as connection:
+        connection.sendall((MAX_PIPELINED + 1) * head)
+        received = b""
+        while received.count(b" 200 OK") < MAX_PIPELINED + 1:
+            received += connection.recv(65536)
+        assert is_open(connection)
+        connection.sendall(3000 * head)
+        received = read_all(connection)
+        assert received.count(b" 200 OK") == MAX_PIPELINED + 1
+        assert received.endswith(b"More than 64 requests wait for the response to an earlier one.")
+
+
+def test_trailers_are_bounded_and_dropped(serve: Any) -> None:
+    front = serve()
+    chunked = {"content-type": "application/json", "transfer-encoding": "chunked"}
+    body = b'e\r\n{"inputs":"x"}\r\n0\r\n'
+    with front.connect() as connection:
+        connection.sendall(request("POST", "/generate", body + b"authorization: Bearer k\r\n\r\n", chunked))
+        assert Reply(read_all(connection)).status == 200
+    with front.connect() as connection:
+        connection.sendall(request("POST", "/generate", body, chunked))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                connection.sendall(b"x: " + b"y" * (MAX_HEAD_BYTES // 4) + b"\r\n")
+                time.sleep(0.01)
+        assert not is_open(connection)
+
+
+def test_a_request_behind_a_large_body_has_its_own_head(serve: Any) -> None:
+    front = serve()
+    body = json.dumps({"inputs": "x" * 100_000}).encode()
+    head = request("POST", "/generate", b"", KEEP | {"content-length": str(len(body))})
+    with front.connect() as connection:
+        connection.sendall(head.replace(b"connection: close\r\n", b"") + body + GET[:8])
+        time.sleep(0.2)
+        connection.sendall(b"lth HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert read_all(connection).count(b" 200 OK") == 2
+
+
+# Some 100 KB: more than the buffers of the system take with a small window.
+LARGE = request("GET", "/api-doc/openapi.json", b"", {})
+LARGE_KEPT = LARGE.replace(b"connection: close\r\n", b"")
+
+
+def with_window(front: Any, size: int = 4096) -> socket.socket:
+    """A connection of which the client's system takes this much that is not read, about."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+    connection.settimeout(20)
+    connection.connect(("127.0.0.1", front.port))
+    return connection
+
+
+@pytest.mark.parametrize("requests", [LARGE, 8 * LARGE_KEPT])
+def test_a_response_that_is_not_read_is_ended(serve: Any, monkeypatch: pytest.MonkeyPatch, requests: bytes) -> None:
+    monkeypatch.setattr("tgi.api.http_server.KEEP_ALIVE_SECONDS", 0.2)
+    front = serve(slow_reader_timeout=0.5)
+    with with_window(front) as connection:
+        connection.sendall(requests)
+        until(lambda: front.connections == 1)
+        until(lambda: front.connections == 0)
+
+
+def test_a_response_that_is_read_slowly_is_whole(serve: Any) -> None:
+    front = serve(slow_reader_timeout=2)
+    length = len(front.get("/api-doc/openapi.json").body)
+    began = time.monotonic()
+    with with_window(front, 65536) as connection:
+        connection.sendall(7 * LARGE_KEPT + LARGE)
+        received = b""
+        while part := connection.recv(3 * length, socket.MSG_WAITALL):
+            received += part
+            time.sleep(0.8)
+    assert len(received) > 8 * length
+    assert time.monotonic() - began > 2  # longer than the time limit without progress

@@ -2,10 +2,15 @@
 
 import os
 import shutil
+import ssl
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.api.conftest import Reply
+from tests.api.test_hostile_clients import GET, LARGE, read_all, until, with_window
 from tests.certificates import make_certificate
 from tgi.api.tls import ServerCertificate
 from tgi.microkernel.errors import UserError
@@ -51,3 +56,40 @@ def test_changed_files_are_loaded_once_they_can_be_used(tmp_path: Path, caplog: 
     os.replace(other.keyfile, used.keyfile)
     certificate.reload_if_changed()
     assert certificate.context is not first
+
+
+def serve_tls(serve: Any, folder: Path, **settings: Any) -> tuple[Any, ssl.SSLContext]:
+    """A front end, and how its clients connect."""
+    made = make_certificate(folder, "server")
+    front = serve(ssl_certfile=str(made.certfile), ssl_keyfile=str(made.keyfile), **settings)
+    return front, ssl.create_default_context(cafile=str(made.certfile))
+
+
+def test_the_last_response_of_a_connection_is_whole(serve: Any, tmp_path: Path) -> None:
+    front, context = serve_tls(serve, tmp_path)
+    with context.wrap_socket(with_window(front), server_hostname="127.0.0.1") as connection:
+        connection.sendall(LARGE)
+        received = connection.recv(1024)
+        time.sleep(2.5)
+        received += read_all(connection)
+    reply = Reply(received)
+    assert len(reply.body) == int(reply.headers["content-length"])
+
+
+def test_a_response_that_is_not_read_is_ended(serve: Any, tmp_path: Path) -> None:
+    front, context = serve_tls(serve, tmp_path, slow_reader_timeout=0.5)
+    with context.wrap_socket(with_window(front), server_hostname="127.0.0.1") as connection:
+        connection.sendall(LARGE)
+        until(lambda: front.connections == 1)
+        until(lambda: front.connections == 0)
+
+
+def test_unfinished_handshakes_make_room(serve: Any, tmp_path: Path) -> None:
+    front, context = serve_tls(serve, tmp_path, max_connections=10)
+    silent = [front.connect() for _ in range(50)]
+    for _ in range(5):
+        with context.wrap_socket(front.connect(), server_hostname="127.0.0.1") as connection:
+            connection.sendall(GET)
+            assert b" 200 OK" in connection.recv(65536)
+    for each in silent:
+        each.close()

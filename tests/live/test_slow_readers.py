@@ -59,7 +59,7 @@ def test_a_stream_that_is_not_read_is_parked_and_continues(tiny_llama: Path, tmp
 
 
 def test_a_client_that_never_reads_is_ended(tiny_llama: Path, tmp_path: Path) -> None:
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *FLAGS, "--slow-reader-timeout", "1") as server:
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *FLAGS, "--slow-reader-timeout", "3") as server:
         server.start().wait_until_ready()
         client = SlowClient(server, "slow")
         server.wait_until(lambda: server.metric("tgi_parked_requests") >= 1, "the stream is parked")

@@ -27,8 +27,12 @@ from tgi.microkernel.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# Of request line and headers. httptools keeps them in memory without a limit.
+# Of request line and headers, and of what a body has besides its content: trailers, extensions of chunks. httptools
+# keeps them in memory without a limit.
 MAX_HEAD_BYTES = 64 << 10
+# Requests of a connection that wait for the response to an earlier one. A request without a body takes 20 bytes of the
+# network and 3 KB of memory.
+MAX_PIPELINED = 64
 # A silent connection stays open this long: longer than usual load balancers reuse it (60 s).
 KEEP_ALIVE_SECONDS = 75
 # While other front ends accept the new connections, idle ones are kept open for this long, and closed after their next
@@ -51,7 +55,8 @@ OVERLOAD_LOG_SECONDS = 10.0
 # The kernel buffers this much beyond what the client's window takes: by default it would be megabytes for a client that
 # does not read, which would be noticed late (SlowReader).
 MAX_UNSENT_BYTES = 64 << 10
-# Of a TLS connection: for its client to confirm the end. uvloop would wait 30 s.
+# At the end of the server: for the client of an idle TLS connection to confirm the end, which clients do that keep
+# connections for later use only with their next request.
 TLS_SHUTDOWN_SECONDS = 2.0
 
 TEXT_HEAD = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -67,7 +72,8 @@ class ConnectionTable(ServerState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.opening: set[HttpConnection] = set()  # accepted, not yet in `connections`: in a handshake
+        # Accepted, not yet in `connections`: in a handshake, the oldest first.
+        self.opening: dict[HttpConnection, asyncio.Task[None]] = {}
         self.idle: dict[HttpConnection, None] = {}  # an ordered set: without a complete head, the longest idle first
 
     @property
@@ -76,12 +82,17 @@ class ConnectionTable(ServerState):
         return len(self.connections) + len(self.opening)
 
     def close_longest_idle(self) -> bool:
-        """Closes the connection that has been idle for longest. Returns False if none is."""
+        """Closes the connection that has been idle for longest, else that with the oldest handshake. Returns False if
+        there is none."""
         for connection in self.idle:
             if not connection.transport.get_write_buffer_size():  # else its client still reads the latest response
                 del self.idle[connection]
                 connection.transport.abort()
                 return True
+        for connection, task in self.opening.items():
+            del self.opening[connection]
+            task.cancel()
+            return True
         return False
 
 
@@ -89,55 +100,79 @@ class HttpConnection(HttpToolsProtocol):
     """One connection.
 
     A head has to be complete `head_seconds` after its first byte; then the answer is 408. A connection without a
-    request, or with the rest of a body whose request has been answered, is closed after KEEP_ALIVE_SECONDS.
+    request, or with the rest of a body whose request has been answered, is closed after KEEP_ALIVE_SECONDS. One whose
+    client does not read what was sent is closed after `reader_seconds` without progress.
     """
 
-    def __init__(self, table: ConnectionTable, head_seconds: float, **kwargs: Any) -> None:
+    def __init__(self, table: ConnectionTable, head_seconds: float, reader_seconds: float, **kwargs: Any) -> None:
         super().__init__(server_state=table, **kwargs)
         self._table = table
         self._head_seconds = head_seconds
-        self._cycles: list[RequestResponseCycle] = []  # requests whose response is not complete
+        self._reader_seconds = reader_seconds
+        self._running: RequestResponseCycle | None = None  # the request that is answered now; later ones: `pipeline`
         self._in_head = False
-        self._head_bytes = 0
+        self._unparsed_bytes = 0  # received since a head, a piece of a body, or a request was complete
         self._head_timer: asyncio.TimerHandle | None = None  # set once a head has not come in one piece
+        self._rejection = b""  # to be sent after the responses to the requests before
+        self._unsent_bytes = 0  # when the timer was set
+        self._reader_timer: asyncio.TimerHandle | None = None  # while the client has to read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio callback."""
         super().connection_made(transport)
-        self._table.opening.discard(self)
+        self._table.opening.pop(self, None)
         self._table.idle[self] = None
         self.timeout_keep_alive_task = self.loop.call_later(KEEP_ALIVE_SECONDS, self.timeout_keep_alive_handler)
 
+    # --- requests ---
+
     def data_received(self, data: bytes) -> None:
+        """asyncio callback: feeds the parser."""
+        if self._rejection:
+            return
+        self._unparsed_bytes += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._reject(400, "Invalid HTTP request received.")
+            return
+        if self._unparsed_bytes > MAX_HEAD_BYTES:
+            self._reject(400, f"The headers of this request are over {MAX_HEAD_BYTES} bytes.")
+        elif self._in_head and self._head_timer is None:
+            text = f"The head of this request was not complete within {self._head_seconds:g} s."
+            self._head_timer = self.loop.call_later(self._head_seconds, self._reject, 408, text)
+
+    def _parse(self, data: bytes) -> None:
         """Feeds the parser. An upgrade is ignored (RFC 9110, 7.8): the request is parsed again without it.
 
         Java's HTTP client offers `Upgrade: h2c` with every first request; its body would be lost otherwise.
         """
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            rest = data[upgrade.args[0] :]
-            head = self._head_without_upgrade()
-            self.parser = httptools.HttpRequestParser(self)
-            self.data_received(head + rest)
-            return
-        except httptools.HttpParserError:
-            self._reject(400, "Invalid HTTP request received.")
-            return
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._reject(400, f"The headers of this request are over {MAX_HEAD_BYTES} bytes.")
-            elif self._head_timer is None:
-                text = f"The head of this request was not complete within {self._head_seconds:g} s."
-                self._head_timer = self.loop.call_later(self._head_seconds, self._reject, 408, text)
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
 
     def _reject(self, status: int, text: str) -> None:
-        """Answers a request that has no complete head, and closes the connection."""
+        """Answers what cannot be parsed as a request, after the responses to the requests before it, and closes the
+        connection. What is received from now on is dropped."""
         self._stop_head_timer()
+        if self._rejection:
+            return
+        self._rejection = STATUS_LINE[status] + TEXT_HEAD % len(text) + text.encode()
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()  # the latest request: the fault is in its body
+        running = self._running
+        if running is None or (running.more_body and not running.response_started):
+            self._send_rejection()
+
+    def _send_rejection(self) -> None:
         if not self.transport.is_closing():
-            self.transport.write(STATUS_LINE[status] + TEXT_HEAD % len(text) + text.encode())
+            self.transport.write(self._rejection)
             self.transport.close()
+            self._watch_reader()
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -162,43 +197,111 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = True
         self._unset_keepalive_if_required()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools callback, for trailers too, which are dropped."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """httptools callback. Starts the request, unless its head is parsed again without its upgrade.
 
-        Raises HttpParserError, a 400, for HTTP versions that falcon would answer with a 500, and for CONNECT, which
-        httptools always takes for an upgrade.
+        Raises HttpParserError, a 400, for HTTP versions that falcon would answer with a 500, for CONNECT, which
+        httptools always takes for an upgrade, and for too many pipelined requests.
         """
         if self.parser.get_http_version() not in ("1.0", "1.1") or self.parser.get_method() == b"CONNECT":
             raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are supported, and no CONNECT")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reject(400, f"More than {MAX_PIPELINED} requests wait for the response to an earlier one.")
+            raise httptools.HttpParserError
         self._in_head = False
-        self._head_bytes = 0
+        self._unparsed_bytes = 0
         self._stop_head_timer()
         self._unset_keepalive_if_required()  # an earlier, pipelined request may have been answered during this head
         self._table.idle.pop(self, None)
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
-            self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        if self._running is None:
+            self._running = self.cycle
+        else:
+            self.flow.resume_reading()  # paused for a pipelined request, which would hide a disconnect
+
+    def on_body(self, body: bytes) -> None:
+        """httptools callback: a piece of the body."""
+        self._unparsed_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """httptools callback: the body is complete."""
+        self._unparsed_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
+    # --- responses ---
+
     def on_response_complete(self) -> None:
-        """uvicorn's callback: the latest byte of a response is written."""
+        """uvicorn's callback: the latest byte of a response is written. Starts the next pipelined request."""
+        self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-        if self.cycle.response_complete:  # else a pipelined request follows
+        if self.transport.is_closing():
+            self._watch_reader()
+        elif self._running is None:
             self._table.idle[self] = None
+            if self._rejection:
+                self._send_rejection()
+
+    def pause_writing(self) -> None:
+        """asyncio callback: what is written waits for the client to read."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """asyncio callback: the client has read."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_reader_timer()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Timer: the connection has been idle for KEEP_ALIVE_SECONDS."""
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
+
+    def shutdown(self) -> None:
+        """uvicorn's callback: the server ends. Closes the connection, or has it closed after its response."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._watch_reader()
+            if self.scheme == "https":
+                self.loop.call_later(TLS_SHUTDOWN_SECONDS, self.transport.abort)
+
+    def _watch_reader(self) -> None:
+        """Closes the connection unless its client reads. `close` alone would keep it until the client has read all."""
+        if self._reader_timer is None:
+            self._unsent_bytes = self.transport.get_write_buffer_size()
+            self._reader_timer = self.loop.call_later(self._reader_seconds, self._end_slow_reader)
+
+    def _end_slow_reader(self) -> None:
+        self._reader_timer = None
+        if self.transport.get_write_buffer_size() < self._unsent_bytes:
+            self._watch_reader()
+        else:
+            log.info("Closed a connection whose client has read too little for %g s", self._reader_seconds)
+            self.transport.abort()
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio callback. Notifies every request of the connection; uvicorn notifies the latest only, and pipelined
-        ones come before it."""
-        for cycle in self._cycles:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        """asyncio callback. Notifies the request that runs; uvicorn notifies the latest only, and pipelined ones come
+        before it."""
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._table.idle.pop(self, None)
         self._stop_head_timer()
+        self._stop_reader_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -217,6 +320,7 @@ class Listener:
         protocol: Callable[[], HttpConnection],
         certificate: ServerCertificate | None,
         handshake_seconds: float,
+        reader_seconds: float,
     ) -> None:
         self._socket = listening
         self._table = table
@@ -224,7 +328,7 @@ class Listener:
         self._protocol = protocol
         self._certificate = certificate
         self._handshake_seconds = handshake_seconds
-        self._opening: set[asyncio.Task[None]] = set()
+        self._reader_seconds = reader_seconds
         self._refused_sockets: deque[tuple[float, socket.socket]] = deque()  # with the time of the refusal
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
@@ -243,7 +347,7 @@ class Listener:
     def close(self) -> None:
         """Stops accepting. The caller closes the socket."""
         self.stop_accepting()
-        for task in self._opening:
+        for task in self._table.opening.values():
             task.cancel()
         while self._refused_sockets:
             self._refused_sockets.popleft()[1].close()
@@ -287,10 +391,7 @@ class Listener:
                     continue
                 self._closed_idle += 1
             protocol = self._protocol()
-            self._table.opening.add(protocol)
-            task = self._loop.create_task(self._open(connection, protocol))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._table.opening[protocol] = self._loop.create_task(self._open(connection, protocol))
 
     async def _open(self, connection: socket.socket, protocol: HttpConnection) -> None:
         """Performs the handshake of TLS, if there is any, and hands the connection to its protocol."""
@@ -299,12 +400,14 @@ class Listener:
             secured = {
                 "ssl": self._certificate.context,
                 "ssl_handshake_timeout": self._handshake_seconds,
-                "ssl_shutdown_timeout": TLS_SHUTDOWN_SECONDS,
+                "ssl_shutdown_timeout": self._reader_seconds,
             }
-        # OSError includes ssl.SSLError: a client that speaks no TLS, or rejects the certificate.
-        with contextlib.suppress(OSError):
+        try:
             await self._loop.connect_accepted_socket(lambda: protocol, connection, **secured)
-        self._table.opening.discard(protocol)
+        except OSError:  # includes ssl.SSLError: a client that speaks no TLS, or rejects the certificate
+            pass
+        finally:
+            self._table.opening.pop(protocol, None)
 
     def _refuse(self, connection: socket.socket) -> None:
         """Answers 503 without reading. Closed at once, bytes that the client still sends would reset the connection
@@ -365,10 +468,10 @@ class HttpServer(uvicorn.Server):
         """Begins to accept connections."""
         assert sockets is not None
         assert isinstance(self.server_state, ConnectionTable)
-        seconds = self._settings.read_timeout
-        protocol = partial(HttpConnection, self.server_state, seconds, config=self.config, app_state={})
+        seconds = self._settings.read_timeout, self._settings.slow_reader_timeout
+        protocol = partial(HttpConnection, self.server_state, *seconds, config=self.config, app_state={})
         limit = connection_limit(self._settings.max_connections)
-        self._listener = Listener(sockets[0], self.server_state, limit, protocol, self._certificate, seconds)
+        self._listener = Listener(sockets[0], self.server_state, limit, protocol, self._certificate, *seconds)
         self.servers = [self._listener]  # type: ignore[list-item]
         self.started = True
 

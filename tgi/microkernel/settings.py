@@ -264,7 +264,7 @@ class Settings:
     slow_reader_timeout: float = setting(
         LIMITS,
         120.0,
-        "Seconds that a stream may be parked because its client does not read; then its connection is closed.",
+        "Seconds that a client may not read while a response or a parked stream waits; then its connection is closed.",
         seconds,
         env=("TGI_SLOW_READER_TIMEOUT",),
     )
