@@ -59,6 +59,7 @@ def report_after(child: ChildProcess) -> LastExit:
         (signal.SIGTERM, "was killed by SIGTERM", True),
         (signal.SIGSEGV, "was killed by SIGSEGV", False),
         (signal.SIGABRT, "was killed by SIGABRT", False),
+        (signal.SIGRTMIN + 1, f"was killed by signal {signal.SIGRTMIN + 1}", True),  # has no name
     ],
 )
 def test_signals_from_outside_are_told_from_faults(child: ChildProcess, number: int, cause: str, outside: bool) -> None:

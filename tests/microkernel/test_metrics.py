@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.mmap_dict import MmapedDict
 
 from tgi.microkernel import metrics
-from tgi.microkernel.metric_store import Distribution, MetricStore
+from tgi.microkernel.metric_store import Distribution, MetricStore, SampleFile
 from tgi.microkernel.metrics import DURATION, SERIES
 
 WRITER = """
@@ -156,7 +155,7 @@ def test_folding_never_decreases_a_sum(tmp_path: Path) -> None:
     draws = random.Random(3)
     for pid in range(1, 41):
         store = MetricStore(tmp_path)
-        store._files["sums"] = MmapedDict(str(tmp_path / f"sums_{pid}.db"))  # type: ignore[no-untyped-call]
+        store._files["sums"] = SampleFile(tmp_path / f"sums_{pid}.db")
         Distribution(store, "tgi_request_duration", (), (1.0,)).observe(
             draws.expovariate(1) * 10 ** draws.uniform(-6, 3)
         )

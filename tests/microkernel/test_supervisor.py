@@ -1,11 +1,21 @@
-"""The delay before a process is started again, and the token bucket that it uses."""
+"""The delay before a process is started again, the token bucket that it uses, and processes that cannot be started."""
 
+import os
+from pathlib import Path
+
+import pytest
+
+from tgi.microkernel import rundir
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.settings import Settings
 from tgi.microkernel.supervisor import (
     MAX_BACKOFF_SECONDS,
     RESTART_PERIOD_SECONDS,
     RESTARTS_IN_A_ROW,
     Backoff,
+    Supervisor,
 )
+from tgi.microkernel.terminal import ControllingTerminal
 from tgi.microkernel.token_bucket import TokenBucket
 
 
@@ -46,3 +56,28 @@ def test_a_crash_loop_of_a_process_that_becomes_ready_is_slowed_down() -> None:
     for _ in range(40):
         now += 0.3 + backoff.delay(True, 0.3, now)
     assert now > (40 - RESTARTS_IN_A_ROW) * RESTART_PERIOD_SECONDS * 0.9
+
+
+def test_a_process_that_cannot_be_added_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rundir.create_run_dir(tmp_path)
+    supervisor = Supervisor(Settings(run_dir=tmp_path), [], ControllingTerminal())
+    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: [str(tmp_path / "missing")])
+    files = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        with pytest.raises(UserError, match="Cannot start tokenizer-0: No such file"):
+            supervisor.add("tokenizer")
+    assert supervisor.processes("tokenizer") == []
+    assert rundir.lock_holders(tmp_path) == {}
+    assert len(os.listdir("/dev/fd")) == files
+
+
+def test_pipelines_use_the_lowest_free_number(tmp_path: Path) -> None:
+    """So reloads without end leave a bounded number of files."""
+    rundir.create_run_dir(tmp_path)
+    settings = Settings(run_dir=tmp_path)
+    supervisor = Supervisor(settings, [], ControllingTerminal())
+    for old, new in [(0, 1), (1, 0)] * 2:
+        assert supervisor.create_pipeline(settings) == new
+        supervisor.switch_to_pipeline(new)
+        supervisor.remove_pipeline(old)
+        assert supervisor.settings.pipeline == rundir.read_pipeline(tmp_path) == new

@@ -499,22 +499,22 @@ def test_a_request_after_which_schedulers_are_killed_at_once_is_refused_in_the_e
 
 
 def test_suspects_survive_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = SuspectsFile(tmp_path)
+    kept = SuspectsFile(suspects_path(tmp_path, "scheduler-0"))
     assert kept.read() == []
     sim = named_simulation(3)
     kept.write_changes(sim.scheduler)
-    assert not suspects_path(tmp_path).exists()
+    assert not suspects_path(tmp_path, "scheduler-0").exists()
     sim.step()
     sim.worker_down()
     sim.worker_up()
     kept.write_changes(sim.scheduler)
-    records = SuspectsFile(tmp_path).read()
+    records = SuspectsFile(suspects_path(tmp_path, "scheduler-0")).read()
     assert [record.strikes for record in records] == [1, 1, 1]
     assert records == sim.scheduler.suspect_records
     sim.run()
     kept.write_changes(sim.scheduler)
     assert kept.read() == []
-    suspects_path(tmp_path).write_bytes(b"damaged")
+    suspects_path(tmp_path, "scheduler-0").write_bytes(b"damaged")
     assert kept.read() == []
     assert "damaged" in caplog.text
 
@@ -522,10 +522,10 @@ def test_suspects_survive_in_a_file(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_scheduler_that_cannot_write_the_file_of_suspects_works_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    suspects_path(tmp_path).with_suffix(".draft").mkdir()  # where the new file would be written first
+    suspects_path(tmp_path, "scheduler-0").with_suffix(".draft").mkdir()  # where the new file would be written first
     sim = named_simulation(3)
     sim.step()
     sim.worker_down()
     sim.worker_up()
-    SuspectsFile(tmp_path).write_changes(sim.scheduler)
+    SuspectsFile(suspects_path(tmp_path, "scheduler-0")).write_changes(sim.scheduler)
     assert "the next scheduler does not know the suspects" in caplog.text

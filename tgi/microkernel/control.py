@@ -55,7 +55,7 @@ class ControlServer:
 
     def advance(self) -> None:
         """Accepts connections, reads commands, and continues the one that is carried out."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # BlockingIOError: there are no more; else no file can be opened now
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)

@@ -10,7 +10,6 @@ name, which is a digest of its API key or its address.
 import contextlib
 import logging
 import mmap
-import os
 import re
 import struct
 import time
@@ -21,6 +20,8 @@ from hashlib import blake2b
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from pathlib import Path
 from typing import NamedTuple
+
+from tgi.microkernel.mapped_file import map_file
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +116,7 @@ class RingRecorder(FlightRecorder):
         size = _HEADER_BYTES + RING_STAMPS * _STAMP.size
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            path.touch()
-            with path.open("r+b") as file:
-                _allocate(file.fileno(), size)
-                self._ring = mmap.mmap(file.fileno(), size)
+            self._ring = map_file(path, size)
         except OSError as error:
             log.warning("`tgi why` will not know what this process does: cannot use %s: %s", path, error.strerror)
             self._ring = mmap.mmap(-1, size)
@@ -140,15 +138,6 @@ class RingRecorder(FlightRecorder):
     def __reduce__(self) -> tuple[type[FlightRecorder], tuple[()]]:
         """A copy records nothing."""
         return FlightRecorder, ()
-
-
-def _allocate(file: int, size: int) -> None:
-    """Makes a file this long. Raises OSError if the disk is full: a write to a hole in a mapped file would then end the
-    process with SIGBUS."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    else:
-        os.ftruncate(file, size)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from typing import Any
 
 from prometheus_client.mmap_dict import MmapedDict
 
+from tgi.microkernel.mapped_file import map_file
+
 log = logging.getLogger(__name__)
 
 GAUGES, SUMS = "gauges", "sums"
@@ -38,18 +40,56 @@ ENDED = f"{SUMS}_ended.db"  # sums of all ended processes
 Parts = dict[Any, float]
 
 
+# Initial size of a file; it doubles when it is full.
+FILE_BYTES = 1 << 16
+# What an entry of a file needs besides its key, at most.
+ENTRY_BYTES = 32
+
+
 class MetricStore:
-    """The metric files of this process."""
+    """The metric files of this process. Numbers for which the disk has no space are missing from the metrics."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, SampleFile] = {}
+        self._complained = False
 
     def number(self, kind: str, name: str, labels: tuple[str, ...], part: Any = None) -> "StoredNumber":
         """One number, 0 if it is new."""
-        if kind not in self._files:
-            self._files[kind] = MmapedDict(str(self.directory / f"{kind}_{os.getpid()}.db"))  # type: ignore[no-untyped-call]
-        return StoredNumber(self._files[kind], json.dumps([name, labels, part]))
+        key = json.dumps([name, labels, part])
+        try:
+            if kind not in self._files:
+                self._files[kind] = SampleFile(self.directory / f"{kind}_{os.getpid()}.db")
+            self._files[kind].reserve(key)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                log.error("metrics are missing: cannot write to %s: %s", self.directory, error.strerror)
+            return StoredNumber(None, key)
+        return StoredNumber(self._files[kind].numbers, key)
+
+
+class SampleFile:
+    """A metric file that is open for writing, with disk space for its entries."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the disk is full."""
+        map_file(path, FILE_BYTES).close()
+        numbers: Any = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        self.numbers = numbers
+        self._path = path
+        self._size = path.stat().st_size
+        self._used = ENTRY_BYTES  # the head
+        for key, *_ in self.numbers.read_all_values():
+            self._used += ENTRY_BYTES + len(key)
+
+    def reserve(self, key: str) -> None:
+        """Allocates the space for another entry. Raises OSError if the disk is full."""
+        used = self._used + ENTRY_BYTES + len(key)
+        if used > self._size:
+            map_file(self._path, 2 * self._size).close()
+            self._size *= 2
+        self._used = used
 
 
 class StoredNumber:
@@ -58,13 +98,15 @@ class StoredNumber:
     __slots__ = ("_file", "_key", "_value")
 
     def __init__(self, file: Any, key: str) -> None:
+        """`file`: a MmapedDict; None: the number is not stored."""
         self._file, self._key = file, key
-        self._value: float = file.read_value(key)[0]
+        self._value: float = 0.0 if file is None else file.read_value(key)[0]
 
     def set(self, value: float) -> None:
         """Sets the value."""
         self._value = value
-        self._file.write_value(self._key, value, 0.0)
+        if self._file is not None:
+            self._file.write_value(self._key, value, 0.0)
 
     def add(self, amount: float) -> None:
         """Adds to the value."""
@@ -162,7 +204,8 @@ def sum_over_processes(directory: Path) -> dict[str, dict[tuple[str, ...], Parts
 def fold_ended_processes(directory: Path, pids: Collection[int], wait: bool = False) -> bool:
     """Removes the files of these ended processes; their counts are kept in the file ENDED.
 
-    Returns False, without `wait`, if a reader holds the lock: then the sums are still in their own files. Call again.
+    Returns False, without `wait`, if a reader holds the lock, and if no file can be opened or the disk is full: then
+    the sums are still in their own files. Call again.
     """
     if not directory.is_dir():
         return True
@@ -172,7 +215,8 @@ def fold_ended_processes(directory: Path, pids: Collection[int], wait: bool = Fa
         with _locked(directory, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)):
             if ended := _files(directory, SUMS, pids):
                 _fold(ended, directory / ENDED)
-    except BlockingIOError:
+    except OSError as error:  # BlockingIOError: a reader
+        log.debug("the samples of ended processes are not added up yet: %s", error)
         return False
     return True
 
@@ -194,10 +238,11 @@ def _fold(files: list[Path], into: Path) -> None:
     last two steps, they are counted twice; in the other order they would be lost."""
     draft = into.with_suffix(".draft")
     draft.unlink(missing_ok=True)  # left by a supervisor that was killed
-    written = MmapedDict(str(draft))  # type: ignore[no-untyped-call]
+    written = SampleFile(draft)
     for key, values in _collected([into, *files]).items():
-        written.write_value(key, _at_least(values), 0.0)  # type: ignore[no-untyped-call]
-    written.close()  # type: ignore[no-untyped-call]
+        written.reserve(key)
+        written.numbers.write_value(key, _at_least(values), 0.0)
+    written.numbers.close()
     draft.replace(into)
     for path in files:
         path.unlink()

@@ -7,6 +7,7 @@ that holds each permit; only the holder of permit k writes row k.
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -14,6 +15,10 @@ import sys
 from array import array
 from pathlib import Path
 from typing import Any
+
+from tgi.microkernel.mapped_file import map_file
+
+log = logging.getLogger(__name__)
 
 # struct flock of fcntl(2), and the indices of its fields l_type, l_start and l_len.
 _FLOCK, _KIND, _START, _LENGTH = ("hhqqi4x", 0, 2, 3) if sys.platform == "linux" else ("qqihh", 3, 0, 1)
@@ -89,7 +94,9 @@ class Permits:
     def _hand_over(self, permit: int, client: int) -> None:
         """Moves the holder of `permit` to another permit, which `client` holds in this process."""
         clients = self._clients()
-        other = next(one for one in reversed(self._held) if clients[one] == client)
+        other = next((one for one in reversed(self._held) if clients[one] == client), None)
+        if other is None:
+            return  # the row is free: another process has taken it for that of a dead process
         self._holders[_ROW * other : _ROW * (other + 1)] = self._holders[_ROW * permit : _ROW * (permit + 1)]
 
     # --- shares ---
@@ -152,12 +159,15 @@ class Permits:
 
 
 def _map_table(path: Path, numbers: int) -> Any:
-    """A file of float64 numbers that all processes map; new ones are 0."""
+    """A file of float64 numbers that all processes map; new ones are 0. Where the disk is full, memory of this
+    process."""
     size = numbers * struct.calcsize("d")
-    with path.open("a+b") as file:
-        if file.seek(0, os.SEEK_END) < size:
-            file.truncate(size)
-        return memoryview(mmap.mmap(file.fileno(), size)).cast("d")
+    try:
+        table = map_file(path, size)
+    except OSError as error:
+        log.error("clients have a share of each front end, not of all: cannot use %s: %s", path, error.strerror)
+        table = mmap.mmap(-1, size)
+    return memoryview(table).cast("d")
 
 
 def _is_alive(pid: int) -> bool:

@@ -9,7 +9,6 @@ import faulthandler
 import importlib
 import json
 import logging
-import mmap
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from tgi.microkernel import curve, interpreter, log, metrics, rundir
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.link import Link, PeerId
 from tgi.microkernel.liveness import BEAT_SECONDS
+from tgi.microkernel.mapped_file import map_file
 from tgi.microkernel.protocol import PROTOCOL, Beat, Hello, LastExit
 from tgi.microkernel.settings import QUANTIZED_AT_LOAD, Settings
 from tgi.microkernel.work_register import WorkRegister
@@ -250,11 +250,7 @@ class Heartbeat:
     """
 
     def __init__(self, path: Path) -> None:
-        path.touch()
-        if path.stat().st_size != HEARTBEAT_BYTES:
-            path.write_bytes(bytes(HEARTBEAT_BYTES))
-        with path.open("r+b") as file:
-            view = memoryview(mmap.mmap(file.fileno(), HEARTBEAT_BYTES))
+        view = memoryview(map_file(path, HEARTBEAT_BYTES))
         # One 8-byte store and one load, so a reader never sees half a number (struct.pack_into writes zeros first).
         # Deadline, time of the latest beat, time of the latest progress (0: no work).
         self._times = view[:WORK_OFFSET].cast("d")

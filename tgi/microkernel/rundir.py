@@ -167,17 +167,25 @@ def write_state(run: Path, state: ProcessState) -> None:
 
 
 def read_states(run: Path) -> list[ProcessState]:
-    """The state files of a run directory, by name. Skips, with a warning, those that this version cannot read."""
-    found = [read_state(run, path.stem) for path in sorted((run / "state").glob("*.json"))]
+    """The state files of a run directory, by name. Skips, with a warning, those that cannot be read."""
+    try:
+        paths = sorted((run / "state").glob("*.json"))
+    except OSError as error:
+        log.warning("cannot read %s: %s", run / "state", error.strerror)
+        return []
+    found = [read_state(run, path.stem) for path in paths]
     return [state for state in found if state is not None]
 
 
 def read_state(run: Path, name: str) -> ProcessState | None:
-    """The state file of one process. None if there is none, or, with a warning, if this version cannot read it."""
+    """The state file of one process. None if there is none, or, with a warning, if it cannot be read."""
     path = run / "state" / f"{name}.json"
     try:
         return ProcessState(**json.loads(path.read_text()))
     except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("cannot read %s: %s", path, error.strerror)
         return None
     except (ValueError, TypeError) as error:
         log.warning("skipped %s, which another version of tgi has written, or which is damaged: %s", path, error)
@@ -215,8 +223,12 @@ def read_pipeline(run: Path) -> int:
 
 
 def write_pipeline(run: Path, pipeline: int) -> None:
-    """Stores the number of the pipeline that serves, for supervisors that join."""
-    (run / PIPELINE_FILE).write_text(str(pipeline))
+    """Stores the number of the pipeline that serves, for supervisors that join. A full disk logs an error."""
+    path = run / PIPELINE_FILE
+    try:
+        path.write_text(str(pipeline))
+    except OSError as error:
+        log.error("cannot write %s: a supervisor that joins serves another model (%s)", path, error.strerror)
 
 
 def control_socket(run: Path, supervisor: int) -> Path:
@@ -241,9 +253,9 @@ def remove_leftovers(run: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def suspects_path(run: Path) -> Path:
-    """The file in which the scheduler keeps what its successor must know of requests that crash processes."""
-    return run / "scheduler-0.suspects"
+def suspects_path(run: Path, name: str) -> Path:
+    """The file in which a scheduler keeps what its successor must know of requests that crash processes."""
+    return run / f"{name}.suspects"
 
 
 def quarantine_path(run: Path) -> Path:
@@ -253,7 +265,7 @@ def quarantine_path(run: Path) -> Path:
 
 def forget_crashes(run: Path) -> None:
     """Ends all suspicions and quarantines, for the first supervisor of a run directory."""
-    for path in (suspects_path(run), quarantine_path(run)):
+    for path in (*run.glob("*.suspects"), quarantine_path(run)):
         path.unlink(missing_ok=True)
 
 
@@ -303,9 +315,12 @@ class RunDirLock:
                 f"Another tgi (pid {holder}) runs `{name}` in {run}. "
                 "Stop it with `tgi down`, or choose another --port or TGI_RUN."
             )
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+        try:
+            self._file.truncate(0)
+            os.write(self._file.fileno(), str(os.getpid()).encode())
+        except OSError as error:
+            self._file.close()
+            raise UserError(f"Cannot write {self.path}: {error.strerror}. Set TGI_RUN to another directory.") from error
 
     def release(self) -> None:
         """Releases the lock and empties the file, so that it contains no outdated pid."""

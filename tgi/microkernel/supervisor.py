@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import zmq
@@ -99,7 +100,8 @@ class ChildProcess:
     """A running process. Must be started by the main thread: the parent-death signal is sent when that thread ends."""
 
     def __init__(self, spec: ProcessSpec, settings: Settings, last_exit: LastExit | None = None) -> None:
-        """`last_exit`: how the previous process of this role and replica ended."""
+        """`last_exit`: how the previous process of this role and replica ended. Raises OSError if the system has no
+        process, file or memory left."""
         self.spec = spec
         self.started = time.monotonic()
         self.work_register = WorkRegister.open(work_register_path(settings.run_dir, spec.name))
@@ -118,16 +120,21 @@ class ChildProcess:
             environment[LAST_EXIT] = last_exit_text(last_exit)
         if spec.listen_fd is not None:
             environment[LISTEN_FD] = str(spec.listen_fd)
-        self._process = subprocess.Popen(
-            interpreter.python_command("tgi.microkernel", spec.role, str(spec.replica)),
-            env=environment,
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            # Its own process group: signals of the terminal (Ctrl-C, hang-up) reach the supervisor only, which drains
-            # the roles in order.
-            process_group=0,
-        )
-        os.close(parent_end)
+        try:
+            self._process = subprocess.Popen(
+                interpreter.python_command("tgi.microkernel", spec.role, str(spec.replica)),
+                env=environment,
+                pass_fds=inherited,
+                stdin=subprocess.DEVNULL,
+                # Its own process group: signals of the terminal (Ctrl-C, hang-up) reach the supervisor only, which
+                # drains the roles in order.
+                process_group=0,
+            )
+        except OSError:
+            os.close(self._pipe)
+            raise
+        finally:
+            os.close(parent_end)
 
     @property
     def pid(self) -> int:
@@ -289,7 +296,7 @@ class Supervisor:
 
     def add(self, role: str, pipeline: int | None = None) -> ProcessSpec:
         """Starts another process of a role, by default for the pipeline that serves. If it ends before it is ready, it
-        is not restarted: see `start_error`."""
+        is not restarted: see `start_error`. Raises UserError if it cannot be started."""
         pipeline = self._current if pipeline is None else pipeline
         if role in rundir.SINGLE_ROLES:
             spec = ProcessSpec(role, pipeline, pipeline=pipeline)
@@ -297,8 +304,12 @@ class Supervisor:
             claimed = rundir.claim_process(self.settings.run_dir, role)
             spec = ProcessSpec(role, claimed.replica, self._listen_fds.get(role), lock=claimed.lock, pipeline=pipeline)
         self._specs.append(spec)
+        try:
+            self._start(spec)
+        except UserError:
+            self._forget(spec)
+            raise
         self._trials[spec.name] = ""
-        self._start(spec)
         return spec
 
     def start_error(self, spec: ProcessSpec) -> str:
@@ -340,11 +351,12 @@ class Supervisor:
         return pid
 
     def create_pipeline(self, settings: Settings) -> int:
-        """A pipeline with these settings, without processes. Returns its number."""
-        pipeline = max(self._pipelines) + 1
+        """A pipeline with these settings, without processes. Returns its number: the lowest free one, so that the files
+        of its processes replace those of an earlier pipeline."""
+        pipeline = next(number for number in count() if number not in self._pipelines)
         own = self.settings
-        self._pipelines[pipeline] = replace(settings, run_dir=own.run_dir, port=own.port, pipeline=pipeline)
         rundir.pipeline_directory(own.run_dir, pipeline).mkdir(mode=0o700, exist_ok=True)
+        self._pipelines[pipeline] = replace(settings, run_dir=own.run_dir, port=own.port, pipeline=pipeline)
         return pipeline
 
     def switch_to_pipeline(self, pipeline: int) -> None:
@@ -380,7 +392,10 @@ class Supervisor:
         self._specs.remove(spec)
         self._retiring.discard(spec.name)
         self._restart_at.pop(spec.name, None)
+        self._last_exits.pop(spec.name, None)  # a later process of this name does not take over its requests
         self._remove_socket(spec)
+        if spec.role == "scheduler":
+            rundir.suspects_path(self.settings.run_dir, spec.name).unlink(missing_ok=True)
         if spec.lock is not None:
             spec.lock.release()
 
@@ -442,10 +457,16 @@ class Supervisor:
         self._hang_up = True
 
     def _start(self, spec: ProcessSpec) -> None:
+        """Starts a process. Raises UserError if the system cannot."""
         self._last_start = time.monotonic()
-        child = self._children[spec.name] = ChildProcess(
-            spec, self._pipelines[spec.pipeline], self._last_exits.get(spec.name)
-        )
+        try:
+            child = ChildProcess(spec, self._pipelines[spec.pipeline], self._last_exits.get(spec.name))
+        except OSError as error:
+            raise UserError(
+                f"Cannot start {spec.name}: {error.strerror}. Processes, files, memory or disk space of "
+                f"{self.settings.run_dir} are used up."
+            ) from error
+        self._children[spec.name] = child
         self._ended.discard(child.pid)  # a reused pid: the child continues to count in the existing file
         log.debug("started %s", spec.name, extra={"pid": child.pid})
 
@@ -521,7 +542,11 @@ class Supervisor:
         for spec in list(self._specs):
             if self._restart_at.get(spec.name, now + 1) <= now:
                 del self._restart_at[spec.name]
-                self._start(spec)
+                try:
+                    self._start(spec)
+                except UserError as error:  # the others may serve on, and later this one may start
+                    log.error("%s", error)
+                    self._restart_at[spec.name] = now + MAX_BACKOFF_SECONDS
 
     def _stop(self) -> None:
         """Drains the roles in the direction of requests, so that requests in flight can finish: a process of a later
@@ -582,10 +607,14 @@ def _cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
     active while it ran. A process that is told to end (SIGTERM) drains and ends with code 0."""
     if code >= 0:
         return f"ended with code {code}", code == 0
-    number = signal.Signals(-code)
+    number = -code
     if number == signal.SIGKILL and out_of_memory:
         return "was killed for lack of memory", False
-    return f"was killed by {number.name}", number not in OWN_SIGNALS
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"  # a real-time signal has no name
+    return f"was killed by {name}", number not in OWN_SIGNALS
 
 
 def oom_kills() -> int:

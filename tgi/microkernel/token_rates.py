@@ -5,13 +5,17 @@ and rises by the tokens of each request that ends. While it is above one minute'
 """
 
 import fcntl
+import logging
 import mmap
-import os
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tgi.microkernel.mapped_file import map_file
+
+log = logging.getLogger(__name__)
 
 # A row: client (0: free), level, and the time of the level on the clock that all processes of a host share.
 ROW = struct.Struct("=ddd")
@@ -25,12 +29,13 @@ class TokenRates:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        size = ROW.size * MAX_CLIENTS
+        try:
+            self._table = map_file(path, size)
+        except OSError as error:
+            log.error("clients have a rate at each front end, not at all: cannot use %s: %s", path, error.strerror)
+            self._table = mmap.mmap(-1, size)
         self._file = path.open("a+b")
-        with self._locked():
-            size = ROW.size * MAX_CLIENTS
-            if self._file.seek(0, os.SEEK_END) < size:
-                self._file.truncate(size)
-        self._table = mmap.mmap(self._file.fileno(), ROW.size * MAX_CLIENTS)
         self._rows: dict[int, int] = {}  # offset of each client's row; rows never move
 
     def wait_seconds(self, client: int, per_minute: int) -> float:

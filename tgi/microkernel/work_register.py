@@ -3,10 +3,11 @@
 Requests are stated by their fingerprints as numbers (8 bytes), each with one store. A queued request is not in it.
 """
 
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tgi.microkernel.mapped_file import map_file
 
 FINGERPRINT_BYTES = 8
 # Words of the register, of 8 bytes each: the process's boot id, what its threads work on, whether it works on the
@@ -31,11 +32,7 @@ class WorkRegister:
     @classmethod
     def open(cls, path: Path) -> "WorkRegister":
         """The register in this file, which is created if it is missing. It outlives its process."""
-        path.touch()
-        if path.stat().st_size != FINGERPRINT_BYTES * _WORDS:
-            path.write_bytes(bytes(FINGERPRINT_BYTES * _WORDS))
-        with path.open("r+b") as file:
-            return cls(mmap.mmap(file.fileno(), FINGERPRINT_BYTES * _WORDS))
+        return cls(map_file(path, FINGERPRINT_BYTES * _WORDS))
 
     def begin_life(self, boot: bytes) -> None:
         """A new process takes the register: nothing is in hand."""

@@ -49,7 +49,7 @@ def main(process: Process) -> None:
     if settings.journal is not None:
         journal = JournalWriter(Path(settings.journal), process.boot, config, settings.journal_size << 20)
         scheduler = RecordedScheduler(config, journal, recorder, register)
-    suspects = SuspectsFile(process.run_dir)
+    suspects = SuspectsFile(suspects_path(process.run_dir, process.name))
     own = PeerId(process.role, process.replica, process.boot)
     scheduler.handle(Inheritance(suspects.read(), process.last_exit), own, time.monotonic())
     metrics = SchedulerMetrics()
@@ -124,10 +124,10 @@ def run_once(scheduler: Scheduler, links: list[Link], metrics: SchedulerMetrics,
 
 
 class SuspectsFile:
-    """The suspects of the scheduler, kept in the run directory for its successor."""
+    """The suspects of the scheduler, kept in a file for its successor."""
 
-    def __init__(self, run: Path) -> None:
-        self._path = suspects_path(run)
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._written = 0  # Scheduler.suspect_changes
 
     def read(self) -> list[SuspectRecord]:
