@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from falcon.asgi import Request
+from falcon.testing import create_scope
 
 from tests.api.conftest import Stream, request, silent, standard
+from tgi.api.clients import Clients
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.protocol import Generate
-from tgi.microkernel.settings import load_settings
+from tgi.microkernel.settings import Settings, load_settings
 
 BODY = '{"inputs":"x"}'
 
@@ -43,11 +46,20 @@ def test_without_keys_a_header_makes_no_client(serve: Any) -> None:
         ("nonsense", "127.0.0.1"),
         ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
         ("::ffff:203.0.113.7", "203.0.113.7"),
+        ("203.0.113.7:50123, ::ffff:10.1.2.3", "203.0.113.7"),
+        ("[2001:db8:1:2:3::4]:50123", "2001:db8:1:2::/64"),
     ],
 )
 def test_forwarded_addresses_of_trusted_proxies(serve: Any, forwarded: str, name: str) -> None:
     front = serve(trusted_proxies=("127.0.0.1", "10.0.0.0/8"))
     assert client_name(front, x_forwarded_for=forwarded) == name
+
+
+def test_a_proxy_that_connects_to_a_socket_for_both_ip_versions() -> None:
+    """The system names its IPv4 address in IPv6 form."""
+    clients = Clients(Settings(trusted_proxies=("127.0.0.1",)))
+    scope = create_scope(headers={"x-forwarded-for": "203.0.113.7"}) | {"client": ("::ffff:127.0.0.1", 50123)}
+    assert clients.identify(Request(scope, lambda: None), needs_key=False).name == "203.0.113.7"
 
 
 def test_requests_at_once_of_a_key(serve: Any) -> None:

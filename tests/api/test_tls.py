@@ -1,5 +1,6 @@
 """The certificate of the HTTP port: its files, and when they change."""
 
+import errno
 import os
 import shutil
 import ssl
@@ -54,6 +55,24 @@ def test_changed_files_are_loaded_once_they_can_be_used(tmp_path: Path, caplog: 
     assert certificate.context is first
     assert caplog.text.count("The previous certificate stays in use") == 1
     os.replace(other.keyfile, used.keyfile)
+    certificate.reload_if_changed()
+    assert certificate.context is not first
+
+
+def test_a_file_that_disappears_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_certificate(tmp_path, "one")
+    certificate = ServerCertificate(str(made.certfile), str(made.keyfile))
+    first = certificate.context
+
+    def disappear(*arguments: Any, **options: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ssl.SSLContext, "load_cert_chain", disappear)
+        os.utime(made.certfile)
+        certificate.reload_if_changed()
+    assert certificate.context is first
+    os.utime(made.certfile)
     certificate.reload_if_changed()
     assert certificate.context is not first
 

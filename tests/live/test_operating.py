@@ -329,7 +329,7 @@ def test_sighup_reloads_the_keys_of_the_file(server: Server, tmp_path: Path) -> 
     assert [status(server, key) for key in ("old", "given", "new")] == [200, 200, 401]
     keys.write_text("new\n")
     server.commands["up"].send_signal(signal.SIGHUP)
-    server.wait_until(lambda: server.output_text().count("reloaded keys and adapters") == 2, "the keys are reloaded")
+    server.wait_until(lambda: server.output_text().count("reloaded the keys") == 2, "the keys are reloaded")
     for _ in range(2):
         assert [status(server, key) for key in ("old", "given", "new")] == [401, 200, 200]
         server.kill("api-0")  # the one that replaces it has the new keys, too
@@ -354,7 +354,7 @@ def test_sighup_reloads_adapters_whose_files_have_changed(tmp_path: Path) -> Non
             shutil.copyfile(tmp_path / "other" / name, adapter / name)
         assert answer(server) == before
         server.commands["up"].send_signal(signal.SIGHUP)
-        server.wait_until(lambda: "reloaded keys and adapters" in server.output_text(), "the adapter is reloaded")
+        server.wait_until(lambda: "reloaded the adapter" in server.output_text(), "the adapter is reloaded")
         assert answer(server) != before
         server.kill("worker-0")
         assert answer(server) != before

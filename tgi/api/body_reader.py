@@ -52,7 +52,13 @@ class BodyReader:
                         self._sizes[deadline] = self._sizes.pop(deadline)
                     self._free_memory(loop.time())
         except TimeoutError:
-            text = f"The body of this request did not grow by {PROGRESS_BYTES >> 10} KiB within {self._timeout:g} s"
+            if deadline in self._sizes:
+                text = f"The body of this request did not grow by {PROGRESS_BYTES >> 10} KiB within {self._timeout:g} s"
+            else:  # ended by _free_memory
+                text = (
+                    f"The incomplete bodies of all requests take more than {self._max_in_transit >> 20} MiB, and this "
+                    "one has made no progress for longest"
+                )
             raise Rejection(408, text, headers={"connection": "close"}) from None
         finally:
             self.bytes_in_transit -= self._sizes.pop(deadline, 0)

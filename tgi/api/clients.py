@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from functools import lru_cache
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import NamedTuple
 
 from falcon.asgi import Request
@@ -48,12 +48,14 @@ class Clients:
         self._set_keys(reread_api_keys(self._settings))
         return len(self._by_digest)
 
-    def reload_if_readable(self) -> None:
-        """As `reload`, at the start of a process: another one may have reloaded since the settings were read."""
+    def reload_if_readable(self) -> bool:
+        """As `reload`, but logs an invalid file. Returns whether it was valid."""
         try:
             self.reload()
         except UserError as error:
-            log.warning("The keys that the server started with stay: %s", error)
+            log.error("The keys are not reloaded, the previous ones stay: %s", error)
+            return False
+        return True
 
     def identify(self, req: Request, *, needs_key: bool) -> Client:
         """The client of a request. Raises Rejection, a 401, if a key is needed and the request has no valid one."""
@@ -80,8 +82,8 @@ class Clients:
         if not self._proxies or not self._is_trusted(address):
             return address
         for item in reversed((req.get_header("x-forwarded-for") or "").split(",")):
-            forwarded = item.strip()
-            if not _is_address(forwarded):
+            forwarded = _without_port(item.strip())
+            if _parse_address(forwarded) is None:
                 break  # not written by a proxy
             address = forwarded
             if not self._is_trusted(forwarded):
@@ -89,7 +91,8 @@ class Clients:
         return address
 
     def _is_trusted(self, address: str) -> bool:
-        return _is_address(address) and any(ip_address(address) in network for network in self._proxies)
+        found = _parse_address(address)
+        return found is not None and any(found in network for network in self._proxies)
 
 
 def _digest(key: bytes) -> bytes:
@@ -105,10 +108,11 @@ def _client_with(key: ApiKey) -> Client:
 @lru_cache(maxsize=4096)
 def client_at(address: str) -> Client:
     """The client at an address; with IPv6 a network is one client."""
-    if ":" in address and _is_address(address):
-        found = ip_address(address)
-        mapped = getattr(found, "ipv4_mapped", None)
-        address = str(mapped) if mapped else str(ip_network((int(found), IPV6_CLIENT_BITS), strict=False))
+    match _parse_address(address):
+        case IPv4Address() as found:
+            address = str(found)
+        case IPv6Address() as found:
+            address = str(ip_network((int(found), IPV6_CLIENT_BITS), strict=False))
     return Client(address, _permit_id(_digest(address.encode())))
 
 
@@ -116,12 +120,20 @@ def _permit_id(digest: bytes) -> int:
     return int.from_bytes(digest[:6]) or 1
 
 
-def _is_address(text: str) -> bool:
+def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
+    """The address, or None. A socket for both versions of IP has IPv4 addresses in IPv6's form."""
     try:
-        ip_address(text)
+        found = ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
+    return (isinstance(found, IPv6Address) and found.ipv4_mapped) or found
+
+
+def _without_port(text: str) -> str:
+    """The address in an item of X-Forwarded-For, to which some proxies append a port: `1.2.3.4:5`, `[::1]:5`."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text
 
 
 ANONYMOUS = client_at("")

@@ -63,7 +63,7 @@ async def serve(process: Process) -> None:
     assert process.listen_fd is not None  # and opened the port
     tracer = tracing.create_tracer(settings, process.name)
     service = Service(settings, router, settings.model_id, settings.compute_type or "", tracer=tracer)
-    service.clients.reload_if_readable()
+    service.clients.reload_if_readable()  # another front end may have reloaded since the settings were read
     application = app.build(service)
     certificate = await load_certificate(settings, process)
 
@@ -129,7 +129,8 @@ async def serve(process: Process) -> None:
 async def reload_files(service: Service) -> None:
     """Reads the key file again, and has the worker read the loaded adapters again, of which those with other content
     replace what was loaded. What cannot be read stays as it is."""
-    service.clients.reload_if_readable()
+    if service.clients.reload_if_readable():
+        log.info("reloaded the keys")
     for adapter in list(service.router.adapters.values()):
         request = AdapterUpdateRequest(WakeEvent(), adapter.name, adapter.path)
         service.router.submit(request)
@@ -137,7 +138,8 @@ async def reload_files(service: Service) -> None:
             await request.wake_event.wait()
         if request.result is not None and request.result.error:
             log.error("The adapter %s is not reloaded: %s", adapter.name, request.result.error)
-    log.info("reloaded keys and adapters")
+        else:
+            log.info("reloaded the adapter %s", adapter.name)
 
 
 async def follow_tokenizers(router: Router, process: Process) -> None:

@@ -46,18 +46,19 @@ class ServerCertificate:
                 raise UserError(f"{flag}: {path} cannot be read ({error.strerror}). Name a PEM file.") from error
         try:
             context.load_cert_chain(self._certfile, self._keyfile, password=self._reject_passphrase)
-        except ssl.SSLError as error:
+        except OSError as error:  # ssl.SSLError, or a file that has just been removed
             raise UserError(self._problem(error)) from error
         return context
 
-    def _problem(self, error: ssl.SSLError) -> str:
-        if error.reason == "KEY_VALUES_MISMATCH":
+    def _problem(self, error: OSError) -> str:
+        reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        if reason == "KEY_VALUES_MISMATCH":
             return (
                 f"The key {self._keyfile} does not belong to the certificate {self._certfile}. Give the pair that was "
                 "issued together, the server's own certificate first in its file."
             )
         return (
-            f"The certificate {self._certfile} with the key {self._keyfile} cannot be used ({error.reason or error}). "
+            f"The certificate {self._certfile} with the key {self._keyfile} cannot be used ({reason or error}). "
             "Both must be PEM: the chain of certificates, the server's own first, and its private key."
         )
 
