@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Generator
 
 from tgi.microkernel.protocol import FinishReason, PartKind
@@ -21,32 +22,48 @@ ParsedPart = tuple[PartKind, str]
 class StreamingAnswerParser:
     """Parses the tokens of one request. Text that the stop-string filter holds back is not parsed yet."""
 
-    __slots__ = ("_format_tokens", "_parser", "_unparsed")
+    __slots__ = ("_format_tokens", "_parser", "_unparsed", "_visible")
 
     def __init__(self, answer_format: AnswerFormat, format_tokens: FormatTokens) -> None:
         self._parser = AnswerParser(answer_format, format_tokens)
         self._format_tokens = format_tokens
-        self._unparsed = ""
+        self._unparsed: deque[str] = deque()  # pieces of text, with stand-ins for hidden tokens
+        self._visible = 0  # characters of `_unparsed` without stand-ins
 
     def parse_token(self, token_id: int, text: str, held_characters: int, hidden: bool) -> list[ParsedPart]:
         """Parses a token with its text, and returns the parts that may be shown now.
 
         The last `held_characters` of the visible text so far are not parsed yet.
         """
-        self._unparsed += self._format_tokens.stand_in(token_id) if hidden else text
-        if not held_characters:
-            piece, self._unparsed = self._unparsed, ""
-        else:
-            at = len(self._unparsed)
-            while held_characters:
-                at -= 1
-                held_characters -= STAND_IN.match(self._unparsed, at) is None
-            piece, self._unparsed = self._unparsed[:at], self._unparsed[at:]
+        piece = self._format_tokens.stand_in(token_id) if hidden else text
+        if not held_characters and not self._unparsed:
+            return self._parser.parse_piece(piece) if piece else []
+        self._unparsed.append(piece)
+        self._visible += _visible_length(piece)
+        piece = self._release(held_characters)
         return self._parser.parse_piece(piece) if piece else []
+
+    def _release(self, held_characters: int) -> str:
+        """Takes what comes before the last `held_characters` visible ones."""
+        unparsed, released = self._unparsed, []
+        while unparsed:
+            rest = self._visible - _visible_length(unparsed[0])
+            if rest < held_characters:
+                break
+            self._visible = rest
+            released.append(unparsed.popleft())
+        if unparsed:
+            first, at = unparsed[0], 0
+            while self._visible > held_characters or STAND_IN.match(first, at):
+                self._visible -= STAND_IN.match(first, at) is None
+                at += 1
+            released.append(first[:at])
+            unparsed[0] = first[at:]
+        return "".join(released)
 
     def finish(self, reason: str | None) -> list[ParsedPart]:
         """Returns the last parts. Held text is dropped with FinishReason.STOP: it is the stop string."""
-        last = [] if reason == FinishReason.STOP else self._parser.parse_piece(self._unparsed)
+        last = [] if reason == FinishReason.STOP else self._parser.parse_piece("".join(self._unparsed))
         return last + self._parser.finish()
 
 
@@ -56,15 +73,17 @@ class AnswerParser:
     The result does not depend on how the answer is cut into pieces. What may be the beginning of a marker or a tag is
     held back, and so is white space before it.
 
-    The methods that are generators consume `_rest`, and yield when they need more of the answer.
+    The methods that are generators consume `_rest`, and yield when they need more of the answer. They leave in it only
+    what the next piece may complete: what is searched for each piece does not grow with the answer.
     """
 
-    __slots__ = ("_answer_format", "_finished", "_generator", "_parts", "_piece_text", "_rest")
+    __slots__ = ("_answer_format", "_finished", "_generator", "_held_space", "_parts", "_piece_text", "_rest")
 
     def __init__(self, answer_format: AnswerFormat, format_tokens: FormatTokens) -> None:
         self._answer_format = answer_format
         self._piece_text: Callable[[str], str] = format_tokens.piece_text
         self._rest = ""  # received, but not consumed yet
+        self._held_space: list[str] = []  # white space that is a part of the text only if more text follows
         self._finished = False
         self._parts: list[ParsedPart] = []
         self._generator = self._parse_answer()
@@ -93,6 +112,15 @@ class AnswerParser:
         elif text:
             self._parts.append((kind, text))
 
+    def _emit_text(self, kind: PartKind, text: str, space: str) -> None:
+        """Emits a part, but holds these characters back where they end it."""
+        shown = text.rstrip(space)
+        if shown:
+            self._emit(kind, "".join(self._held_space) + shown)
+            self._held_space = [text[len(shown) :]]
+        elif text:
+            self._held_space.append(text)
+
     def _parse_answer(self) -> Generator[None]:
         try:
             yield from self._parse_reasoning()
@@ -118,10 +146,11 @@ class AnswerParser:
         yield from self._skip("\n")
         close = self._piece_text(tags.close)
         while (at := self._rest.find(close)) < 0 and not self._finished:
-            shown = self._rest[: len(self._rest) - _partial_marker_length(self._rest, close)].rstrip("\n")
-            self._emit(PartKind.REASONING, self._consume(len(shown)))
+            shown = len(self._rest) - _partial_marker_length(self._rest, close)
+            self._emit_text(PartKind.REASONING, self._consume(shown), "\n")
             yield
-        self._emit(PartKind.REASONING, self._consume(at if at >= 0 else len(self._rest)).rstrip("\n"))
+        self._emit_text(PartKind.REASONING, self._consume(at if at >= 0 else len(self._rest)), "\n")
+        self._held_space.clear()
         if at >= 0:
             self._consume(len(close))
             yield from self._skip("\n")
@@ -141,16 +170,16 @@ class AnswerParser:
             positions = [(at, marker) for marker in markers if (at := self._rest.find(marker)) >= 0]
             if positions:
                 at, marker = min(positions)
-                self._emit(PartKind.TEXT, self._consume(at).rstrip(WHITESPACE))
+                self._emit_text(PartKind.TEXT, self._consume(at), WHITESPACE)
+                self._held_space.clear()
                 self._consume(len(marker))
                 return markers[marker]
             if self._finished:
-                self._emit(PartKind.TEXT, self._consume(len(self._rest)))
+                self._emit(PartKind.TEXT, "".join(self._held_space) + self._consume(len(self._rest)))
                 return None
             if markers:
                 held = max(_partial_marker_length(self._rest, marker) for marker in markers)
-                shown = self._rest[: len(self._rest) - held]
-                self._emit(PartKind.TEXT, self._consume(len(shown.rstrip(WHITESPACE))))
+                self._emit_text(PartKind.TEXT, self._consume(len(self._rest) - held), WHITESPACE)
             else:
                 self._emit(PartKind.TEXT, self._consume(len(self._rest)))
             yield
@@ -178,14 +207,21 @@ class AnswerParser:
     def _parse_call_piece(self, piece: str, following: tuple[str, ...]) -> Generator[None]:
         if piece is CallPlaceholder.NAME:
             yield from self._expect('"')
-            while (match := _STRING_END.match(self._rest)) is None:
+            name = ['"']
+            while True:
+                if (match := _STRING_CHARACTERS.match(self._rest)) is not None:
+                    name.append(self._consume(match.end()))
+                if self._rest.startswith('"'):
+                    break
                 yield from self._need_more()
-            self._emit(PartKind.CALL, _load_string('"' + self._consume(match.end())))
+            self._emit(PartKind.CALL, _load_string("".join(name) + self._consume(1)))
         elif piece is CallPlaceholder.WORD:
             end = self._piece_text(following[0])
+            word = []
             while (at := self._rest.find(end)) < 0:
+                word.append(self._consume(len(self._rest) - _partial_marker_length(self._rest, end)))
                 yield from self._need_more()
-            self._emit(PartKind.CALL, self._consume(at).strip(WHITESPACE))
+            self._emit(PartKind.CALL, ("".join(word) + self._consume(at)).strip(WHITESPACE))
         elif piece is CallPlaceholder.ARGUMENTS:
             yield from self._expect("{")
             yield from self._parse_object()
@@ -228,10 +264,24 @@ class AnswerParser:
         self._consume(len(text))
 
     def _begins_with(self, pieces: tuple[str, ...]) -> Generator[None, None, bool]:
-        """Whether these pieces come next, with white space between them. Consumes nothing."""
-        while (answer := begins_with(self._rest, pieces)) is None and not self._finished:
-            yield
-        return bool(answer)
+        """Whether these pieces come next, with white space before each. Consumes nothing."""
+        passed: list[str] = []
+        answer = True
+        for piece in pieces:
+            while True:
+                text = self._rest.lstrip(WHITESPACE)
+                passed.append(self._consume(len(self._rest) - len(text)))
+                if text.startswith(piece):
+                    passed.append(self._consume(len(piece)))
+                    break
+                if self._finished or not piece.startswith(text):
+                    answer = False
+                    break
+                yield
+            if not answer:
+                break
+        self._rest = "".join(passed) + self._rest
+        return answer
 
     def _need_more(self) -> Generator[None]:
         """Waits for more. Within a call, the end of the answer drops the rest: an incomplete call is not text."""
@@ -259,8 +309,8 @@ class _FormatViolation(Exception):
     """The answer does not continue as its format requires."""
 
 
-# From behind the opening quote of a JSON string to its end.
-_STRING_END = re.compile(r'(?:[^"\\]|\\.)*"', re.DOTALL)
+# Whole characters of a JSON string.
+_STRING_CHARACTERS = re.compile(r'(?:[^"\\]|\\.)+', re.DOTALL)
 # Characters that matter for the nesting of JSON. An escaped one is consumed with its backslash.
 _STRUCTURAL = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
@@ -283,6 +333,11 @@ def begins_with(text: str, pieces: tuple[str, ...]) -> bool | None:
             return None if piece.startswith(text) else False
         text = text[len(piece) :]
     return True
+
+
+def _visible_length(piece: str) -> int:
+    """Its characters without stand-ins."""
+    return len(STAND_IN.sub("", piece))
 
 
 def _partial_marker_length(text: str, marker: str) -> int:

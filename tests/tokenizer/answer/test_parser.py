@@ -1,5 +1,6 @@
 """AnswerParser: parts do not depend on token boundaries, and never contain markers or stop strings."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.counting import per_item
 from tests.tokenizer.answer.dialogue import (
     accepts,
     harness_of,
@@ -26,7 +28,7 @@ from tgi.tokenizer.answer_formats import (
     FormatTokens,
     detect_tool_call_format,
 )
-from tgi.tokenizer.answer_parser import AnswerParser
+from tgi.tokenizer.answer_parser import AnswerParser, StreamingAnswerParser
 
 TEXTS = st.lists(
     st.sampled_from(["Hi", " ", "\n", "<", "<tool", "[", "{", '{"', "é", "</think>", "}", '"']), max_size=6
@@ -153,3 +155,54 @@ def test_no_bare_call_after_a_special_token(key: str) -> None:
     add = submit_valid_chat(harness, 1, chat())
     assert accepts(add, answer, byte_level())
     assert parsed_answer(play_answer(harness, add, ids_of(answer))).parts == [("text", answer.removeprefix("<|user|>"))]
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+LONG = 1000
+
+
+@pytest.mark.parametrize(
+    "begin",
+    ["", "Text.", "<think>", "<think>Thought.", "</think>Text.", "{", "[", "<tool_call>", '<tool_call>{"name": "',
+     '[TOOL_CALLS] [{"name": "', '[{"name": "', "<function="],
+)  # fmt: skip
+@pytest.mark.parametrize("character", ["\n", " ", "a"])
+@pytest.mark.parametrize("key", FAMILIES)
+def test_a_token_is_parsed_without_those_before_it(key: str, begin: str, character: str) -> None:
+    """What is held back, like white space that a marker may follow, is not searched again for each token."""
+    parser = AnswerParser(ANSWERS[key], FormatTokens(byte_level()))
+    parser.parse_piece(begin)
+    searched = 0
+    for _ in range(LONG):
+        parser.parse_piece(character)
+        searched += len(parser._rest)
+    assert searched <= 40 * LONG
+
+
+def test_a_token_behind_much_held_text_costs_what_the_first_does() -> None:
+    """A stop string of 4,000 characters may hold all of them back."""
+
+    def work(count: int) -> Callable[[], None]:
+        parser = StreamingAnswerParser(ANSWERS["hermes"], FormatTokens(byte_level()))
+
+        def parse() -> None:
+            for held in range(count):
+                parser.parse_token(0, "a", held + 1, hidden=False)
+
+        return parse
+
+    first, later = (per_item(work, few, 2 * few) for few in (100, 2000))
+    assert later.within(int(first.calls) + 1, int(first.instructions) + 1), (first, later)
+
+
+@given(st.lists(st.tuples(st.text("ab\n", max_size=4), st.booleans(), st.integers(0, 3)), max_size=12))
+def test_held_characters_are_parsed_when_they_are_released(tokens: list[tuple[str, bool, int]]) -> None:
+    parser = StreamingAnswerParser(AnswerFormat((), None), FormatTokens(byte_level()))
+    visible, shown, held = "", "", 0
+    for text, hidden, more in tokens:
+        visible += "" if hidden else text
+        held = min(held + more, len(visible) - len(shown))
+        shown += "".join(part for _, part in parser.parse_token(0, text, held, hidden))
+        assert shown == visible[: len(visible) - held]
+    assert shown + "".join(part for _, part in parser.finish(None)) == visible
