@@ -406,6 +406,38 @@ def test_a_process_killed_during_the_drain_is_replaced(server: Server, victim: s
     assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
 
 
+def test_a_process_that_is_stopped_during_the_drain_is_replaced(server: Server) -> None:
+    flags = ("--graceful-termination-timeout", "100", "--hang-timeout", "2")
+    server.start("up", *flags).wait_until_ready()
+    process = server.processes()["worker-0"]
+    stream = server.stream("Hello", max_new_tokens=100)
+    events = [next(stream) for _ in range(5)]
+    server.commands["up"].terminate()
+    server.wait_until(
+        lambda: "draining" in {one.state for one in rundir.read_states(server.run_directory)}, "it drains"
+    )
+    process.suspend()
+    assert len(events + list(stream)) == 100
+    assert server.commands["up"].wait(TIMEOUT_SECONDS) == 0
+    assert "missed its heartbeat deadline" in server.output_text()
+
+
+def test_an_error_that_keeps_a_process_from_starting_again_does_not_end_the_others(
+    server: Server, tmp_path: Path
+) -> None:
+    (journals := tmp_path / "journals").mkdir()
+    server.start("up", "--journal", str(journals)).wait_until_ready()
+    shutil.rmtree(journals)
+    journals.write_text("not a directory")
+    stream = server.stream("Hello", max_new_tokens=100)
+    events = [next(stream) for _ in range(5)]
+    server.kill("scheduler-0")
+    server.wait_until(lambda: "Cannot write a journal" in server.output_text(), "the error is logged")
+    journals.unlink()
+    assert len(events + list(stream)) == 100
+    server.wait_until_ready()
+
+
 def test_gauges_of_a_killed_scheduler_are_removed(server: Server) -> None:
     for role in ("api", "tokenizer", "scheduler", "worker"):
         server.start(role)

@@ -32,7 +32,7 @@ class Machine:
         self.streams = dict(enumerate(streams))
         self.convicted: list[int] = []
         self.finished: list[int] = []
-        self.now = 0.0
+        self.now = 1e6  # as on a host that has run for days
         self.longest_silence = 0
         self._silence = dict.fromkeys(self.streams, 0)
 
@@ -228,6 +228,14 @@ def test_suspects_are_forgotten_after_an_hour() -> None:
     isolation.record_death({1: 0}, 0.0)
     isolation.record_death({2: 0}, MEMORY_SECONDS + 1)
     assert list(isolation.suspects) == [2]
+
+
+@pytest.mark.parametrize("now", [0.0, 1e6])
+def test_a_first_death_from_outside_is_remembered_on_any_clock(now: float) -> None:
+    isolation: CrashIsolation[str] = CrashIsolation()
+    isolation.record_death({"a": 0}, now, outside=True)
+    isolation.record_death({"a": 0, "b": 0}, now + 1, outside=True)
+    assert {key: suspect.outside_deaths for key, suspect in isolation.suspects.items()} == {"a": 2, "b": 1}
 
 
 def test_a_group_that_is_cancelled_in_its_turn_is_awaited_before_others_are_worked_on() -> None:

@@ -192,6 +192,27 @@ def test_idle_clients_are_forgotten() -> None:
     assert len(sim.scheduler._queue.clients) < 5000
 
 
+def test_a_request_returns_to_the_queue_of_a_client_that_was_forgotten() -> None:
+    """It was on trial meanwhile, so that its client neither waited nor ran."""
+    sim = simulation(slots=1)
+    sim.add([1, 2], 3, client="busy")
+    sim.step()
+    sim.add([3], 1, client="forgotten")
+    queue = sim.scheduler._queue
+    (request,) = queue.waiting()
+    queue.remove(request)
+    for n in range(10_000):
+        sim.cancel(sim.add([1], 1, client=str(n)))
+    assert "forgotten" not in queue.clients
+    for newer in (False, True):
+        if newer:
+            sim.add([4], 1, client="forgotten")
+        else:
+            queue.reinsert(request)
+        sim.scheduler.check()
+    sim.run()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=2, max_size=2),

@@ -50,7 +50,7 @@ class Suspect:
     strikes: int = 0
     convicted: bool = False
     cause: str = ""  # of the latest strike, in words
-    blamed_at: float = 0.0  # its latest strike
+    blamed_at: float = 0.0  # the latest death with it in hand
     outside_deaths: int = 0  # in a row
     accident: float = 1.0  # the probability that it was in hand at all of these by accident
     progress: int = 0  # its tokens at the latest death from outside
@@ -78,7 +78,7 @@ class CrashIsolation(Generic[Key]):
     """
 
     def __init__(self) -> None:
-        self.suspects: dict[Key, Suspect] = {}  # in the order of their latest strikes
+        self.suspects: dict[Key, Suspect] = {}  # in the order of the latest deaths
         self.changes = 0  # counts up with each change that a successor of this process must know
         self._groups: list[TrialGroup[Key]] = []  # those with live members, most strikes first
         self._group: TrialGroup[Key] | None = None  # whose turn it is; None: all requests that are not on trial
@@ -95,7 +95,7 @@ class CrashIsolation(Generic[Key]):
         """The process died with these requests in hand; the values are the tokens that each has made so far. Puts them
         on trial, and returns those that are convicted."""
         self.changes += 1
-        blamed = self._blame_for_outside_death(in_hand) if outside else list(in_hand)
+        blamed = self._blame_for_outside_death(in_hand, now) if outside else list(in_hand)
         convicted = []
         for key in blamed:
             suspect = self._touch(key)
@@ -130,14 +130,15 @@ class CrashIsolation(Generic[Key]):
         for key, suspect in list(self.suspects.items()):
             self._end_row(key, suspect)
 
-    def _blame_for_outside_death(self, in_hand: Mapping[Key, int]) -> list[Key]:
+    def _blame_for_outside_death(self, in_hand: Mapping[Key, int], now: float) -> list[Key]:
         """Counts a death from outside. Returns those that are to be tried, or tried in smaller groups."""
         for key, suspect in list(self.suspects.items()):
             if key not in in_hand:
                 self._end_row(key, suspect)
         blamed = []
         for key, tokens in in_hand.items():
-            suspect = self.suspects.setdefault(key, Suspect())
+            suspect = self._touch(key)
+            suspect.blamed_at = now
             if suspect.outside_deaths and tokens - suspect.progress < OUTSIDE_PROGRESS:
                 suspect.outside_deaths += 1
                 suspect.accident *= self._share(suspect)

@@ -233,6 +233,7 @@ class Supervisor:
         self._restart_at: dict[str, float] = {}  # by time.monotonic, of ended processes
         self._last_exits: dict[str, LastExit | None] = {}  # of the processes that ended last
         self._backoff: dict[str, Backoff] = {}
+        self._served: set[str] = set()  # names of processes of which one has been ready and has ended
         self._looked_at = time.monotonic()  # at the heartbeats
         self._pause_ends = 0.0
         self._ended: set[int] = set()  # pids whose metric files are still to be folded
@@ -392,6 +393,7 @@ class Supervisor:
         self._specs.remove(spec)
         self._retiring.discard(spec.name)
         self._restart_at.pop(spec.name, None)
+        self._served.discard(spec.name)
         self._last_exits.pop(spec.name, None)  # a later process of this name does not take over its requests
         self._remove_socket(spec)
         if spec.role == "scheduler":
@@ -486,6 +488,8 @@ class Supervisor:
             state = rundir.read_state(self.settings.run_dir, name)
             child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
             rundir.remove_state(self.settings.run_dir, name)
+            if child.had_been_ready:
+                self._served.add(name)
             self._ended.add(child.pid)
             self._kill_at.pop(name, None)
             if name in self._retiring:
@@ -499,9 +503,11 @@ class Supervisor:
             elif name in self._replacing:
                 self._replacing.remove(name)
                 self._restart_at[name] = time.monotonic()
-            elif code == FATAL and not child.had_been_ready:  # else a request may have ended it: the next one will tell
+            elif code == FATAL and not child.had_been_ready and name not in self._served:
                 self._failure = self._failure or self._fatal_error(name)
             else:
+                if code == FATAL:  # a request may have ended it, or the cause may pass: a full disk, memory in use
+                    log.error("%s", self._fatal_error(name))
                 self._schedule_restart(child, cause)
         if self._ended and metrics.fold_ended_processes(self.settings.run_dir / "metrics", self._ended):
             self._ended.clear()
@@ -550,7 +556,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Drains the roles in the direction of requests, so that requests in flight can finish: a process of a later
-        role that ends meanwhile is restarted.
+        role that ends or hangs meanwhile is replaced.
 
         The api gets graceful_termination_timeout to finish its streams; a second signal kills it at once.
         """
@@ -574,6 +580,7 @@ class Supervisor:
             ):
                 time.sleep(0.02)
                 self._reap(restart=DRAIN_ORDER[position:])
+                self._replace_hung()
                 self._restart_due()
             cause = "did not end in time" if self._signals == asked else "has not ended before a second signal"
             for child in self._children_of(role):

@@ -38,8 +38,9 @@ KEPT_JOURNALS = 4
 
 _CALL, _LENGTH, _DIGEST, _SENDER = struct.Struct("<cd"), struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<HI")
 # Codes of the events of a link. An encoded message never equals one of them: it begins with the mark of an array.
-LINK_EVENTS: dict[type, bytes] = {PeerDisconnected: b"", PeerSilent: b"s", PeerResponds: b"r"}
-EVENT_OF_CODE = {code: event for event, code in LINK_EVENTS.items()}
+EVENT_OF_CODE: dict[bytes, Any] = {
+    b"": PeerDisconnected(), b"p": PeerDisconnected(planned=True), b"s": PeerSilent(), b"r": PeerResponds(),
+}  # fmt: skip
 # Digest of a plan that has returned None.
 NO_STEP = 0
 
@@ -84,7 +85,7 @@ class JournalWriter:
             sender = self._senders[source] = len(self._senders)
             described = json.dumps([source.role, source.replica, source.boot.hex()]).encode()
             records = _CALL.pack(b"n", now) + _LENGTH.pack(len(described)) + described
-        frame = LINK_EVENTS[type(message)] if type(message) in LINK_EVENTS else encode(message)
+        frame = _frame(message)
         self._append(records + _CALL.pack(b"h", now) + _SENDER.pack(sender, len(frame)) + frame)
 
     def close(self) -> None:
@@ -153,6 +154,14 @@ def messages_digest(messages: list[tuple[PeerId, tuple[Any, ...]]]) -> int:
     return _digest(b"".join(repr(peer).encode() + encode(message) for peer, message in messages))
 
 
+def _frame(message: Any) -> bytes:
+    """How a message or an event of a link is recorded."""
+    for code, event in EVENT_OF_CODE.items():
+        if type(message) is type(event) and message == event:
+            return code
+    return encode(message)
+
+
 def _digest(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
@@ -195,7 +204,7 @@ def _read(file: IO[bytes]) -> Journal:
             elif kind == b"h":
                 sender, length = _SENDER.unpack(_whole(file.read(_SENDER.size), _SENDER.size))
                 frame = _whole(file.read(length), length)
-                message = EVENT_OF_CODE[frame]() if frame in EVENT_OF_CODE else decode(frame)
+                message = EVENT_OF_CODE[frame] if frame in EVENT_OF_CODE else decode(frame)
                 calls.append(Call("handle", now, message, senders[sender]))
             else:
                 digest = 0

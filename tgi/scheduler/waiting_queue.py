@@ -59,7 +59,8 @@ class WaitingQueue:
 
     def reinsert(self, request: Request) -> None:
         """Adds a request that was in the queue before, at its place."""
-        share = request.share
+        # Its client may have been forgotten while the request was elsewhere.
+        request.share = share = self.clients.setdefault(request.owner, request.share)
         self._length += 1
         share.waiting.insert(bisect(share.waiting, request.arrival, key=_arrival), request)
         if not share.in_heap:
