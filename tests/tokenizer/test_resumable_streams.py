@@ -195,6 +195,23 @@ def test_abandoned_streams_are_bounded(harness: StreamsHarness, monkeypatch: pyt
     assert harness.received_by(harness.scheduler) == [Cancel(rid) for rid in rids[2:]]
 
 
+@pytest.mark.parametrize(("limit", "value"), [("MAX_DETACHED", 3), ("MAX_DETACHED_BYTES", 60_000)])
+def test_a_client_with_many_abandoned_streams_evicts_its_own(
+    harness: StreamsHarness, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(resumable_streams, limit, value)
+    rids, cancels = [], []
+    for number, client in enumerate(("light", *["heavy"] * 5), 1):
+        harness.generate(API, number, b"%016d" % number, client=client)
+        (*earlier, add) = harness.received_by(harness.scheduler)
+        cancels += earlier
+        rids.append(add.rid)
+        harness.send_tokens((add.rid, WORDS * 200))
+        harness.streams.receive(API, Cancel(number, client_lost=True))
+    cancels += harness.received_by(harness.scheduler)
+    assert cancels == [Cancel(rid) for rid in rids[1:4]]
+
+
 def test_a_status_reaches_each_api_once(harness: StreamsHarness) -> None:
     harness.start(API, 7)
     harness.received_by(API)

@@ -6,6 +6,7 @@ its own, a PeerId of the role STREAM, so the pool does not see that apis and cli
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ log = logging.getLogger(__name__)
 STREAM = "stream"
 # The rid of a stream's only request, between stream and pool.
 RID = 1
-# Limits of the streams without an api: their number and the bytes of all their messages. The oldest are dropped first.
+# Limits of the streams without an api: their number and the bytes of all their messages. Beyond them the client with
+# the most loses its oldest one.
 MAX_DETACHED = 256
 MAX_DETACHED_BYTES = 64 << 20
 
@@ -31,6 +33,7 @@ class ResumableStream:
         self.api: PeerId | None = api
         self.rid = generate.rid
         self.key = generate.resume_key
+        self.client = generate.client
         self.window_seconds = generate.resume_window_ms / 1000
         self.is_whole = not _is_resubmitted(generate)  # else the first messages went through another tokenizer
         self.messages: list[bytes] = []  # encoded: a tenth of the memory
@@ -144,8 +147,16 @@ class ResumableStreams:
         stream.api = None
         stream.expires = self._clock() + stream.window_seconds
         self._detached[stream] = None
-        while len(self._detached) > MAX_DETACHED or sum(one.size for one in self._detached) > MAX_DETACHED_BYTES:
-            self._remove(next(iter(self._detached)))
+        while (too_many := len(self._detached) > MAX_DETACHED) or self._detached_bytes > MAX_DETACHED_BYTES:
+            loads: Counter[str] = Counter()
+            for one in self._detached:
+                loads[one.client] += 1 if too_many else one.size
+            ((client, _),) = loads.most_common(1)
+            self._remove(next(one for one in self._detached if one.client == client))
+
+    @property
+    def _detached_bytes(self) -> int:
+        return sum(one.size for one in self._detached)
 
     def _remove(self, stream: ResumableStream) -> None:
         """Forgets a stream. If its request runs, it is cancelled."""
