@@ -44,7 +44,7 @@ ERROR_TYPES = {
 DEEP = 10_000
 MEGABYTES = "é" * 1_000_000
 
-quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40)
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
 on_each_route = pytest.mark.parametrize("path", ROUTES)
 
 

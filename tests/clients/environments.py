@@ -2,36 +2,38 @@
 
     python = environment("openai")
 
-Each is created on first use under .venv-clients/, and again when its requirements or the Python version change.
+Each is created on first use in the user's cache directory, which all checkouts share, and again when its requirements
+or the Python version change.
 """
 
 import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parent / "requirements"
-ENVIRONMENTS = ROOT / ".venv-clients"
+ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tgi-tests" / "clients"
 GROUPS = sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 
 
 def environment(group: str) -> Path:
     """The Python of a group's environment, which is created if missing. Safe to call from several processes at once."""
     requirements = REQUIREMENTS / f"{group}.txt"
-    directory = ENVIRONMENTS / group
-    python, stamp = directory / "bin" / "python", directory / "installed"
-    wanted = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()
-    ENVIRONMENTS.mkdir(exist_ok=True)
+    digest = hashlib.blake2b(requirements.read_bytes() + sys.version.encode(), digest_size=10).hexdigest()
+    directory = ENVIRONMENTS / f"{group}-{digest}"
+    python, installed = directory / "bin" / "python", directory / "installed"
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
     with (ENVIRONMENTS / f"{group}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not stamp.exists() or stamp.read_text() != wanted:
+        if not (installed.exists() and python.exists()):
             _run("-m", "venv", "--clear", "--without-pip", str(directory))
             # The requirements are complete, so nothing is resolved. Most of the bytecode would never be used.
             pip = ("-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check")
             _run(*pip, "install", "--no-deps", "--no-compile", "-r", str(requirements))
-            stamp.write_text(wanted)
+            installed.touch()
     return python
 
 

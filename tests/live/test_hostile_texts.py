@@ -137,6 +137,6 @@ def test_a_client_with_many_long_texts_delays_others_by_none_of_them(server: Ser
 
 
 def test_a_client_with_many_endless_grammars_delays_others_by_none_of_them(server: Server) -> None:
-    with Flood(server, [endless(1000 + number) for number in range(12)]) as flood:
+    with Flood(server, [endless(1000 + number) for number in range(8)]) as flood:
         serve_clients(server)
     assert {answer.result().status_code for answer in flood.answers} == {422}
