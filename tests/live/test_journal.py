@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -96,14 +97,26 @@ def test_another_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in printed.stderr
 
 
-def test_the_size_is_bounded(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_journal_goes_on_in_files_that_are_repeated_on_their_own(tiny_llama: Path, tmp_path: Path) -> None:
     options = ("--worker", "scripted", "--journal", str(tmp_path / "journals"), "--journal-size", "1")
+    seen: set[Path] = set()
     with Server(tmp_path / "run", "--model-id", str(tiny_llama), *options) as server:
         server.start().wait_until_ready()
-        for number in range(6):
-            server.generate(f"{number} " * 2500, max_new_tokens=3000)
+        with ThreadPoolExecutor(4) as threads:  # the scheduler always has requests
+            answers = [threads.submit(server.generate, f"{n} " * 900, max_new_tokens=1500) for n in range(12)]
+            while not all(answer.done() for answer in answers):
+                seen |= set((tmp_path / "journals").glob(f"*{SUFFIX}"))
+                time.sleep(0.05)
+            assert all(answer.result()["details"]["generated_tokens"] == 1500 for answer in answers)
         server.stop()
-        assert "has reached its size" in server.output_text()
-    (journal,) = (tmp_path / "journals").glob(f"*{SUFFIX}")
-    assert journal.stat().st_size <= 1 << 18
-    assert RecordedRun(read_journal(journal)).divergence is None
+    kept = sorted((tmp_path / "journals").glob(f"*{SUFFIX}"))
+    assert len(seen | {*kept}) > len(kept)  # the oldest have been removed
+    assert sum(path.stat().st_size for path in kept) <= 1 << 20
+    for path in kept:
+        journal = read_journal(path)
+        assert journal.snapshot
+        recorded = RecordedRun(journal)
+        assert recorded.divergence is None, recorded.verdict()
+    printed = replay(str(kept[-1]), "--max-batch-size", "2")
+    assert printed.returncode == 0, printed.stderr
+    assert "requests of an earlier file" in printed.stdout

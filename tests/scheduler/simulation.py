@@ -373,9 +373,8 @@ def expected_answer(request: SubmittedRequest, worker_config: FakeWorkerConfig) 
     return expected
 
 
-def replay(journal: list[tuple[Any, ...]], config: SchedulerConfig) -> tuple[list[tuple[PeerId, Any]], list[Step]]:
-    """The messages and steps of a new scheduler that gets the recorded calls."""
-    scheduler = Scheduler(config)
+def replay(journal: list[tuple[Any, ...]], scheduler: Scheduler) -> tuple[list[tuple[PeerId, Any]], list[Step]]:
+    """The messages and steps of a scheduler that gets the recorded calls."""
     messages: list[tuple[PeerId, Any]] = []
     steps: list[Step] = []
     for method, *arguments in journal:

@@ -135,10 +135,6 @@ class RingRecorder(FlightRecorder):
         """Releases the ring."""
         self._ring.close()
 
-    def __reduce__(self) -> tuple[type[FlightRecorder], tuple[()]]:
-        """A copy records nothing."""
-        return FlightRecorder, ()
-
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 

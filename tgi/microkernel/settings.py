@@ -455,7 +455,7 @@ class Settings:
     journal_size: int = setting(
         OPERATIONS,
         1024,
-        "Size of all journals in MiB: the four latest lives of the scheduler, a quarter each.",
+        "Size of all journals in MiB; the oldest files are removed.",
         count,
         env=("TGI_JOURNAL_SIZE",),
     )

@@ -1,7 +1,6 @@
 """Which LoRA adapters the worker has loaded, and the pending requests to change that."""
 
 import logging
-from itertools import count
 
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
@@ -24,7 +23,7 @@ class WorkerAdapters:
         self._reported: list[LoadedAdapter] = []  # as the worker reported them
         self._requested: dict[int, tuple[PeerId, UpdateAdapter]] = {}  # by our rid: who requested what
         self._restoring: dict[int, UpdateAdapter] = {}  # by our rid
-        self._rids = count(1)
+        self._last_rid = 0
         self._changing: dict[int, str] = {}  # adapter names in updates that this worker has not answered, by our rid
         self._unsent: list[UpdateAdapter] = []  # to be sent once no step is in flight
         self._known = False  # whether any worker has ever reported its adapters
@@ -52,10 +51,14 @@ class WorkerAdapters:
 
     def request_update(self, tokenizer: PeerId, update: UpdateAdapter) -> None:
         """Stores an update that a tokenizer requests, and queues it for the worker."""
-        rid = next(self._rids)
+        rid = self._next_rid()
         self._requested[rid] = (tokenizer, update)
         if self._worker_ready:
             self._add_unsent({rid: update})
+
+    def _next_rid(self) -> int:
+        self._last_rid += 1
+        return self._last_rid
 
     def worker_reported(self, loaded: list[LoadedAdapter]) -> None:
         """Compares the adapters of a worker that is ready with those wanted, and queues the difference."""
@@ -63,7 +66,7 @@ class WorkerAdapters:
         if not self._worker_ready:
             self._worker_ready = True
             if self._known:
-                self._restoring = {next(self._rids): update for update in _updates_between(loaded, self.loaded)}
+                self._restoring = {self._next_rid(): update for update in _updates_between(loaded, self.loaded)}
             updates = self._restoring | {rid: update for rid, (_, update) in self._requested.items()}
         self._reported, self._known = loaded, True
         self._refresh_loaded()

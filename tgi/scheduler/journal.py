@@ -1,10 +1,13 @@
 """The journal of a scheduler's life: every call with its arguments, and a digest of every result.
 
-A journal begins with the scheduler's configuration and holds the calls in order, so `replay.py` can make them again. A
-record is written with one write(2), so that the journal of a scheduler that was killed is complete up to its last call.
+A journal begins with the scheduler's configuration and state and holds the calls in order, so `replay.py` can make them
+again. A record is written with one write(2), so that the journal of a scheduler that was killed is complete up to its
+last call. When a file is large enough the journal goes on in a new one, which begins with a snapshot of the scheduler:
+each file can be replayed on its own.
 
-Layout, little-endian: MAGIC, the length of the configuration (uint32) and the configuration as JSON; then records: a
-byte that names the call, its time (float64), and for
+Layout, little-endian: MAGIC, the length of the configuration (uint32) and the configuration as JSON, the length of the
+snapshot (uint32) and the snapshot (snapshot.py), which is empty at the beginning of a life; then records: a byte that
+names the call, its time (float64), and for
     h  handle: the number of the sender (uint16), the length of the message (uint32), the encoded message, or the code
        of an event of its link
     p  plan: the digest (uint64) of the step, 0 for None
@@ -14,9 +17,11 @@ byte that names the call, its time (float64), and for
     n  a new sender: the length of its id (uint32), the id as JSON. Not a call: it precedes the first `h` of a sender
 """
 
+import contextlib
 import json
 import logging
 import struct
+from collections import deque
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -28,13 +33,17 @@ from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSil
 from tgi.microkernel.protocol import Step, decode, encode
 from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
+from tgi.scheduler.snapshot import take_snapshot
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"tgi journal 1\n"
+MAGIC = b"tgi journal 2\n"
 SUFFIX = ".journal"
-# Journals that are kept in a directory: of the latest lives of the scheduler.
-KEPT_JOURNALS = 4
+# A journal goes on in a new file when it has reached this share of the size of all of them, and has records that take
+# more than its head.
+FILE_SHARE = 1 / 4
+# Files that are kept at most: a scheduler that is restarted again and again writes small ones.
+MAX_FILES = 64
 
 _CALL, _LENGTH, _DIGEST, _SENDER = struct.Struct("<cd"), struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<HI")
 # Codes of the events of a link. An encoded message never equals one of them: it begins with the mark of an array.
@@ -56,23 +65,44 @@ class Call(NamedTuple):
 
 
 class JournalWriter:
-    """Appends records to a new file in a directory, up to a size. Oldest files of the directory are removed."""
+    """Appends records to files in a directory. Their sizes stay within a limit together: the oldest are removed."""
 
     def __init__(self, directory: Path, boot: bytes, config: SchedulerConfig, limit_bytes: int) -> None:
         """`limit_bytes`: of all journals in the directory. Raises UserError if the directory cannot be written."""
-        self._left = limit_bytes // KEPT_JOURNALS
-        self._ended = False
-        self._senders: dict[PeerId, int] = {}
+        self._directory, self._boot, self._limit = directory, boot.hex(), limit_bytes
+        self._config = json.dumps(config._asdict()).encode()
+        self._number = 0  # of files that this process has begun
+        self._file: IO[bytes] | None = None
+        self._old: deque[tuple[Path, int]] = deque()  # other files and their sizes, the oldest first
+        self._old_bytes = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            old = sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-            for path in old[: max(0, len(old) + 1 - KEPT_JOURNALS)]:
-                path.unlink()
-            self._file = (directory / f"scheduler-{boot.hex()}{SUFFIX}").open("wb", buffering=0)
+            found = [(path, path.stat()) for path in directory.glob(f"*{SUFFIX}")]
+            for path, status in sorted(found, key=lambda one: (one[1].st_mtime_ns, one[0])):
+                self._add_old(path, status.st_size)
+            self._begin_file(b"")
         except OSError as error:
             raise UserError(f"Cannot write a journal to {directory}: {error.strerror}. Change --journal.") from error
-        described = json.dumps(config._asdict()).encode()
-        self._append(MAGIC + _LENGTH.pack(len(described)) + described)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the journal should go on in a new file."""
+        return self._file is not None and (
+            self._cut or self._bytes >= max(FILE_SHARE * self._limit, 2 * self._head_bytes)
+        )
+
+    def continue_with(self, snapshot: bytes) -> None:
+        """Goes on in a new file, from this state of the scheduler."""
+        assert self._file is not None
+        self._file.close()
+        self._add_old(self._path, self._bytes)
+        try:
+            self._begin_file(snapshot)
+        except OSError as error:
+            self._end(f"{self._directory} cannot be written ({error.strerror})")
+        else:
+            if self._cut:
+                self._end(f"the state of the scheduler alone is larger than --journal-size ({len(snapshot)} bytes)")
 
     def write(self, kind: bytes, now: float, details: bytes = b"") -> None:
         """Appends the record of a call."""
@@ -90,17 +120,49 @@ class JournalWriter:
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _begin_file(self, snapshot: bytes) -> None:
+        self._path = self._directory / f"scheduler-{self._boot}-{self._number:04}{SUFFIX}"
+        self._number += 1
+        self._file = self._path.open("wb", buffering=0)
+        self._bytes, self._cut = 0, False  # cut: a record is missing, so no other may follow
+        self._senders: dict[PeerId, int] = {}
+        parts = (self._config, snapshot)
+        self._append(MAGIC + b"".join(_LENGTH.pack(len(part)) + part for part in parts))
+        self._head_bytes = self._bytes
 
     def _append(self, record: bytes) -> None:
-        if self._ended:
+        if self._file is None or self._cut:
             return
-        if self._left < len(record):
-            log.warning("The journal %s has reached its size and ends; --journal-size sets it", self._file.name)
-            self._ended = True  # a later, smaller record would not follow the one that is missing
+        needed = self._bytes + len(record)
+        while self._old and (self._old_bytes + needed > self._limit or len(self._old) >= MAX_FILES):
+            path, size = self._old.popleft()
+            self._old_bytes -= size
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if needed > self._limit:
+            self._cut = True
             return
-        self._left -= len(record)
-        self._file.write(record)
+        try:
+            written = self._file.write(record)
+        except OSError as error:
+            self._end(f"{self._path} cannot be written ({error.strerror})")
+            return
+        self._bytes += written
+        if written < len(record):
+            self._end(f"{self._path} cannot be written (the disk is full)")
+
+    def _add_old(self, path: Path, size: int) -> None:
+        self._old.append((path, size))
+        self._old_bytes += size
+
+    def _end(self, reason: str) -> None:
+        """The scheduler works on without a journal."""
+        log.error("The journal ends: %s", reason)
+        self.close()
+        self._file = None
 
 
 class RecordedScheduler(Scheduler):
@@ -142,6 +204,8 @@ class RecordedScheduler(Scheduler):
         """As Scheduler.commit."""
         self._journal.write(b"c", 0.0)
         super().commit()
+        if self._journal.is_full:
+            self._journal.continue_with(take_snapshot(self, without="_journal"))
 
 
 def step_digest(step: Step | None) -> int:
@@ -173,6 +237,7 @@ class Journal(NamedTuple):
     """A journal that was read."""
 
     config: SchedulerConfig
+    snapshot: bytes  # of the scheduler before the first call; empty: a new one
     calls: list[Call]
     cut_off: bool  # the file ends within a record
 
@@ -184,14 +249,14 @@ def read_journal(path: Path) -> Journal:
             return _read(file)
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from error
-    except (ValueError, TypeError, KeyError, IndexError, ProtocolError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, ProtocolError, EOFError) as error:
         raise UserError(f"{path} is not a journal of this version of tgi: {error}.") from error
 
 
 def _read(file: IO[bytes]) -> Journal:
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError(f"it does not begin with {MAGIC.decode().strip()!r}")
-    config = SchedulerConfig(**json.loads(_sized(file)))
+    config, snapshot = SchedulerConfig(**json.loads(_sized(file))), _sized(file)
     methods = {b"p": "plan", b"r": "report_status", b"o": "outgoing", b"c": "commit"}
     senders: list[PeerId] = []
     calls: list[Call] = []
@@ -212,8 +277,8 @@ def _read(file: IO[bytes]) -> Journal:
                     (digest,) = _DIGEST.unpack(_whole(file.read(_DIGEST.size), _DIGEST.size))
                 calls.append(Call(methods[kind], now, digest=digest))
     except EOFError:
-        return Journal(config, calls, cut_off=True)
-    return Journal(config, calls, cut_off=False)
+        return Journal(config, snapshot, calls, cut_off=True)
+    return Journal(config, snapshot, calls, cut_off=False)
 
 
 def _sized(file: IO[bytes]) -> bytes:

@@ -34,6 +34,7 @@ from tgi.microkernel.protocol import (
 from tgi.scheduler.in_flight import InFlightStep
 from tgi.scheduler.journal import Call, Journal, messages_digest, step_digest
 from tgi.scheduler.scheduler import Scheduler, SchedulerConfig
+from tgi.scheduler.snapshot import load_snapshot
 
 # The id of tokens that a simulated worker draws for a request after its recorded ones.
 FILLER_ID = 0
@@ -112,16 +113,19 @@ def _milliseconds(values: Sequence[float], rank: float) -> str:
 
 
 class RecordedRun:
-    """The calls of a journal, made again. Collects the requests and the step times on the way."""
+    """The calls of a journal, made again. Collects the requests and the step times on the way. Raises UserError if the
+    journal's snapshot cannot be read."""
 
     def __init__(self, journal: Journal) -> None:
         self.config = journal.config
         self._journal = journal
         self.divergence: Divergence | None = None
         self.requests: dict[RequestKey, ReplayedRequest] = {}
-        self.limits: DeploymentLimits | None = None
         self.step_times: list[tuple[int, int, float]] = []  # decode rows, prompt tokens, seconds
-        self._scheduler = Scheduler(journal.config)
+        self._scheduler = _first_state(journal)
+        self.limits = self._scheduler.worker.limits
+        self._before = _report((), self._scheduler)
+        self._requests_before = self._scheduler.queued + self._scheduler.running
         self._now = 0.0
         self._began: float | None = None
         for number, call in enumerate(journal.calls):
@@ -130,14 +134,20 @@ class RecordedRun:
                 break
 
     def report(self) -> ReplayReport:
-        """The figures of the recorded run."""
-        return _report(self.requests.values(), self._scheduler)
+        """The figures of the recorded run. They leave out the requests that an earlier file has."""
+        report, before = _report(self.requests.values(), self._scheduler), self._before
+        return report._replace(steps=report.steps - before.steps, preemptions=report.preemptions - before.preemptions)
 
     def verdict(self) -> str:
         """Whether the decisions were repeated, in a sentence."""
         if self.divergence is None:
             cut = "; the journal ends within a record" if self._journal.cut_off else ""
-            return f"All {len(self._journal.calls)} calls gave the recorded results, bit for bit{cut}."
+            begin = (
+                f" It begins with {self._requests_before} requests of an earlier file."
+                if self._journal.snapshot
+                else ""
+            )
+            return f"All {len(self._journal.calls)} calls gave the recorded results, bit for bit{cut}.{begin}"
         number, call = self.divergence
         return (
             f"Call {number} of {len(self._journal.calls)} ({call.method} at {call.now:.6f} s) gave another result than "
@@ -181,6 +191,16 @@ class RecordedRun:
         elif isinstance(message, StepResult) and self._scheduler.pipeline.steps and message.forward_us > 0:
             step = self._scheduler.pipeline.steps[0]
             self.step_times.append((step.decode_rows, step.prefill_tokens, message.forward_us / 1e6))
+
+
+def _first_state(journal: Journal) -> Scheduler:
+    """The scheduler before the first call. Raises UserError if another version has written its snapshot."""
+    if not journal.snapshot:
+        return Scheduler(journal.config)
+    try:
+        return load_snapshot(journal.snapshot)
+    except ValueError as error:
+        raise UserError(f"The journal was written by another version of tgi, or is damaged: {error}.") from error
 
 
 def observe_output(requests: dict[RequestKey, ReplayedRequest], peer: PeerId, message: Any, now: float) -> None:
