@@ -7,10 +7,11 @@ import pytest
 from falcon.asgi import Request
 from falcon.testing import create_scope
 
-from tests.api.conftest import Stream, request, silent, standard
+from tests.api.conftest import Stream, request, silent, standard, word
+from tests.api.test_hostile_clients import until
 from tgi.api.clients import Clients
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.protocol import Generate
+from tgi.microkernel.protocol import Cancel, Generate
 from tgi.microkernel.settings import Settings, load_settings
 
 BODY = '{"inputs":"x"}'
@@ -116,3 +117,21 @@ def test_tokens_per_minute_of_a_key(serve: Any) -> None:
     assert 1 <= int(reply.headers["retry-after"]) <= 6
     assert b"60 tokens per minute" in reply.body
     assert front.post("/generate", BODY, authorization="Bearer free").status == 200
+
+
+def test_tokens_of_an_abandoned_stream_count(serve: Any) -> None:
+    """Its tokenizer continues and tells no numbers, since the client may come back."""
+    front = serve(silent, api_key=("limited tokens-per-minute=60",), resume_window=30)
+    stream = Stream(front, authorization="Bearer limited")
+    rid = front.tokenizers[0].next(Generate).rid
+    front.tokenizers[0].send(*(word(rid, number) for number in range(100)))
+    stream.read_until(b'" 99"')
+    stream.disconnect()
+    front.tokenizers[0].next(Cancel)
+
+    def is_refused() -> bool:
+        reply = front.post("/generate", BODY, authorization="Bearer limited", x_request_timeout="0.1")
+        assert reply.status in (429, 504)
+        return reply.status == 429
+
+    until(is_refused)

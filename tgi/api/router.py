@@ -386,7 +386,9 @@ class Router:
                 if request is not None:
                     self._record_end(request, message)
                 if isinstance(request, Generation):
-                    self._charge(request.client, message.prompt_tokens + message.generated_tokens)
+                    # The End of a stream that its client may resume has no counts.
+                    generated = max(message.generated_tokens, request.generated_count)
+                    self._charge(request.client, message.prompt_tokens + generated)
                 if isinstance(request, Generation) and self.limits is not None:
                     request_metrics.observe_requested_lengths(request, message, self.limits)
                 if request is not None and request.active:
