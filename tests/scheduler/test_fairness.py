@@ -1,6 +1,7 @@
 """Fairness between clients: virtual token counters order admission and prefill, and slots are shared by weight."""
 
 from collections.abc import Callable
+from math import ceil
 from random import Random
 
 import hypothesis.strategies as st
@@ -326,6 +327,61 @@ def test_a_request_that_would_wait_beyond_its_deadline_is_refused_at_once() -> N
     assert urgent.end is None, "it has a right to a slot"
     sim.run()
     assert patient.end.reason == light.end.reason == FinishReason.LENGTH
+
+
+def prompt_seconds(step: Step) -> float:
+    return 0.01 + 0.0004 * tokens_of(step)
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+def test_a_client_that_is_next_is_not_refused_beside_long_prompts(weight: float) -> None:
+    """Each of the 100 prompts takes 1.7 s, and slots are free."""
+    worker = flooded(True, prompt_seconds)
+    worker.run(20.0)
+    short = worker.sim.add([1, 1, 1], 1, client="light", deadline_ms=1000, weight=weight)
+    assert worker.first_token(short) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("new", "seconds", "timeout"), [(40, lambda step: STEP_SECONDS, 1.0), (1, prompt_seconds, 5.0)]
+)
+def test_a_refused_request_is_served_in_time_after_the_promised_time(
+    new: int, seconds: Callable[[Step], float], timeout: float
+) -> None:
+    """40 requests wait, and no more arrive."""
+    sim = Simulation(TIMED_CONFIG._replace(slots=4), NO_CACHE)
+    sim.worker_up()
+    worker = TimedWorker(sim, seconds)
+    for n in range(60):
+        sim.add([n] * (10 if new > 1 else 4000), new, client="heavy")
+    while sim.scheduler.queued > 40:
+        worker.run(sim.now + 0.1)
+    refused = sim.add([99, 1], 1, client="heavy", deadline_ms=int(1000 * timeout))
+    assert refused.end is not None
+    assert refused.end.reason == FinishReason.OVERLOADED
+    worker.run(sim.now + ceil(refused.end.retry_after_ms / 1000))  # Retry-After
+    again = sim.add([99, 1], 1, client="heavy", deadline_ms=int(1000 * timeout))
+    assert again.end is None
+    assert worker.first_token(again) < 1.2 * timeout
+
+
+@pytest.mark.parametrize(("priority", "ahead"), [(1, 1), (0, 2), (-1, 12)])
+def test_how_many_requests_come_before_a_client_that_has_two_waiting(priority: int, ahead: int) -> None:
+    sim = simulation(slots=1)
+    sim.add([1], 3, client="other")
+    sim.step()
+    for n in range(11):
+        sim.add([n + 2], 5, client="other")
+    for n in range(2):
+        sim.add([n, 2], 5, client="one", priority=priority)
+    latest = sim.requests[-1]
+    request = next(one for one in sim.scheduler._queue.waiting() if one.rid == sim.rids)
+    assert sim.scheduler._queue.ahead(request) == ahead
+    order: list[SubmittedRequest] = []
+    while not latest.ids:
+        sim.step()
+        order += [one for one in sim.requests[1:] if one.ids and one not in order]
+    assert len(order) - 1 == ahead
 
 
 @pytest.mark.parametrize("fields", [{"weight": 0.0}, {"weight": -1.0}, {"weight": float("nan")}, {"deadline_ms": -1}])

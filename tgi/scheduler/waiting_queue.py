@@ -11,6 +11,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from math import ceil
 from operator import attrgetter
 
 from tgi.microkernel.protocol import QUEUED
@@ -113,11 +114,20 @@ class WaitingQueue:
         return [request for requests in shares for request in _queued(requests)]
 
     def ahead(self, request: Request) -> int:
-        """About how many requests are admitted before this one, the latest of its client: while a client's counter is
-        among the lowest, clients take turns."""
-        own = len(request.share.waiting) - request.share.ended
-        others = (entry[4] for entry in self._heap if entry[4] is not request.share)
-        return own - 1 + sum(min(len(share.waiting) - share.ended, own) for share in others)
+        """About how many requests are admitted before this one, the latest of its client: clients of its priority take
+        turns by their weights, and the one with the lowest counter begins."""
+        share, step = request.share, self.step
+        before = own = len(share.waiting) - share.ended - 1
+        place = share.counter(step), share.running > 0
+        for *_, other in self._heap:
+            if other is share or other.priority < share.priority:
+                continue
+            waiting = len(other.waiting) - other.ended
+            if other.priority == share.priority:
+                first = (other.counter(step), other.running > 0) < place
+                waiting = min(waiting, ceil(own * other.weight / share.weight) + first)
+            before += waiting
+        return before
 
     def _key(self, share: ClientShare, head: Request) -> _Entry:
         return -share.priority, share.counter(self.step), share.running > 0, head.arrival, share
