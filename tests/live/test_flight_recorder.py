@@ -114,6 +114,15 @@ def test_the_id_of_a_body_is_an_id(server: Server, path: str, body: dict[str, An
     assert "ended with 3 tokens" in printed
 
 
+def test_each_instance_of_a_request_is_told(server: Server) -> None:
+    body = {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, CHAT]}
+    answer = server.client.post("/vertex", json=body, headers={"x-request-id": "instances"})
+    assert answer.status_code == 200, answer.text
+    first, second = why(server, "instances").stdout.split("\nGeneration 1\n")
+    assert "ended with 2 tokens" in first
+    assert "ended with 3 tokens" in second
+
+
 def test_a_resumed_stream_keeps_its_id(server: Server) -> None:
     body, events = CHAT | {"max_tokens": 60, "stream": True}, []
     with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:

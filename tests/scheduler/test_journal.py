@@ -117,6 +117,21 @@ def test_a_state_that_is_larger_than_the_limit_ends_the_journal(
     for _ in load(sim, 100):
         assert sum(path.stat().st_size for path in files(tmp_path)) <= 6_000
     assert caplog.text.count("larger than --journal-size") == 1
+    first, last = files(tmp_path)
+    assert RecordedRun(read_journal(first)).divergence is None  # is kept: nothing takes its place
+    assert last.stat().st_size == 0
+
+
+def test_a_state_that_cannot_be_written_ends_the_journal_and_not_the_scheduler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sim = recorded(tmp_path, SchedulerConfig(), 400_000)
+    sim.scheduler.unknown = Path("elsewhere")  # type: ignore[attr-defined]
+    for _ in load(sim, 800):
+        pass
+    assert caplog.text.count("is no part of a scheduler") == 1
+    (path,) = files(tmp_path)
+    assert RecordedRun(read_journal(path)).divergence is None
 
 
 def test_a_directory_that_is_gone_ends_the_journal_and_not_the_scheduler(

@@ -105,6 +105,8 @@ def create_generations(
     grammar_json = encode_grammar(parameters.grammar)
     adapter = None if parameters.adapter_id is None else service.router.adapters[parameters.adapter_id]
     generations: list[Generation] = []
+    first = req.context.generations if "generations" in req.context else 0  # of the instances before this one
+    req.context.generations = first + count
     for prompt in prompts:
         seed = random_source.draw_seed() if parameters.seed is None else parameters.seed
         for index in range(best_of * choices):
@@ -116,8 +118,10 @@ def create_generations(
             if not probe:
                 request_metrics.count_generation()
             message = _generate_message(prompt, parameters, sampling, params, hide_stop, grammar_json, client)
-            message = message._replace(request_key=key, request_index=len(generations), fingerprint=next(fingerprints))
-            recorder.stamp(Event.RECEIVED, key, len(generations), *client_number(client.name))
+            message = message._replace(
+                request_key=key, request_index=first + len(generations), fingerprint=next(fingerprints)
+            )
+            recorder.stamp(Event.RECEIVED, key, message.request_index, *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
                 message = message._replace(resume_key=resume_key, resume_window_ms=window_ms)

@@ -77,9 +77,12 @@ class JournalWriter:
         self._old_bytes = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            found = [(path, path.stat()) for path in directory.glob(f"*{SUFFIX}")]
-            for path, status in sorted(found, key=lambda one: (one[1].st_mtime_ns, one[0])):
-                self._add_old(path, status.st_size)
+            found = []
+            for path in directory.glob(f"*{SUFFIX}"):
+                with contextlib.suppress(FileNotFoundError):  # another scheduler has just removed it
+                    found.append((path.stat().st_mtime_ns, path, path.stat().st_size))
+            for _, path, size in sorted(found):
+                self._add_old(path, size)
             self._begin_file(b"")
         except OSError as error:
             raise UserError(f"Cannot write a journal to {directory}: {error.strerror}. Change --journal.") from error
@@ -91,9 +94,14 @@ class JournalWriter:
             self._cut or self._bytes >= max(FILE_SHARE * self._limit, 2 * self._head_bytes)
         )
 
-    def continue_with(self, snapshot: bytes) -> None:
+    def continue_with(self, scheduler: Scheduler) -> None:
         """Goes on in a new file, from this state of the scheduler."""
         assert self._file is not None
+        try:
+            snapshot = take_snapshot(scheduler, without="_journal")
+        except Exception as error:  # a defect, which must not end a scheduler that serves
+            self._end(f"the state of the scheduler cannot be written ({error!r})")
+            return
         self._file.close()
         self._add_old(self._path, self._bytes)
         try:
@@ -137,14 +145,14 @@ class JournalWriter:
         if self._file is None or self._cut:
             return
         needed = self._bytes + len(record)
+        if needed > self._limit:
+            self._cut = True
+            return
         while self._old and (self._old_bytes + needed > self._limit or len(self._old) >= MAX_FILES):
             path, size = self._old.popleft()
             self._old_bytes -= size
             with contextlib.suppress(OSError):
                 path.unlink()
-        if needed > self._limit:
-            self._cut = True
-            return
         try:
             written = self._file.write(record)
         except OSError as error:
@@ -205,7 +213,7 @@ class RecordedScheduler(Scheduler):
         self._journal.write(b"c", 0.0)
         super().commit()
         if self._journal.is_full:
-            self._journal.continue_with(take_snapshot(self, without="_journal"))
+            self._journal.continue_with(self)
 
 
 def step_digest(step: Step | None) -> int:
