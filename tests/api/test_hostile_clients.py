@@ -1,6 +1,7 @@
 """Clients that send half requests, or connect and do nothing, against a front end in this process."""
 
 import contextlib
+import gc
 import json
 import logging
 import socket
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Reply, Stream, request, silent, word
+from tests.api.conftest import Reply, Stream, request, silent, texts, word
 from tgi.api import body_reader
 from tgi.api.http_server import MAX_HEAD_BYTES, MAX_PIPELINED
+from tgi.api.requests import Generation
 from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
 
 HALF_HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\nx-more: "
@@ -328,3 +330,19 @@ def test_a_response_that_is_read_slowly_is_whole(serve: Any) -> None:
             time.sleep(0.8)
     assert len(received) > 8 * length
     assert time.monotonic() - began > 2  # longer than the time limit without progress
+
+
+def parked_generations() -> list[Generation]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Generation and one.parked]
+
+
+def test_a_parked_stream_is_forgotten_when_its_client_leaves(serve: Any) -> None:
+    front = serve(silent)
+    with with_window(front) as connection:
+        connection.sendall(STREAM)
+        rid = front.tokenizers[0].next(Generate).rid
+        front.tokenizers[0].send(*(texts(rid, (number, "x" * 1000, -0.5, False)) for number in range(2000)))
+        assert front.tokenizers[0].next(Cancel).rid == rid
+        assert len(parked_generations()) == 1
+    until(lambda: not parked_generations())

@@ -52,8 +52,6 @@ STUCK_SECONDS = 2.0
 PROGRESS_DELAY_SECONDS = 4 * BEAT_SECONDS
 # How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended.
 EXIT_REPORT_SECONDS = 5.0
-# Upper bound of the Retry-After header.
-MAX_RETRY_AFTER_SECONDS = 60
 
 
 class TokenizerConnection:

@@ -111,6 +111,7 @@ class Service:
                 request_metrics.record_disconnect(span)
             for request in requests:
                 self.router.cancel(request, client_lost=True)
+            parking.close()
 
         parking = SlowReader(self.router, self.settings.slow_reader_timeout, req.scope.get(ABORT_KEY))
         for index, request in enumerate(requests):
@@ -196,6 +197,13 @@ class SlowReader:
         self._router.unpark(generation)
         self._parked.discard(generation)
         if not self._parked and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """Stops the time: the client has disconnected, or has its response."""
+        self._parked.clear()
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
