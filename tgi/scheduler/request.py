@@ -23,6 +23,7 @@ from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
 
 NO_SLOT = -1
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
+MAX_REQUEST_KEY = 2**64 - 1  # stamps of the flight recorder hold it as uint64
 # A step number that is never reached: results do not concern a request without a slot.
 NO_STEP = 1 << 62
 
@@ -125,6 +126,8 @@ class Request:
             raise ValueError("sampling is another message")
         if not MIN_WEIGHT <= add.weight <= MAX_WEIGHT or add.deadline_ms < 0 or add.waited_ms < 0:
             raise ValueError(f"weight is {add.weight}, deadline_ms {add.deadline_ms} and waited_ms {add.waited_ms}")
+        if not 0 <= add.request_key <= MAX_REQUEST_KEY or add.request_index < 0:
+            raise ValueError(f"request_key is {add.request_key} and request_index {add.request_index}")
         self.client = client
         self.rid = add.rid
         self.owner = add.client  # the client of the server, whose share it uses
