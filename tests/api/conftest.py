@@ -227,7 +227,9 @@ class Front:
     def until_ready(self) -> None:
         """Waits until every tokenizer has reported ready and clients are admitted."""
         end = time.monotonic() + 30
-        while not (self.router.probe_passed and all(t.status and t.status.ready for t in self.router.tokenizers)):
+        while not (
+            self.router.health.probe_passed and all(t.status and t.status.ready for t in self.router.tokenizers)
+        ):
             assert time.monotonic() < end, "never ready"
             time.sleep(0.002)
 
@@ -262,8 +264,8 @@ class Front:
         if self.proves:
             await run_readiness_probe(app, self.service, self.stages.append)
         else:
-            await self.router.wait_until_computing()
-            self.router.probe_passed = True
+            await self.router.health.wait_until_computing()
+            self.router.health.probe_passed = True
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)

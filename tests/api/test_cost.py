@@ -16,12 +16,12 @@ from tgi.api.asgi import DisconnectWatcher
 from tgi.api.openai_output import ResponseIdentity
 from tgi.api.requests import Generation, WakeEvent
 from tgi.api.resumption import ResponseKey
-from tgi.api.router import TokenDelivery
 from tgi.api.routes.chat import ChatEvents
 from tgi.api.routes.completions import CompletionEvents
 from tgi.api.routes.native import NativeEvents
 from tgi.api.shapes.completions import CompletionRequest
 from tgi.api.sse import EventFormatter, EventStream
+from tgi.api.token_delivery import TokenDelivery
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.protocol import Generate, Texts
 from tgi.microkernel.sampling_params import SamplingParams

@@ -52,17 +52,17 @@ def test_the_probe_needs_no_permit(serve: Any) -> None:
     """A front end that replaces another finds the permits held by clients of the others."""
     front = serve(silent, up=False, proves=True, max_concurrent_requests=1)
     other = client_at("127.0.0.1").permit_id  # the same client, at another front end
-    assert front.router._permits.acquire(client=other)
+    assert front.router.admission.permits.acquire(client=other)
     front.tokenizers[0].start()
     probe = front.tokenizers[0].next(Generate)
     until_stage(front, "answering the first request")
     assert front.post("/generate", '{"inputs":"x"}').status == 503
-    assert front.router._permits.held == 1
+    assert front.router.admission.permits.held == 1
     front.tokenizers[0].send(*one_token(probe))
     until_healthy(front)
-    assert front.router._permits.held == 1
+    assert front.router.admission.permits.held == 1
     assert front.post("/generate", '{"inputs":"x"}').status == 429
-    front.router._permits.release(client=other)
+    front.router.admission.permits.release(client=other)
 
 
 def test_a_probe_that_fails_in_another_process_keeps_the_server_unready(

@@ -406,7 +406,7 @@ def test_names_map_native_fields_to_openai_fields(shape: ChatRequest | Completio
 
 
 def test_internal_error_has_the_format_of_its_route(front: Front, monkeypatch: Any) -> None:
-    monkeypatch.setattr(front.router, "acquire_permits", lambda count: 1 / 0)
+    monkeypatch.setattr(front.router.admission, "acquire_permits", lambda count: 1 / 0)
     reply = front.post("/v1/completions", '{"prompt":"x"}')
     assert json.loads(reply.body) == openai_error(500, "internal", "Internal server error")
     reply = front.post("/generate", '{"inputs":"x"}')

@@ -20,7 +20,7 @@ def test_a_request_that_waits_too_long_ends_with_504(serve: Any) -> None:
     generate = front.tokenizers[0].next(Generate)
     assert 0 < generate.deadline_ms <= 200
     assert front.tokenizers[0].next(Cancel).rid == generate.rid
-    assert front.router._permits.held == 0
+    assert front.router.admission.permits.held == 0
 
 
 def test_a_stream_that_has_begun_ends_with_an_event(serve: Any) -> None:
@@ -54,7 +54,7 @@ def test_an_invalid_header_is_rejected(serve: Any, value: str) -> None:
     front = serve(silent)
     reply = front.post("/generate", BODY, x_request_timeout=value)
     assert (reply.status, b"X-Request-Timeout" in reply.body) == (422, True)
-    assert front.router._permits.held == 0
+    assert front.router.admission.permits.held == 0
 
 
 def test_a_defect_in_submitting_leaves_no_permit_and_no_request(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_defect_in_submitting_leaves_no_permit_and_no_request(serve: Any, monk
 
     monkeypatch.setattr(Generation, "to_message", fail)
     assert front.post("/v1/completions", json.dumps({"model": "m", "prompt": "x", "n": 3})).status == 500
-    assert (front.router._permits.held, front.router.in_flight) == (0, 0)
+    assert (front.router.admission.permits.held, front.router.in_flight) == (0, 0)
     rids = {front.tokenizers[0].next(Generate).rid for _ in range(2)}
     assert {front.tokenizers[0].next(Cancel).rid for _ in range(2)} == rids
 

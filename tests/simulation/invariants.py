@@ -89,9 +89,10 @@ class HealthCheck:
                 simulation.fail(f"{front_end.name} is healthy, but no {down[0]} runs for long")
             if front_end.running and not front_end.healthy and well:
                 assert front_end.router is not None
+                stage = front_end.router.health.stage
                 simulation.fail(
-                    f"{front_end.name} is not healthy ({front_end.router.stage}), but all processes run undisturbed "
-                    f"since {self._disturbed_at:.3f} s"
+                    f"{front_end.name} is not healthy ({stage}), but all processes run undisturbed since "
+                    f"{self._disturbed_at:.3f} s"
                 )
         simulation.clock.after(HEALTH_SECONDS, self._look)
 

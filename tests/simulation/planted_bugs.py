@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.simulation.faults import FaultConfig
+from tgi.api.health import Health
 from tgi.api.requests import Generation
 from tgi.api.router import Router
 from tgi.microkernel.link import Link, PeerDisconnected
@@ -143,7 +144,7 @@ PLANTED_BUGS = {
     "front end asks for the whole prompt again": PlantedBug(Generation, "to_message", prompt_positions_are_not_resumed),
     "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing),
     "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept),
-    "front end is always healthy": PlantedBug(Router, "can_compute", answers(True)),
+    "front end is always healthy": PlantedBug(Health, "can_compute", answers(True)),
     "tokenizer resubmits without the ids generated": PlantedBug(
         TokenizerRequestState, "add_message", without_resume_ids
     ),

@@ -391,27 +391,27 @@ class FrontEnd(SimulatedProcess):
     @property
     def accepting(self) -> bool:
         """Whether clients are served: the readiness probe has passed."""
-        return self.alive and self.router is not None and self.router.probe_passed
+        return self.alive and self.router is not None and self.router.health.probe_passed
 
     @property
     def healthy(self) -> bool:
         """What GET /health tells."""
-        return self.router is not None and self.router.healthy
+        return self.router is not None and self.router.health.healthy
 
     def _run_readiness_probe(self) -> None:
         """As readiness.py."""
         router = self.router
         assert router is not None
-        if router.probe_passed:
+        if router.health.probe_passed:
             return
         if self._probe is None:
-            if router.can_compute:
+            if router.health.can_compute:
                 message = Generate(0, "Is 1 + 1 = 2?", SamplingParams(1), max_new_tokens=1, truncate=1)
                 self._probe = Generation(message, False, CallbackEvent(self.loop, lambda: None), probe=True)
                 self.simulation.number_generation(self._probe)
                 router.submit(self._probe)
         elif self._probe.ended:
-            router.probe_passed = not self._probe.failed
+            router.health.probe_passed = not self._probe.failed
             self._probe = None
             self.wake()
 

@@ -212,7 +212,7 @@ class ClientRequest:
     def submit(self) -> None:
         router = self.front_end.router
         assert router is not None
-        router.acquire_permits(self.plan.client, len(self.generations))
+        router.admission.acquire_permits(self.plan.client, len(self.generations))
         for generation in self.generations:
             router.submit(generation)
 

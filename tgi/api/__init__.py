@@ -9,7 +9,10 @@ Read operations.py first: the table of all routes. A request then passes through
   service        settings and router, and the steps that all routes share; body_reader: limits of incomplete bodies
   generation     from a decoded request to its generations, and from those to the response
   requests       live requests to the tokenizers
-  router         which tokenizer has which request; hands received tokens to the requests
+  admission      permits of the clients, and the limits of their keys
+  router         which tokenizer has which request, and what happens when one is lost
+  tokenizers     what is known of each tokenizer, and which one gets a request
+  token_delivery hands received tokens to the requests
   token_columns  tokens in columns, and their JSON
   sse            server-sent events of a streamed response
 
@@ -17,6 +20,6 @@ What a request may contain: shapes/ (types of bodies), request_parameters, valid
 rejected_fields (names that no shape has), chat_prompt, grammar. What responses consist of: openai_output, float32,
 errors.
 
-Around it: main (the process), readiness (the probe before clients are admitted), request_metrics, tracing, middleware,
-openapi (the document), docs (its page), asgi (types).
+Around it: main (the process), health (what /health tells), readiness (the probe before clients are admitted),
+request_metrics, tracing, middleware, openapi (the document), docs (its page), asgi (types).
 """

@@ -65,7 +65,7 @@ def create_generations(
     `names` maps TGI's parameter names to those of the request, for error messages.
 
     Raises ApiError: 422 for a broken rule or an invalid X-Request-Timeout, 424 as Service.next_fingerprints, 429 and
-    503 as Router.acquire_permits.
+    503 as Admission.acquire_permits.
     """
     limits = service.router.limits
     sampling = RequestedSampling.from_native(parameters) if sampling is None else sampling
@@ -138,7 +138,7 @@ def acquire_permits(service: Service, client: Client, count: int) -> None:
     limit = service.settings.max_concurrent_requests
     if count > limit:
         raise errors.validation_error(f"at most {limit} texts can be generated at once. Given: {count}")
-    service.router.acquire_permits(client, count)
+    service.router.admission.acquire_permits(client, count)
 
 
 def _generate_message(

@@ -17,9 +17,10 @@ from tgi.api import app
 from tgi.api.http_server import TICK_SECONDS, HttpServer
 from tgi.api.readiness import run_readiness_probe
 from tgi.api.requests import AdapterUpdateRequest, WakeEvent
-from tgi.api.router import Router, TokenizerConnection
+from tgi.api.router import Router
 from tgi.api.service import Service
 from tgi.api.tls import ServerCertificate
+from tgi.api.tokenizers import TokenizerConnection
 from tgi.microkernel import tracing
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
@@ -70,7 +71,7 @@ async def serve(process: Process) -> None:
     def tick() -> None:
         process.heartbeat(TICK_SECONDS)
         if process.beat_due:
-            process.exchange_beats(router.beat())
+            process.exchange_beats(router.health.beat)
 
     server = HttpServer(application, settings, certificate, tick)
 
@@ -110,10 +111,10 @@ async def serve(process: Process) -> None:
     start_task(follow_tokenizers(router, process))
     probe_task = start_task(run_readiness_probe(application, service, report))
     try:
-        await router.wait_for_status(FIRST_STATUS_SECONDS)
+        await router.health.wait_for_status(FIRST_STATUS_SECONDS)
         # In a running deployment, connections wait in the port's queue or go to another front end until the probe has
         # passed. While the other processes start, this one answers 503 with their stage.
-        while router.can_compute and not (probe_task.done() or router.probe_failure or process.stopping):
+        while router.health.can_compute and not (probe_task.done() or router.health.probe_failure or process.stopping):
             await asyncio.sleep(0.005)
         await server.serve(sockets=[socket.socket(fileno=process.listen_fd)])
     finally:

@@ -26,16 +26,16 @@ MAX_REASON_CHARACTERS = 300
 
 
 async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[str], None]) -> None:
-    """Sends the probes to `app` until all are answered with 200; then the router admits clients.
+    """Sends the probes to `app` until all are answered with 200; then clients are admitted.
 
-    Until then the router's `probe_failure` names the one that has failed, and the log the reason. `report` is called
+    Until then the health's `probe_failure` names the one that has failed, and the log the reason. `report` is called
     with the stage of the start, and with "" at its end.
     """
-    router = service.router
+    health = service.router.health
     retry_seconds, logged = FIRST_RETRY_SECONDS, ("", "")
     while True:
-        await router.wait_until_computing()
-        report(router.stage)
+        await health.wait_until_computing()
+        report(health.stage)
         request = reason = ""
         for method, path, body in PROBES:
             request = f"{method} {path}"
@@ -46,11 +46,11 @@ async def run_readiness_probe(app: AsgiApp, service: Service, report: Callable[[
         if (request, reason) != logged:
             log.error("Not ready: the first request, which this server sends to itself, failed: %s %s", request, reason)
         logged = request, reason
-        router.probe_failure = f"the first request failed: {request}"
-        report(router.probe_failure)
+        health.probe_failure = f"the first request failed: {request}"
+        report(health.probe_failure)
         await asyncio.sleep(retry_seconds)
         retry_seconds = min(2 * retry_seconds, MAX_RETRY_SECONDS)
-    router.probe_passed = True
+    health.probe_passed = True
     report("")
 
 

@@ -4,21 +4,21 @@ send to the request."""
 import asyncio
 import itertools
 import logging
-import math
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from tgi.api import errors, request_metrics
-from tgi.api.clients import Client
-from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest, WakeEvent
-from tgi.api.token_columns import TextsColumns
+from tgi.api import request_metrics
+from tgi.api.admission import Admission
+from tgi.api.health import Health
+from tgi.api.requests import AdapterUpdateRequest, Generation, LiveRequest, TokenizationRequest
+from tgi.api.token_delivery import TokenDelivery
+from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
 from tgi.microkernel import metrics
-from tgi.microkernel.codec import ITEM_BYTES, unpack_uint32
+from tgi.microkernel.codec import ITEM_BYTES
 from tgi.microkernel.crash_isolation import CrashIsolation
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent
-from tgi.microkernel.liveness import BEAT_SECONDS, ProgressClock
+from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import (
     AdapterUpdated,
@@ -46,45 +46,16 @@ log = logging.getLogger(__name__)
 
 # Requests of a lost tokenizer that are sent to another: at once, and then per second. So it can serve its own.
 RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
-# A tokenizer whose work has made no progress for this long gets no new request if there is another.
-STUCK_SECONDS = 2.0
-# What the processes below report has an age of up to two beats at each of two hops.
-PROGRESS_DELAY_SECONDS = 4 * BEAT_SECONDS
 # How long the requests that a dead tokenizer had in hand are kept back: until its successor has told how it ended.
 EXIT_REPORT_SECONDS = 5.0
-
-
-class TokenizerConnection:
-    """One tokenizer of the pool, and the requests that are assigned to it."""
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.peer: PeerId | None = None  # None while no process is connected
-        self.status: Status | None = None
-        self.beat = Beat(None)
-        self.silent = False  # it is connected, and sends no beats any more
-        self.requests: dict[int, LiveRequest] = {}  # by rid
-        self.moved: dict[int, LiveRequest] = {}  # by rid: moved to another tokenizer when this one was silent
-        # By boot id: those that tokenizers had in hand when they disconnected.
-        self.kept_back: dict[bytes, list[LiveRequest]] = {}
-
-    @property
-    def can_compute(self) -> bool:
-        """Whether a request sent to it now would be computed, by what is known of it."""
-        return self.status is not None and self.status.ready and self.status.healthy and not self.silent
-
-    @property
-    def stuck(self) -> bool:
-        """Whether its work makes no progress."""
-        return (self.beat.progress_age_ms or 0) > 1000 * STUCK_SECONDS
 
 
 class Router:
     """Spreads the requests of this process over the connected tokenizers.
 
-    Each generation of a client holds one of the server's permits while it is active. `attach` reads the links from the
-    running loop. libzmq's descriptor signals changes only, so a link is read until it is empty, and again after each
-    send.
+    Each generation of a client holds one of the server's permits while it is active (`admission`). `health` tells
+    whether requests would be answered. `attach` reads the links from the running loop. libzmq's descriptor signals
+    changes only, so a link is read until it is empty, and again after each send.
     """
 
     def __init__(
@@ -100,20 +71,15 @@ class Router:
         """`work_in_hand`: the fingerprints of the requests that a dead process had in hand, as far as they are known
         before its successor reports them. `stall_limit`: upper bound of the seconds without progress of any request."""
         self.recorder = recorder
-        self._permits = permits
-        self._token_rates = token_rates  # None: keys have no limits of tokens per minute
         self.quarantine = quarantine
         self._work_in_hand = work_in_hand
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
-        self._stall_limit = stall_limit
-        self._progress = ProgressClock()
-        self._stalled = False  # requests are in flight, and none makes progress
-        self._beat = Beat(None)
-        self._unused_permits: Counter[Client] = Counter()  # for generations that are submitted in this loop turn
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
         self.tokenizers = [TokenizerConnection(link) for link in links]
+        self.health = Health(self.tokenizers, stall_limit)
+        self.admission = Admission(permits, token_rates, self.health)
         self._rids = itertools.count(1)
         self._delivery = TokenDelivery(recorder)
         self._assignments: dict[LiveRequest, tuple[TokenizerConnection, int]] = {}  # with the rid
@@ -121,11 +87,6 @@ class Router:
         self._resubmissions = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
         self._resubmission_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
-        # The readiness probe (readiness.py) sets both. Once passed, it stays so: requests then wait out a restart of
-        # other processes instead of failing.
-        self.probe_passed = False
-        self.probe_failure = ""  # until it has passed, for `stage`
-        self._status_received = WakeEvent()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- for the routes ---
@@ -135,92 +96,13 @@ class Router:
         """Active requests."""
         return sum(request.active for request in self._requests())
 
-    @property
-    def can_compute(self) -> bool:
-        """Whether a request sent now would be computed, by the status of the other processes."""
-        return self.limits is not None and any(t.can_compute for t in self.tokenizers)
-
-    @property
-    def healthy(self) -> bool:
-        """Whether a request sent now would be answered."""
-        return self.probe_passed and self.can_compute and not self._stalled
-
-    @property
-    def stage(self) -> str:
-        """What the server waits for before it can compute, in words: at start, and while a lost process is replaced.
-        Taken from the tokenizer that is furthest."""
-        statuses = [t.status for t in self.tokenizers if t.status is not None and not t.silent]
-        if not statuses:
-            return "the tokenizers do not respond" if any(t.silent for t in self.tokenizers) else "starting tokenizers"
-        if self.can_compute and self._stalled:
-            return "no request makes progress"
-        if self.can_compute and not self.probe_passed:
-            return self.probe_failure or "answering the first request"
-        best = max(statuses, key=lambda status: (status.ready, status.percent))
-        stage = best.stage or "starting"
-        return stage if best.ready else f"{stage} {best.percent}%"
-
-    @property
-    def retry_after(self) -> int:
-        """Seconds until there should be permits: until the next request ends and the waiting ones have begun."""
-        waits = [
-            t.status.mean_end_interval_ms + t.status.predicted_wait_ms for t in self.tokenizers if t.status is not None
-        ]
-        return min(max(1, math.ceil(max(waits, default=0) / 1000)), errors.MAX_RETRY_AFTER_SECONDS)
-
-    def require_free_permit(self, client: Client) -> None:
-        """Raises ApiError: 429 if no permit is free for this client now. Acquires none. Before the readiness probe has
-        passed it does nothing: acquire_permits then answers 503."""
-        if not self.probe_passed:
-            return
-        self._acquire(client, 1)
-        self._permits.release(1, client.permit_id)
-
-    def acquire_permits(self, client: Client, count: int = 1) -> None:
-        """Acquires permits for this many generations of a client, to be submitted before anything is awaited: those
-        that are unused when the loop turns are returned.
-
-        Raises ApiError: 503 before the readiness probe has passed, 429 if too few permits are free for the client.
-        """
-        if not self.probe_passed:
-            raise errors.unhealthy(self.stage)
-        missing = count - self._unused_permits[client]
-        if missing > 0:
-            self._acquire(client, missing)
-            self._unused_permits[client] = count
-        if self._loop is not None:
-            self._loop.call_soon(self._return_unused_permits)
-
-    def _acquire(self, client: Client, count: int) -> None:
-        if client.requests is not None and self._permits.held_by(client.permit_id) + count > client.requests:
-            raise errors.overloaded(self.retry_after, f"This API key may have {client.requests} requests at once")
-        if client.tokens_per_minute is not None and self._token_rates is not None:
-            wait = self._token_rates.wait_seconds(client.permit_id, client.tokens_per_minute)
-            if wait > 0:
-                text = f"This API key may use {client.tokens_per_minute} tokens per minute"
-                raise errors.overloaded(math.ceil(wait), text)
-        if not self._permits.acquire(count, client.permit_id, client.weight):
-            raise errors.overloaded(self.retry_after)
-
-    def _charge(self, client: Client, tokens: int) -> None:
-        if client.tokens_per_minute is not None and self._token_rates is not None:
-            self._token_rates.charge(client.permit_id, client.tokens_per_minute, tokens)
-
-    def _return_unused_permits(self) -> None:
-        for client, count in self._unused_permits.items():
-            self._permits.release(count, client.permit_id)
-        self._unused_permits.clear()
-
     def submit(self, request: LiveRequest) -> None:
         """Sends a request to the tokenizer that has the fewest, or keeps it until one connects.
 
         Raises ApiError: 429 if there is no permit for a generation.
         """
         if isinstance(request, Generation) and not request.probe:
-            if self._unused_permits[request.client]:
-                self._unused_permits[request.client] -= 1
-            else:
-                self._acquire(request.client, 1)
+            self.admission.take_permit(request.client)
         try:
             self._assign(request)
         except Exception:  # a defect: its message cannot be encoded
@@ -237,7 +119,7 @@ class Router:
         self._stamp(Event.LEFT, request)
         request.wake_event.wake()
         if isinstance(request, Generation) and request.parked:  # no End follows
-            self._charge(request.client, request.generated_count)
+            self.admission.charge(request.client, request.generated_count)
         if request in self._unassigned:
             del self._unassigned[request]
         elif assignment := self._assignments.get(request):
@@ -278,6 +160,7 @@ class Router:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Registers the links with the running loop."""
         self._loop = loop
+        self.admission.attach(loop)
         for tokenizer in self.tokenizers:
             self._register(tokenizer)
         self._exchange_with_all_soon()
@@ -297,17 +180,6 @@ class Router:
         self._close_link(tokenizer)
         for boot in tokenizer.kept_back:
             self._submit_kept_back(tokenizer, boot)
-
-    async def wait_for_status(self, timeout_seconds: float) -> None:
-        """Waits for the first Status of any tokenizer."""
-        end = time.monotonic() + timeout_seconds
-        while not any(tokenizer.status for tokenizer in self.tokenizers) and time.monotonic() < end:
-            await asyncio.sleep(0.005)
-
-    async def wait_until_computing(self) -> None:
-        """Waits until a request would be computed. For one task at a time."""
-        while not self.can_compute:
-            await self._status_received.wait()
 
     def close(self) -> None:
         """Removes the links from the loop and closes them."""
@@ -334,26 +206,13 @@ class Router:
             for tokenizer in self.tokenizers:
                 self._loop.call_soon(self._exchange_messages, tokenizer)
 
-    def beat(self) -> Beat:
-        """How the requests of this process progress."""
-        return self._beat
-
     def _tick(self) -> None:
         """Every BEAT_SECONDS: looks for silent tokenizers, and whether requests make progress."""
         for tokenizer in self.tokenizers:
             self._exchange_messages(tokenizer)
-            tokenizer.link.exchange_beats(self._beat)
+            tokenizer.link.exchange_beats(self.health.beat)
             self._exchange_messages(tokenizer)
-        now = time.monotonic()
-        in_flight = self.in_flight
-        for tokenizer in self.tokenizers:
-            if tokenizer.beat.progress_age_ms is not None and not tokenizer.silent:
-                self._progress.record_at(now - tokenizer.beat.progress_age_ms / 1000)
-        age = self._progress.tick(now, busy=in_flight > 0 and self.can_compute)
-        known = [t.beat.limit_ms / 1000 for t in self.tokenizers if t.requests and t.beat.limit_ms]
-        limit = min(max(known, default=self._stall_limit), self._stall_limit)
-        self._stalled = age is not None and age > limit + PROGRESS_DELAY_SECONDS
-        self._beat = Beat(None) if age is None else Beat(int(1000 * age), int(1000 * limit), f"{in_flight} in flight")
+        self.health.tick(time.monotonic(), self.in_flight)
         if self._loop is not None:
             self._tick_timer = self._loop.call_later(BEAT_SECONDS, self._tick)
 
@@ -376,9 +235,9 @@ class Router:
         match message:
             case Texts():
                 self._delivery.deliver(tokenizer.requests, message)
-                self._progress.record()
+                self.health.progress.record()
             case End():
-                self._progress.record()
+                self.health.progress.record()
                 self._delivery.flush_metrics()
                 request = self._remove_assignment(tokenizer, message.rid)
                 if request is not None:
@@ -386,7 +245,7 @@ class Router:
                 if isinstance(request, Generation):
                     # The End of a stream that its client may resume has no counts.
                     generated = max(message.generated_tokens, request.generated_count)
-                    self._charge(request.client, message.prompt_tokens + generated)
+                    self.admission.charge(request.client, message.prompt_tokens + generated)
                 if isinstance(request, Generation) and self.limits is not None:
                     request_metrics.observe_requested_lengths(request, message, self.limits)
                 if request is not None and request.active:
@@ -397,7 +256,7 @@ class Router:
                     else:
                         request.fail(message.message)
             case Tokenized():
-                self._progress.record()
+                self.health.progress.record()
                 request = self._remove_assignment(tokenizer, message.rid)
                 if request is not None and self._isolation.suspects:
                     self._isolation.discard(request.fingerprint, well=True)
@@ -448,7 +307,7 @@ class Router:
             metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         if status.limits is not None and status.adapters != [*self.adapters.values()]:
             self.adapters = {adapter.name: adapter for adapter in status.adapters}
-        self._status_received.wake()
+        self.health.status_received.wake()
 
     # --- assignments ---
 
@@ -458,22 +317,12 @@ class Router:
         return [*self._assignments, *self._unassigned, *kept_back]
 
     def _assign(self, request: LiveRequest, resubmitted: Event = Event.RESUBMITTED) -> None:
-        """Sends a request to the tokenizer with the fewest requests, ready ones first, and those that make progress. A
-        request that may be resumed goes where its key leads every front end."""
+        """Sends a request to a tokenizer, or keeps it until one responds."""
         request.on_trial = self._isolation.is_suspect(request.fingerprint)
-        responding = [t for t in self.tokenizers if t.peer is not None and not t.silent]
-        if not responding:
+        best = choose_tokenizer(self.tokenizers, request)
+        if best is None:
             self._unassigned[request] = None
             return
-        best = min(
-            responding,
-            key=lambda t: (
-                not (t.status is not None and t.status.ready),
-                t.stuck,
-                0 if t.peer is None else request.tokenizer_rank(t.peer.replica),
-                len(t.requests),
-            ),
-        )
         rid = next(self._rids)
         assert best.peer is not None
         message = request.to_message(rid)
@@ -506,7 +355,7 @@ class Router:
     def _deactivate(self, request: LiveRequest) -> None:
         request.active = False
         if isinstance(request, Generation) and not request.probe:
-            self._permits.release(1, request.client.permit_id)
+            self.admission.release_permit(request.client)
 
     def _on_tokenizer_lost(self, tokenizer: TokenizerConnection, peer: PeerId, planned: bool) -> None:
         """Submits the requests of a tokenizer that has ended again, to another one or to its replacement. Those that it
@@ -542,7 +391,7 @@ class Router:
         """Assigns the requests of silent tokenizers to another one, if there is one, and cancels them where they were:
         if such a tokenizer responds again, what it sends for them is dropped. What it has in hand stays there, since
         that may be what it hangs in."""
-        if not any(t.peer is not None and not t.silent for t in self.tokenizers):
+        if not any(tokenizer.responds for tokenizer in self.tokenizers):
             return
         for tokenizer in self.tokenizers:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
@@ -569,7 +418,7 @@ class Router:
             self._resubmission_timer = None
         now = time.monotonic()
         for request in list(self._unassigned):
-            if not any(t.peer is not None and not t.silent for t in self.tokenizers):
+            if not any(tokenizer.responds for tokenizer in self.tokenizers):
                 return
             if not self._resubmissions.take(now):
                 if self._loop is not None:
@@ -623,48 +472,3 @@ class Router:
             self._refuse(request.fingerprint, end.message)
         elif self._isolation.suspects and end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
             self._isolation.discard(request.fingerprint, well=True)
-
-
-class TokenDelivery:
-    """Hands the tokens of a step to their requests, and measures the time between tokens.
-
-    Call `flush_metrics` when a request has ended, so that a client that has seen its last token finds it in /metrics.
-    """
-
-    def __init__(self, recorder: FlightRecorder = NO_RECORDER) -> None:
-        self._recorder = recorder
-        self._metrics = metrics.ObservationBuffer()
-        self._inter_token_seconds = self._metrics.values("tgi_inter_token_duration")
-        self._skipped_tokens = self._metrics.values("tgi_request_skipped_tokens")  # beyond the first, per step
-
-    def deliver(self, requests: Mapping[int, LiveRequest], message: Texts) -> None:
-        """Hands out the tokens of a message. `requests` are those of the tokenizer that sent it, by rid."""
-        now = time.perf_counter()
-        columns = TextsColumns.from_message(message)
-        inter_token_seconds, skipped_tokens = self._inter_token_seconds, self._skipped_tokens
-        stop = 0
-        for rid, count in zip(unpack_uint32(message.rids), unpack_uint32(message.counts), strict=True):
-            start, stop = stop, stop + count
-            request = requests.get(rid)
-            if not isinstance(request, Generation) or not request.active:
-                continue
-            if request.first_token_time is None:
-                request.first_token_time = now
-                if request.probe:  # its only token
-                    request.add_tokens(columns, start, stop)
-                    continue
-                self._recorder.stamp(Event.FIRST_TOKEN, request.message.request_key, request.message.request_index)
-                metrics.tgi_time_to_first_token_duration.observe(now - request.arrival_time)
-            else:
-                inter_token_seconds.append(now - request.latest_token_time)
-            request.latest_token_time = now
-            if count > 1:
-                inter_token_seconds += [0.0] * (count - 1)  # draft tokens arrive with the one before
-            skipped_tokens.append(count - 1)
-            request.add_tokens(columns, start, stop)
-        if now > self._metrics.due_at:
-            self._metrics.flush(now)
-
-    def flush_metrics(self) -> None:
-        """Observes the buffered measurements."""
-        self._metrics.flush()

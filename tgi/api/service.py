@@ -62,7 +62,7 @@ class Service:
         Raises also ApiError: 429.
         """
         if not is_probe(req) and (req.content_length is None or req.content_length > SMALL_BODY_BYTES):
-            self.router.require_free_permit(req.context.client)
+            self.router.admission.require_free_permit(req.context.client)
         return await self.read_body(req, decoder)
 
     async def read_body(self, req: Request, decoder: BodyDecoder[T]) -> T:

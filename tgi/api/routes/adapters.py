@@ -22,8 +22,8 @@ class _AdapterResource(Resource):
         """Raises ApiError: 403 without --allow-adapter-updates, 503 before the readiness probe has passed."""
         if not self._service.settings.allow_adapter_updates:
             raise errors.forbidden("Adapters cannot be changed here: the server runs without --allow-adapter-updates")
-        if not self._service.router.probe_passed:
-            raise errors.unhealthy(self._service.router.stage)
+        if not self._service.router.health.probe_passed:
+            raise errors.unhealthy(self._service.router.health.stage)
 
     async def _update(self, req: Request, name: str, path: str) -> None:
         """Loads or unloads an adapter. Raises ApiError: 422 with the worker's reason."""

@@ -16,8 +16,8 @@ class HealthResource(Resource):
     async def on_get(self, req: Request, resp: Response) -> None:
         """Answers with an empty 200 if a request sent now would be computed, else with 503."""
         router = self._service.router
-        if not router.healthy:
-            raise errors.unhealthy(router.stage)
+        if not router.health.healthy:
+            raise errors.unhealthy(router.health.stage)
 
     on_head = on_get  # falcon omits the body
 
@@ -30,7 +30,7 @@ class InfoResource(Resource):
         settings = self._service.settings
         limits = self._service.router.limits
         if limits is None:
-            raise errors.unhealthy(self._service.router.stage)
+            raise errors.unhealthy(self._service.router.health.stage)
         resp.content_type = "application/json"
         resp.data = msgspec.json.encode(
             Info(

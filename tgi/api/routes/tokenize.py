@@ -23,8 +23,8 @@ class _TokenizationResource(Resource):
     async def _tokenize(self, req: Request, inputs: str, add_special_tokens: bool, chat: bytes = b"") -> Tokenized:
         """Asks a tokenizer. Raises ApiError: 422 for an invalid text or chat, 503 before the readiness probe has
         passed, 424 as Service.next_fingerprints."""
-        if not self._service.router.probe_passed:
-            raise errors.unhealthy(self._service.router.stage)
+        if not self._service.router.health.probe_passed:
+            raise errors.unhealthy(self._service.router.health.stage)
         (fingerprint,) = self._service.next_fingerprints(req, 1)
         client = req.context.client.name
         request = TokenizationRequest(WakeEvent(), inputs, add_special_tokens, chat, fingerprint, client)

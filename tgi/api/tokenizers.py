@@ -1,0 +1,54 @@
+"""The tokenizers of this front end: what is known of each, and which one gets a request."""
+
+from tgi.api.requests import LiveRequest
+from tgi.microkernel.link import Link, PeerId
+from tgi.microkernel.protocol import Beat, Status
+
+# A tokenizer whose work has made no progress for this long gets no new request if there is another.
+STUCK_SECONDS = 2.0
+
+
+class TokenizerConnection:
+    """One tokenizer, and the requests that are assigned to it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.peer: PeerId | None = None  # None while no process is connected
+        self.status: Status | None = None
+        self.beat = Beat(None)
+        self.silent = False  # it is connected, and sends no beats any more
+        self.requests: dict[int, LiveRequest] = {}  # by rid
+        self.moved: dict[int, LiveRequest] = {}  # by rid: moved to another tokenizer when this one was silent
+        # By boot id: those that tokenizers had in hand when they disconnected.
+        self.kept_back: dict[bytes, list[LiveRequest]] = {}
+
+    @property
+    def responds(self) -> bool:
+        """Whether a request may be assigned to it."""
+        return self.peer is not None and not self.silent
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether a request sent to it now would be computed, by what is known of it."""
+        status = self.status
+        return status is not None and status.ready and status.healthy and status.limits is not None and not self.silent
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its work makes no progress."""
+        return (self.beat.progress_age_ms or 0) > 1000 * STUCK_SECONDS
+
+
+def choose_tokenizer(tokenizers: list[TokenizerConnection], request: LiveRequest) -> TokenizerConnection | None:
+    """The tokenizer with the fewest requests, ready ones first, and those that make progress. A request that may be
+    resumed goes where its key leads every front end. None if no tokenizer responds."""
+    return min(
+        (tokenizer for tokenizer in tokenizers if tokenizer.responds),
+        key=lambda tokenizer: (
+            not (tokenizer.status is not None and tokenizer.status.ready),
+            tokenizer.stuck,
+            0 if tokenizer.peer is None else request.tokenizer_rank(tokenizer.peer.replica),
+            len(tokenizer.requests),
+        ),
+        default=None,
+    )
