@@ -13,6 +13,7 @@ from tgi.scheduler.columns import (
     NO_TOKENS,
     DrawnTokens,
     TopTokens,
+    all_below,
     append_each,
     compress_columns,
     increment_each,
@@ -30,6 +31,24 @@ def test_increment_each(positions: list[int]) -> None:
     column = array(INT32, positions)
     assert increment_each(column).tolist() == [position + 1 for position in positions]
     assert column.tolist() == positions
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 99, 100, 101, 65_536, 2**31 - 1, -1, -(2**31)]) | st.integers(0, 99), max_size=40),
+    st.sampled_from([1, 99, 100, 49_152, 2**31 - 1, 2**31]),
+)
+def test_all_below(items: list[int], limit: int) -> None:
+    assert all_below(array(INT32, items), limit) == all(0 <= item < limit for item in items)
+
+
+@pytest.mark.parametrize("item", [-(2**31), -1, 100, 2**31 - 1])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65])
+def test_all_below_finds_an_item_at_any_index(length: int, item: int) -> None:
+    for index in range(length):
+        column = array(INT32, [99] * length)
+        assert all_below(column, 100)
+        column[index] = item
+        assert not all_below(column, 100)
 
 
 @given(st.lists(st.lists(st.integers(0, 9)), max_size=20), st.lists(st.integers(0, 9), max_size=20))

@@ -97,3 +97,17 @@ def test_spare_pages_do_not_block_a_request_that_needs_every_page_forever() -> N
     sim.run()
     assert_as_if_alone(small, worker_config)
     assert_as_if_alone(large, worker_config)
+
+
+def test_a_request_that_gets_a_page_and_is_preempted_in_the_same_step_leaves_the_page() -> None:
+    """All pages are held, and all three requests need one. The light client is first in line, so a request of the heavy
+    one is preempted for its page. Then both clients hold one slot, and the other request of the heavy client, which
+    came first, preempts that of the light one. No step may send the page that it has just got."""
+    worker_config = WORKER_CONFIG._replace(pages=5, max_total_tokens=20, max_batch_prefill_tokens=32)
+    sim = Simulation(worker_config, SchedulerConfig(prefix_caching=False))
+    sim.worker_up()
+    clients = ("heavy", "heavy", "light")
+    requests = [sim.add([n, 2, 3, 4], 11, client=client) for n, client in enumerate(clients)]
+    sim.run()
+    for request in requests:
+        assert_as_if_alone(request, worker_config)

@@ -96,7 +96,7 @@ class SamplingDefaults(NamedTuple):
 class SamplingParams(NamedTuple):
     """How the tokens of one request are sampled. The default of a field is the neutral value of the parameter.
 
-    Sent from the API to the worker as an encoded message inside other messages; the scheduler does not decode it.
+    Sent from the API to the worker as an encoded message inside other messages; the scheduler only checks it.
     Fields are only ever appended. The API or the tokenizer sets the fields that have a note instead of a `Parameter`.
     """
 

@@ -157,7 +157,8 @@ class DecodeLane:
     large batch do not fit into a processor's caches.
     """
 
-    __slots__ = ("_due", "_steps", "requests", "rids", "slots", "starts", "stop_id_union", "stop_ids", "token_ids")
+    __slots__ = ("_due", "_steps", "requests", "rids", "slots", "starts", "starts_sum", "stop_id_union",
+                 "stop_ids", "token_ids")  # fmt: skip
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -167,6 +168,7 @@ class DecodeLane:
         self.rids = array(UINT32)
         self.slots = array(INT32)
         self.starts = array(INT32)  # the position that the next row computes
+        self.starts_sum = 0
         self._steps = 0  # steps in which all requests had a row
         self._due: dict[int, dict[Request, None]] = {}  # by the value of `_steps` at which they are due
 
@@ -182,6 +184,7 @@ class DecodeLane:
         self.rids.append(request.rid)
         self.slots.append(request.slot)
         self.starts.append(start)
+        self.starts_sum += start
         self._schedule(request, start)
 
     def remove(self, request: Request) -> None:
@@ -189,6 +192,7 @@ class DecodeLane:
         self._unschedule(request)
         index = request.lane_index
         request.planned = self.starts[index]
+        self.starts_sum -= request.planned
         request.lane = None
         last = self.requests.pop()
         token_ids, stop_ids = self.token_ids.pop(), self.stop_ids.pop()
@@ -212,16 +216,18 @@ class DecodeLane:
     def plan_rows(self, client: TokenizerClient, begin: int) -> LaneRows:
         """Plans one row for each request; the first is at index `begin` among the step's drawing rows. All positions
         advance by one."""
+        count = len(self.requests)
         rows = LaneRows(
             client=client,
             begin=begin,
-            end=begin + len(self.requests),
+            end=begin + count,
             rids=self.rids.tobytes(),
             token_ids=self.token_ids.copy(),
             stop_ids=self.stop_ids.copy(),
             stop_id_union=self.stop_id_union,
         )
         self.starts = increment_each(self.starts)
+        self.starts_sum += count
         self._due.pop(self._steps, None)
         self._steps += 1
         return rows
@@ -229,6 +235,7 @@ class DecodeLane:
     def set_start(self, request: Request, start: int) -> None:
         """Sets the position that the request's next row computes."""
         self._unschedule(request)
+        self.starts_sum += start - self.starts[request.lane_index]
         request.planned = self.starts[request.lane_index] = start
         self._schedule(request, start)
 

@@ -117,7 +117,8 @@ class StatusReporter:
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
-PLACE_BITS = 24
+# Places per ms of arrival.
+PLACES = 1 << 24
 
 
 class TokenizerPeers:
@@ -166,7 +167,7 @@ class TokenizerPeers:
 def _place(now: float, waited_ms: int, number: int) -> int:
     """The place of a request in the order of arrival at the front ends, in ms: one that is submitted again after
     a loss does not queue behind those that came meanwhile. `number` makes it unique."""
-    return (int(1000 * now) - waited_ms << PLACE_BITS) + number % (1 << PLACE_BITS)
+    return (int(1000 * now) - waited_ms) * PLACES + number % PLACES
 
 
 # --- worker -----------------------------------------------------------------------------------------------------------

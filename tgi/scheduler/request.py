@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tgi.microkernel.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from tgi.microkernel.codec import INT32, unpack_int32
+from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import (
     MAX_PROMPT_TOP_TOKENS,
@@ -16,10 +17,11 @@ from tgi.microkernel.protocol import (
     End,
     FinishReason,
     decode,
+    encode,
 )
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
-from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens
+from tgi.scheduler.columns import NO_TOKENS, DrawnToken, DrawnTokens, TopTokens, all_below
 
 NO_SLOT = -1
 MAX_RID = 2**32 - 1  # the columns of rids are uint32
@@ -120,40 +122,38 @@ class Request:
     def __init__(self, client: "TokenizerClient", add: Add, arrival: int, received_at: float) -> None:
         """`arrival`: its place in the order of arrival, which no other request has. Raises ValueError or ProtocolError
         if a column of `add` is malformed or a field is out of range."""
-        if not 0 <= add.rid <= MAX_RID:
-            raise ValueError(f"rid is {add.rid}")
-        if not isinstance(decode(add.sampling), SamplingParams):
-            raise ValueError("sampling is another message")
-        if not MIN_WEIGHT <= add.weight <= MAX_WEIGHT or add.deadline_ms < 0 or add.waited_ms < 0:
-            raise ValueError(f"weight is {add.weight}, deadline_ms {add.deadline_ms} and waited_ms {add.waited_ms}")
-        if not 0 <= add.request_key <= MAX_REQUEST_KEY or add.request_index < 0:
-            raise ValueError(f"request_key is {add.request_key} and request_index {add.request_index}")
+        # All fields at once, since reading them by name takes several times as long. `owner` is the client of the
+        # server, whose share the request uses.
+        (
+            self.rid, prompt_ids, max_new_tokens, self.sampling, stop_ids, resume_ids, self.cache_salt, _, _,
+            prompt_logprobs_from, prompt_top_n, fingerprint, self.request_key, self.request_index, self.owner,
+            self.weight, self.priority, deadline_ms, self.generation_id, self.attempt, waited_ms,
+        ) = add  # fmt: skip
+        if not 0 <= self.rid <= MAX_RID:
+            raise ValueError(f"rid is {self.rid}")
+        check_sampling(self.sampling)
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT or deadline_ms < 0 or waited_ms < 0:
+            raise ValueError(f"weight is {self.weight}, deadline_ms {deadline_ms} and waited_ms {waited_ms}")
+        if not 0 <= self.request_key <= MAX_REQUEST_KEY or self.request_index < 0:
+            raise ValueError(f"request_key is {self.request_key} and request_index {self.request_index}")
         self.client = client
-        self.rid = add.rid
-        self.owner = add.client  # the client of the server, whose share it uses
-        self.weight = add.weight
-        self.priority = add.priority
         self.charged_tokens = 0  # positions that its client's counter includes
         self.arrival = arrival
         # Its name in crash isolation. Without one from the client's request, one that no other request has.
-        self.fingerprint = add.fingerprint or b"-%d" % arrival
-        self.fingerprint_number = int.from_bytes(add.fingerprint[:FINGERPRINT_BYTES], "little")  # in the work register
+        self.fingerprint = fingerprint or b"-%d" % arrival
+        self.fingerprint_number = int.from_bytes(fingerprint[:FINGERPRINT_BYTES], "little")  # in the work register
         self.received_at = received_at
         self.first_planned_at: float | None = None
-        self.token_ids = token_ids = array(INT32, add.prompt_ids)
+        self.token_ids = token_ids = array(INT32, prompt_ids)
         self.prompt_tokens = self.prompt_logprobs_from = tokens = len(token_ids)
         self.prompt_top_n = 0
-        if add.prompt_logprobs_from or add.prompt_top_n:
-            self._set_prompt_logprobs(add)
-        if add.resume_ids:
-            token_ids.frombytes(add.resume_ids)
-        self.max_total_tokens = max_total_tokens = tokens + add.max_new_tokens
+        if prompt_logprobs_from or prompt_top_n:
+            self._set_prompt_logprobs(prompt_logprobs_from, prompt_top_n)
+        if resume_ids:
+            token_ids.frombytes(resume_ids)
+        self.max_total_tokens = max_total_tokens = tokens + max_new_tokens
         self.last_start = max_total_tokens - 2  # the position that the last decode row computes
-        self.sampling = add.sampling
-        self.stop_ids = _stop_id_set(add.stop_ids)
-        self.cache_salt = add.cache_salt
-        self.request_key, self.request_index = add.request_key, add.request_index
-        self.generation_id, self.attempt = add.generation_id, add.attempt
+        self.stop_ids = _stop_id_set(stop_ids)
         self.state = QUEUED
         self.cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.drafter: Drafter | None = None  # None: no drafts
@@ -162,11 +162,11 @@ class Request:
         self.slot = NO_SLOT
         self.valid_from_step = NO_STEP  # results of earlier steps were computed before it got its slot
 
-    def _set_prompt_logprobs(self, add: Add) -> None:
-        if add.prompt_logprobs_from < 0 or not 0 <= add.prompt_top_n <= MAX_PROMPT_TOP_TOKENS:
-            raise ValueError(f"prompt_logprobs_from is {add.prompt_logprobs_from} and prompt_top_n {add.prompt_top_n}")
-        self.prompt_logprobs_from = min(add.prompt_logprobs_from or self.prompt_tokens, self.prompt_tokens)
-        self.prompt_top_n = add.prompt_top_n
+    def _set_prompt_logprobs(self, begin: int, top_n: int) -> None:
+        if begin < 0 or not 0 <= top_n <= MAX_PROMPT_TOP_TOKENS:
+            raise ValueError(f"prompt_logprobs_from is {begin} and prompt_top_n {top_n}")
+        self.prompt_logprobs_from = min(begin or self.prompt_tokens, self.prompt_tokens)
+        self.prompt_top_n = top_n
 
     def add_page(self, page: int, page_size: int) -> None:
         """Appends a page of `page_size` tokens to its page table."""
@@ -212,6 +212,39 @@ class Request:
         )
 
 
+# An encoded SamplingParams begins with these bytes: the number of its fields, and its tag. Then comes the seed, whose
+# first byte tells its length: a number below 128, or the mark of a msgpack integer of 8, 16, 32 or 64 bits.
+_SAMPLING_HEAD = encode(SamplingParams(0))[:4]
+_SEED_BYTES = {bytes([seed]): 1 for seed in range(128)} | {b"\xcc": 2, b"\xcd": 3, b"\xce": 5, b"\xcf": 9}
+# Longer ones have a grammar or lists of tokens, which requests seldom share.
+MAX_CACHED_SAMPLING_BYTES = 512
+
+
+def check_sampling(frame: bytes) -> None:
+    """Raises ValueError or ProtocolError unless this is an encoded SamplingParams.
+
+    Requests have seeds of their own, and most of them are equal in all other parameters: what follows the seed is
+    decoded only if it was not among the latest."""
+    seed_bytes = _SEED_BYTES.get(frame[4:5])
+    if (
+        seed_bytes is None
+        or len(frame) > MAX_CACHED_SAMPLING_BYTES
+        or not frame.startswith(_SAMPLING_HEAD)
+        or not _are_parameters(frame[4 + seed_bytes :])
+    ) and not isinstance(decode(frame), SamplingParams):
+        raise ValueError("sampling is another message")
+
+
+@lru_cache(maxsize=256)
+def _are_parameters(encoded: bytes) -> bool:
+    """Whether these are the fields of a SamplingParams after the seed."""
+    try:
+        decode(_SAMPLING_HEAD + b"\0" + encoded)
+    except ProtocolError:
+        return False
+    return True
+
+
 @lru_cache(maxsize=64)
 def _stop_id_set(column: bytes) -> frozenset[int]:
     """The ids of an int32 column. Cached, because nearly all requests have the same stop ids."""
@@ -239,8 +272,7 @@ def validation_error(request: Request, limits: DeploymentLimits | None) -> str:
         )
     if tokens > limits.max_input_tokens and not (request.prompt_only and tokens == limits.max_input_tokens + 1):
         return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {tokens}"
-    # As uint32, a negative id is a large one.
-    if max(memoryview(request.token_ids).cast("B").cast("I")) >= limits.vocab_size:
+    if not all_below(request.token_ids, limits.vocab_size):
         return f"token ids must be below {limits.vocab_size}, and not negative"
     return ""
 

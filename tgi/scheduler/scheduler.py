@@ -266,7 +266,8 @@ class Scheduler:
     @property
     def queued(self) -> int:
         """Requests that wait."""
-        return len(self._queue) + (len(self._planner.trial_queue) if self._planner else 0)
+        planner = self._planner
+        return len(self._queue) + len(planner.trial_queue) if planner is not None else len(self._queue)
 
     @property
     def running(self) -> int:
@@ -307,7 +308,9 @@ class Scheduler:
             return
         if self._speculation is not None:
             self._speculation.add_request(request)
-        self._recorder.stamp(Event.QUEUED, request.request_key, request.request_index, len(self._queue), self.running)
+        if request.request_key:
+            queued, running = len(self._queue), self.running
+            self._recorder.stamp(Event.QUEUED, request.request_key, request.request_index, queued, running)
         self._queue.append(request)
         if request.generation_id and not self._replace_earlier(request, now):
             return
@@ -374,7 +377,9 @@ class Scheduler:
             state = request.state
             (waited if state is QUEUED else running).append(request)
             request.state = END[state]
-            self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=request.generated_tokens)
+            if request.request_key:
+                tokens = request.generated_tokens
+                self._recorder.stamp(Event.ENDED, request.request_key, request.request_index, b=tokens)
             del request.client.requests[request.rid]
             if request.generation_id and self._generations.get(request.generation_id) is request:
                 del self._generations[request.generation_id]
@@ -427,8 +432,10 @@ class Scheduler:
             self._speculation.record_step(step, result, now)
         if result.row_errors:
             self._end_faulty_rows(step, result, now)
-        for request in step.drawing[step.decode_rows :]:
-            self._recorder.stamp(Event.PREFILLED, request.request_key, request.request_index)
+        if step.prefill_tokens:
+            for request in step.drawing[step.decode_rows :]:
+                if request.request_key:
+                    self._recorder.stamp(Event.PREFILLED, request.request_key, request.request_index)
         if step.prompt_logprob_rows:
             self._send_prompt_logprobs(step, result, vocab_size, now)
         if step.drafts:

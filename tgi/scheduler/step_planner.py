@@ -354,9 +354,9 @@ class StepPlanner:
             request.first_planned_at = now
         if self._speculation is not None:
             self._speculation.slot_assigned(request)
-        self._recorder.stamp(
-            Event.ADMITTED, request.request_key, request.request_index, request.planned, len(self.batch) - 1
-        )
+        if request.request_key:
+            others = len(self.batch) - 1
+            self._recorder.stamp(Event.ADMITTED, request.request_key, request.request_index, request.planned, others)
         assignment = SlotAssignment(slot, column, request.prompt_tokens, request.sampling)
         if prompt_logprobs:
             assignment = assignment._replace(
@@ -440,8 +440,10 @@ class StepPlanner:
         self.kv_cache.worker_state_lost()
 
     def check(self) -> None:
-        """Raises AssertionError if pages and requests contradict each other. For tests."""
+        """Raises AssertionError if pages, lanes and requests contradict each other. For tests."""
         self.kv_cache.check(list(self.batch))
+        for lane in self.batch.lanes.values():
+            assert lane.starts_sum == sum(lane.starts), "the sum of a lane's positions is wrong"
 
 
 def _arrival(request: Request) -> int:
@@ -457,6 +459,7 @@ class StepBuilder:
         self.page_ids: list[int] = []
         self.rows = array(INT32)  # the slots of the decode rows
         self.starts = array(INT32)  # their positions
+        self.starts_sum = 0
         self.chunks: list[tuple[int, int, int, bool]] = []  # slot, start, tokens, whether the row draws
         self.draft_ids: list[bytes] = []  # of each row in `drafts`: int32
         # As in InFlightStep:
@@ -475,6 +478,7 @@ class StepBuilder:
         self.drawing.append(request)
         self.rows.append(request.slot)
         self.starts.append(start)
+        self.starts_sum += start
         lane.set_start(request, start + 1)
 
     def add_lane(self, client: TokenizerClient, lane: DecodeLane) -> None:
@@ -483,6 +487,7 @@ class StepBuilder:
         self.drawing += lane.requests
         self.rows += lane.slots
         self.starts += lane.starts
+        self.starts_sum += lane.starts_sum
         self.lane_rows.append(lane.plan_rows(client, begin))
 
     def build(
@@ -490,7 +495,7 @@ class StepBuilder:
     ) -> InFlightStep:
         """The step to send. `joined`: whether other requests ran before those admitted by this step."""
         decode_rows, prefill_tokens = len(self.rows), 0
-        attended = sum(self.starts) + decode_rows
+        attended = self.starts_sum + decode_rows
         rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
         if self.chunks:
             chunk_slots, chunk_starts, chunk_tokens, chunk_draws = zip(*self.chunks, strict=True)
@@ -500,7 +505,9 @@ class StepBuilder:
             draws += bytes(chunk_draws)
             prefill_tokens = sum(chunk_tokens)
             attended += sum(tokens * (start + tokens) for _, start, tokens, _ in self.chunks)
-        computed = decode_rows + prefill_tokens + sum(self.drafts)
+        computed = decode_rows + prefill_tokens
+        if self.drafts:
+            computed += sum(self.drafts)
         size = SizeClass(computed.bit_length(), attended.bit_length())
         late_after = step_limits.late_after(size)
         step = Step(

@@ -50,10 +50,11 @@ class WaitingQueue:
     def append(self, request: Request) -> None:
         """Adds a new request: the last to arrive, unless it had been submitted before and was lost."""
         request.share = share = self.clients.get(request.owner) or self._new_client(request)
-        if share.waiting and share.waiting[-1].arrival > request.arrival:
+        waiting = share.waiting
+        if waiting and waiting[-1].arrival > request.arrival:
             self.reinsert(request)
             return
-        share.waiting.append(request)
+        waiting.append(request)
         self._length += 1
         if not share.in_heap:
             self._begin_to_wait(share)
