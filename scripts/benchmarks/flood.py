@@ -1,16 +1,17 @@
 """Measures what a client with short requests notices of another client that floods the server.
 
     scripts/bench flood [--step-ms 20] [--slots 128] [--seconds 10] [--against generations,prompts,connections]
+    scripts/bench flood --demo | --model-id MODEL
 
-Two clients, at 127.0.0.1 and 127.0.0.2, share a server with the scripted worker, whose steps take `--step-ms`. The
-first sends a short request at a time and notes the time to its first token; the second floods the server:
+Two clients, at 127.0.0.1 and 127.0.0.2, share a server with the scripted worker, whose steps take `--step-ms`, or with
+a model. The first sends a short request at a time and notes the time to its first token; the second floods the server:
 
 - generations: 100 streams of 1,000 tokens at once, started again when they end
 - prompts: 100 requests at once, each with a prompt of 4,000 tokens and one new token
 - connections: 200 connections with a request of 300 tokens each, sent again at once when it is refused
 
-Prints the median and the 95th percentile of the time to the first token without and with the flood, and how many
-requests of each client got 429.
+Prints the median and the 95th percentile of the time to the first token without and with the flood, the ratio of the
+medians, and how many requests of each client got 429.
 """
 
 import argparse
@@ -100,35 +101,48 @@ async def measure(port: int, kind: str, seconds: float) -> tuple[list[Answer], l
     return light, heavy
 
 
-def row(name: str, light: list[Answer], heavy: list[Answer]) -> str:
-    """A row of the table."""
-    times = sorted(1e3 * answer.first_token for answer in light if answer.status == 200)
+def times_of(light: list[Answer]) -> list[float]:
+    """Milliseconds to the first token, the shortest first."""
+    return sorted(1e3 * answer.first_token for answer in light if answer.status == 200)
+
+
+def row(name: str, light: list[Answer], heavy: list[Answer], alone: float) -> str:
+    """A row of the table. `alone`: the median without a flood."""
+    times = times_of(light)
     middle, late = (statistics.median(times), times[int(0.95 * len(times))]) if times else (float("nan"),) * 2
     refused = [sum(answer.status == 429 for answer in answers) for answers in (light, heavy)]
-    return f"| {name} | {len(light)} | {middle:.0f} ms | {late:.0f} ms | {refused[0]} | {refused[1]} |"
+    ratio = f"{middle / alone:.1f}"
+    return f"| {name} | {len(light)} | {middle:.0f} ms | {late:.0f} ms | {ratio} | {refused[0]} | {refused[1]} |"
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-ms", type=count, default=20)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--demo", action="store_true", help="the demo model instead of the scripted worker")
+    model.add_argument("--model-id", help="this model instead of the scripted worker")
     parser.add_argument("--slots", type=count, default=128, help="requests computed concurrently")
     parser.add_argument("--seconds", type=count, default=10, help="how long each is measured")
     parser.add_argument("--against", default="generations,prompts,connections", help="kinds of floods, comma separated")
     parser.add_argument("server", nargs="*", help="more arguments for `tgi up`, after --")
     arguments = parser.parse_args()
-    flags = ["--scripted-step-us", str(1000 * arguments.step_ms), "--max-batch-size", str(arguments.slots)]
-    flags += ["--log-level", "warn"]
-    options = argparse.Namespace(model_id=None, scripted=True, server=flags + arguments.server)
-    print(f"Steps of {arguments.step_ms} ms, {arguments.slots} slots\n")
-    print(
-        "| flood | short requests | median TTFT | 95th percentile | 429 | 429 of the flood |\n|---|---|---|---|---|---|"
-    )
+    scripted = not arguments.demo and arguments.model_id is None
+    flags = ["--max-batch-size", str(arguments.slots), "--log-level", "warn"]
+    if scripted:
+        flags += ["--scripted-step-us", str(1000 * arguments.step_ms)]
+    options = argparse.Namespace(model_id=arguments.model_id, scripted=scripted, server=flags + arguments.server)
+    served = f"Steps of {arguments.step_ms} ms" if scripted else arguments.model_id or "The demo model"
+    print(f"{served}, {arguments.slots} slots\n")
+    print("| flood | short requests | median TTFT | 95th percentile | of alone | 429 | 429 of the flood |")
+    print("|---|---|---|---|---|---|---|")
     try:
         with start(options) as server:
             server.wait(ROUTE, short_request())
+            alone = 0.0
             for kind in ("", *arguments.against.split(",")):
                 light, heavy = asyncio.run(measure(server.port, kind, arguments.seconds))
-                print(row(kind or "none", light, heavy), flush=True)
+                alone = alone or statistics.median(times_of(light))
+                print(row(kind or "none", light, heavy, alone), flush=True)
     except Failed as error:
         sys.exit(f"The server failed: {error}")

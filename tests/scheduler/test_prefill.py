@@ -132,6 +132,9 @@ def test_a_step_of_prompts_that_others_wait_for_fits_into_the_target_time() -> N
     assert budget.shared_tokens(4096) == 200
     budget.record_step(8, 0, 50_000)  # 800 ms are worthwhile
     assert budget.shared_tokens(4096) == 800
+    for _ in range(50):
+        budget.record_step(100, 0, 500_000)  # with many rows, which cost nothing in a step without them
+    assert budget.shared_tokens(4096) == 800
 
 
 def test_worthwhile_tokens_outweigh_the_fixed_cost_of_a_step() -> None:

@@ -21,6 +21,7 @@ class PrefillBudget:
         """`target_us`: how long a step may take that has decode rows, too."""
         self._target_us = target_us
         self._decode_us = 0.0  # a step of decode rows alone; 0: not measured yet
+        self._shortest_us = 0.0  # the shortest step of decode rows so far: about the fixed cost of a step
         self._token_us = 0.0  # a prompt token on top of it; 0: not measured yet
 
     def record_step(self, decode_rows: int, prefill_tokens: int, step_us: int) -> None:
@@ -29,6 +30,8 @@ class PrefillBudget:
             return
         if not prefill_tokens:
             self._decode_us = _average(self._decode_us, step_us)
+            if not self._shortest_us or step_us < self._shortest_us:
+                self._shortest_us = step_us
             return
         base = self._decode_us if decode_rows else 0.0
         self._token_us = _average(self._token_us, max(step_us - base, 0.0) / prefill_tokens)
@@ -44,7 +47,7 @@ class PrefillBudget:
         fixed cost."""
         if not self._token_us:
             return at_most
-        return int(min(at_most, max(self._target_us, WORTHWHILE_RATIO * self._decode_us) / self._token_us)) or 1
+        return int(min(at_most, max(self._target_us, WORTHWHILE_RATIO * self._shortest_us) / self._token_us)) or 1
 
     def worthwhile_tokens(self, at_most: int) -> int:
         """Prompt tokens that make a step worth its fixed cost: at least 1, so that the first prompt is computed;
