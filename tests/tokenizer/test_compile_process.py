@@ -1,6 +1,7 @@
 """Grammars compiled in child processes: the same results as in this process, and limits that are enforced."""
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,18 @@ def test_a_long_compilation_ends_when_its_client_has_left(compiler: GrammarCompi
     build.join(60)
     assert not build.is_alive()
     assert compiler.build(as_json({"schema": SCHEMA}), None)
+
+
+def test_a_stopped_child_is_replaced_when_its_client_has_left(compiler: GrammarCompiler) -> None:
+    """Also one that has read only a part of a large grammar."""
+    large = as_json({"schema": {"type": "object", "properties": {"a" * 200_000: {"type": "integer"}}}})
+    assert compiler.build(as_json({"schema": SCHEMA}), None)
+    stopped = compiler._idle[-1]._process
+    stopped.send_signal(signal.SIGSTOP)
+    asked = iter([True])
+    assert compiler.build(large, None, lambda: next(asked, False)) == ""
+    assert stopped.poll() == -signal.SIGKILL
+    assert compiler.build(large, None)
 
 
 def test_a_child_without_memory_fails_its_request_only(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

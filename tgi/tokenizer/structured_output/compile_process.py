@@ -144,6 +144,7 @@ class _Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)  # a child that is stopped reads nothing
 
     @property
     def alive(self) -> bool:
@@ -152,9 +153,14 @@ class _Child:
     def exchange(self, request: bytes, is_wanted: Callable[[], bool]) -> GrammarAnswer | None:
         """Sends a request and waits for the answer. None if the child dies, takes too long or is not needed."""
         began = time.monotonic()
+        unsent = memoryview(_frame(request))
         try:
-            _write_frame(self._stdin, request)
-            while not select.select([self._stdout], [], [], POLL_SECONDS)[0]:
+            while True:
+                readable, writable, _ = select.select([self._stdout], [self._stdin] if unsent else [], [], POLL_SECONDS)
+                if readable:
+                    break
+                if writable:
+                    unsent = unsent[os.write(self._stdin.fileno(), unsent) :]
                 waited = time.monotonic() - began
                 if waited > MAX_WAIT_SECONDS or (waited > UNWANTED_SECONDS and not is_wanted()):
                     return None
@@ -215,19 +221,18 @@ def _rendered_chat(request: GrammarRequest) -> RenderedChat | None:
     )
 
 
-def _write_frame(file: IO[bytes], frame: bytes) -> None:
-    file.write(_LENGTH.pack(len(frame)) + frame)
-    file.flush()
+def _frame(content: bytes) -> bytes:
+    return _LENGTH.pack(len(content)) + content
 
 
 def _read_frame(file: IO[bytes]) -> bytes | None:
-    """The next frame; None at the end of the file."""
+    """The content of the next frame; None at the end of the file."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(head)
-    frame = file.read(length)
-    return frame if len(frame) == length else None
+    content = file.read(length)
+    return content if len(content) == length else None
 
 
 # --- the child ---
@@ -249,7 +254,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, max_seconds)  # SIGPROF ends the process, whatever it computes
         answer = _answer(builder, request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write_frame(answers, _codec.encode(answer))
+        answers.write(_frame(_codec.encode(answer)))
+        answers.flush()
 
 
 def _receive(requests: "queue.SimpleQueue[GrammarRequest]") -> None:
