@@ -70,7 +70,7 @@ MISTAKES = [
     (["--json-output", "true"], 2, "unexpected extra argument"),
     (["--log-level", "loud"], 2, "Unknown log level 'loud'"),
     (["--max-input-tokens", "10", "--max-total-tokens", "10"], 1, "`max_input_tokens`(10) must be <"),
-    (["--sharded", "true", "--num-shard", "2"], 1, "tensor parallelism is not supported"),
+    (["--sharded", "true", "--num-shard", "1"], 1, "`sharded` is true but `num_shard` <= 1"),
 ]
 # fmt: on
 

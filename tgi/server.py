@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import platform
 import signal
 import socket
@@ -26,7 +25,6 @@ from tgi.microkernel.settings import (
     ineffective_flags,
     named_adapters,
     non_default_settings,
-    warn_of_unused_devices,
     with_reloaded,
 )
 from tgi.microkernel.supervisor import ProcessSpec, Supervisor, listening_socket
@@ -150,7 +148,6 @@ def _announce(settings: Settings) -> None:
         logger.warning("Accepted for compatibility, without effect: %s", flags)
     if settings.trust_remote_code:
         logger.warning("`trust_remote_code` is set: Python code that comes with the model may run")
-    warn_of_unused_devices(settings, os.environ)
     if settings.env:
         logger.info(runtime_report(settings))
 

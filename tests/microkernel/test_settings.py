@@ -18,7 +18,6 @@ from tgi.microkernel.settings import (
     load_settings,
     named_adapters,
     non_default_settings,
-    warn_of_unused_devices,
 )
 
 # TGI's names without a flag, and those that are read for a flag: variable, text, setting, value.
@@ -65,7 +64,6 @@ REFUSED = [
     ({"max_top_n_tokens": 1025}, "`max_top_n_tokens` must be <= 1024. Given: 1025"),
     ({"sharded": "true", "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),
     ({"num_shard": 0}, "`num_shard` cannot be < 1"),
-    ({"num_shard": 2}, "tensor parallelism is not supported"),
     ({"num_shard": 2, "quantize": "exl2"}, "Sharding is currently not supported with `exl2` quantization"),
     ({"ngrok": True}, "`ngrok-authtoken` must be set when using ngrok tunneling"),
     ({"ngrok": True, "ngrok_authtoken": "t"}, "`ngrok-edge` must be set when using ngrok tunneling"),
@@ -195,12 +193,16 @@ def test_sharded_counts_devices() -> None:
         with pytest.raises(UserError, match="not enough cuda devices: `sharded` is true but") as caught:
             load_settings({"sharded": "true"}, environ)
         assert said in str(caught.value)
-    with pytest.raises(UserError, match="`num_shard` is 2"):
-        load_settings({"sharded": "true"}, {"NVIDIA_VISIBLE_DEVICES": "0,1"})
-    load_settings({}, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert load_settings({"sharded": "true"}, {"NVIDIA_VISIBLE_DEVICES": "0,1"}).num_shard == 2
+    two = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert load_settings({}, two).num_shard == 2
+    assert load_settings({"num_shard": 3}, two).num_shard == 3
+    for one in ({"sharded": "false"}, {"num_shard": 1}, {"device": "cpu"}, {"worker": "scripted"}):
+        assert load_settings(one, two).num_shard in (None, 1)
+    assert load_settings({}, {}).num_shard is None
 
 
-def test_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert count_visible_devices({"CUDA_VISIBLE_DEVICES": "1", "NVIDIA_VISIBLE_DEVICES": "0,1"}) == 1
     assert count_visible_devices({"ZE_AFFINITY_MASK": "0,1,2"}) == 3
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -209,12 +211,6 @@ def test_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     program.write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
     program.chmod(0o755)
     assert count_visible_devices({"NVIDIA_VISIBLE_DEVICES": "all"}) == 2
-    caplog.clear()
-    warn_of_unused_devices(Settings(), {"CUDA_VISIBLE_DEVICES": "0"})
-    warn_of_unused_devices(Settings(num_shard=1), {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert not caplog.records
-    warn_of_unused_devices(Settings(), {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert "2 devices are visible, but only one is used" in caplog.text
 
 
 def test_api_keys_from_flags_variables_and_file(tmp_path: Path) -> None:

@@ -58,8 +58,10 @@ class Process:
         listen_fd: int | None = None,
         parent_fd: int | None = None,
         last_exit: LastExit | None = None,
+        rank: int = 0,
     ) -> None:
         self.settings = settings
+        self.rank = rank
         self.role = role
         self.replica = replica
         self.listen_fd = listen_fd
@@ -95,8 +97,8 @@ class Process:
 
     @property
     def name(self) -> str:
-        """Role and replica, such as `api-0`."""
-        return f"{self.role}-{self.replica}"
+        """See rundir.process_name."""
+        return rundir.process_name(self.role, self.replica, self.rank)
 
     @property
     def wakeup_fds(self) -> list[int]:
@@ -229,6 +231,7 @@ class Process:
                     stage=stage,
                     percent=percent,
                     facts=self.facts,
+                    rank=self.rank,
                 ),
             )
 
@@ -314,14 +317,16 @@ def served_model_id(model: str, quantize: str | None, kv_cache_dtype: str | None
 
 
 def run_role() -> None:
-    """Runs the role that the command line names. Exits with FATAL for an error that a restart cannot fix."""
-    role, replica = sys.argv[1], int(sys.argv[2])
+    """Runs the role that the command line names: ROLE REPLICA [RANK]. Exits with FATAL for an error that a restart
+    cannot fix."""
+    role, replica, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    name = rundir.process_name(role, replica, rank)
     _die_with_parent(int(os.environ[PARENT_PID]))
-    _name_process(f"tgi {role} {replica}")
+    _name_process(f"tgi {name.replace('-', ' ')}")
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # with `stty tostop` a log line of a background group would stop it
     faulthandler.enable()
     settings = Settings.from_json(os.environ.pop(SETTINGS))
-    log.configure_logging(f"{role}-{replica}", settings)
+    log.configure_logging(name, settings)
     metrics.use_directory(settings.run_dir / "metrics")
     listen = os.environ.pop(LISTEN_FD, "")
     process = Process(
@@ -331,6 +336,7 @@ def run_role() -> None:
         listen_fd=int(listen) if listen else None,
         parent_fd=int(os.environ.pop(PARENT_FD)),
         last_exit=_last_exit(os.environ.pop(LAST_EXIT, "")),
+        rank=rank,
     )
     process.publish_state("starting")
     try:

@@ -341,6 +341,10 @@ class UpdateAdapter(NamedTuple):
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------------------
 
 
+class ResetSlots(NamedTuple):
+    """Removes all requests of a rank's slots. The content of the KV pages stays."""
+
+
 class Add(NamedTuple):
     """A tokenized request. `resume_ids` were generated before (by a worker or scheduler that died, or before a
     preemption): they are computed as prefill and count as generated.
@@ -624,6 +628,7 @@ MESSAGES: list[type] = [
     Inheritance,
     Beat,
     HeldPages,
+    ResetSlots,
 ]
 
 codec = Codec(MESSAGES)

@@ -133,6 +133,11 @@ def _reject_exposed(directory: Path) -> None:
         )
 
 
+def process_name(role: str, replica: int, rank: int = 0) -> str:
+    """The name of a process, such as `api-0`, or `worker-0.1` for the second rank of a worker."""
+    return f"{role}-{replica}.{rank}" if rank else f"{role}-{replica}"
+
+
 @dataclass(frozen=True)
 class ProcessState:
     """The state file of a process, for `tgi ps` and the progress bar."""
@@ -145,12 +150,13 @@ class ProcessState:
     stage: str = ""
     percent: int = 0
     since: float = 0.0  # unix seconds of the last change
+    rank: int = 0  # of a worker with several
     facts: dict[str, Any] = field(default_factory=dict)  # of its role, when it is ready: see progress.WorkerFacts
 
     @property
     def name(self) -> str:
-        """Role and replica, such as `api-0`."""
-        return f"{self.role}-{self.replica}"
+        """See process_name."""
+        return process_name(self.role, self.replica, self.rank)
 
 
 def write_state(run: Path, state: ProcessState) -> None:
@@ -167,14 +173,17 @@ def write_state(run: Path, state: ProcessState) -> None:
 
 
 def read_states(run: Path) -> list[ProcessState]:
-    """The state files of a run directory, by name. Skips, with a warning, those that cannot be read."""
+    """The state files of a run directory, by role, replica and rank. Skips, with a warning, those that cannot be
+    read."""
     try:
-        paths = sorted((run / "state").glob("*.json"))
+        paths = list((run / "state").glob("*.json"))
     except OSError as error:
         log.warning("cannot read %s: %s", run / "state", error.strerror)
         return []
     found = [read_state(run, path.stem) for path in paths]
-    return [state for state in found if state is not None]
+    return sorted(
+        (state for state in found if state is not None), key=lambda state: (state.role, state.replica, state.rank)
+    )
 
 
 def read_state(run: Path, name: str) -> ProcessState | None:

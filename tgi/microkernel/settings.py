@@ -348,6 +348,22 @@ class Settings:
         choices=("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon"),
         unset="the best that the processor has",
     )
+    sharded: str | None = setting(
+        PERFORMANCE,
+        None,
+        "Divide the model among all visible devices (tensor parallelism).",
+        text,
+        choices=("true", "false"),
+        unset="true if several devices are visible",
+    )
+    num_shard: int | None = setting(
+        PERFORMANCE,
+        None,
+        "Number of devices, or on CPU of processes, among which the model is divided (tensor parallelism).",
+        integer,
+        also=("SM_NUM_GPUS",),
+        unset="the visible devices",
+    )
 
     # Quantization
     quantize: str | None = setting(
@@ -518,24 +534,6 @@ class Settings:
     max_input_length: int | None = setting(
         COMPATIBILITY, None, "Old name of --max-input-tokens.", count, unset="none", hidden=True
     )
-    sharded: str | None = setting(
-        COMPATIBILITY,
-        None,
-        "Run on several devices. Not supported: only false is accepted.",
-        text,
-        choices=("true", "false"),
-        unset="false",
-        hidden=True,
-    )
-    num_shard: int | None = setting(
-        COMPATIBILITY,
-        None,
-        "Number of devices. Not supported: only 1 is accepted.",
-        integer,
-        also=("SM_NUM_GPUS",),
-        unset="1",
-        hidden=True,
-    )
     ngrok: bool = setting(COMPATIBILITY, False, "Not supported: rejected.", boolean, hidden=True)
     ngrok_authtoken: str | None = setting(
         COMPATIBILITY, None, "For --ngrok.", text, secret=True, unset="none", hidden=True
@@ -669,7 +667,8 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.envi
             raise UserError(str(error), code=2) from error
     settings = Settings(**values, run_dir=rundir.default_run_dir(values["port"]))
     _reject_contradictions(settings)
-    reject_sharding(settings, environ)
+    if (shards := count_shards(settings, environ)) > 1:
+        settings = replace(settings, num_shard=shards)
     _reject_unsupported(settings)
     return _with_derived_values(settings)
 
@@ -845,8 +844,9 @@ def named_adapters(text: str | None) -> list[NamedAdapter]:
 # --- devices ---
 
 
-def reject_sharding(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Raises UserError for settings that need more than one device or none, with TGI's messages if it has them."""
+def count_shards(settings: Settings, environ: Mapping[str, str]) -> int:
+    """The number of ranks that compute the model, chosen as by TGI: --num-shard, else with --sharded every visible
+    device. Raises UserError, with TGI's messages if it has them, for settings that contradict each other."""
     sharded, count = settings.sharded == "true", settings.num_shard
     if sharded and count is None:
         count = count_visible_devices(environ)
@@ -854,15 +854,19 @@ def reject_sharding(settings: Settings, environ: Mapping[str, str]) -> None:
             raise UserError(f"not enough cuda devices: `sharded` is true but only found {count} CUDA devices")
     elif sharded and count is not None and count <= 1:
         raise UserError("Invalid argument: `sharded` is true but `num_shard` <= 1")
-    if count == 0:
+    if count is None:
+        by_default = settings.sharded is None and settings.device != "cpu" and settings.worker == "torch"
+        return max(1, count_visible_devices(environ)) if by_default and _names_devices(environ) else 1
+    if count < 1:
         raise UserError("Invalid argument: `num_shard` cannot be < 1")
-    if count is not None and count > 1 and settings.quantize == "exl2":
+    if count > 1 and settings.quantize == "exl2":
         raise UserError("Invalid argument: Sharding is currently not supported with `exl2` quantization")
-    if count is not None and count > 1:
-        raise UserError(
-            f"Invalid argument: `num_shard` is {count}, but tensor parallelism is not supported. "
-            "Use --num-shard 1 and a model that fits one device."
-        )
+    return count
+
+
+def _names_devices(environ: Mapping[str, str]) -> bool:
+    """Whether the environment says which devices to use."""
+    return any(environ.get(name, "").strip() for name in VISIBLE)
 
 
 def count_visible_devices(environ: Mapping[str, str]) -> int:
@@ -876,10 +880,3 @@ def count_visible_devices(environ: Mapping[str, str]) -> int:
         log.warning("nvidia-smi cannot count the devices: %s", error)
         return 0
     return len(listing.stdout.splitlines())
-
-
-def warn_of_unused_devices(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Warns if several devices are visible, all of which TGI would use by default."""
-    seen = next((environ[name] for name in VISIBLE if environ.get(name, "").strip()), "").split(",")
-    if settings.sharded is None and settings.num_shard is None and settings.device != "cpu" and len(seen) > 1:
-        log.warning("%d devices are visible, but only one is used: tensor parallelism is not supported", len(seen))

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,16 +16,14 @@ from pathlib import Path
 
 import zmq
 
-from tgi.microkernel import interpreter, metrics, rundir
+from tgi.microkernel import metrics, rundir
+from tgi.microkernel.child import start_child
 from tgi.microkernel.control import ControlServer, StartOperation
 from tgi.microkernel.errors import FATAL, UserError
 from tgi.microkernel.process import (
     HAND_OVER,
     LAST_EXIT,
     LISTEN_FD,
-    PARENT_FD,
-    PARENT_PID,
-    SETTINGS,
     Heartbeat,
     fatal_error_path,
     last_exit_text,
@@ -111,30 +108,13 @@ class ChildProcess:
         self.had_been_ready = False  # known when it has ended
         self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
         self.heartbeat.begin(self.started + settings.start_timeout)
-        # The child has the reading end: it reads EOF when this process ends for any reason.
-        parent_end, self._pipe = os.pipe()
-        inherited = [parent_end] if spec.listen_fd is None else [parent_end, spec.listen_fd]
-        environment = interpreter.child_environment() | spec.environment
-        environment |= {SETTINGS: settings.to_json(), PARENT_PID: str(os.getpid()), PARENT_FD: str(parent_end)}
+        environment = dict(spec.environment)
         if last_exit is not None:
             environment[LAST_EXIT] = last_exit_text(last_exit)
         if spec.listen_fd is not None:
             environment[LISTEN_FD] = str(spec.listen_fd)
-        try:
-            self._process = subprocess.Popen(
-                interpreter.python_command("tgi.microkernel", spec.role, str(spec.replica)),
-                env=environment,
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                # Its own process group: signals of the terminal (Ctrl-C, hang-up) reach the supervisor only, which
-                # drains the roles in order.
-                process_group=0,
-            )
-        except OSError:
-            os.close(self._pipe)
-            raise
-        finally:
-            os.close(parent_end)
+        inherited = [] if spec.listen_fd is None else [spec.listen_fd]
+        self._process, self._pipe = start_child(settings, (spec.role, str(spec.replica)), environment, inherited)
 
     @property
     def pid(self) -> int:
@@ -163,8 +143,10 @@ class ChildProcess:
         log.error("%s (pid %d) missed its heartbeat deadline; killing it", self.spec.name, self.pid)
         self._hung = HUNG
         with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                self._hung = STOPPED
+            process = psutil.Process(self.pid)
+            for one in (process, *process.children(recursive=True)):  # a rank of a worker waits for the others
+                if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    self._hung = STOPPED
         self.signal(signal.SIGKILL)
 
     def exit_report(self, code: int) -> LastExit | None:

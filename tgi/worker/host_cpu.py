@@ -46,6 +46,7 @@ MKL_MODE, MKL_STRICT = "MKL_CBWR", "AUTO,STRICT"
 WAIT_POLICY, SPIN_COUNT, SPIN_COUNT_VALUE = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "5000"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+NUMA_NODES = Path("/sys/devices/system/node")
 
 
 def limit_instruction_set(name: str | None) -> None:
@@ -105,6 +106,32 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         return cores  # no cgroup v2 here
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def take_cores(rank: int, ranks: int) -> None:
+    """Divides the cores among the ranks of a worker on this host: this one computes with as many threads as its share
+    has cores, unless OMP_NUM_THREADS is set. On a host with several NUMA nodes it stays on the cores of its share,
+    which are neighbours, and so in the memory next to them. Call before torch is imported."""
+    os.environ.setdefault(THREADS_VARIABLE, str(max(1, usable_cores() // ranks)))
+    nodes = numa_nodes()
+    if len(nodes) > 1:
+        cores = [core for node in nodes for core in node]
+        if len(cores) >= ranks:
+            os.sched_setaffinity(0, cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks])
+
+
+def numa_nodes(root: Path = NUMA_NODES) -> list[list[int]]:
+    """The cores of each NUMA node that this process may use. Empty where the system does not tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = os.sched_getaffinity(0)
+    nodes = []
+    for path in sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node"))):
+        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
+        cores = [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
+        if mine := [core for core in cores if core in allowed]:
+            nodes.append(mine)
+    return nodes
 
 
 def threads_from_environment() -> int | None:

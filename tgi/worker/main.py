@@ -3,7 +3,10 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel.process import Process
@@ -12,9 +15,14 @@ from tgi.microkernel.settings import Settings
 from tgi.worker.deferred_imports import defer_imports
 from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
+from tgi.worker.engine.rank import RankPlace, serve_rank
+from tgi.worker.engine.rank_group import LeadingEngine, RankGroup
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorkerConfig
-from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, request_reproducible_mkl
+from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, request_reproducible_mkl, take_cores
 from tgi.worker.lora.registry import load_adapters
+
+if TYPE_CHECKING:
+    from tgi.worker.engine.engine import TorchEngine
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +30,17 @@ log = logging.getLogger(__name__)
 def main(process: Process) -> None:
     """Runs until SIGTERM. Raises UserError where the model or the settings do not allow a start; exits with status 1 if
     the device is lost."""
+    if process.rank:
+        serve_rank(process, partial(_start_torch_engine, process, lambda stage, percent: None))
+        return
     model = read_model_config(process.settings.model_dir).fingerprint
     link = process.connect_to_scheduler("sched-0.back", process.hello(model))
     loop = WorkerLoop(process, link)
     loop.progress("starting", 0)
+    ranks = process.settings.num_shard or 1
+    group = RankGroup(process, ranks) if ranks > 1 and process.settings.worker == "torch" else None
     try:
-        engine, facts = _start_engine(process.settings, loop)
+        engine, facts = _start_engine(process, loop, group)
         process.facts = facts._asdict()
         loop.serve(engine)
         link.say_goodbye()
@@ -35,23 +48,38 @@ def main(process: Process) -> None:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
         sys.exit(1)
     finally:
+        if group is not None:
+            group.close()
         link.close()
 
 
-def _start_engine(settings: Settings, loop: WorkerLoop) -> tuple[Engine, WorkerFacts]:
+def _start_engine(process: Process, loop: WorkerLoop, group: RankGroup | None) -> tuple[Engine, WorkerFacts]:
+    settings = process.settings
     if settings.worker == "scripted":
         fake = FakeEngine(_fake_worker_config(settings))
         load_adapters(fake.adapters, settings.adapters)
         return fake, WorkerFacts.of(settings, fake.limits, device="none", kernels="none: the worker is scripted")
+    engine = _start_torch_engine(process, loop.progress, None if group is None else group.place)
+    assert engine.served is not None  # set by start_engine
+    if group is None:
+        return engine, engine.served
+    group.wait_for_ranks()
+    return LeadingEngine(engine, group), engine.served
+
+
+def _start_torch_engine(
+    process: Process, progress: Callable[[str, int], None], place: RankPlace | None
+) -> "TorchEngine":
+    settings = process.settings
     configure_thread_waiting()
     limit_instruction_set(settings.cpu)
     request_reproducible_mkl()
+    if place is not None:
+        take_cores(place.rank, place.ranks)
     defer_imports()
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 
-    engine = start_engine(settings, loop.progress)
-    assert engine.served is not None  # set by start_engine
-    return engine, engine.served
+    return start_engine(settings, progress, place)
 
 
 def _fake_worker_config(settings: Settings) -> FakeWorkerConfig:

@@ -13,6 +13,7 @@
 #include "lora.h"
 #include "norm.h"
 #include "program.h"
+#include "rank_group.h"
 #include "quantize_weights.h"
 #include "memory_read.h"
 #include "gather_rows.h"
@@ -134,6 +135,20 @@ void tgi_norm(ThreadPool* pool, const Element* x, const float* weight, const flo
     norm(*pool, {x, weight, bias, y, rows, parts * size, parts, size, centred != 0, epsilon});
 }
 
+int64_t tgi_rank_group_bytes(int64_t ranks) { return RankGroup::shared_bytes(ranks); }
+
+RankGroup* tgi_rank_group(void* memory, int64_t rank, int64_t ranks, int spins) {
+    return new RankGroup(memory, rank, ranks, spins);
+}
+
+void tgi_rank_group_free(RankGroup* group) { delete group; }
+
+void tgi_all_reduce(RankGroup* group, ThreadPool* pool, Element* x, int64_t size) { group->all_reduce(*pool, x, size); }
+
+void tgi_all_gather(RankGroup* group, const uint8_t* own, uint8_t* const* parts, const int64_t* bytes) {
+    group->all_gather(own, parts, bytes);
+}
+
 Program* tgi_program(const int64_t* widths, int64_t buffers) {
     return new Program(std::vector<int64_t>(widths, widths + buffers));
 }
@@ -166,6 +181,8 @@ void tgi_program_attention(Program* program, int64_t qkv, int64_t y, int64_t lay
 }
 
 void tgi_program_add(Program* program, int64_t x, int64_t y, float scale) { program->add(x, y, scale); }
+
+void tgi_program_all_reduce(Program* program, int64_t x, RankGroup* group) { program->all_reduce(x, *group); }
 
 void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scales, const float* shifts, int64_t size,
                       int64_t centred, float epsilon, const uint8_t* weight, int64_t form, const float* bias,

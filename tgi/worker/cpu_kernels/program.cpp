@@ -98,6 +98,12 @@ void Program::add(Buffer x, Buffer y, float scale) {
     });
 }
 
+void Program::all_reduce(Buffer x, RankGroup& group) {
+    operations_.push_back([=, &group, width = widths_[x]](const Run& run) {
+        group.all_reduce(run.pool, run.buffers[x], run.tokens * width);
+    });
+}
+
 void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
     operations_.push_back([=, width = widths_[x], product = weights_.size()](const Run& run) mutable {
         if (!run.inputs.greedy_rows) return;

@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "lora.h"
 #include "norm.h"
+#include "rank_group.h"
 #include "thread_pool.h"
 #include "rope.h"
 
@@ -68,6 +69,7 @@ class Program {
     void rope(Buffer x, int64_t rope, RopeCall call);
     void attention(Buffer qkv, Buffer y, int64_t layer, KvCache cache, AttentionCall call);
     void add(Buffer x, Buffer y, float scale);  // y += scale * x
+    void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
 
     // Of the tokens of `greedy_rows`, if not null; y is scratch
     void head(Buffer x, Buffer y, NormCall norm, HeadCall head);

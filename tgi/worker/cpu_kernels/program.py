@@ -23,6 +23,7 @@ _SIGNATURES = {
     "tgi_program_rope": (*[c_int64] * 6,),
     "tgi_program_attention": (*[c_int64] * 7, c_float, c_float),
     "tgi_program_add": (c_int64, c_int64, c_float),
+    "tgi_program_all_reduce": (c_int64, c_void_p),
     "tgi_program_head": (
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
         *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float),
@@ -146,6 +147,10 @@ class Program:
         """y += scale * x, with scale * x rounded to the type of the buffers first."""
         assert self._widths[x] == self._widths[y]
         self._record("add", x, y, scale)
+
+    def all_reduce(self, x: int, group: int) -> None:
+        """x = the sum of x over all ranks. `group` is SharedMemoryCommunicator.handle."""
+        self._record("all_reduce", x, group)
 
     def head(
         self,

@@ -2,18 +2,6 @@
 #include "thread_pool.h"
 
 namespace tgi {
-namespace {
-
-// Tells the core that this thread polls.
-inline void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-}  // namespace
 
 ThreadPool::ThreadPool(int threads, int spins) : spins_(spins) {
     for (int n = 1; n < threads; n++) helpers_.emplace_back([this, n] { helper_loop(n); });

@@ -11,6 +11,15 @@
 
 namespace tgi {
 
+// Tells the core that this thread polls.
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 // A job is the chunks 0 .. chunks - 1, started from the last one, each on any thread. The calling thread is thread 0.
 class Job {
   public:

@@ -22,15 +22,19 @@ from tgi.microkernel.sampling_params import PARAMETERS, SamplingParams
 from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, QUANTIZED_AT_LOAD, Settings
 from tgi.worker.attention import build_attention, page_bytes, page_size
 from tgi.worker.attention.interface import CapturableBackend, KVCacheSpec
+from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.deferred_imports import load_deferred
+from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
+from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
+from tgi.worker.engine.rank import RankPlace
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
-from tgi.worker.host_cpu import kernel_set
+from tgi.worker.host_cpu import kernel_set, usable_cores
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
@@ -53,6 +57,7 @@ class LoadedModels(NamedTuple):
     draft: Model | None
     kv_cache_dtype: torch.dtype | None = None  # None: the dtype of each model
     kernels: str = ""  # which kernels compute, for the start summary
+    communicator: Communicator | None = None  # of the served model's ranks; the draft model is whole on each of them
 
     def all(self) -> list[Model]:
         """The models that are loaded."""
@@ -63,22 +68,27 @@ class LoadedModels(NamedTuple):
         return model.kv._replace(stored_dtype=self.kv_cache_dtype)
 
 
-def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
-    """Returns the engine, ready to serve. Raises UserError where model, device or memory do not allow it."""
+def start_engine(settings: Settings, progress: Progress, place: RankPlace | None = None) -> TorchEngine:
+    """Returns the engine, ready to serve; that of one rank, if it has a `place` among several. Raises UserError where
+    model, device or memory do not allow it."""
     device = _device(settings.device)
+    if place is not None and device != "cpu":
+        torch.cuda.set_device(place.rank)
     if device != "cpu":
         load_deferred()  # before the kernels' self-tests, which draw random numbers
     else:
         limited = "" if settings.cpu is None else ", limited by --cpu"
         torchs, ours = torch.backends.cpu.get_cpu_capability(), kernel_set()
         log.debug("instruction set of the CPU: torch's %s, ours %s%s", torchs, ours and ours.name, limited)
-    models = _load_models(settings, device, progress)
+    models = _load_models(settings, device, progress, place)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
     available = _measure_memory(settings, models, graph_sizes)
-    limits = memory.choose_limits(
-        settings, _cache_requirements(models), available, _read_previous_pages(settings.run_dir)
-    )
+    required = _cache_requirements(models)
+    previous_pages = _read_previous_pages(settings.run_dir)
+    if models.communicator is not None:
+        available, previous_pages = _agree_on_cache(models.communicator, required, available, previous_pages)
+    limits = memory.choose_limits(settings, required, available, previous_pages)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
     load_token_table = partial(_load_token_table, settings.model_dir, served.vocab_size)
@@ -90,7 +100,8 @@ def start_engine(settings: Settings, progress: Progress) -> TorchEngine:
     if graph_sizes:
         progress("capturing CUDA graphs", 98)
         engine.capture_decode_graphs()
-    _write_previous_pages(settings.run_dir, limits.pages)
+    if place is None or place.rank == 0:
+        _write_previous_pages(settings.run_dir, limits.pages)
     if adapters := settings.adapters:
         progress("loading adapters", 99)
         load_adapters(engine.adapters, adapters)
@@ -115,7 +126,7 @@ def _worker_facts(settings: Settings, models: LoadedModels, limits: DeploymentLi
     )
 
 
-def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedModels:
+def _load_models(settings: Settings, device: str, progress: Progress, place: RankPlace | None) -> LoadedModels:
     """Loads the models. Checks first that the draft model has the tokenizer of the served model."""
     if settings.draft_model_dir is not None:
         require_same_tokenizer(settings.model_dir, settings.draft_model_dir)
@@ -141,18 +152,22 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
         if kernels is not None and chosen is not None:
             words += f" for {chosen.name}"
         words += f", {choose_threads() if kernels is None else kernels.threads} threads"
+        words += "" if place is None else f" on each of {place.ranks} ranks"
 
+    communicator = None if place is None else _connect_ranks(place, device, kernels)
     if settings.dtype == "auto" and device == "cpu" and kernels is None:
-        dtype = _dtype_by_trial(settings.run_dir, dtype)
+        own, dtype = dtype, _dtype_by_trial(settings.run_dir, dtype)
+        if communicator is not None and communicator.minimum(dtype != own) == [0]:
+            dtype = own  # it is the quickest on another rank
 
-    def build(directory: Path, model_progress: Progress) -> Model:
+    def build(directory: Path, model_progress: Progress, communicator: Communicator | None = None) -> Model:
         asked, narrow = quantize[directory], kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         trusted = settings.trust_remote_code
-        return build_model(directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow)
+        return build_model(directory, dtype, device, model_progress, trusted, kernels, asked, gpu, narrow, communicator)
 
-    served = build(settings.model_dir, progress)
+    served = build(settings.model_dir, progress, communicator)
     if settings.draft_model_dir is None:
-        return LoadedModels(served, None, kv_cache_dtype, words)
+        return LoadedModels(served, None, kv_cache_dtype, words, communicator)
     draft = build(settings.draft_model_dir, lambda stage, percent: progress(f"draft model: {stage}", percent))
     if draft.context_length < (settings.max_total_tokens or 0):
         raise UserError(
@@ -161,7 +176,40 @@ def _load_models(settings: Settings, device: str, progress: Progress) -> LoadedM
         )
     if draft.context_length < served.context_length:
         log.warning("sequences are limited to %d tokens, those of the draft model", draft.context_length)
-    return LoadedModels(served, draft, kv_cache_dtype, words)
+    return LoadedModels(served, draft, kv_cache_dtype, words, communicator)
+
+
+def _connect_ranks(place: RankPlace, device: str, kernels: CpuKernels | None) -> Communicator:
+    """The communicator of this rank, when all others are there."""
+    torchs = TorchCommunicator(place.rank, place.ranks, place.rendezvous, torch.device(device))
+    own = int(kernels is not None)
+    if torchs.minimum(own, -own) != [own, -own]:
+        raise UserError(
+            "Our own CPU kernels can be used on some ranks only: their logs say why. Mend that, or start with "
+            "--disable-custom-kernels."
+        )
+    if kernels is None:
+        return torchs
+    return SharedMemoryCommunicator(kernels, place.memory, torchs, own_core=usable_cores() >= place.ranks)
+
+
+def _agree_on_cache(
+    communicator: Communicator,
+    required: memory.CacheRequirements,
+    available: memory.CacheMemory,
+    previous_pages: int | None,
+) -> tuple[memory.CacheMemory, int | None]:
+    """The memory of this rank for as many pages as every rank has memory for, and the previous pages that the first
+    rank knows. Ranks on one host share its memory."""
+    sharing = communicator.ranks if required.device == "cpu" else 1
+    unknown = 1 << 40
+    default, most, previous = communicator.minimum(
+        available.default // sharing // required.page_bytes,
+        available.available // sharing // required.page_bytes,
+        unknown if previous_pages is None else previous_pages,
+    )
+    agreed = memory.CacheMemory(default * required.page_bytes, most * required.page_bytes)
+    return agreed, None if previous == unknown else previous
 
 
 def quantization_by_directory(settings: Settings) -> dict[Path, str | None]:

@@ -87,7 +87,8 @@ class Linear:
     left factor is rounded to `dtype` first; `bias` holds the outputs of both weights, one after the other.
 
     `dtype` is that of x and y and must be given for a quantized weight. The caller may free the weight: on CPU this
-    object holds a reordered copy. `kernels` are our CPU kernels, `gpu` our GPU kernels; both compute with quantized
+    object holds a reordered copy. `partial_sum`: the weight has the inputs of one rank, so y is complete when it is
+    added up over all ranks. `kernels` are our CPU kernels, `gpu` our GPU kernels; both compute with quantized
     weights directly. Without them, a quantized weight is dequantized at load on CPU, and as in `find_product` on CUDA.
     """
 
@@ -100,10 +101,12 @@ class Linear:
         dtype: torch.dtype | None = None,
         gated: Weight | None = None,
         gpu: GpuKernels | None = None,
+        partial_sum: bool = False,
     ) -> None:
         outputs, inputs = weight.shape
         self.outputs, self.inputs = int(outputs), int(inputs)
         self.epilogue = epilogue
+        self.partial_sum = partial_sum
         if dtype is None:
             assert isinstance(weight, Tensor)
             dtype = weight.dtype

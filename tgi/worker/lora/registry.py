@@ -46,6 +46,8 @@ class AdapterRegistry:
         self._read = read
         self._named: dict[str, tuple[LoadedAdapter, Any]] = {}
         self._contents: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by digest
+        # Called with name and path of each adapter that is added, and with name and "" of each that is removed.
+        self.on_change: Callable[[str, str], None] = lambda name, path: None
 
     @property
     def loaded_adapters(self) -> list[LoadedAdapter]:
@@ -80,11 +82,15 @@ class AdapterRegistry:
         self._require_free_name(adapter.name)  # others may have been added since it was fetched
         content = self._contents.setdefault(adapter.digest, content)
         self._named[adapter.name] = adapter, content
+        self.on_change(adapter.name, adapter.path)
         return True
 
     def remove_adapter(self, name: str) -> bool:
         """Removes a name. Returns False if it is not registered."""
-        return self._named.pop(name, None) is not None
+        removed = self._named.pop(name, None) is not None
+        if removed:
+            self.on_change(name, "")
+        return removed
 
     def find_content(self, digest: bytes) -> Any:
         """The content with this digest, while a name or a request refers to it; None otherwise."""

@@ -6,7 +6,7 @@ the other.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +59,21 @@ class LoraWeights:
             group for group, matrices in PROJECTION_GROUPS.items() if any(changed & set(matrix) for matrix in matrices)
         }
         self.rows = choose_lora_rows(pair for pairs in layers for pair in pairs if pair is not None)
+
+    def select_part(self, outputs: Mapping[str, range], inputs: Mapping[str, range]) -> "LoraWeights":
+        """The adapter of one rank of several, with these outputs and inputs of projections; others are whole."""
+
+        def select(name: str, pair: LoraPair | None) -> LoraPair | None:
+            if pair is None:
+                return None
+            rows, columns = inputs.get(name, range(len(pair.a))), outputs.get(name, range(pair.b.shape[1]))
+            return LoraPair(
+                pair.a[rows.start : rows.stop].contiguous(), pair.b[:, columns.start : columns.stop].contiguous()
+            )
+
+        return LoraWeights(
+            [[select(name, pair) for name, pair in zip(PROJECTIONS, pairs, strict=True)] for pairs in self.layers]
+        )
 
 
 def projection_shapes(config: DecoderConfig) -> ProjectionShapes:

@@ -15,8 +15,10 @@ from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.distributed.communicator import Communicator
+from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.greedy import GreedyTokens
+from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.layers.linear import Linear, choose_row_counts
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.layers.rotary import RotaryEmbedding
@@ -30,7 +32,8 @@ from tgi.worker.models.interface import LogitsReader, PreparedDecode
 class DecoderModel:
     """Implements Model.
 
-    `kernels` are our CPU kernels, `gpu` our GPU kernels; None = torch's. `scales` are KVCacheSpec.cache_scales.
+    `kernels` are our CPU kernels, `gpu` our GPU kernels; None = torch's. `scales` are KVCacheSpec.cache_scales. With
+    `communicator` this is one rank of several, and `weights` are those of `shard`, a part of the model.
     """
 
     def __init__(
@@ -42,7 +45,12 @@ class DecoderModel:
         kernels: CpuKernels | None = None,
         gpu: GpuKernels | None = None,
         scales: tuple[tuple[float, float], ...] = (),
+        shard: Shard | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
+        self._shard = whole(config) if shard is None else shard
+        self._communicator = communicator
+        self._whole_config, config = config, local_config(config, self._shard)
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         self.kv = KVCacheSpec(
@@ -64,7 +72,12 @@ class DecoderModel:
         self._logits_options = config.logit_scale, config.logit_cap
         self._weights = weights
         self._rotaries = [RotaryEmbedding(rope, device, kernels or gpu) for rope in config.ropes]
-        self._program = write_program(config, weights, self._rotaries, self.kv)
+        # Logits of each rank.
+        self._vocabulary_widths = [
+            len(shard_decoder(self._whole_config, rank, self._shard.ranks).vocabulary)
+            for rank in range(self._shard.ranks)
+        ]
+        self._program = write_program(config, weights, self._rotaries, self.kv, communicator)
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
@@ -85,12 +98,15 @@ class DecoderModel:
         hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
         if greedy is not None:
             return greedy
+        if self._communicator is not None:
+            logits, kernels = self._logits(hidden, batch.logits_indices), self.kv.cpu_kernels
+            return find_greedy_tokens(logits) if kernels is None else kernels.greedy_tokens(logits)
         return self._weights.head.greedy_tokens(self._head_input(hidden, batch.logits_indices), *self._logits_options)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
         """See Model."""
         program = self._program
-        if program is None or not isinstance(attention, CpuKernelAttention):
+        if program is None or not isinstance(attention, CpuKernelAttention) or self._communicator is not None:
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
         calls = [self._weights.embedding.prepare_lookup(batch.tokens, hidden)]
@@ -106,7 +122,8 @@ class DecoderModel:
 
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""
-        return self.prepare_adapter(read_adapter(directory, self._config, self._adapter_dtype, self.device))
+        weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
+        return self.prepare_adapter(weights if self._communicator is None else self._shard_adapter(weights))
 
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
         """Converts an adapter to the format that this model computes with."""
@@ -135,7 +152,7 @@ class DecoderModel:
         pad = (0, self._row_counts.padded(count) - count)
         tokens, positions = (F.pad(x, pad) if pad[1] else x for x in (batch.tokens, batch.positions))
         angles = self._angles(positions, max(batch.context_lens_host))
-        hidden = self._weights.embedding(tokens)
+        hidden = self._embed(tokens)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         plan = attention.plan(batch)
@@ -144,7 +161,14 @@ class DecoderModel:
             adapted = deltas.adapted() if isinstance(deltas, PackedDeltas) else None
             greedy = self._program.run(
                 self._program.prepare(
-                    hidden, positions, angles, attention.caches, attention.kv_form, plan.rows, adapted, logits_indices
+                    hidden,
+                    positions,
+                    angles,
+                    attention.caches,
+                    attention.kv_form,
+                    plan.rows,
+                    adapted,
+                    logits_indices if self._communicator is None else None,
                 )
             )
         else:
@@ -158,6 +182,7 @@ class DecoderModel:
                 attention=attention,
                 plan=plan,
                 deltas=deltas,
+                communicator=self._communicator,
             )
             for number, layer in enumerate(self._weights.layers):
                 hidden = run_layer(layer, self._config.parallel, step.layer(number), hidden)
@@ -165,6 +190,27 @@ class DecoderModel:
             for block in reader.blocks:
                 reader.read_logits(self._logits(hidden, block))
         return hidden, greedy
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add zeros."""
+        if self._communicator is None:
+            return self._weights.embedding(tokens)
+        first, count = self._shard.vocabulary.start, len(self._shard.vocabulary)
+        elsewhere = (tokens < first) | (tokens >= first + count)
+        hidden = self._weights.embedding((tokens - first).masked_fill_(elsewhere, 0))
+        hidden.masked_fill_(elsewhere[:, None], 0.0)
+        self._communicator.all_reduce(hidden)
+        return hidden
+
+    def _shard_adapter(self, weights: LoraWeights) -> LoraWeights:
+        """The part of an adapter for the shard's projections."""
+        config, shard = self._whole_config, self._shard
+        queries, keys = (
+            range(heads.start * config.head_dim, heads.stop * config.head_dim)
+            for heads in (shard.heads, shard.kv_heads)
+        )
+        outputs = {"query": queries, "key": keys, "value": keys, "gate": shard.inner, "up": shard.inner}
+        return weights.select_part(outputs, inputs={"output": queries, "down": shard.inner})
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
         """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""
@@ -179,7 +225,10 @@ class DecoderModel:
 
     def _logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
         """Logits float32 [n, vocab] of the rows `indices` of `hidden`."""
-        return self._weights.head.logits(self._head_input(hidden, indices), *self._logits_options)
+        logits = self._weights.head.logits(self._head_input(hidden, indices), *self._logits_options)
+        if self._communicator is None:
+            return logits
+        return self._communicator.all_gather(logits, self._vocabulary_widths)
 
     def _head_input(self, hidden: Tensor, indices: Tensor) -> Tensor:
         return self._weights.norm(hidden.index_select(0, indices))

@@ -15,6 +15,8 @@ from torch import Tensor
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.distributed.communicator import Communicator
+from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
@@ -77,6 +79,9 @@ class LayerOperations(Protocol[X]):
     def experts(self, experts: MixtureOfExperts, x: X) -> X:
         """experts(x)."""
 
+    def all_reduce(self, x: X) -> X:
+        """The sum of x over all ranks. May overwrite x."""
+
     def add_residual(self, x: X, hidden: X) -> X:
         """hidden + residual_scale * x."""
 
@@ -95,7 +100,10 @@ def run_layer(layer: DecoderLayer, parallel: bool, operations: LayerOperations[X
     if isinstance(layer.mlp, Mlp):
         inner = operations.gate_up(layer.mlp, normed)
         return _project_and_add("down", layer.mlp.down, layer.mlp_after, operations, inner, hidden)
-    return operations.add_residual(_norm(layer.mlp_after, operations, operations.experts(layer.mlp, normed)), hidden)
+    mixed = operations.experts(layer.mlp, normed)
+    if layer.mlp.experts[0].down.partial_sum:
+        mixed = operations.all_reduce(mixed)
+    return operations.add_residual(_norm(layer.mlp_after, operations, mixed), hidden)
 
 
 def _project_and_add(
@@ -104,7 +112,10 @@ def _project_and_add(
     """hidden + residual_scale * after(linear(x))."""
     if linear.epilogue == "add":
         return operations.linear(group, linear, x, hidden)
-    return operations.add_residual(_norm(after, operations, operations.linear(group, linear, x)), hidden)
+    projected = operations.linear(group, linear, x)
+    if linear.partial_sum:
+        projected = operations.all_reduce(projected)
+    return operations.add_residual(_norm(after, operations, projected), hidden)
 
 
 def _norm(norm: Norm | None, operations: LayerOperations[X], x: X) -> X:
@@ -122,6 +133,7 @@ class DecoderStep(NamedTuple):
     attention: AttentionBackend
     plan: Any  # of `attention`
     deltas: LoraDeltas | PackedDeltas | None
+    communicator: Communicator | None  # None: the only rank
 
     def layer(self, number: int) -> "TensorOperations":
         """The operations of a layer."""
@@ -167,6 +179,12 @@ class TensorOperations(NamedTuple):
         """The mixture of experts of x."""
         return experts(x, self.step.tokens)
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks. Rows of padding, of which other ranks may have more, are left out."""
+        assert self.step.communicator is not None
+        self.step.communicator.all_reduce(x[: self.step.tokens])
+        return x
+
     def add_residual(self, x: Tensor, hidden: Tensor) -> Tensor:
         """x + hidden."""
         scale = self.step.config.residual_scale
@@ -185,12 +203,17 @@ class ProgramBuffer(IntEnum):
 
 
 def write_program(
-    config: DecoderConfig, weights: DecoderWeights, rotaries: Sequence[RotaryEmbedding], kv: KVCacheSpec
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    rotaries: Sequence[RotaryEmbedding],
+    kv: KVCacheSpec,
+    communicator: Communicator | None = None,
 ) -> Program | None:
-    """The layers and the output head as a program for our CPU kernels.
+    """The layers and, on a single rank, the output head as a program for our CPU kernels.
 
-    None if a program is impossible: without our CPU kernels; with experts, since the tokens of an expert are known only
-    at run time; and if a parallel layer has no norm, since its MLP would read HIDDEN after attention has changed it.
+    None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts,
+    since the tokens of an expert are known only at run time; and if a parallel layer has no norm, since its MLP would
+    read HIDDEN after attention has changed it.
     """
     layers = weights.layers
     dense = all(isinstance(layer.mlp, Mlp) for layer in layers)
@@ -207,11 +230,14 @@ def write_program(
         ProgramBuffer.PROJECTED: config.hidden,
     }
     program = Program(kv.cpu_kernels, [widths[buffer] for buffer in ProgramBuffer])
+    if communicator is not None and not isinstance(communicator, SharedMemoryCommunicator):
+        return None
     for number, layer in enumerate(layers):
-        operations = ProgramOperations(program, config, rotaries, kv, number)
+        operations = ProgramOperations(program, config, rotaries, kv, number, communicator)
         run_layer(layer, config.parallel, operations, ProgramBuffer.HIDDEN)
-    scoring = config.logit_scale, config.logit_cap
-    weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring)
+    if communicator is None:
+        scoring = config.logit_scale, config.logit_cap
+        weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring)
     return program
 
 
@@ -223,6 +249,7 @@ class ProgramOperations(NamedTuple):
     rotaries: Sequence[RotaryEmbedding]
     kv: KVCacheSpec
     number: int  # of the layer
+    communicator: SharedMemoryCommunicator | None
 
     def norm(self, norm: Norm, x: ProgramBuffer) -> ProgramBuffer:
         """The norm of x."""
@@ -265,6 +292,12 @@ class ProgramOperations(NamedTuple):
     def experts(self, experts: MixtureOfExperts, x: ProgramBuffer) -> ProgramBuffer:
         """The mixture of experts of x."""
         raise NotImplementedError("a model with experts has no program")
+
+    def all_reduce(self, x: ProgramBuffer) -> ProgramBuffer:
+        """The sum of x over all ranks."""
+        assert self.communicator is not None
+        self.program.all_reduce(x, self.communicator.handle)
+        return x
 
     def add_residual(self, x: ProgramBuffer, hidden: ProgramBuffer) -> ProgramBuffer:
         """x + hidden."""

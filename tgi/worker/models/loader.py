@@ -13,6 +13,8 @@ from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
+from tgi.worker.distributed.communicator import Communicator
+from tgi.worker.distributed.sharding import shard_decoder, whole
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.models.config_reader import read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
@@ -71,20 +73,26 @@ def build_model(
     quantize: str | None = None,
     gpu: GpuKernels | None = None,
     quantized_cache: bool = False,
+    communicator: Communicator | None = None,
 ) -> Model:
     """Loads the model of a directory onto `device` ("cpu", "cuda"). `dtype` and `quantize` as in read_model_spec.
 
     `trust_code` allows Python code in the directory to run. `kernels` are our CPU kernels, which must support this
     model, and `gpu` our GPU kernels; None = torch's. `quantized_cache`: the KV cache will have an 8-bit type, so its
-    scales are loaded. `progress` is called with a stage and a percentage. Raises UserError if the model cannot be
-    served.
+    scales are loaded. `communicator`: this is one rank of several, each with a part of the model. `progress` is called
+    with a stage and a percentage. Raises UserError if the model cannot be served.
     """
     spec = read_model_spec(directory, dtype, quantize)
     if device == "cpu" and kernels is None:
         warn_of_emulation(spec.dtype)
     if spec.decoder is not None:
         return _build_decoder(
-            directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache
+            directory, spec.decoder, spec, torch.device(device), progress, kernels, gpu, quantized_cache, communicator
+        )
+    if communicator is not None:
+        raise UserError(
+            f"The model in {directory} runs through transformers, which computes it on one device only. Start without "
+            "--num-shard."
         )
     from tgi.worker.models.transformers_model import (
         build_transformers_model,  # imports transformers, which takes seconds
@@ -116,23 +124,25 @@ def _build_decoder(
     kernels: CpuKernels | None,
     gpu: GpuKernels | None,
     quantized_cache: bool,
+    communicator: Communicator | None,
 ) -> DecoderModel:
     progress("loading weights", 0)
     dtype, scheme = spec.dtype, spec.scheme
+    shard = whole(config) if communicator is None else shard_decoder(config, communicator.rank, communicator.ranks)
     exact = dtype is torch.float32
     if scheme.made is not None and device.type == "cpu" and kernels is None:
         log.warning("--quantize saves no memory here: torch's CPU kernels need dequantized weights")
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         quantize = quantize_weight if kernels is None else CpuQuantizer(kernels).quantize_weight
         source = scheme.source(checkpoint, quantize, float8.stays_float8_on(device), exact=exact)
-        reader = DecoderWeightLoader(source, config, dtype, device, kernels, gpu)
+        reader = DecoderWeightLoader(source, config, shard, dtype, device, kernels, gpu)
         weights = reader.load(lambda percent: progress("loading weights", percent * 9 // 10))
         scales = read_kv_scales(checkpoint, len(config.layers)) if quantized_cache else ()
     if device.type == "cpu" and (scheme.made is not None or not weights.embedding.shared):
         # Maps the file again for the embedding, which releases the pages read so far; lookups read only their rows.
         with Checkpoint(directory) as checkpoint:
             weights = weights._replace(
-                embedding=stored_embedding(scheme.stored_source(checkpoint, exact=exact), config, dtype)
+                embedding=stored_embedding(scheme.stored_source(checkpoint, exact=exact), config, shard, dtype)
             )
     progress("measuring kernels", 95)
-    return DecoderModel(config, weights, dtype, device, kernels, gpu, scales)
+    return DecoderModel(config, weights, dtype, device, kernels, gpu, scales, shard, communicator)

@@ -14,6 +14,7 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import CpuKernels, can_pack_together
 from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.distributed.sharding import Shard
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.layers.embedding import Embedding
 from tgi.worker.layers.linear import Linear
@@ -21,7 +22,7 @@ from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
-from tgi.worker.quantization.weight import QuantizedWeight, Weight, stack_weights
+from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
 from tgi.worker.quantization.weight_sources import EMBEDDING, HEAD, WeightSource
 
 
@@ -30,20 +31,28 @@ class StoredMatrix(NamedTuple):
 
     name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
     outputs: int
+    local: range  # the outputs that this rank computes
 
 
-def stored_embedding(source: WeightSource, config: DecoderConfig, dtype: torch.dtype) -> Embedding:
+def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
     """The embedding as stored: a lookup reads from the mapped file."""
-    return Embedding(source.weight(EMBEDDING, config.vocab_size, config.hidden), dtype)
+    return Embedding(_embedding_weight(source, config, shard, dtype), dtype)
+
+
+def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Weight:
+    stored = source.weight(EMBEDDING, config.vocab_size, config.hidden)
+    return select_part(stored, shard.vocabulary, range(config.hidden), dtype)
 
 
 class DecoderWeightLoader:
-    """Loads the weights of a DecoderConfig. Raises UserError naming a tensor that is missing or has another shape."""
+    """Loads the weights of a DecoderConfig, or the part that belongs to a shard. Raises UserError naming a tensor that
+    is missing or has another shape."""
 
     def __init__(
         self,
         source: WeightSource,
         config: DecoderConfig,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         kernels: CpuKernels | None = None,
@@ -51,6 +60,7 @@ class DecoderWeightLoader:
     ) -> None:
         self._source = source
         self._config = config
+        self._shard = shard
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
@@ -65,12 +75,12 @@ class DecoderWeightLoader:
         for number in range(len(config.layers)):
             layers.append(self._layer(number))
             progress(100 * len(layers) // len(config.layers))
-        embedding_weight = self._source.weight(EMBEDDING, config.vocab_size, config.hidden).to(self._device)
+        embedding_weight = _embedding_weight(self._source, config, self._shard, self._dtype).to(self._device)
         tied = config.tied or f"{HEAD}.weight" not in self._source
         if tied:
             head = self._build(self._to_device(embedding_weight), None, "none")
         else:
-            head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size))
+            head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary))
         embedding = Embedding(head if tied and self._kernels is not None else embedding_weight, self._dtype)
         norm = self._norm("model.norm", config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
@@ -80,12 +90,13 @@ class DecoderWeightLoader:
     def _layer(self, number: int) -> DecoderLayer:
         config, names, prefix = self._config, self._config.names, f"model.layers.{number}."
         heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        queries, keys = self._head_columns(self._shard.heads), self._head_columns(self._shard.kv_heads)
         qkv = (
-            StoredMatrix(prefix + names.query, heads),
-            StoredMatrix(prefix + names.key, kv_heads),
-            StoredMatrix(prefix + names.value, kv_heads),
+            StoredMatrix(prefix + names.query, heads, queries),
+            StoredMatrix(prefix + names.key, kv_heads, keys),
+            StoredMatrix(prefix + names.value, kv_heads, keys),
         )
-        output = StoredMatrix(prefix + names.output, config.hidden)
+        output = StoredMatrix(prefix + names.output, config.hidden, range(config.hidden))
 
         def norm(name: str | None) -> Norm | None:
             return None if name is None else self._norm(prefix + name, config.hidden)
@@ -95,29 +106,47 @@ class DecoderWeightLoader:
             attention_before=norm(names.attention_before),
             qkv=self._linear(config.qkv_bias, config.hidden, *qkv),
             query_key_norms=self._query_key_norms(prefix + names.query_norm, prefix + names.key_norm),
-            output=self._linear(config.output_bias, heads, output, epilogue=self._last_epilogue(attention_after)),
+            output=self._last_linear(config.output_bias, heads, queries, output, attention_after is not None),
             attention_after=attention_after,
             mlp_before=norm(names.mlp_before),
             mlp=self._experts(prefix) if config.layers[number].routed else self._dense(prefix),
             mlp_after=norm(names.mlp_after),
         )
 
-    def _last_epilogue(self, after: Norm | None) -> str:
-        """The epilogue of the last matrix of a part: it adds the residual if nothing comes between."""
-        return "add" if after is None and self._config.residual_scale == 1.0 else "none"
+    def _head_columns(self, heads: range) -> range:
+        """The columns of these heads."""
+        return range(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
+
+    def _last_linear(self, bias: bool, inputs: int, local: range, matrix: StoredMatrix, more_follows: bool) -> Linear:
+        """The last layer of a part, with the inputs `local`. It adds the residual unless something comes between: a
+        norm, or the sum over all ranks. One rank adds the bias."""
+        is_partial = len(local) < inputs
+        ((weight, found),) = self._matrices(bias, inputs, matrix, columns=local)
+        adds = not more_follows and not is_partial and self._config.residual_scale == 1.0
+        return self._build(
+            weight,
+            found if self._shard.rank == 0 or not is_partial else None,
+            "add" if adds else "none",
+            partial_sum=is_partial,
+        )
 
     def _dense(self, prefix: str) -> Mlp:
-        names = self._config.names
-        last = "none" if names.mlp_after else self._last_epilogue(None)
-        return self._mlp(prefix, (names.gate, names.up, names.down), self._config.intermediate, last)
+        config, names = self._config, self._config.names
+        return self._mlp(
+            prefix,
+            (names.gate, names.up, names.down),
+            config.intermediate,
+            self._shard.inner,
+            names.mlp_after is not None,
+        )
 
-    def _mlp(self, prefix: str, names: tuple[str, str, str], inner: int, last: str) -> Mlp:
+    def _mlp(self, prefix: str, names: tuple[str, str, str], inner: int, local: range, more_follows: bool) -> Mlp:
         config = self._config
-        outputs = inner, inner, config.hidden
-        gate, up, down = (StoredMatrix(prefix + name, size) for name, size in zip(names, outputs, strict=True))
+        sizes = (inner, local), (inner, local), (config.hidden, range(config.hidden))
+        gate, up, down = (StoredMatrix(prefix + name, *size) for name, size in zip(names, sizes, strict=True))
         return Mlp(
             *self._gate_and_up(gate, up),
-            down=self._linear(config.mlp_bias, inner, down, epilogue=last),
+            down=self._last_linear(config.mlp_bias, inner, local, down, more_follows),
         )
 
     def _gate_and_up(self, gate: StoredMatrix, up: StoredMatrix) -> tuple[Linear | None, Linear]:
@@ -138,7 +167,7 @@ class DecoderWeightLoader:
 
         def expert(number: int) -> Mlp:
             gate, up, down = (name.format(number) for name in each)
-            return self._mlp(prefix, (gate, up, down), experts.intermediate, "none")
+            return self._mlp(prefix, (gate, up, down), experts.intermediate, self._shard.expert_inner, True)
 
         return MixtureOfExperts(
             router=self._router(prefix + names.router, experts.count),
@@ -166,16 +195,19 @@ class DecoderWeightLoader:
     def _query_key_norms(self, query: str, key: str) -> tuple[Norm, ...]:
         """DecoderLayer.query_key_norms: none; one with a weight [heads + kv_heads, head_dim]; or two, one over all
         query heads and one over all key heads."""
-        config = self._config
-        kind, parts = config.query_key_norm, ((query, config.heads), (key, config.kv_heads))
+        config, shard = self._config, self._shard
+        kind, parts = (
+            config.query_key_norm,
+            ((query, config.heads, shard.heads), (key, config.kv_heads, shard.kv_heads)),
+        )
         if kind is None:
             return ()
         if kind == "all":
-            return tuple(self._norm(name, heads * config.head_dim) for name, heads in parts)
+            return tuple(self._norm(name, heads * config.head_dim) for name, heads, _ in parts)
         weights = []
-        for name, heads in parts:
+        for name, heads, local in parts:
             stored = (heads, config.head_dim) if kind == "each" else (config.head_dim,)
-            weights.append(self._norm_weight(name, *stored).expand(heads, -1))
+            weights.append(self._norm_weight(name, *stored).expand(heads, -1)[local.start : local.stop])
         return (Norm(torch.cat(weights), None, config.norm_epsilon, config.norm_centred, self._own_kernels),)
 
     def _linear(self, bias: bool, inputs: int, *parts: StoredMatrix, epilogue: str = "none") -> Linear:
@@ -184,11 +216,18 @@ class DecoderWeightLoader:
         joined = torch.cat(biases) if bias else None
         return self._build(stack_weights(weights, self._dtype), joined, epilogue)
 
-    def _build(self, weight: Weight, bias: Tensor | None, epilogue: str, gated: Weight | None = None) -> Linear:
+    def _build(
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        epilogue: str,
+        gated: Weight | None = None,
+        partial_sum: bool = False,
+    ) -> Linear:
         for one in (weight, gated):
             if one is not None:
                 self._count(one)
-        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu)
+        return Linear(weight, bias, epilogue, self._kernels, self._dtype, gated, self._gpu, partial_sum)
 
     def _count(self, weight: Weight) -> None:
         """Adds a matrix to the footprint. torch's CPU kernels take no quantized weights: these are dequantized."""
@@ -197,18 +236,28 @@ class DecoderWeightLoader:
         self._bytes += outputs * inputs * self._dtype.itemsize if dequantized else weight.nbytes
         self._parameters += outputs * inputs
 
-    def _matrices(self, bias: bool, inputs: int, *parts: StoredMatrix) -> list[tuple[Weight, Tensor | None]]:
-        """Weight and bias of each part, on the model's device; splits fused tensors."""
+    def _matrices(
+        self, bias: bool, inputs: int, *parts: StoredMatrix, columns: range | None = None
+    ) -> list[tuple[Weight, Tensor | None]]:
+        """Weight and bias of each part, on the model's device, with the outputs of this rank and the inputs `columns`;
+        splits fused tensors."""
+        columns = columns or range(inputs)
         rows = [part.outputs for part in parts]
         fused = len({part.name for part in parts}) < len(parts)
-        stored = [StoredMatrix(parts[0].name, sum(rows))] if fused else parts
-        weights = [self._to_device(self._source.weight(name, outputs, inputs)) for name, outputs in stored]
+        stored = [(parts[0].name, sum(rows))] if fused else [(part.name, part.outputs) for part in parts]
+        loaded: list[Weight] = [self._source.weight(name, outputs, inputs) for name, outputs in stored]
+        weights = loaded[0].split(rows) if fused else loaded
         biases: list[Tensor | None] = [None] * len(parts)
         if bias:
-            loaded = [self._source.tensor(f"{name}.bias", outputs) for name, outputs in stored]
-            loaded = [tensor.to(self._device, self._dtype) for tensor in loaded]
-            biases = list(loaded[0].split(rows) if fused else loaded)
-        return list(zip(weights[0].split(rows) if fused else weights, biases, strict=True))
+            vectors = [self._source.tensor(f"{name}.bias", outputs) for name, outputs in stored]
+            biases = list(vectors[0].split(rows) if fused else vectors)
+        return [
+            (
+                self._to_device(select_part(weight, part.local, columns, self._dtype)),
+                None if one is None else one[part.local.start : part.local.stop].to(self._device, self._dtype),
+            )
+            for part, weight, one in zip(parts, weights, biases, strict=True)
+        ]
 
     def _to_device(self, weight: Weight) -> Weight:
         """The weight on the model's device, in types that the kernels take; one that is not quantized, in the model's

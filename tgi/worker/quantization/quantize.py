@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.host_cpu import usable_cores
-from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
+from tgi.worker.quantization.weight import CODEBOOK, FACTOR_GROUP, QuantizedWeight
 
 WeightQuantizer: TypeAlias = Callable[[Tensor, str], QuantizedWeight]  # the signature of `quantize_weight`
 
-FACTOR_GROUP = 32  # inputs that share a factor
 MAX_INT8, MAX_FLOAT8 = 127, 448
 # Elements of a work item: intermediate results stay in a core's cache, and torch does not parallelize them again.
 QUANTIZED_AT_ONCE = 1 << 15

@@ -1,5 +1,6 @@
 """QuantizedWeight: the one representation of quantized weights, the 4-bit codebook, and the stacking of weights."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
+FACTOR_GROUP = 32  # inputs that share a factor of the codebook
 DEQUANTIZED_AT_ONCE = 1 << 24  # elements
 
 
@@ -105,6 +107,28 @@ class QuantizedWeight(NamedTuple):
         columns = [[None] * len(outputs) if column is None else column.split(list(outputs)) for column in self]
         return [QuantizedWeight(*parts) for parts in zip(*columns, strict=True)]
 
+    def inputs(self, inputs: range) -> "QuantizedWeight | None":
+        """The weight of these inputs. None if they do not begin and end with groups that can be represented."""
+        start, stop = inputs.start, inputs.stop
+        whole = self
+        if self.scales.shape[1] > 1 and (start % self.group or stop % self.group):
+            group = math.gcd(self.group, start, stop)
+            if group not in GROUPS:
+                return None
+            whole = _with_group(self, group)
+        if self.factors is not None and (start % FACTOR_GROUP or stop % FACTOR_GROUP):
+            return None
+        of_groups = slice(None) if whole.scales.shape[1] == 1 else slice(start // whole.group, stop // whole.group)
+        of_codes = slice(start * self.bits // 8, stop * self.bits // 8)
+        of_factors = slice(start // FACTOR_GROUP, stop // FACTOR_GROUP)
+        slices = of_codes, of_groups, of_groups, of_factors
+        return QuantizedWeight(
+            *(
+                None if column is None else column[:, part].contiguous()
+                for column, part in zip(whole, slices, strict=True)
+            )
+        )
+
     def rows(self, outputs: Tensor) -> "QuantizedWeight":
         """The weight of these outputs, int64 [n]."""
         return QuantizedWeight(*(None if column is None else column.index_select(0, outputs) for column in self))
@@ -127,6 +151,21 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight
+
+
+def select_part(weight: Weight, outputs: range, inputs: range, dtype: torch.dtype) -> Weight:
+    """The part of a weight with these outputs and inputs. One that no QuantizedWeight represents is plain, in
+    `dtype`."""
+    all_outputs, all_inputs = weight.shape
+    if len(outputs) < all_outputs:
+        counts = (outputs.start, len(outputs), all_outputs - outputs.stop)
+        weight = weight.split(counts)[1]
+    if len(inputs) == all_inputs:
+        return weight
+    if isinstance(weight, Tensor):
+        return weight[:, inputs.start : inputs.stop].contiguous()
+    part = weight.inputs(inputs)
+    return weight.dequantized(dtype)[:, inputs.start : inputs.stop].contiguous() if part is None else part
 
 
 def as_plain(weight: Weight, dtype: torch.dtype) -> Tensor:

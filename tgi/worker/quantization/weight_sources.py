@@ -13,8 +13,8 @@ from tgi.worker.quantization import float8
 from tgi.worker.quantization.affine import AffineWeight
 from tgi.worker.quantization.fp8 import BlockScaledFloats
 from tgi.worker.quantization.layer_tensors import LayerTensors
-from tgi.worker.quantization.quantize import FACTOR_GROUP, WeightQuantizer, quantize_weight
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, Weight, as_plain
+from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
+from tgi.worker.quantization.weight import FACTOR_GROUP, GROUPS, QuantizedWeight, Weight, as_plain
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,132 @@
+"""Every family of DecoderModel on several ranks against one rank, on torch's kernels and on our own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import model as make
+from tests.worker.batches import Row, make_batch
+from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.distributed.ranks import RankCall, Ranks, rank_group
+from tests.worker.driving import Drawn, drive, make_engine
+from tests.worker.loras import make_adapter
+from tests.worker.quantization.checkpoints import Gptq, write
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.worker.attention import build_attention
+from tgi.worker.lora.registry import load_adapters
+from tgi.worker.models.decoder import DecoderModel
+from tgi.worker.models.families import FAMILIES
+from tgi.worker.models.loader import build_model, read_model_spec
+
+LENGTHS = (60, 1, 17)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with rank_group(2) as ranks:
+        yield ranks
+
+
+def load(directory: Path, native: bool, dtype: str, quantize: str | None, call: RankCall | None) -> DecoderModel:
+    """The model of a rank, or the whole one."""
+    kernels = our_kernels(read_model_spec(directory, dtype, quantize)) if native else None
+    communicator = None if call is None else call.communicator(kernels)
+    found = build_model(
+        directory, dtype, "cpu", lambda stage, percent: None, False, kernels, quantize, communicator=communicator
+    )
+    assert isinstance(found, DecoderModel)
+    return found
+
+
+def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
+    """Of three prompts in one batch, of each alone, and of a decode step after them; and the greedy logprobs."""
+    model = load(*options, call)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
+    pages = [list(range(4 * row, 4 * row + 4)) for row in range(len(prompts))]
+    attention = build_attention(model.kv, 20, CPU)
+    first = [Row(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)]
+    second = [Row([7], len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
+    with torch.inference_mode():
+        together = model.forward(make_batch(first, attention.page_size), attention)
+        decoded = model.forward(make_batch(second, attention.page_size), attention)
+        greedy = model.forward_greedy(make_batch(second, attention.page_size), attention)
+        assert greedy.ids.tolist() == decoded.argmax(-1).tolist()
+        alone = [model.forward(make_batch([row], attention.page_size), attention) for row in first]
+    return [together, torch.cat(alone), decoded, greedy.logprobs]
+
+
+def check(ranks: Ranks, directory: Path, native: bool, dtype: str = "float32", quantize: str | None = None) -> None:
+    """Asserts that all ranks have the same bits, alone and in a batch, and agree with one rank; in bfloat16, which
+    rounds the parts of a sum, as far as that type goes."""
+    options = directory, native, dtype, quantize
+    found = ranks.call(f"{__name__}.logits", *options)
+    for other in found[1:]:
+        assert all(torch.equal(mine, its) for mine, its in zip(found[0], other, strict=True))
+    together, alone, decoded, logprobs = found[0]
+    assert torch.equal(together, alone)
+    expected = logits(None, *options)
+    tolerance = 1e-4 if dtype == "float32" else 0.25
+    for mine, one in zip((together, alone, decoded), expected, strict=False):
+        torch.testing.assert_close(mine.log_softmax(-1), one.log_softmax(-1), rtol=0, atol=tolerance)
+    torch.testing.assert_close(logprobs, expected[3], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(kind: str, native: bool, two: Ranks) -> None:
+    check(two, make(kind), native)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_four_ranks(native: bool) -> None:
+    """With 4 query heads and 2 KV heads, two ranks have the same KV head; 3 KV heads are divided unevenly."""
+    with rank_group(4) as ranks:
+        check(ranks, make("llama"), native)
+        check(ranks, make("qwen3_moe"), native)
+    with rank_group(2) as ranks:
+        check(ranks, make("llama", heads=9, kv_heads=3, hidden=144, intermediate=100), native)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_bfloat16(native: bool, two: Ranks) -> None:
+    check(two, make("llama"), native, "bfloat16")
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantized_at_load(quantize: str, native: bool, two: Ranks) -> None:
+    check(two, make("llama", hidden=128, intermediate=192), native, "float32", quantize)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_quantized_checkpoint(native: bool, two: Ranks, tmp_path: Path) -> None:
+    written = write("llama", Gptq(bits=4, size=64), tmp_path, hidden=128, intermediate=192)
+    check(two, written.directory, native)
+
+
+def generated(call: RankCall | None, directory: Path, adapter: Path, native: bool) -> list[Drawn]:
+    """Greedy, sampled and adapted requests in one engine, with drafts and prompts in chunks."""
+    engine = make_engine(load(directory, native, "float32", None, call))
+    load_adapters(engine.adapters, (("a", str(adapter)),))
+    (digest,) = (one.digest for one in engine.adapters.loaded_adapters)
+    adapted = SamplingParams(3, adapter="a", adapter_digest=digest)
+    samplings = [SamplingParams(0), SamplingParams(1, do_sample=True, top_n=3), adapted]
+    prompts = [[7, 9, 30, 41, 5], [8] * 20, [100, 3]]
+    return drive(engine, prompts, 8, samplings, chunk=7, stagger=1, guess=lambda row, drawn: [7, 9])
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_sampling_adapters_and_drafts(native: bool, two: Ranks, tmp_path: Path) -> None:
+    directory = make("llama")
+    adapter = make_adapter(tmp_path / "adapter", directory)
+    first, second = two.call(f"{__name__}.generated", directory, adapter, native)
+    assert first == second
+    expected = generated(None, directory, adapter, native)
+    assert [one.ids for one in first] == [one.ids for one in expected]
+    for mine, one in zip(first, expected, strict=True):
+        assert mine.logprobs == pytest.approx(one.logprobs, abs=1e-4)

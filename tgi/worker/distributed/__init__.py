@@ -1,0 +1,8 @@
+"""Tensor parallelism: one model on several ranks, each a process with a device, or some cores, of its own.
+
+- `sharding.py`: how a model is divided among the ranks. Read it first.
+- `communicator.py`: how the ranks combine their results.
+- `shared_memory.py`: the same between CPU kernels on one host.
+
+`engine/rank_group.py` starts the ranks, `engine/rank.py` runs those after the first.
+"""

@@ -1,0 +1,69 @@
+"""Communicators: how the ranks of a tensor parallel group combine their results. All ranks call the same functions in
+the same order.
+
+If another rank dies, a call may never return: who starts the ranks ends them together.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import reduce
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A rank that loads or compiles longer than the others lets them wait.
+PATIENCE = timedelta(hours=1)
+
+
+class Communicator(Protocol):
+    """The collective operations of one rank."""
+
+    rank: int
+    ranks: int
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replaces a contiguous x by its sum over all ranks. On CPU the sum is computed in float32, in the order of the
+        ranks, and rounded once, so all ranks get the same bits every time."""
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """The columns of all ranks [rows, sum(widths)], in the order of the ranks, for x [rows, widths[rank]]."""
+
+    def minimum(self, *numbers: int) -> list[int]:
+        """Of each of these numbers the minimum over all ranks."""
+
+
+class TorchCommunicator:
+    """Implements Communicator by torch.distributed: gloo on CPU, NCCL on GPUs."""
+
+    def __init__(self, rank: int, ranks: int, rendezvous: Path, device: torch.device) -> None:
+        """`rendezvous`: a file that only this group uses and that does not exist before."""
+        self.rank, self.ranks = rank, ranks
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+        dist.init_process_group(backend, f"file://{rendezvous}", PATIENCE, ranks, rank)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """See Communicator."""
+        if x.device.type != "cpu":
+            dist.all_reduce(x)
+            return
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        dist.all_gather(parts, x)
+        x.copy_(reduce(torch.add, (part.float() for part in parts)))
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """See Communicator."""
+        widest = max(widths)  # all parts must have one shape
+        padded = x.new_zeros(x.shape[0], widest)
+        padded[:, : x.shape[1]] = x
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def minimum(self, *numbers: int) -> list[int]:
+        """See Communicator."""
+        found = torch.tensor(numbers)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return [int(number) for number in found]

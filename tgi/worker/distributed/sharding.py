@@ -1,0 +1,99 @@
+"""How a decoder is divided among the ranks of a tensor parallel group.
+
+After Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019: a
+rank has some of the attention heads and some of the inner columns of each MLP, so the last matrix of either part gives
+a partial sum, which the ranks add up. The vocabulary is divided, too. Norms, the router of experts and the residual
+stream are the same on all ranks.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from tgi.microkernel.errors import UserError
+from tgi.worker.decoder_config import DecoderConfig
+
+# Inner columns are divided in blocks of the largest of these sizes that leaves each rank one: quantized weights have
+# scales for groups of inputs, and kernels compute tiles.
+BLOCKS = (128, 64, 32, 16, 8, 4, 2, 1)
+
+
+class Shard(NamedTuple):
+    """What one rank computes. Heads, columns and tokens have the numbers of the whole model."""
+
+    rank: int
+    ranks: int
+    heads: range  # query heads
+    kv_heads: range  # where there are fewer than ranks, several ranks have the same one
+    inner: range  # columns between the matrices of a dense MLP
+    expert_inner: range  # the same of each expert
+    vocabulary: range  # tokens whose embedding and logits are computed
+    # Attention is computed on every rank where a norm needs all heads at once. Its results are then complete.
+    divides_attention: bool
+
+
+def whole(config: DecoderConfig) -> Shard:
+    """The shard of a single rank: everything."""
+    return shard_decoder(config, 0, 1)
+
+
+def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
+    """The shard of one of `ranks` ranks. Raises UserError if the model cannot be divided among so many."""
+    divided = config.query_key_norm != "all"
+    heads, kv_heads = _shard_heads(config, rank, ranks) if divided else (range(config.heads), range(config.kv_heads))
+    experts = config.experts
+    return Shard(
+        rank=rank,
+        ranks=ranks,
+        heads=heads,
+        kv_heads=kv_heads,
+        inner=_shard_columns(config.intermediate, rank, ranks),
+        expert_inner=range(0) if experts is None else _shard_columns(experts.intermediate, rank, ranks),
+        vocabulary=_share(config.vocab_size, rank, ranks),
+        divides_attention=divided,
+    )
+
+
+def local_config(config: DecoderConfig, shard: Shard) -> DecoderConfig:
+    """The model as the rank of this shard computes it. Its vocabulary remains whole."""
+    experts = config.experts
+    return replace(
+        config,
+        heads=len(shard.heads),
+        kv_heads=len(shard.kv_heads),
+        intermediate=len(shard.inner),
+        experts=None if experts is None else replace(experts, intermediate=len(shard.expert_inner)),
+    )
+
+
+def _shard_heads(config: DecoderConfig, rank: int, ranks: int) -> tuple[range, range]:
+    """Query heads and KV heads of a rank. The queries of a KV head stay together if there are enough KV heads."""
+    queries = config.heads // config.kv_heads  # of each KV head
+    if ranks <= config.kv_heads:
+        kv_heads = _share(config.kv_heads, rank, ranks)
+        return range(kv_heads.start * queries, kv_heads.stop * queries), kv_heads
+    sharing = ranks // config.kv_heads  # ranks of each KV head
+    if ranks % config.kv_heads or queries % sharing:
+        raise UserError(
+            f"The model has {config.heads} query heads and {config.kv_heads} KV heads, which cannot be divided among "
+            f"{ranks} ranks. Choose a --num-shard of at most {config.kv_heads}, or a multiple of it that divides "
+            f"{config.heads}."
+        )
+    each = queries // sharing
+    kv_head = rank // sharing
+    return range(rank * each, (rank + 1) * each), range(kv_head, kv_head + 1)
+
+
+def _shard_columns(columns: int, rank: int, ranks: int) -> range:
+    """The inner columns of a rank."""
+    if columns < ranks:
+        raise UserError(
+            f"An MLP with {columns} inner columns cannot be divided among {ranks} ranks. Lower --num-shard."
+        )
+    block = next(size for size in BLOCKS if columns % size == 0 and columns // size >= ranks)
+    blocks = _share(columns // block, rank, ranks)
+    return range(blocks.start * block, blocks.stop * block)
+
+
+def _share(count: int, rank: int, ranks: int) -> range:
+    """The share of a rank in 0 .. count - 1; shares differ by at most one."""
+    return range(count * rank // ranks, count * (rank + 1) // ranks)

@@ -1,0 +1,151 @@
+"""The ranks of a worker, as its first rank sees them: it starts the others, repeats to them what the scheduler asks,
+and ends with them. To the scheduler and the supervisor they are one worker.
+
+All ranks get the same steps in the same order, so they have the same state, and sample the same tokens from logits that
+have the same bits. Only the first one answers the scheduler.
+"""
+
+import logging
+import os
+import signal
+import tempfile
+import threading
+from typing import Any
+
+from tgi.microkernel.child import StartedChild, start_child
+from tgi.microkernel.errors import FATAL
+from tgi.microkernel.link import Link
+from tgi.microkernel.process import Process, fatal_error_path
+from tgi.microkernel.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
+from tgi.microkernel.rundir import process_name
+from tgi.microkernel.supervisor import OWN_SIGNALS
+from tgi.worker.engine.interface import BadStep, Engine, Poisoned
+from tgi.worker.engine.rank import RANK_MEMORY, RANK_RENDEZVOUS, RankPlace, ranks_socket
+from tgi.worker.lora.registry import AdapterRegistry
+
+log = logging.getLogger(__name__)
+
+# Further ranks are told to end, and killed after this long.
+GRACE_SECONDS = 5.0
+
+
+class RankGroup:
+    """The further ranks of a worker. If one ends, this process ends in the same way, and the kernel ends the others: a
+    rank without the others can neither go on nor return from a collective operation."""
+
+    def __init__(self, process: Process, ranks: int) -> None:
+        self.link = Link.bind(process.link_address(ranks_socket(process.replica)), process.hello())
+        self._process = process
+        self._ending = False
+        memory = _shared_memory()
+        rendezvous = process.run_dir / f"{process.name}.rendezvous"
+        rendezvous.unlink(missing_ok=True)  # of an earlier group, which is gone
+        self.place = RankPlace(0, ranks, rendezvous, memory)
+        environment = {RANK_MEMORY: str(memory), RANK_RENDEZVOUS: str(rendezvous)}
+        arguments = process.role, str(process.replica)
+        self._children = [
+            start_child(process.settings, (*arguments, str(rank)), environment, [memory]) for rank in range(1, ranks)
+        ]
+        for rank, child in enumerate(self._children, start=1):
+            threading.Thread(target=self._await_end, args=(rank, child), daemon=True).start()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Sends a message to all further ranks."""
+        for peer in self.link.peers:
+            self.link.send(peer, message)
+        self.link.flush()
+
+    def wait_for_ranks(self) -> None:
+        """Waits until all further ranks are connected, each of which has then loaded its part of the model."""
+        while len(self.link.peers) < len(self._children):
+            self._process.extend_deadline(self._process.settings.start_timeout)
+            for _ in self.link.receive():
+                pass
+            self.link.socket.poll(100)
+
+    def close(self) -> None:
+        """Ends the further ranks."""
+        self._ending = True
+        for child in self._children:
+            child.process.terminate()
+        for child in self._children:
+            try:
+                child.process.wait(GRACE_SECONDS)
+            except Exception:
+                child.process.kill()
+        self.link.close()
+
+    def _await_end(self, rank: int, child: StartedChild) -> None:
+        """Ends this process as the child has ended, so that the supervisor sees the cause. Runs in a thread of its own,
+        since the main thread may wait for the rank that has ended."""
+        code = child.process.wait()
+        if self._ending:
+            return
+        name = process_name(self._process.role, self._process.replica, rank)
+        log.error("%s ended with code %d; so does this process", name, code)
+        if code == FATAL:
+            fatal_error_path(self._process.run_dir, name).replace(
+                fatal_error_path(self._process.run_dir, self._process.name)
+            )
+        if code >= 0:
+            os._exit(code or 1)
+        number = signal.Signals(-code)
+        os.kill(os.getpid(), signal.SIGABRT if number in OWN_SIGNALS else number)
+
+
+class LeadingEngine:
+    """Implements Engine for the first rank: forwards everything that changes the state of an engine to the others,
+    before its own engine does it."""
+
+    def __init__(self, engine: Engine, group: RankGroup) -> None:
+        self._engine = engine
+        self._group = group
+        self.limits: DeploymentLimits = engine.limits
+        self.adapters: AdapterRegistry = engine.adapters
+        self.adapters.on_change = self._forward_adapter
+
+    def reset(self) -> None:
+        """See Engine."""
+        self._group.send(ResetSlots())
+        self._engine.reset()
+
+    def held_pages(self) -> list[HeldPages]:
+        """See Engine. The other ranks have been told the same steps, so they hold the same pages."""
+        return self._engine.held_pages()
+
+    def prefault_memory(self) -> bool:
+        """See Engine."""
+        return self._engine.prefault_memory()
+
+    def release_memory(self) -> None:
+        """See Engine."""
+        self._engine.release_memory()
+
+    def launch(self, step: Step) -> Any:
+        """See Engine. After any error but a BadStep, which all ranks find, they may differ, so the worker ends."""
+        self._group.send(step)
+        try:
+            return self._engine.launch(step)
+        except (BadStep, Poisoned):
+            raise
+        except Exception as error:
+            raise Poisoned(f"{type(error).__name__} in step {step.number}: {error}") from error
+
+    def is_done(self, pending: Any) -> bool:
+        """See Engine."""
+        return self._engine.is_done(pending)
+
+    def collect(self, pending: Any) -> StepResult:
+        """See Engine."""
+        return self._engine.collect(pending)
+
+    def _forward_adapter(self, name: str, path: str) -> None:
+        self._group.send(UpdateAdapter(0, name, path))
+
+
+def _shared_memory() -> int:
+    """A file descriptor of memory without a name, which child processes inherit."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tgi-ranks", 0)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
