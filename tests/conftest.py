@@ -81,6 +81,7 @@ LONGEST_FILES = (
     "worker/gpu_kernels/test_compiling",
     "live/test_starting",
     "clients/",
+    "worker/test_models",
 )
 
 # No deadline per example: tests must not fail because the machine is busy.

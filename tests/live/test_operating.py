@@ -79,7 +79,8 @@ def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[list[dic
 
 
 class Requests:
-    """Clients that send short requests one after the other, each over a kept connection and over new ones in turn."""
+    """Clients that send short requests, each over a kept connection and over new ones in turn. Their pauses leave the
+    processor to the server."""
 
     def __init__(self, server: Server, clients: int = 3) -> None:
         self._url = f"{server.url}/generate"
@@ -91,7 +92,7 @@ class Requests:
     def _run(self) -> None:
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 2}}
         with httpx.Client(**CLIENT_OPTIONS) as kept:
-            while not self._stop.is_set():
+            while not self._stop.wait(0.05):
                 for send in (kept.post, lambda *a, **k: httpx.post(*a, **k, **CLIENT_OPTIONS)):
                     try:
                         answer = send(self._url, json=body)

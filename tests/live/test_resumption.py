@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server
+from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers
 from tests.live.test_tools import REQUEST as TOOL_REQUEST
 from tests.live.test_tools import TEMPLATE
 from tests.models import model
@@ -146,28 +146,29 @@ def test_events_that_cannot_be_repeated(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", ["native", "completions", "chat with choices"])
-def test_streams_survive_the_death_of_their_front_end(tiny_llama: Path, tmp_path: Path, kind: str) -> None:
+def test_streams_survive_the_death_of_their_front_end(
+    tiny_llama: Path, shared_server: SharedServers, kind: str
+) -> None:
     """Both front ends die: the one that the stream is on, and the one that the client turns to next."""
-    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED, "60") as server:
-        server.start().wait_until_ready()
-        received: list[Event] = []
-        for _ in range(3):
+    server = shared_server("--model-id", str(tiny_llama), *SCRIPTED, "60")
+    received: list[Event] = []
+    for _ in range(3):
 
-            def attempt(count: int = len(received) + 10) -> list[Event]:
-                for event in stream(server, kind, received[-1].id if received else None):
-                    received.append(event)
-                    if len(received) == count:
-                        break
-                return received
+        def attempt(count: int = len(received) + 10) -> list[Event]:
+            for event in stream(server, kind, received[-1].id if received else None):
+                received.append(event)
+                if len(received) == count:
+                    break
+            return received
 
-            until_served(attempt)
-            for name in ("api-0", "api-1"):
-                server.kill(name)
-        rest = until_served(lambda: list(stream(server, kind, received[-1].id)))
-        whole = received + rest
-        again = until_served(lambda: list(stream(server, kind, whole[0].id)))
-        assert by_choice(whole[:1] + again) == by_choice(whole)
-        assert whole[-1].data == "[DONE]" or json.loads(whole[-1].data)["generated_text"]
+        until_served(attempt)
+        for name in ("api-0", "api-1"):
+            server.kill(name)
+    rest = until_served(lambda: list(stream(server, kind, received[-1].id)))
+    whole = received + rest
+    again = until_served(lambda: list(stream(server, kind, whole[0].id)))
+    assert by_choice(whole[:1] + again) == by_choice(whole)
+    assert whole[-1].data == "[DONE]" or json.loads(whole[-1].data)["generated_text"]
 
 
 def test_an_abandoned_stream_ends_after_its_window(tiny_llama: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tgi.microkernel.link import Link
 from tgi.microkernel.protocol import (
     PROTOCOL,
     Add,
+    Beat,
     Cancel,
     End,
     FinishReason,
@@ -42,11 +43,13 @@ MEGABYTE = 1 << 20
 
 
 class LinkPeer:
-    """One end of a link, and the messages received over it."""
+    """One end of a link, and the messages received over it. While one of `neighbours` waits, all of them send beats:
+    the process takes a silent neighbour for one that is stopped."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, neighbours: "list[LinkPeer]") -> None:
         self.link = link
         self.received: list[Any] = []
+        self._neighbours = neighbours
 
     def wait_for(self, wanted: Callable[[Any], bool]) -> Any:
         """Waits for the first wanted message; `received` keeps all received messages."""
@@ -54,6 +57,8 @@ class LinkPeer:
         seen = 0
         while time.monotonic() < end:
             self.receive()
+            for neighbour in self._neighbours:
+                neighbour.send(Beat(None))
             for message in self.received[seen:]:
                 if wanted(message):
                     return message
@@ -65,6 +70,8 @@ class LinkPeer:
         for peer, message in self.link.receive():
             self.peer = peer
             self.received.append(message)
+            if self not in self._neighbours:
+                self._neighbours.append(self)
 
     def wait_for_type(self, kind: type) -> Any:
         message = self.wait_for(lambda message: isinstance(message, kind))
@@ -75,17 +82,22 @@ class LinkPeer:
         self.link.send(self.peer, message)
         self.link.flush()
 
+    def close(self) -> None:
+        self._neighbours.remove(self)
+        self.link.close()
+
 
 class ProcessHarness:
     """The process and its peers."""
 
     def __init__(self, run: Path, model: Path) -> None:
         self.run = run
+        self.neighbours: list[LinkPeer] = []
         self.settings = replace(Settings(), run_dir=run, model_dir=model)
         self.start()
         self.scheduler = self.new_scheduler(b"one")
         hello = Hello(PROTOCOL, "api", 0, b"front")
-        self.api = LinkPeer(Link.connect(f"ipc://{run}/tok-0.front", hello))
+        self.api = LinkPeer(Link.connect(f"ipc://{run}/tok-0.front", hello), self.neighbours)
         self.api.wait_for(lambda message: isinstance(message, Status) and message.ready)
         self.api.received.clear()
 
@@ -94,7 +106,7 @@ class ProcessHarness:
 
     def new_scheduler(self, boot: bytes) -> LinkPeer:
         link = Link.bind(f"ipc://{self.run}/sched-0.front", Hello(PROTOCOL, "scheduler", 0, boot))
-        scheduler = LinkPeer(link)
+        scheduler = LinkPeer(link, self.neighbours)
         scheduler.wait_for_type(Hello)
         scheduler.send(READY)
         return scheduler
@@ -122,8 +134,8 @@ class ProcessHarness:
         self.child.signal(signal.SIGKILL)
         self.exit_code()
         self.child.close()
-        self.scheduler.link.close()
-        self.api.link.close()
+        self.scheduler.close()
+        self.api.close()
 
 
 @pytest.fixture
@@ -147,7 +159,7 @@ def test_stream_survives_scheduler_restart_then_process_drains(harness: ProcessH
     harness.send_tokens(add.rid, ids[:4])
     harness.api.wait_for(lambda message: isinstance(message, Texts))
 
-    harness.scheduler.link.close()
+    harness.scheduler.close()
     harness.scheduler = harness.new_scheduler(b"two")
     assert not harness.api.wait_for_type(Status).ready
     assert harness.api.wait_for_type(Status) == READY
@@ -209,21 +221,25 @@ def test_streams_continue_while_a_huge_text_is_encoded(harness: ProcessHarness, 
 
 
 def test_disconnected_front_end_cancels_its_requests(harness: ProcessHarness) -> None:
-    other = LinkPeer(Link.connect(f"ipc://{harness.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"other")))
+    other = LinkPeer(
+        Link.connect(f"ipc://{harness.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"other")), harness.neighbours
+    )
     other.wait_for_type(Hello)
     other.send(Generate(1, "Hello", SamplingParams(7)))
     add = harness.scheduler.wait_for_type(Add)
     other.send(Tokenize(2, "é"))
     assert unpack_int32(other.wait_for_type(Tokenized).byte_stops)[-1] == 2
-    other.link.close()
-    reconnected = LinkPeer(Link.connect(f"ipc://{harness.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"again")))
+    other.close()
+    reconnected = LinkPeer(
+        Link.connect(f"ipc://{harness.run}/tok-0.front", Hello(PROTOCOL, "api", 1, b"again")), harness.neighbours
+    )
     reconnected.wait_for_type(Hello)
     assert harness.scheduler.wait_for_type(Cancel) == Cancel(add.rid)
     harness.scheduler.send(End(add.rid, FinishReason.CANCELLED))
     reconnected.send(Tokenize(1, "x"))
     assert reconnected.wait_for_type(Tokenized).rid == 1
     assert end_messages(reconnected.received) == []
-    reconnected.link.close()
+    reconnected.close()
 
 
 def wide(directory: Path, base: Path) -> Path:
