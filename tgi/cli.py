@@ -6,7 +6,6 @@ Settings become options of a command in `settings_options`; UserErrors are print
 
 import contextlib
 import json
-import math
 import os
 import signal
 import time
@@ -266,8 +265,9 @@ def ps(as_json: bool) -> None:
     for line in table:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for run in dict.fromkeys(row["run"] for row in rows):
-        for entry in Quarantine(Path(run)).entries():
-            minutes = math.ceil((entry.until - time.time()) / 60)
+        quarantine = Quarantine(Path(run))
+        for entry in quarantine.entries():
+            minutes = quarantine.minutes_left(entry)
             click.echo(f"{run}: request {entry.fingerprint} in quarantine for {minutes} minutes: {entry.reason}")
 
 

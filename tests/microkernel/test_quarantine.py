@@ -1,11 +1,11 @@
 """The quarantine that the front ends of a run directory share."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from tgi.microkernel import quarantine
 from tgi.microkernel.quarantine import MAX_ENTRIES, QUARANTINE_SECONDS, Quarantine
 
 
@@ -24,14 +24,25 @@ def test_all_front_ends_refuse_what_one_has_added(tmp_path: Path) -> None:
     assert one.find(b"12345678") is None
 
 
-def test_an_entry_ends_after_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = Quarantine(tmp_path)
-    monkeypatch.setattr(quarantine.time, "time", lambda: 1000.0)
+def test_an_entry_ends_after_an_hour(tmp_path: Path) -> None:
+    now = 1000.0
+    entries = Quarantine(tmp_path, lambda: now)
     entries.add(b"12345678", "")
-    monkeypatch.setattr(quarantine.time, "time", lambda: 1000.0 + QUARANTINE_SECONDS)
+    entry = entries.find(b"12345678")
+    assert entry is not None
+    assert entries.minutes_left(entry) == 60
+    now += QUARANTINE_SECONDS
     assert entries.find(b"12345678") is None
     assert entries.entries() == []
     assert entries.add(b"12345678", "")
+
+
+def test_the_time_of_day_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = Quarantine(tmp_path)
+    entries.add(b"12345678", "")
+    later = time.time() + 1e6
+    monkeypatch.setattr("time.time", lambda: later)
+    assert entries.find(b"12345678") is not None
 
 
 def test_the_list_is_bounded_and_a_damaged_file_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,7 +96,7 @@ class Service:
         names = [next(req.scope[FINGERPRINTS_KEY]) for _ in range(count)]
         for name in names:
             if (entry := self.router.quarantine.find(name)) is not None:
-                raise errors.quarantined(entry.reason, math.ceil((entry.until - time.time()) / 60))
+                raise errors.quarantined(entry.reason, self.router.quarantine.minutes_left(entry))
         return names
 
     def submit(self, requests: Sequence[LiveRequest], req: Request) -> DisconnectWatcher:

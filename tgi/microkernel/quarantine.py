@@ -6,8 +6,10 @@ One file in the run directory, which the front end that learns of a conviction r
 import fcntl
 import json
 import logging
+import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,14 +26,16 @@ class QuarantinedRequest:
     """A request that is refused."""
 
     fingerprint: str  # hexadecimal
-    until: float  # unix seconds
+    until: float  # seconds on the clock of the quarantine
     reason: str
 
 
 class Quarantine:
-    """The list of one run directory, as a front end uses it."""
+    """The list of one run directory, as a front end uses it. `clock` is the same for all processes of a host; a change
+    of the time of day neither ends nor extends a quarantine."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._path = quarantine_path(run)
         self._version: tuple[int, int] | None = None  # of the file whose entries are known
         self._entries: dict[str, QuarantinedRequest] = {}
@@ -39,7 +43,7 @@ class Quarantine:
     def entries(self) -> list[QuarantinedRequest]:
         """The requests that are refused now."""
         self._refresh()
-        now = time.time()
+        now = self._clock()
         return [entry for entry in self._entries.values() if entry.until > now]
 
     def find(self, fingerprint: bytes) -> QuarantinedRequest | None:
@@ -48,12 +52,16 @@ class Quarantine:
         if not self._entries:
             return None
         entry = self._entries.get(fingerprint.hex())
-        return entry if entry is not None and entry.until > time.time() else None
+        return entry if entry is not None and entry.until > self._clock() else None
+
+    def minutes_left(self, entry: QuarantinedRequest) -> int:
+        """For how many minutes a request is refused, rounded up."""
+        return math.ceil((entry.until - self._clock()) / 60)
 
     def add(self, fingerprint: bytes, reason: str) -> bool:
         """Refuses this request from now on, at all front ends; at this one only if the file cannot be written. Returns
         False if it is refused already."""
-        entry = QuarantinedRequest(fingerprint.hex(), time.time() + QUARANTINE_SECONDS, reason)
+        entry = QuarantinedRequest(fingerprint.hex(), self._clock() + QUARANTINE_SECONDS, reason)
         try:
             with self._path.with_suffix(".exclusive").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed

@@ -239,10 +239,10 @@ class Supervisor:
                 _drain(wake)
                 if self._signals:  # before reaping: the same Ctrl-C may have ended a process that has just started
                     break
-                if not (self.settings.run_dir / "state").is_dir():
+                if not os.path.isdir(self.settings.run_dir / "state"):  # false for an error, too
                     self._failure = (
-                        f"The run directory {self.settings.run_dir} was removed while the server ran. Start it again; "
-                        "set TGI_RUN to a directory that nothing cleans up."
+                        f"The run directory {self.settings.run_dir} was removed while the server ran, or it cannot be "
+                        "read any more. Start it again; set TGI_RUN to a directory that nothing cleans up."
                     )
                     break
                 self._reap(DRAIN_ORDER)
