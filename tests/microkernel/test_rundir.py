@@ -278,6 +278,13 @@ def test_a_state_file_that_cannot_be_written_does_not_end_the_process(
     assert "outdated state" in caplog.text
 
 
+def test_a_state_file_that_cannot_be_removed_does_not_end_the_supervisor(run: Path) -> None:
+    (stuck := run / "state" / "worker-0.json").mkdir()
+    rundir.remove_state(run, "worker-0")
+    assert stuck.exists()
+    assert rundir.read_states(run) == []
+
+
 def test_a_damaged_lock_file_names_no_process(run: Path) -> None:
     lock = rundir.RunDirLock(run, "worker")
     lock.path.write_bytes(b"\xff garbage")

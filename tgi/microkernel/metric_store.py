@@ -207,11 +207,11 @@ def fold_ended_processes(directory: Path, pids: Collection[int], wait: bool = Fa
     Returns False, without `wait`, if a reader holds the lock, and if no file can be opened or the disk is full: then
     the sums are still in their own files. Call again.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         return True
-    for path in _files(directory, GAUGES, pids):
-        path.unlink(missing_ok=True)
     try:
+        for path in _files(directory, GAUGES, pids):
+            path.unlink(missing_ok=True)
         with _locked(directory, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)):
             if ended := _files(directory, SUMS, pids):
                 _fold(ended, directory / ENDED)

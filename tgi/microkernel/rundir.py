@@ -202,8 +202,9 @@ def read_state(run: Path, name: str) -> ProcessState | None:
 
 
 def remove_state(run: Path, name: str) -> None:
-    """Removes the state file of an ended process."""
-    (run / "state" / f"{name}.json").unlink(missing_ok=True)
+    """Removes the state file of an ended process. One that cannot be removed is known by its pid to be outdated."""
+    with contextlib.suppress(OSError):
+        (run / "state" / f"{name}.json").unlink()
 
 
 def tokenizer_socket(replica: int | str) -> str:
