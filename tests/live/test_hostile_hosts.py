@@ -23,9 +23,10 @@ PROMPTS = [(f"Prompt {n}", {"max_new_tokens": 80}) for n in range(4)]
 MEMORY_GROWTH = 300 << 20  # bytes
 
 
-@pytest.fixture
-def attacked(tiny_llama: Path, tmp_path: Path) -> Iterator[tuple[Server, Hosts]]:
-    hosts = Hosts(tmp_path, str(tiny_llama))
+@pytest.fixture(scope="module")
+def attacked(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Hosts]]:
+    """Serves on after each attack."""
+    hosts = Hosts(tmp_path_factory.mktemp("hosts"), str(tiny_llama))
     with hosts.start_first() as first, hosts.other("second").start("worker", *SCRIPTED):
         first.wait_until_ready()
         yield first, hosts
