@@ -225,7 +225,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert str(PATHS[request.cache_salt]) in self.sim.adapters.dropped
                 assert request.ids == expected.ids[: len(request.ids)]
             case FinishReason.QUARANTINED:
-                killed_too_often = self.worker_losses >= 5  # all in its turns by accident, which is unlikely
+                # An innocent one only for deaths from outside, all in its turns by accident, which is unlikely.
+                killed_too_often = self.worker_losses >= 5 and request.end.message.startswith("the worker was killed ")
                 assert request.prompt[0] in (DEADLY, BROKEN) or killed_too_often
                 assert request.ids == expected.ids[: len(request.ids)]
             case other:
