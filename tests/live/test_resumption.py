@@ -1,5 +1,6 @@
 """Streams whose clients come back with Last-Event-ID, with real processes: no event is lost, repeated or different."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from tests.certificates import make_certificate
 from tests.live.server import CLIENT_OPTIONS, TIMEOUT_SECONDS, Server, SharedServers
 from tests.live.test_tools import REQUEST as TOOL_REQUEST
 from tests.live.test_tools import TEMPLATE
@@ -169,6 +171,34 @@ def test_streams_survive_the_death_of_their_front_end(
     again = until_served(lambda: list(stream(server, kind, whole[0].id)))
     assert by_choice(whole[:1] + again) == by_choice(whole)
     assert whole[-1].data == "[DONE]" or json.loads(whole[-1].data)["generated_text"]
+
+
+def test_streams_over_tls_continue_at_another_front_end(tiny_llama: Path, tmp_path: Path) -> None:
+    used = make_certificate(tmp_path, "used")
+    tls = ("--ssl-certfile", str(used.certfile), "--ssl-keyfile", str(used.keyfile))
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), *SCRIPTED, "60", *tls) as server:
+        assert server.start().wait_until_ready().url.startswith("https:")
+        received: list[Event] = []
+        with contextlib.suppress(httpx.TransportError):
+            for event in stream(server, "completions"):
+                received.append(event)
+                if len(received) == 30:
+                    for name in ("api-0", "api-1"):
+                        server.kill(name)
+
+        def attempt() -> list[Event]:
+            for event in stream(server, "completions", received[-1].id):
+                received.append(event)
+                if len(received) >= 80:
+                    break  # the client closes the connection
+            return received
+
+        until_served(attempt)
+        whole = received + list(stream(server, "completions", received[-1].id))
+        again = list(stream(server, "completions", whole[0].id))
+        assert by_choice(whole[:1] + again) == by_choice(whole)
+        assert whole[-1].data == "[DONE]"
+        assert 80 <= len(received) < len(whole)
 
 
 def test_an_abandoned_stream_ends_after_its_window(tiny_llama: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,15 @@ def test_run_directory_is_listed_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert rundir.user_run_dirs() == [tmp_path / "tgi" / "3000"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"role": "api", "place": 0}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{", "[]", '{"role": "api", "place": 0}', "", "\0", "[" * 100_000, "5",
+        '{"role": "api", "replica": 0, "pid": "7", "boot": "", "state": "ready"}',
+        '{"role": "api", "replica": 0, "pid": 7, "boot": null, "state": "ready"}',
+        '{"role": "api", "replica": 0, "pid": 7, "boot": "", "state": "ready", "facts": []}',
+    ],
+)  # fmt: skip
 def test_unreadable_state_files_are_skipped_with_a_warning(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,3 +299,31 @@ def test_a_damaged_lock_file_names_no_process(run: Path) -> None:
     lock.path.write_bytes(b"\xff garbage")
     assert rundir.lock_holders(run) == {"worker": rundir.UNKNOWN_PID}
     lock.release()
+
+
+def test_files_that_are_damaged_are_replaced_at_start(run: Path) -> None:
+    site = rundir.site_id(run)
+    (run / "site").write_bytes(bytes(range(128, 144)))
+    (run / "pipeline").write_bytes(b"\xff")
+    (run / "state" / "api-0.json").write_bytes(b"\xff")
+    assert rundir.site_id(run) == ""
+    assert rundir.read_pipeline(run) == 0
+    rundir.create_run_dir(run)
+    rundir.remove_leftovers(run)
+    assert rundir.site_id(run) not in ("", site)
+    assert not list((run / "state").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "remove"),
+    [
+        ("scheduler-0.suspects", rundir.forget_crashes),
+        ("quarantine.json", rundir.forget_crashes),
+        ("state/api-0.json", rundir.remove_leftovers),
+    ],
+)
+def test_a_directory_in_place_of_a_file_is_a_user_error(run: Path, name: str, remove: Callable[[Path], None]) -> None:
+    (run / name).mkdir()
+    assert rundir.read_states(run) == []
+    with pytest.raises(UserError, match=f"{name}: .*Remove it"):
+        remove(run)

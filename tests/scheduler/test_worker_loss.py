@@ -7,7 +7,7 @@ import pytest
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone, fingerprint_of
 from tgi.microkernel.codec import unpack_int32
-from tgi.microkernel.crash_isolation import OUTSIDE_PROGRESS, TRIAL_TOKENS
+from tgi.microkernel.crash_isolation import MEMORY_SECONDS, OUTSIDE_PROGRESS, TRIAL_TOKENS
 from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
 from tgi.microkernel.protocol import PROTOCOL, End, FinishReason, Hello, LastExit, Status, StepResult
 from tgi.microkernel.rundir import suspects_path
@@ -411,6 +411,28 @@ def test_a_request_that_crashes_the_scheduler_when_it_arrives_is_refused_after_t
     assert again.end is not None
     sim.run()
     for request in [one for one in sim.requests if one.prompt != culprit.prompt]:
+        assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def test_a_convicted_request_is_tried_again_after_an_hour_and_convicted_by_one_more_crash() -> None:
+    sim = named_simulation(3)
+    sim.poison.add(99)
+    convicted = sim.add([99, 2, 3], 20)
+    sim.run()
+    sim.advance_time(MEMORY_SECONDS - 1)
+    early = sim.add([99, 2, 3], 20)
+    sim.advance_time(2)
+    late = sim.add([99, 2, 3], 20)
+    others = [sim.add([n, 2, 3], 20) for n in range(4)]
+    losses = sim.scheduler.counters.worker_losses
+    assert early.end is not None
+    assert late.end is None
+    sim.run()
+    assert sim.scheduler.counters.worker_losses <= losses + 2  # the first may have others in hand
+    for request in (convicted, early, late):
+        assert request.end is not None
+        assert request.end.reason == FinishReason.QUARANTINED
+    for request in others:
         assert_as_if_alone(request, WORKER_CONFIG)
 
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import stat
 import time
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ PIPELINE_FILE = "pipeline"
 SINGLE_ROLES = ("scheduler", "worker")
 # The pid of a lock holder that has not written it yet, or has erased it.
 UNKNOWN_PID = 0
+_SITE_ID = re.compile(r"[0-9a-f]{16}")
 # How long to retry a lock: lock_holders() takes shared locks for a moment.
 LOCK_RETRY_SECONDS = 0.5
 
@@ -105,11 +107,13 @@ def create_run_dir(path: Path) -> None:
 
 
 def site_id(path: Path) -> str:
-    """The random id of a run directory, which distinguishes it from those of other hosts; "" if it has none."""
+    """The random id of a run directory, which distinguishes it from those of other hosts; "" if it has none, or a
+    damaged one."""
     try:
-        return (path / "site").read_text()
+        text = (path / "site").read_text(errors="replace")
     except FileNotFoundError:
         return ""
+    return text if _SITE_ID.fullmatch(text) else ""
 
 
 def _directories(path: Path) -> list[Path]:
@@ -140,7 +144,7 @@ def process_name(role: str, replica: int, rank: int = 0) -> str:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state file of a process, for `tgi ps` and the progress bar."""
+    """The state file of a process, for `tgi ps` and the progress bar. Raises TypeError for values of other types."""
 
     role: str
     replica: int
@@ -153,10 +157,21 @@ class ProcessState:
     rank: int = 0  # of a worker with several
     facts: dict[str, Any] = field(default_factory=dict)  # of its role, when it is ready: see progress.WorkerFacts
 
+    def __post_init__(self) -> None:
+        for name, kind in _STATE_TYPES.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"{name} is {value!r}")
+
     @property
     def name(self) -> str:
         """See process_name."""
         return process_name(self.role, self.replica, self.rank)
+
+
+_STATE_TYPES: dict[str, type | tuple[type, ...]] = {
+    "role": str, "replica": int, "pid": int, "boot": str, "state": str, "stage": str, "percent": int,
+    "since": (int, float), "facts": dict,
+}  # fmt: skip
 
 
 def write_state(run: Path, state: ProcessState) -> None:
@@ -196,7 +211,7 @@ def read_state(run: Path, name: str) -> ProcessState | None:
     except OSError as error:
         log.warning("cannot read %s: %s", path, error.strerror)
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         log.warning("skipped %s, which another version of tgi has written, or which is damaged: %s", path, error)
         return None
 
@@ -227,7 +242,7 @@ def pipeline_directory(run: Path, pipeline: int) -> Path:
 def read_pipeline(run: Path) -> int:
     """The number of the pipeline that serves."""
     try:
-        return int((run / PIPELINE_FILE).read_text())
+        return max(0, int((run / PIPELINE_FILE).read_text()))
     except (FileNotFoundError, ValueError):
         return 0
 
@@ -252,15 +267,15 @@ def remove_leftovers(run: Path) -> None:
     held = {name: pid for name, pid in lock_holders(run).items() if pid != os.getpid()}
     if not held:
         (run / PIPELINE_FILE).unlink(missing_ok=True)
-    for state in read_states(run):
-        if not {state.name, state.role} & held.keys():
-            remove_state(run, state.name)
+    for path in (run / "state").glob("*.json"):
+        if not {path.stem, path.stem.rpartition("-")[0]} & held.keys():
+            _remove(path)
     replicas = [name.removeprefix("tokenizer-") for name in held if name.startswith("tokenizer-")]
     used = {tokenizer_socket(replica) for replica in replicas}
     used |= {control_socket(run, pid).name for pid in held.values()}
     for path in (*run.rglob(tokenizer_socket("*")), *run.glob("control-*")):
         if path.name not in used:
-            path.unlink(missing_ok=True)
+            _remove(path)
 
 
 def suspects_path(run: Path, name: str) -> Path:
@@ -276,7 +291,15 @@ def quarantine_path(run: Path) -> Path:
 def forget_crashes(run: Path) -> None:
     """Ends all suspicions and quarantines, for the first supervisor of a run directory."""
     for path in (*run.glob("*.suspects"), quarantine_path(run)):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file of an earlier server. Raises UserError if it cannot be removed."""
+    try:
         path.unlink(missing_ok=True)
+    except OSError as error:  # it is a directory
+        raise UserError(f"Cannot remove {path}: {error.strerror}. Remove it, or set TGI_RUN to another one.") from error
 
 
 class ProcessLock(NamedTuple):

@@ -136,7 +136,7 @@ class SuspectsFile:
             kept = decode(self._path.read_bytes())
         except FileNotFoundError:
             return []
-        except ProtocolError as error:
+        except (OSError, ProtocolError) as error:
             log.warning("ignored %s, which is damaged: %s", self._path, error)
             return []
         return kept.suspects if isinstance(kept, Inheritance) else []

@@ -2,6 +2,7 @@
 
 import ctypes
 import queue
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -149,6 +150,7 @@ class JobExecutors:
         self._free_units: queue.SimpleQueue[int] = queue.SimpleQueue()
         for unit in range(1, len(units)):
             self._free_units.put(unit)
+        self._began: dict[int, float] = {}  # by unit: when its job began
         self._trial_running = False
         self._executors = {name: ThreadPoolExecutor(THREADS[name], name) for name in ExecutorName}
         self._running: dict[ExecutorName, list[str]] = {name: [] for name in ExecutorName}  # the jobs' clients
@@ -184,6 +186,10 @@ class JobExecutors:
             self._trial_running = False  # a trial was the only job
             yield job, future.result()
 
+    def longest_seconds(self) -> float:
+        """For how long the job that has run longest has run."""
+        return time.monotonic() - min(list(self._began.values()), default=time.monotonic())
+
     def shutdown(self) -> None:
         """Ends the threads. Call it when `idle`."""
         for executor in self._executors.values():
@@ -201,9 +207,11 @@ class JobExecutors:
     def _run(self, job: EncodingJob) -> Any:
         unit = self._free_units.get()
         self._units[unit] = job.fingerprint
+        self._began[unit] = time.monotonic()
         try:
             return job.run()
         finally:
+            del self._began[unit]
             self._units[unit] = 0
             self._free_units.put(unit)
             if job.size > MAX_SHORT_SIZE:

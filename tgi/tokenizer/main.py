@@ -63,6 +63,8 @@ def main(process: Process) -> None:
         deadline = pool.deadline()
         process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
         run_once(pool, streams, api_link, scheduler_link, executors)
+        if executors.longest_seconds() > process.settings.hang_timeout:
+            process.begin_work(0.0, "a text")  # the supervisor ends this process: a thread cannot be ended
         if process.beat_due:
             process.exchange_beats(pool.beat())
     for link in (api_link, scheduler_link):

@@ -1,17 +1,26 @@
-"""Faults for tests of crash isolation, in any server that has this directory on its PYTHONPATH: a request crashes the
-process that handles it, by its seed. Python imports this module at start.
+"""Faults for tests of crash isolation, in any server that has this directory on its PYTHONPATH: a request crashes or
+hangs the process that handles it, by its seed. Python imports this module at start.
 """
 
 import signal
 import sys
+import time
 
 # The seed of a request that crashes a process: where it does so.
 ENCODING, DETOKENIZING, ADDED, PLANNED, EVERY_FOURTH_TOKEN, FATAL_EXIT = 6661, 6662, 6663, 6664, 6665, 6666
+# The seed of a request that hangs a process.
+HANGS_ENCODING, HANGS_ADDED, HANGS_WORKER = 6671, 6672, 6673
 
 
 def crash() -> None:
     """As a defect in C code does: in this thread, at once."""
     signal.raise_signal(signal.SIGSEGV)
+
+
+def hang() -> None:
+    """As an endless loop does."""
+    while True:
+        time.sleep(60)
 
 
 def _in_tokenizer() -> None:
@@ -23,6 +32,8 @@ def _in_tokenizer() -> None:
     def encode_generate(self, generate):
         if generate.sampling.seed == ENCODING:
             crash()
+        if generate.sampling.seed == HANGS_ENCODING:
+            hang()
         return encode(self, generate)
 
     def append_token(self, token_id):
@@ -43,6 +54,8 @@ def _in_scheduler() -> None:
     def crashing_handle(self, message, source, now):
         if isinstance(message, Add) and decode(message.sampling).seed == ADDED:
             crash()
+        if isinstance(message, Add) and decode(message.sampling).seed == HANGS_ADDED:
+            hang()
         return handle(self, message, source, now)
 
     def assign_slot(self, request):
@@ -66,6 +79,8 @@ def _in_worker() -> None:
         sampled_here = len(request.ids) + 1 - len(request.slot.token_ids) // 4
         if decode(request.slot.sampling).seed == EVERY_FOURTH_TOKEN and sampled_here == 4:
             crash()
+        if decode(request.slot.sampling).seed == HANGS_WORKER:
+            hang()
         if decode(request.slot.sampling).seed == FATAL_EXIT:
             sys.exit(3)  # as if it could not start
         return sample(self, slot)
