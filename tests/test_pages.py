@@ -19,7 +19,8 @@ from tgi.microkernel import log
 from tgi.microkernel.options import flag
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.protocol import MAX_TOP_TOKENS
-from tgi.microkernel.settings import DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS, OPTIONS, load_settings
+from tgi.microkernel.settings import DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS, OPTIONS
+from tgi.microkernel.settings_loading import load_settings
 from tgi.tokenizer import chat_template
 from tgi.tokenizer.structured_output import answer_grammar, grammar, json_schema, json_schema_lark
 

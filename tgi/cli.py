@@ -19,15 +19,8 @@ import click
 from tgi import INTERRUPTED, __version__
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import SettingOption, boolean, flag
-from tgi.microkernel.settings import (
-    DEFAULTS,
-    GROUPS,
-    OPTIONS,
-    RELOADED_LIMITS,
-    RELOADED_MODEL,
-    Settings,
-    load_settings,
-)
+from tgi.microkernel.settings import DEFAULTS, GROUPS, OPTIONS, RELOADED_LIMITS, RELOADED_MODEL, Settings
+from tgi.microkernel.settings_loading import load_settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {

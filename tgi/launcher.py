@@ -6,7 +6,7 @@ import click
 
 from tgi import __version__
 from tgi.cli import CONTEXT, SettingsCommand, settings_options, user_errors_reported
-from tgi.microkernel.settings import load_settings
+from tgi.microkernel.settings_loading import load_settings
 
 
 @click.command("text-generation-launcher", cls=SettingsCommand, context_settings=CONTEXT)

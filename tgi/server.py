@@ -17,16 +17,11 @@ from tgi.api.tls import ServerCertificate
 from tgi.hub import memory
 from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.lora_adapters import named_adapters
 from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.protocol import ROLES
-from tgi.microkernel.settings import (
-    GENERATION_CONFIGS,
-    Settings,
-    ineffective_flags,
-    named_adapters,
-    non_default_settings,
-    with_reloaded,
-)
+from tgi.microkernel.settings import GENERATION_CONFIGS, Settings
+from tgi.microkernel.settings_loading import ineffective_flags, non_default_settings, with_reloaded
 from tgi.microkernel.supervisor import ProcessSpec, Supervisor, listening_socket
 from tgi.microkernel.terminal import ControllingTerminal
 

@@ -40,7 +40,8 @@ from scripts.benchmarks.shapes import CONFIG, SHAPES, matrices, stored, write_mo
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import boolean, count, counts, flag
 from tgi.microkernel.protocol import Step
-from tgi.microkernel.settings import OPTIONS, Settings, load_settings
+from tgi.microkernel.settings import OPTIONS, Settings
+from tgi.microkernel.settings_loading import load_settings
 from tgi.server import nvidia_smi
 from tgi.worker.attention import page_bytes
 from tgi.worker.engine import startup

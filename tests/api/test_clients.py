@@ -12,7 +12,8 @@ from tests.api.test_hostile_clients import until
 from tgi.api.clients import Clients
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.protocol import Cancel, Generate
-from tgi.microkernel.settings import Settings, load_settings
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings_loading import load_settings
 
 BODY = '{"inputs":"x"}'
 

@@ -12,7 +12,7 @@ from tests.hub.test_hub_download import COMMIT, ROOT, Hub, fetch, hub, surroundi
 from tgi.hub.model_config import read_model_config
 from tgi.hub.resolver import adapter_directory
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import NamedAdapter
+from tgi.microkernel.lora_adapters import NamedAdapter
 
 __all__ = ["hub"]
 
@@ -23,7 +23,7 @@ FILES = {
 FETCH = textwrap.dedent("""
     import sys
     from tgi.hub.resolver import adapter_directory
-    from tgi.microkernel.settings import named_adapters
+    from tgi.microkernel.lora_adapters import named_adapters
     from tgi.microkernel.errors import UserError
     try:
         print(*(adapter_directory(adapter) for adapter in named_adapters(sys.argv[1])))

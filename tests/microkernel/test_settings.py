@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.options import resolve_value
-from tgi.microkernel.settings import (
-    DEFAULTS,
-    HIDDEN,
-    OPTIONS,
-    Settings,
+from tgi.microkernel.lora_adapters import named_adapters
+from tgi.microkernel.options import HIDDEN, resolve_value
+from tgi.microkernel.settings import DEFAULTS, OPTIONS, Settings
+from tgi.microkernel.settings_loading import (
     count_visible_devices,
     ineffective_flags,
     load_settings,
-    named_adapters,
     non_default_settings,
 )
 

@@ -11,7 +11,8 @@ from falcon.asgi import Request
 from tgi.api import errors
 from tgi.microkernel.api_keys import ApiKey, parse_api_key
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.settings import Settings, reread_api_keys
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings_loading import reread_api_keys
 
 log = logging.getLogger(__name__)
 

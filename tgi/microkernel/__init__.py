@@ -25,7 +25,8 @@ Processes
     interpreter      how child processes of the same Python are started
 
 Configuration
-    settings         the table of settings; loading and checking them
+    settings         the table of settings
+    settings_loading settings from flags and environment, checked; lora_adapters: the list of --lora-adapters
     options          what a setting consists of, and the parsers of values
 
 Observability

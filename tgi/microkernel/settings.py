@@ -1,24 +1,16 @@
 """Every setting of the program, declared once in Settings: flag, environment variables, type, default and meaning.
 
-`load_settings` reads flags and environment and rejects contradictions. To add a setting: a field of Settings, and
-docs/configuration.md from scripts/configuration.py. Imported by scripts/install.py before any package is installed.
+`settings_loading.load_settings` reads flags and environment and rejects contradictions. To add a setting: a field of
+Settings, and docs/configuration.md from scripts/configuration.py. Imported by scripts/install.py before any package is
+installed.
 """
 
 import json
-import logging
-import os
-import re
-import subprocess
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tgi.microkernel import rundir
-from tgi.microkernel.api_keys import parse_api_key, read_api_key_file
-from tgi.microkernel.errors import UserError
 from tgi.microkernel.options import (
-    HIDDEN,
     OPTION,
     SettingOption,
     address,
@@ -26,12 +18,10 @@ from tgi.microkernel.options import (
     boolean,
     count,
     endpoint,
-    flag,
     integer,
     network,
     number,
     proper_share,
-    resolve_value,
     seconds,
     setting,
     share,
@@ -40,8 +30,6 @@ from tgi.microkernel.options import (
     text,
 )
 from tgi.microkernel.sampling_params import SamplingDefaults
-
-log = logging.getLogger(__name__)
 
 GENERATION_CONFIGS = ("auto", "tgi")  # values of --generation-config other than a directory
 
@@ -92,13 +80,6 @@ DEFAULT_SPECULATED_TOKENS, MAX_SPECULATED_TOKENS = 4, 16
 DEFAULT_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 
 DEFAULT_BATCH_SIZE = {"cpu": 128, "cuda": 256}
-
-# Environment variables that list the devices of a container; the first that is set counts.
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-
-EVERY = ("all", "void")  # values of NVIDIA_VISIBLE_DEVICES that are not lists
-
-_ITEM = re.compile(r"(?P<name>[^=@]+)(?:=(?P<path>[^=@]+))?(?:@(?P<revision>[^=@]+))?")
 
 
 def _per_device(defaults: dict[str, int]) -> str:
@@ -645,238 +626,3 @@ RELOADED_LIMITS = (
     "max_input_tokens", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens", "max_batch_total_tokens",
     "memory_fraction", "cuda_memory_fraction",
 )  # fmt: skip
-
-
-# --- loading: flags and environment to Settings ---
-
-
-def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from the given command line flags, then the environment, then defaults.
-
-    Raises UserError for a value that cannot be parsed, for contradictions, and for features that are not supported.
-    """
-    if "HONCHO_PROCESS_NAME" in environ:  # honcho sets another PORT for each of its processes
-        environ = {name: content for name, content in environ.items() if name != "PORT"}
-    _reject_empty_key(flags, environ)
-    values: dict[str, Any] = {}
-    for name, option in OPTIONS.items():
-        given = None if flags.get(name) == () else flags.get(name)
-        try:
-            values[name] = resolve_value(name, option, given, getattr(DEFAULTS, name), environ)
-        except ValueError as error:
-            raise UserError(str(error), code=2) from error
-    settings = Settings(**values, run_dir=rundir.default_run_dir(values["port"]))
-    _reject_contradictions(settings)
-    if (shards := count_shards(settings, environ)) > 1:
-        settings = replace(settings, num_shard=shards)
-    _reject_unsupported(settings)
-    return _with_derived_values(settings)
-
-
-def with_reloaded(settings: Settings, given: Mapping[str, Any]) -> Settings:
-    """The settings of a running server with those that `tgi reload` was given. Raises UserError as `load_settings`."""
-    model = {name: getattr(DEFAULTS, name) for name in RELOADED_MODEL}
-    derived = {name: getattr(DEFAULTS, name) for name in ("draft_model_dir", "adapters", "sampling_defaults")}
-    values = model | derived | {name: value for name, value in given.items() if value is not None}
-    settings = replace(settings, **values, max_input_length=None)
-    _reject_contradictions(settings)
-    _reject_unsupported(settings)
-    return replace(settings, speculate=_default_speculate(settings))
-
-
-def non_default_settings(settings: Settings) -> dict[str, Any]:
-    """The settings other than the defaults, by name, with secrets hidden."""
-    return {name: HIDDEN if OPTIONS[name].secret else value for name, value in _non_defaults(settings).items()}
-
-
-def ineffective_flags(settings: Settings) -> dict[str, str]:
-    """Flags with values other than the defaults that have no effect -> reason."""
-    return {flag(name): reason for name in _non_defaults(settings) if (reason := OPTIONS[name].ignored)}
-
-
-def _non_defaults(settings: Settings) -> dict[str, Any]:
-    """The settings other than the defaults, by name."""
-    return {name: value for name in OPTIONS if (value := getattr(settings, name)) != getattr(DEFAULTS, name)}
-
-
-def _reject_empty_key(flags: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Empty variables count as not set, but an empty API_KEY would serve without authentication by mistake."""
-    for variable in OPTIONS["api_key"].variables("api_key"):
-        if variable in environ and not environ[variable].strip() and not flags.get("api_key"):
-            raise UserError(f"The environment variable {variable} is empty. Give it a key, or unset it.", code=2)
-
-
-def _invalid(text: str) -> UserError:
-    return UserError(f"Invalid argument: {text}")
-
-
-def _reject_contradictions(settings: Settings) -> None:
-    """Raises UserError for settings that contradict each other, with TGI's messages if it has them."""
-    from tgi.microkernel.protocol import MAX_TOP_TOKENS  # scripts/install.py imports this module without msgpack
-
-    tokens, length, total = settings.max_input_tokens, settings.max_input_length, settings.max_total_tokens
-    if tokens is not None and length is not None:
-        raise _invalid(
-            f"Both `max_input_tokens` ({tokens}) and `max_input_length` ({length}) are set. Please define only "
-            "`max_input_tokens` as `max_input_length is deprecated for naming consistency."
-        )
-    tokens = tokens or length
-    if tokens is not None and total is not None and tokens >= total:
-        raise _invalid(f"`max_input_tokens`({tokens}) must be < `max_total_tokens`({total})")
-    if total == 1:
-        raise _invalid("`max_total_tokens` must be >= 2: a prompt and what is generated have a token each. Given: 1")
-    if settings.validation_workers == 0:
-        raise _invalid("`validation_workers` must be > 0")
-    batch = settings.max_batch_total_tokens
-    if total is not None and batch is not None and total > batch:
-        raise _invalid(f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {batch}")
-    for given, name in ((settings.ngrok_authtoken, "ngrok-authtoken"), (settings.ngrok_edge, "ngrok-edge")):
-        if settings.ngrok and given is None:
-            raise _invalid(f"`{name}` must be set when using ngrok tunneling")
-    try:
-        named_adapters(settings.lora_adapters)
-    except ValueError as error:
-        raise _invalid(str(error)) from error
-    if settings.rope_factor is not None and settings.rope_factor < 1:
-        raise _invalid(f"`rope_factor` must be >= 1. Given: {settings.rope_factor}")
-    if settings.max_top_n_tokens > MAX_TOP_TOKENS:
-        raise _invalid(f"`max_top_n_tokens` must be <= {MAX_TOP_TOKENS}. Given: {settings.max_top_n_tokens}")
-    if settings.speculate is not None and settings.speculate > MAX_SPECULATED_TOKENS:
-        raise _invalid(f"`speculate` must be <= {MAX_SPECULATED_TOKENS}. Given: {settings.speculate}")
-    if settings.draft_model_id is not None and settings.speculate == 0:
-        raise _invalid("`speculate` is 0, so the draft model would draft nothing. Leave out one of the two.")
-    if settings.draft_model_revision is not None and settings.draft_model_id is None:
-        raise _invalid("`draft_model_revision` is set, but no `draft_model_id` is given")
-    if settings.resume_window < 0:
-        raise _invalid(f"`resume_window` must be >= 0. Given: {settings.resume_window:g}")
-    for line in settings.api_key:
-        try:
-            parse_api_key(line)
-        except (ValueError, TypeError) as error:
-            raise _invalid(f"`api_key`: {error}") from error
-    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
-        raise _invalid("`ssl_keyfile` is set, but no `ssl_certfile` is given. HTTPS needs both, or one file with both.")
-    for name in ("listen", "connect"):
-        if getattr(settings, name) is not None and settings.keys is None:
-            raise _invalid(
-                f"`{name}` is set without `keys`, but links between hosts are always encrypted. Run `tgi keys new` "
-                f"and give --keys {'scheduler.key' if name == 'listen' else 'host.key'}"
-            )
-    if settings.worker == "remote" and settings.listen is None:
-        raise _invalid("`worker` is remote, but no worker can connect without --listen tcp://ADDRESS:PORT")
-    for name in ("aip_predict_route", "aip_health_route"):
-        if (route := getattr(settings, name)) is not None and not route.startswith("/"):
-            raise _invalid(f"`{name}` must begin with a slash. Given: {route}")
-
-
-def _reject_unsupported(settings: Settings) -> None:
-    """Raises UserError for features of TGI that this server does not have."""
-    if settings.ngrok:
-        raise _invalid("ngrok tunnels are not supported. Leave out --ngrok and run the tunnel separately.")
-    if settings.device == "mps":
-        raise _invalid(
-            "`device` is mps, but the worker has no attention over a paged KV cache for Apple's GPU. Use --device cpu."
-        )
-    if settings.quantize == "exl2":
-        raise _invalid(
-            "`quantize` is exl2, whose bit widths differ between layers: not supported. Serve the "
-            "original weights with --quantize int4 or int8, or a GPTQ or AWQ checkpoint."
-        )
-    if settings.rope_scaling == "dynamic":
-        raise _invalid(
-            "`rope_scaling` is dynamic, which scales by the longest sequence of a batch: not supported. "
-            "Use --rope-scaling linear."
-        )
-
-
-def _with_derived_values(settings: Settings) -> Settings:
-    """Resolves deprecated names, the default of speculate, and the file of keys, which are added to those given."""
-    limit = settings.max_input_tokens or settings.max_input_length
-    speculate = _default_speculate(settings)
-    keys = settings.api_key + _read_keys(settings.api_key_file)
-    return replace(settings, max_input_tokens=limit, speculate=speculate, api_key=keys, given_api_keys=settings.api_key)
-
-
-def _default_speculate(settings: Settings) -> int | None:
-    return DEFAULT_SPECULATED_TOKENS if settings.speculate is None and settings.draft_model_id else settings.speculate
-
-
-def reread_api_keys(settings: Settings) -> tuple[str, ...]:
-    """The value of `api_key` with the present content of the key file. Raises UserError if that is invalid."""
-    return settings.given_api_keys + _read_keys(settings.api_key_file)
-
-
-def _read_keys(file: str | None) -> tuple[str, ...]:
-    return () if file is None else read_api_key_file(file)
-
-
-# --- LoRA adapters ---
-
-
-class NamedAdapter(NamedTuple):
-    """One item of --lora-adapters: an adapter in the directory `path`, or, without it, on the Hub."""
-
-    name: str  # its name in requests
-    path: str | None
-    revision: str | None
-
-
-def named_adapters(text: str | None) -> list[NamedAdapter]:
-    """Parses a comma-separated list of `id`, `id@revision`, `name=path` or `name=path@revision`.
-
-    Raises ValueError with a message for the user.
-    """
-    found: dict[str, NamedAdapter] = {}
-    for item in text.split(",") if text is not None else ():
-        matched = _ITEM.fullmatch(item)
-        if matched is None or not all(part is None or part.strip() for part in matched.groups()):
-            forms = "ID, ID@REVISION, NAME=PATH or NAME=PATH@REVISION, with commas between them"
-            raise ValueError(f"Invalid LoRA adapter format: {item.strip() or 'an empty name'}. Give {forms}")
-        name, path, revision = (part and part.strip() for part in matched.group("name", "path", "revision"))
-        if name == "tgi":
-            raise ValueError("A LoRA adapter cannot be called tgi: this model name means the base model")
-        if name in found:
-            raise ValueError(f"Two LoRA adapters are called {name}. Give them different names: NAME=PATH")
-        found[name] = NamedAdapter(name, path, revision)
-    return [*found.values()]
-
-
-# --- devices ---
-
-
-def count_shards(settings: Settings, environ: Mapping[str, str]) -> int:
-    """The number of ranks that compute the model, chosen as by TGI: --num-shard, else with --sharded every visible
-    device. Raises UserError, with TGI's messages if it has them, for settings that contradict each other."""
-    sharded, count = settings.sharded == "true", settings.num_shard
-    if sharded and count is None:
-        count = count_visible_devices(environ)
-        if count <= 1:
-            raise UserError(f"not enough cuda devices: `sharded` is true but only found {count} CUDA devices")
-    elif sharded and count is not None and count <= 1:
-        raise UserError("Invalid argument: `sharded` is true but `num_shard` <= 1")
-    if count is None:
-        by_default = settings.sharded is None and settings.device != "cpu" and settings.worker == "torch"
-        return max(1, count_visible_devices(environ)) if by_default and _names_devices(environ) else 1
-    if count < 1:
-        raise UserError("Invalid argument: `num_shard` cannot be < 1")
-    if count > 1 and settings.quantize == "exl2":
-        raise UserError("Invalid argument: Sharding is currently not supported with `exl2` quantization")
-    return count
-
-
-def _names_devices(environ: Mapping[str, str]) -> bool:
-    """Whether the environment says which devices to use."""
-    return any(environ.get(name, "").strip() for name in VISIBLE)
-
-
-def count_visible_devices(environ: Mapping[str, str]) -> int:
-    """The number of devices that the environment makes visible."""
-    named = next((environ[name] for name in VISIBLE if environ.get(name, "").strip()), "")
-    if named.strip() not in EVERY:
-        return len(named.split(",")) if named else 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning("nvidia-smi cannot count the devices: %s", error)
-        return 0
-    return len(listing.stdout.splitlines())

@@ -30,7 +30,8 @@ from tgi.microkernel.process import (
     work_register_path,
 )
 from tgi.microkernel.protocol import ROLES, LastExit
-from tgi.microkernel.settings import Settings, reread_api_keys
+from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings_loading import reread_api_keys
 from tgi.microkernel.terminal import ControllingTerminal
 from tgi.microkernel.token_bucket import TokenBucket
 from tgi.microkernel.work_register import WorkRegister
