@@ -231,14 +231,14 @@ class StepPlanner:
         worthwhile: beyond that a prompt takes the same time in any step, and the mean latency is lowest if prompts
         finish one after the other.
         """
+        on_trial = self._isolation.on_trial
+        if not self.batch.prefilling and not self.queue and not on_trial:
+            return
         budget = self.limits.max_batch_prefill_tokens - len(builder.drawing) - sum(builder.drafts)
         if builder.drawing:
             budget = self._prefill_budget.target_tokens(min(self.limits.page_size, budget), budget)
         elif len(self.queue.clients) > 1:  # a request of another client may arrive at any time, and waits for this step
             budget = self._prefill_budget.shared_tokens(budget)
-        on_trial = self._isolation.on_trial
-        if not self.batch.prefilling and not self.queue and not on_trial:
-            return
         # Prompts are added until the remaining budget is at or below this.
         stop_at = max(0, budget - self._prefill_budget.worthwhile_tokens(budget))
         begun = self._begun_prompts()
