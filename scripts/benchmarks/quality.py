@@ -31,6 +31,7 @@ from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
+from tgi.worker.distributed.sharding import whole
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import read_model_spec
@@ -139,7 +140,9 @@ def load(directory: Path, positions: int) -> list[Format]:
         for name, made in formats.items():
             source = Counted(made(stored))
             read = Plain(source) if name == "fp8" else source
-            weights = DecoderWeightLoader(read, config, torch.bfloat16, CPU, kernels).load(lambda percent: None)
+            weights = DecoderWeightLoader(read, config, whole(config), torch.bfloat16, CPU, kernels).load(
+                lambda percent: None
+            )
             model = DecoderModel(config, weights, torch.bfloat16, CPU, kernels)
             pages = -(-positions // 16)
             found.append(Format(name, source.bits, model, build_attention(model.kv, pages, CPU)))
