@@ -17,6 +17,7 @@ MEASUREMENTS = {
     "kernels": ("kernels", "matrix products of the CPU kernels and of oneDNN"),
     "step": ("step", "the parts of a decode step on the CPU kernels, next to the memory floor"),
     "lora": ("lora", "decode steps with LoRA adapters"),
+    "ranks": ("ranks", "decode steps of a model that is divided among several ranks on CPU"),
     "gpu": ("gpu", "decode and prefill on a GPU, next to its peaks"),
     "quality": ("quality", "perplexity of quantized weights and of an 8-bit KV cache"),
 }

@@ -288,6 +288,21 @@ def test_a_short_request_waits_for_less_than_another_step_beside_a_flood(prompts
     assert worker.idle_seconds == idle, "the worker waits for no step"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_gpu_gets_the_next_step_at_once(device: str) -> None:
+    """The host prepares it while the GPU computes."""
+    sim = Simulation(TIMED_CONFIG._replace(device=device), NO_CACHE)
+    sim.worker_up()
+    worker = TimedWorker(sim, lambda step: STEP_SECONDS)
+    sim.add([1, 2, 3], 1000, client="one")
+    worker.run(1.0)
+    in_flight = set()
+    for _ in range(10):  # the first half of a step
+        worker.run(sim.now + STEP_SECONDS / 20)
+        in_flight.add(len(sim.scheduler.pipeline))
+    assert (1 in in_flight) == (device == "cpu")
+
+
 @pytest.mark.parametrize("prompts", [True, False])
 def test_the_worker_is_not_idle_if_steps_take_different_times(prompts: bool) -> None:
     random = Random(0)

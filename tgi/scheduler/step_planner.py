@@ -66,6 +66,8 @@ class StepPlanner:
         self._prefix_caching = prefix_caching
         self._prefill_budget = prefill_budget
         self._step_limits = step_limits
+        # A GPU computes a step while the host prepares the next one, which may take as long: it must not come late.
+        self._plans_late = limits.device != "cuda"
         self._counters = counters
         self._adapters = adapters
         self._isolation = isolation
@@ -109,6 +111,7 @@ class StepPlanner:
             early_exits=self.batch.early_exits,
             now=now,
             step_limits=self._step_limits,
+            plans_late=self._plans_late,
         )
 
     # --- decode -------------------------------------------------------------------------------------------------------
@@ -491,9 +494,17 @@ class StepBuilder:
         self.lane_rows.append(lane.plan_rows(client, begin))
 
     def build(
-        self, number: int, epoch: int, joined: bool, early_exits: int, now: float, step_limits: StepLimits
+        self,
+        number: int,
+        epoch: int,
+        joined: bool,
+        early_exits: int,
+        now: float,
+        step_limits: StepLimits,
+        plans_late: bool,
     ) -> InFlightStep:
-        """The step to send. `joined`: whether other requests ran before those admitted by this step."""
+        """The step to send. `joined`: whether other requests ran before those admitted by this step. `plans_late`: the
+        step after it is planned shortly before this one ends, otherwise at once."""
         decode_rows, prefill_tokens = len(self.rows), 0
         attended = self.starts_sum + decode_rows
         rows, starts, counts, draws = self.rows.tobytes(), self.starts.tobytes(), ONE * decode_rows, b"\1" * decode_rows
@@ -541,5 +552,5 @@ class StepBuilder:
             early_exits=early_exits,
             size=size,
             late_after=late_after,
-            plan_ahead_after=step_limits.plan_ahead_after(size),
+            plan_ahead_after=step_limits.plan_ahead_after(size) if plans_late else 0.0,
         )

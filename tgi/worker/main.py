@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel.process import Process
@@ -84,7 +84,7 @@ def _start_torch_engine(
 
 def _fake_worker_config(settings: Settings) -> FakeWorkerConfig:
     """The fake worker's limits: those of the settings, the vocabulary of the model, defaults for the rest."""
-    chosen = {
+    chosen: dict[str, Any] = {
         "max_total_tokens": settings.max_total_tokens,
         "max_batch_prefill_tokens": settings.max_batch_prefill_tokens,
         "slots": settings.max_batch_size,

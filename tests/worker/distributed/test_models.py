@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
 from tests.worker.cpu_kernels.available import our_kernels
-from tests.worker.distributed.ranks import RankCall, Ranks, rank_group
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Gptq, write

@@ -46,6 +46,7 @@ class FakeWorkerConfig(NamedTuple):
     vocab_size: int = 49152
     max_total_tokens: int = 8192
     max_batch_prefill_tokens: int = 4096
+    device: str = "cpu"  # that it reports
     step_us: int = 0  # the shortest duration of a step in microseconds; 0: as fast as possible
 
     def limits(self) -> DeploymentLimits:
@@ -61,7 +62,7 @@ class FakeWorkerConfig(NamedTuple):
             page_size=self.page_size,
             vocab_size=self.vocab_size,
             dtype="float32",
-            device="cpu",
+            device=self.device,
         )
 
 

@@ -1,4 +1,4 @@
-"""A group of rank processes for tests: calls a function of this package on all ranks at once."""
+"""A group of rank processes without a server, for tests and measurements: calls a function on all ranks at once."""
 
 import importlib
 import multiprocessing
@@ -17,7 +17,7 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 
-DEADLINE = 300.0  # seconds until a rank that does not answer fails the test
+DEADLINE = 300.0  # seconds until a rank counts as hung
 
 
 class RankCall(NamedTuple):
@@ -26,18 +26,18 @@ class RankCall(NamedTuple):
     gloo: TorchCommunicator
     memory: int  # file descriptor of the shared memory
 
-    def communicator(self, kernels: CpuKernels | None) -> Communicator:
+    def communicator(self, kernels: CpuKernels | None, own_core: bool = False) -> Communicator:
         """As a worker chooses it. Each shared memory serves one group of communicators."""
         if kernels is None:
             return self.gloo
         torch.distributed.barrier()
         os.ftruncate(self.memory, 0)  # zeros for this group
         torch.distributed.barrier()
-        return SharedMemoryCommunicator(kernels, self.memory, self.gloo, own_core=False)
+        return SharedMemoryCommunicator(kernels, self.memory, self.gloo, own_core)
 
 
 class Ranks:
-    """The ranks of a group, as seen by the test."""
+    """The ranks of a group, as seen by the process that has started them."""
 
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
@@ -53,6 +53,11 @@ class Ranks:
             assert not error, f"rank {rank}: {error}"
             results.append(result)
         return results
+
+    @property
+    def first(self) -> "Ranks":
+        """The first rank alone, while the others wait."""
+        return Ranks(self._connections[:1])
 
 
 @contextmanager

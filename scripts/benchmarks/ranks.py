@@ -1,0 +1,136 @@
+"""Decode steps of a model on one rank, and divided among several ranks on CPU.
+
+    scripts/bench ranks [--ranks 2] [--model-id DIR] [--rows 1,8,32] [--rounds 40] [--quantize int8]
+
+Prints medians in milliseconds, in turn over the rounds: one rank with all cores; one rank with the cores that one of
+several ranks has; several ranks; and the collective operations of such a step alone, while all ranks are ready for
+them. The floor of several ranks is the time of one with as many cores, divided by their number.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from scripts.benchmarks.engine_driver import Requests, collected
+from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
+from tgi.hub.resolver import model_directory
+from tgi.microkernel.options import count, counts
+from tgi.microkernel.protocol import DeploymentLimits
+from tgi.worker.attention import build_attention
+from tgi.worker.cpu_kernels.build import build_library
+from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.distributed.communicator import Communicator
+from tgi.worker.engine.engine import TorchEngine
+from tgi.worker.host_cpu import usable_cores
+from tgi.worker.models.loader import build_model, read_model_spec
+
+PROMPT = 64  # tokens
+PAGES = 512
+
+
+class Load(NamedTuple):
+    """A model to measure, on this process, whole or as one rank."""
+
+    engine: TorchEngine
+    communicator: Communicator | None
+    hidden: int
+    layers: int
+
+
+_loads: dict[int, Load] = {}  # of this process, by the number of threads; negative: the part of a rank
+
+
+def load(call: RankCall, directory: Path, quantize: str | None, threads: int, whole: bool) -> None:
+    """Loads the whole model, or the part of this rank."""
+    spec = read_model_spec(directory, "auto", quantize)
+    assert spec.decoder is not None
+    kernels = CpuKernels(build_library(str(spec.dtype).removeprefix("torch.")), threads, spec.dtype)
+    communicator = None if whole else call.communicator(kernels, own_core=usable_cores() >= call.gloo.ranks)
+    model = build_model(
+        directory, "auto", "cpu", lambda *_: None, kernels=kernels, quantize=quantize, communicator=communicator
+    )
+    attention = build_attention(model.kv, PAGES, torch.device("cpu"))
+    size = attention.page_size
+    limits = DeploymentLimits(
+        model.context_length, model.context_length - 1, PAGES * size, 2048, 64, PAGES, size, model.vocab_size, "", "cpu"
+    )
+    engine = TorchEngine(model, attention, limits)
+    _loads[threads if whole else -threads] = Load(engine, communicator, spec.decoder.hidden, len(spec.decoder.layers))
+
+
+def steps(call: RankCall, key: int, rows: int, number: int) -> list[float]:
+    """Milliseconds of some decode steps of that many rows."""
+    engine = _loads[key].engine
+    engine.reset()
+    requests = Requests(engine, range(rows), PROMPT, number)
+    for step in requests.prompts():
+        collected(engine, engine.launch(step))
+    times = []
+    for step in requests.steps(number):
+        began = time.perf_counter()
+        collected(engine, engine.launch(step))
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def collectives(call: RankCall, key: int, rows: int, number: int) -> list[float]:
+    """Milliseconds of the collective operations of some steps."""
+    engine, communicator, hidden, layers = _loads[key]
+    assert communicator is not None
+    x = torch.zeros(rows, hidden, dtype=engine._model.kv.dtype)
+    width = -(-engine.limits.vocab_size // communicator.ranks)
+    logits = torch.zeros(rows, width)
+
+    times = []
+    for _ in range(number):
+        began = time.perf_counter()
+        for _ in range(2 * layers + 1):
+            communicator.all_reduce(x)
+        communicator.all_gather(logits, [width] * communicator.ranks)
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def measure(ranks: Ranks, function: str, key: int, rows: int, number: int) -> list[float]:
+    """The times of the first rank."""
+    found: list[float] = ranks.call(f"scripts.benchmarks.ranks.{function}", key, rows, number)[0]
+    return found
+
+
+def main() -> None:
+    """Parses the command line, measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--model-id", help="by default the demo model")
+    parser.add_argument("--rows", type=counts, default="1,8,32")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--steps", type=count, default=40, help="of a round")
+    parser.add_argument("--quantize")
+    options = parser.parse_args()
+    directory, cores = model_directory(options.model_id), usable_cores()
+    each = max(1, cores // options.ranks)
+    with rank_group(options.ranks) as ranks:
+        for threads, whole in ((cores, True), (each, True), (each, False)):
+            ranks.call("scripts.benchmarks.ranks.load", directory, options.quantize, threads, whole)
+        print(
+            f"| rows | 1 rank, {cores} threads | 1 rank, {each} threads | {options.ranks} ranks | collectives | floor |"
+        )
+        print("|---|---|---|---|---|---|")
+        for rows in options.rows:
+            found: dict[str, list[float]] = {"all": [], "one": [], "divided": [], "collectives": []}
+            for _ in range(options.rounds):
+                found["all"] += measure(ranks.first, "steps", cores, rows, options.steps)
+                found["one"] += measure(ranks.first, "steps", each, rows, options.steps)
+                found["divided"] += measure(ranks, "steps", -each, rows, options.steps)
+                found["collectives"] += measure(ranks, "collectives", -each, rows, options.steps)
+            medians = {name: statistics.median(times) for name, times in found.items()}
+            figures = (*medians.values(), medians["one"] / options.ranks)
+            print(f"| {rows} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
+
+
+if __name__ == "__main__":
+    main()
