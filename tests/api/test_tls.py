@@ -3,11 +3,15 @@
 import errno
 import os
 import shutil
+import socket
 import ssl
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.api.conftest import Reply
@@ -112,3 +116,53 @@ def test_unfinished_handshakes_make_room(serve: Any, tmp_path: Path) -> None:
             assert b" 200 OK" in connection.recv(65536)
     for each in silent:
         each.close()
+
+
+# A server with TLS in a process of its own, whose memory is measured. It prints its port.
+SERVER = """
+import asyncio, socket, sys
+import uvloop
+from tgi.api.http_server import HttpServer
+from tgi.api.tls import ServerCertificate
+from tgi.microkernel.settings import Settings
+
+async def main():
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    await HttpServer(None, Settings(), ServerCertificate(*sys.argv[1:])).serve([listening])
+
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+"""
+
+
+def test_connections_that_come_and_go_leave_no_memory_behind(tmp_path: Path) -> None:
+    made = make_certificate(tmp_path, "server")
+    context = ssl.create_default_context(cafile=str(made.certfile))
+    command = [sys.executable, "-c", SERVER, str(made.certfile), str(made.keyfile)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = "127.0.0.1", int(server.stdout.readline())
+            process = psutil.Process(server.pid)
+
+            def open_and_close(count: int) -> int:
+                """Returns by how much `count` idle connections increase the memory of the server, in bytes."""
+                before = process.memory_info().rss
+                clients = [
+                    context.wrap_socket(socket.create_connection(address), server_hostname=address[0])
+                    for _ in range(count)
+                ]
+                taken = process.memory_info().rss - before
+                for client in clients:
+                    client.close()
+                return taken
+
+            open_and_close(100)
+            until(lambda: not process.net_connections("tcp")[1:])
+            before = process.memory_info().rss
+            for _ in range(4):
+                assert open_and_close(200) < 200 * (28 << 10)
+                until(lambda: process.memory_info().rss < before + (2 << 20))
+        finally:
+            server.kill()

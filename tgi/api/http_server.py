@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 from tgi.api import errors
 from tgi.api.asgi import ABORT_KEY, AsgiApp
 from tgi.api.tls import ServerCertificate
+from tgi.microkernel.heap import map_large_blocks, release_freed_memory
 from tgi.microkernel.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ HAND_OVER_SECONDS = 3.0
 TICK_SECONDS = 1.0
 # Open files of a front end that are not connections of clients: links, logs, metrics, refused connections.
 RESERVED_FILES = 256
-# The default of --max-connections where the limit of open files allows more. An idle connection takes about 10 KB.
+# The default of --max-connections where the limit of open files allows more. An idle connection takes about
+# 10 KB, one with TLS 25 KB.
 DEFAULT_MAX_CONNECTIONS = 16_384
 # Per turn of the event loop, so that requests have their turns in a flood of connections.
 ACCEPTS_PER_TURN = 64
@@ -471,6 +473,8 @@ class HttpServer(uvicorn.Server):
         seconds = self._settings.read_timeout, self._settings.slow_reader_timeout
         protocol = partial(HttpConnection, self.server_state, *seconds, config=self.config, app_state={})
         limit = connection_limit(self._settings.max_connections)
+        if self._certificate is not None:
+            map_large_blocks()  # for uvloop's buffers
         self._listener = Listener(sockets[0], self.server_state, limit, protocol, self._certificate, *seconds)
         self.servers = [self._listener]  # type: ignore[list-item]
         self.started = True
@@ -482,6 +486,9 @@ class HttpServer(uvicorn.Server):
             self._listener.tick()
             if self._certificate is not None:
                 self._certificate.reload_if_changed()
+                # uvloop has a buffer of 256 KiB for each TLS connection, of which a small part is used. Without this,
+                # new buffers would in time have used all of the memory that those of closed connections have left.
+                release_freed_memory()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TICK_SECONDS)
 

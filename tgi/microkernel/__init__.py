@@ -22,6 +22,7 @@ Processes
     crash_isolation  finds the requests that crash a process, by trial
     quarantine       fingerprints of requests that are refused because they crash processes
     permits          the limit of concurrent requests, shared by all front ends
+    heap             returns freed memory to the system
     interpreter      how child processes of the same Python are started
 
 Configuration

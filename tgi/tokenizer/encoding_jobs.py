@@ -1,6 +1,5 @@
 """Encoding in threads: which requests are too expensive for the process loop, their fair queue, and the threads."""
 
-import ctypes
 import queue
 import time
 from collections import Counter, OrderedDict
@@ -9,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.protocol import Generate, Tokenize
 
 # In characters of text, or bytes of a chat or of ids (some 3 ms of encoding). Larger requests are encoded in a thread,
@@ -215,11 +215,4 @@ class JobExecutors:
             self._units[unit] = 0
             self._free_units.put(unit)
             if job.size > MAX_SHORT_SIZE:
-                _trim_memory()
-
-
-def _trim_memory() -> None:
-    """Returns freed memory to the system: up to 200 bytes per character of a text, which the C library would keep."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc
-        libc.malloc_trim(ctypes.c_size_t(0))
+                release_freed_memory()  # up to 200 bytes per character of the text

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import psutil
 
 from tgi.microkernel.errors import UserError
+from tgi.microkernel.heap import release_freed_memory
 from tgi.microkernel.protocol import DeploymentLimits
 from tgi.microkernel.settings import DEFAULT_BATCH_SIZE, DEFAULT_PREFILL_TOKENS, Settings
 
@@ -176,11 +177,10 @@ def release_idle_memory() -> None:
 
 
 def _release(mappings: Iterable[tuple[int, int]]) -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(ctypes.c_size_t(0))
+    release_freed_memory()
     if not hasattr(mmap, "MADV_DONTNEED"):
         return
+    libc = ctypes.CDLL(None)
     for start, stop in mappings:
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
