@@ -35,7 +35,15 @@ def test_a_stream_that_is_taken_over_leaves_its_other_choices_running(serve: Any
     stream.read_until(b'"index":1')
     front.tokenizers[0].send(End(first, FinishReason.CANCELLED))
     assert front.tokenizers[0].next(Cancel) == Cancel(second, client_lost=True)
-    assert b"Incomplete generation stream" in stream.read_rest().body
+    assert b'"error_type":"taken_over"' in stream.read_rest().body
+
+
+def test_a_stream_that_is_taken_over_before_its_first_token_is_not_a_fault_of_the_server(serve: Any) -> None:
+    front = serve(silent, resume_window=30)
+    stream = Stream(front, "/generate_stream")
+    front.tokenizers[0].send(End(front.tokenizers[0].next(Generate).rid, FinishReason.CANCELLED))
+    reply = stream.read_rest()
+    assert (reply.status, b'"error_type":"taken_over"' in reply.body) == (410, True)
 
 
 def test_a_failed_choice_ends_the_others(serve: Any) -> None:

@@ -176,6 +176,13 @@ def cannot_resume() -> ApiError:
     return ApiError(410, "cannot_resume", text)
 
 
+def taken_over() -> ApiError:
+    """410: a later request has resumed the stream. Not 409 or 500: client libraries send a request again after these,
+    which would take the stream back from its new reader."""
+    text = "Another request has resumed this stream, which continues there"
+    return ApiError(410, "taken_over", text, counted="dropped")
+
+
 def generation_failed(cause: str) -> ApiError:
     """424: the generation has failed."""
     return ApiError(424, "generation", f"Request failed during generation: {cause}", counted="generation")

@@ -77,7 +77,7 @@ class EventStream:
             if self._watcher.disconnected:
                 raise ClientDisconnected
             for generation in self._generations:
-                if generation.end is not None and (error := errors.from_end(generation.end, streaming=True)):
+                if generation.end is not None and (error := _error_of(generation, generation.end)):
                     self._cancel(self._generations)
                     raise error
             if any(generation.end is not None for generation in self._generations):
@@ -124,7 +124,7 @@ class EventStream:
                 openings += self._open()
                 event_lists.append((index, self._formatter.token_events(index, columns, None)))
                 continue
-            error = errors.from_end(generation.end, streaming=True)
+            error = _error_of(generation, generation.end)
             prompt_only = generation.message.max_new_tokens == 0
             if error is None and not columns.texts and not prompt_only:
                 error = errors.incomplete_generation(streaming=True)
@@ -176,6 +176,11 @@ class EventStream:
             self._wake_event.wake()
             left = KEEP_ALIVE_SECONDS
         self._timer = self._loop.call_later(left, self._on_timer)
+
+
+def _error_of(generation: Generation, end: End) -> ApiError | None:
+    """The error with which a generation of a stream has ended, if any."""
+    return errors.taken_over() if generation.taken_over else errors.from_end(end, streaming=True)
 
 
 def _indexed_events(
