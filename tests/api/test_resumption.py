@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.api.conftest import Stream, request, silent, word
-from tgi.microkernel.protocol import Cancel, End, FinishReason, Generate
+from tgi.microkernel.protocol import DETACHED, Cancel, End, FinishReason, Generate
 
 CHOICES = '{"prompt":"x","n":2,"stream":true}'
 
@@ -33,7 +33,7 @@ def test_a_stream_that_is_taken_over_leaves_its_other_choices_running(serve: Any
     first, second = (front.tokenizers[0].next(Generate).rid for _ in range(2))
     front.tokenizers[0].send(word(first, 1), word(second, 1))
     stream.read_until(b'"index":1')
-    front.tokenizers[0].send(End(first, FinishReason.CANCELLED))
+    front.tokenizers[0].send(End(first, FinishReason.CANCELLED, DETACHED))
     assert front.tokenizers[0].next(Cancel) == Cancel(second, client_lost=True)
     assert b'"error_type":"taken_over"' in stream.read_rest().body
 

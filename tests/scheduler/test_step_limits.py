@@ -3,6 +3,7 @@
 import pytest
 
 from tests.scheduler.simulation import Simulation
+from tgi.microkernel.link import PeerSilent
 from tgi.scheduler.estimators import HANG_SECONDS, LATE_SECONDS, UNSEEN_RATIO, SizeClass, StepLimits
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -94,5 +95,25 @@ def test_a_late_step_makes_the_status_unhealthy_until_it_is_answered() -> None:
     assert sim.tokenizers[0].statuses[-1].stage == "the worker finishes no step"
     sim.compute()
     sim.deliver()
+    sim.advance_time()
+    assert sim.tokenizers[0].statuses[-1].healthy
+
+
+def test_a_worker_that_is_silent_without_work_is_unhealthy_until_it_answers_a_step() -> None:
+    sim = Simulation(FakeWorkerConfig(), SchedulerConfig(stall_limit=60.0))
+    sim.worker_up()
+    sim.handle(PeerSilent(), sim.worker)
+    sim.advance_time()
+    assert sim.tokenizers[0].statuses[-1].stage == "the worker does not respond"
+    sim.add([1, 2, 3], 50)
+    assert sim.plan()
+    sim.advance_time()
+    assert not sim.tokenizers[0].statuses[-1].healthy
+    sim.compute()
+    sim.deliver()
+    sim.advance_time()
+    assert sim.tokenizers[0].statuses[-1].healthy
+    assert sim.plan()
+    sim.handle(PeerSilent(), sim.worker)  # it computes, which takes longer than four beats
     sim.advance_time()
     assert sim.tokenizers[0].statuses[-1].healthy

@@ -12,9 +12,9 @@ class FaultConfig(NamedTuple):
     """How often what goes wrong."""
 
     mean_seconds: float = 0.5  # between two faults
+    mean_stop_seconds: float = 0.3
     weights: tuple[float, ...] = (4, 2, 4, 3, 1)  # of FaultInjector.KINDS
     role_weights: tuple[float, float, float, float] = (1, 6, 6, 6)  # of FaultInjector.ROLES
-    mean_stop_seconds: float = 0.3
 
 
 class FaultInjector:

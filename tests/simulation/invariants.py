@@ -4,49 +4,79 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from tgi.microkernel.codec import unpack_uint32
+from tgi.microkernel.flight_recorder import Event, FlightRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import Add, End, Generate, Hello, Prompted, PromptLogprobs, PromptTokens, Texts, Tokens
+from tgi.microkernel.protocol import (
+    ROLES,
+    AdapterUpdated,
+    Add,
+    End,
+    Generate,
+    Hello,
+    Prompted,
+    PromptLogprobs,
+    PromptTokens,
+    Texts,
+    Tokenize,
+    Tokenized,
+    Tokens,
+    UpdateAdapter,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.processes import SchedulerProcess, SimulatedProcess, TokenizerProcess
     from tests.simulation.simulation import Simulation
+    from tests.simulation.workload import ClientRequest
 
 # The longest time between two looks at the health of the front ends, and at what stopped processes have asked for.
 HEALTH_SECONDS = 0.25
+# How long a role may be without a running process until /health must be 503, while all roles above it run undisturbed:
+# the product promises 3 s for a silent process, and a late step is noticed after the stall limit, which is 2 s here. A
+# message and the turn of a loop may each be half a second late. A neighbour that was stopped itself counts anew, which
+# avoids false alarms: then the second limit holds. So it does for a process that stops before the first beat on a new
+# connection, since silence is noticed from the first beat on.
+UNHEALTHY_SECONDS, DISTURBED_UNHEALTHY_SECONDS = 4.0, 8.0
+# After a change all neighbours have had a beat within this time.
+FIRST_BEAT_SECONDS = 3.0
+# A request of the same client is later if it came to its front end this much later: the ways to the scheduler differ.
+LATER_SECONDS = 3.0
+# Most requests that may overtake one: later ones of its client, and, if it is its client's only one, those of others.
+MAX_OVERTAKEN, MAX_PASSED = 20, 60
 # A process that is stopped is found after four ticks of its neighbour, each half a second and up to a busy turn later.
 SILENT_SECONDS = 5.0
 
 
 class EndsPerAdd:
-    """One side that answers Adds (the scheduler) or Generates (a tokenizer), in one life.
+    """One side that answers requests (the scheduler Adds, a tokenizer Generates and Tokenizes, both UpdateAdapters), in
+    one life.
 
-    Each gets one End, and nothing after it. When a connection is lost, so are the answers on it.
+    Each gets one answer or End, and nothing after it. When a connection is lost, so are the answers on it.
     """
 
     def __init__(self, simulation: "Simulation", name: str) -> None:
         self._simulation = simulation
         self._name = name
-        self.open: dict[PeerId, set[int]] = {}
+        self.open: dict[PeerId, dict[int, type]] = {}  # by rid: what was asked
 
     def received(self, peer: PeerId, message: Any) -> None:
-        if isinstance(message, Add | Generate):
+        if isinstance(message, Add | Generate | Tokenize | UpdateAdapter):
             self._require(message.rid not in self.open[peer], peer, message, "this rid is in use")
-            self.open[peer].add(message.rid)
+            self.open[peer][message.rid] = type(message)
         elif isinstance(message, Hello):
             self._require(peer not in self.open, peer, message, "a Hello without a loss before it")
-            self.open[peer] = set()
+            self.open[peer] = {}
         elif isinstance(message, PeerDisconnected):
             self.open.pop(peer, None)
 
     def sent(self, peer: PeerId, message: Any) -> None:
         if peer not in self.open:
             return
-        if isinstance(message, End):
+        if isinstance(message, End | Tokenized | AdapterUpdated):
             self._require(message.rid in self.open[peer], peer, message, "an End of a request that is not open")
-            self.open[peer].discard(message.rid)
+            del self.open[peer][message.rid]
         elif isinstance(message, Tokens | Texts):
             rids = unpack_uint32(message.rids)
-            self._require(self.open[peer].issuperset(rids), peer, message, "tokens of a request that is not open")
+            self._require(self.open[peer].keys() >= {*rids}, peer, message, "tokens of a request that is not open")
         elif isinstance(message, PromptLogprobs | PromptTokens | Prompted):
             self._require(message.rid in self.open[peer], peer, message, "an answer to a request that is not open")
 
@@ -55,34 +85,102 @@ class EndsPerAdd:
             self._simulation.fail(f"{self._name}: {fault}: {message} ({peer})")
 
 
+class AdmissionOrder(FlightRecorder):
+    """The order in which one scheduler admits requests: nobody starves.
+
+    A request is overtaken when a later one of its client is admitted first, or, if it is the only one of its client,
+    any other of its priority.
+    """
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._simulation = simulation
+        self._waiting: dict[tuple[int, int], ClientRequest] = {}
+        self._overtaken: Counter[tuple[int, int]] = Counter()
+
+    def stamp(self, event: Event, key: int, index: int, a: int = 0, b: int = 0) -> None:
+        if event is Event.QUEUED:
+            request = self._simulation.workload.sent.get(key)
+            if request is not None and not request.plan.resumes:
+                self._waiting[key, index] = request
+        elif event is Event.ENDED:
+            self._waiting.pop((key, index), None)
+            self._overtaken.pop((key, index), None)
+        elif event is Event.ADMITTED and (admitted := self._waiting.pop((key, index), None)) is not None:
+            self._overtaken.pop((key, index), None)
+            self._count(admitted)
+
+    def _count(self, admitted: "ClientRequest") -> None:
+        client, simulation = admitted.plan.client, self._simulation
+        for key, request in self._waiting.items():
+            other = request.plan.client
+            if other is client:
+                unfair = request.began + LATER_SECONDS < admitted.began
+                limit = MAX_OVERTAKEN
+            else:
+                unfair = other.name == "light" and other.priority >= client.priority
+                limit = MAX_PASSED
+            if unfair:
+                self._overtaken[key] += 1
+                which = "later ones of its client" if other is client else "others"
+                simulation.overtaken[which] = max(simulation.overtaken[which], self._overtaken[key])
+                if self._overtaken[key] > limit:
+                    simulation.fail(
+                        f"request {key[0]} waits, while {self._overtaken[key]} {which} were admitted", request
+                    )
+
+
 class HealthCheck:
     """`/health` is true: it is 503 when nothing was computed for long, and 200 when all has been well for long."""
 
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation = simulation
         self._disturbed_at = 0.0
+        self._dropped_at = 0.0
+        self._unwatched: set[str] = set()  # roles that have stopped before their neighbours may have had a beat
+        self._changed_at: dict[str, float] = {}  # by role
         self._down_since: dict[str, float] = {}  # by role without a running process
-        self._stalled_since: float | None = (
-            None  # the worker is stopped, all processes between it and the front ends run
-        )
         self.samples = 0
+        # The longest time that a front end was healthy while no process of a role ran, and that one was not, while all
+        # was well.
+        self.longest: Counter[str] = Counter()
 
     def start(self) -> None:
         self._simulation.clock.after(HEALTH_SECONDS, self._look)
 
-    def disturbed(self) -> None:
-        """A process has started, ended, was stopped or continues, or a connection has broken."""
-        simulation, self._disturbed_at = self._simulation, self._simulation.clock.now
+    def disturbed(self, role: str = "") -> None:
+        """A process of this role has started, ended, was stopped or continues; without a role: a connection has
+        broken."""
+        simulation, before, self._disturbed_at = self._simulation, self._disturbed_at, self._simulation.clock.now
+        if role:
+            self._changed_at[role] = self._disturbed_at
+        else:
+            self._dropped_at = self._disturbed_at
         for processes in (simulation.tokenizers, simulation.schedulers, simulation.workers):
             if any(one.running for one in processes):
                 self._down_since.pop(processes[0].role, None)
-            else:
-                self._down_since.setdefault(processes[0].role, self._disturbed_at)
+                self._unwatched.discard(processes[0].role)
+            elif processes[0].role not in self._down_since:
+                self._down_since[processes[0].role] = self._disturbed_at
+                if self._disturbed_at - before < FIRST_BEAT_SECONDS:
+                    self._unwatched.add(processes[0].role)
+
+    def _must_be_noticed(self, role: str, since: float) -> bool:
+        now, above = self._simulation.clock.now, ROLES[: ROLES.index(role)]
+        latest = max([since, self._dropped_at, *(self._changed_at.get(one, 0.0) for one in above)])
+        if now - latest > UNHEALTHY_SECONDS and role not in self._unwatched:
+            return True
+        return now - since > DISTURBED_UNHEALTHY_SECONDS
 
     def _look(self) -> None:
         simulation, now, config = self._simulation, self._simulation.clock.now, self._simulation.config
         self.samples += 1
-        down = [role for role, since in self._down_since.items() if now - since > config.unhealthy_after]
+        for front_end in simulation.front_ends:
+            if front_end.running and front_end.healthy:
+                for role, since in self._down_since.items():
+                    self.longest[role] = max(self.longest[role], now - since)
+            if front_end.running and not front_end.healthy and all(one.running for one in simulation.processes):
+                self.longest["well"] = max(self.longest["well"], now - self._disturbed_at)
+        down = [role for role, since in self._down_since.items() if self._must_be_noticed(role, since)]
         well = all(one.running for one in simulation.processes) and now - self._disturbed_at > config.healthy_after
         for front_end in simulation.front_ends:
             if front_end.running and front_end.healthy and down:

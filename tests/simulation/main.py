@@ -14,6 +14,8 @@ from tests.simulation.simulation import Simulation, SimulationFailed, draw_confi
 from tgi.microkernel import metrics
 
 REQUESTS_PER_SEED = 1000
+# Time between two lines on the progress of an exploration.
+PROGRESS_SECONDS = 60.0
 
 
 class Outcome(NamedTuple):
@@ -21,7 +23,8 @@ class Outcome(NamedTuple):
 
     seed: int
     fault: str  # "" if all invariants held
-    requests: dict[str, int]  # by outcome
+    requests: int  # that have ended
+    outcomes: dict[str, int]
     faults: dict[str, int]  # injected, by kind
     cpu_seconds: float
 
@@ -39,7 +42,10 @@ def run_seed(seed: int, requests: int) -> Outcome:
         simulation.run()
     except SimulationFailed as failed:
         fault = failed.fault
-    return Outcome(seed, fault, simulation.workload.outcomes, simulation.faults.counts, time.process_time() - began)
+    workload = simulation.workload
+    return Outcome(
+        seed, fault, workload.ended, workload.outcomes, simulation.faults.counts, time.process_time() - began
+    )
 
 
 def replay_seed(seed: int, requests: int, entries: int) -> int:
@@ -60,21 +66,27 @@ def replay_seed(seed: int, requests: int, entries: int) -> int:
 def explore(first_seed: int, requests: int, jobs: int) -> int:
     """Runs seeds until there were this many requests. Returns the exit status."""
     began, cpu_seconds = time.monotonic(), 0.0
-    sent: Counter[str] = Counter()
+    ended = 0
+    outcomes: Counter[str] = Counter()
     injected: Counter[str] = Counter()
     failed = []
     seeds = range(first_seed, first_seed + max(1, requests // REQUESTS_PER_SEED))
+    reported = began
     with ProcessPoolExecutor(jobs, initializer=use_metrics_directory, max_tasks_per_child=50) as pool:
-        for outcome in pool.map(run_seed, seeds, [REQUESTS_PER_SEED] * len(seeds)):
-            sent.update(outcome.requests)
+        for finished, outcome in enumerate(pool.map(run_seed, seeds, [REQUESTS_PER_SEED] * len(seeds)), 1):
+            ended += outcome.requests
+            outcomes.update(outcome.outcomes)
             injected.update(outcome.faults)
             cpu_seconds += outcome.cpu_seconds
             if outcome.fault:
                 failed.append(outcome.seed)
                 print(f"seed {outcome.seed} FAILED {outcome.fault}", flush=True)
-    total, seconds = sum(sent.values()), time.monotonic() - began
-    print(f"{total:,} requests of {len(seeds)} seeds in {seconds:.0f} s, {total / cpu_seconds:.0f} per CPU second")
-    print("requests:", dict(sent.most_common()))
+            if time.monotonic() - reported > PROGRESS_SECONDS:
+                reported = time.monotonic()
+                print(f"{finished} of {len(seeds)} seeds, {len(failed)} failed", flush=True)
+    seconds = time.monotonic() - began
+    print(f"{ended:,} requests of {len(seeds)} seeds in {seconds:.0f} s, {ended / cpu_seconds:.0f} per CPU second")
+    print("outcomes:", dict(outcomes.most_common()))
     print("faults:", dict(injected.most_common()))
     print("failed seeds, to repeat with --seed:", *(failed or ["none"]))
     return 1 if failed else 0

@@ -5,30 +5,47 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.simulation.faults import FaultConfig
+from tests.simulation.simulation import SimulationConfig, draw_config
+from tgi.api.admission import Admission
 from tgi.api.health import Health
-from tgi.api.requests import Generation
+from tgi.api.requests import Generation, TokenizationRequest
 from tgi.api.router import Router
 from tgi.microkernel.link import Link, PeerDisconnected
 from tgi.microkernel.liveness import SilenceDetector
 from tgi.microkernel.protocol import Cancel, End, FinishReason
+from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.in_flight import StepPipeline
 from tgi.scheduler.kv_cache import KVCacheManager
 from tgi.scheduler.peers import Outbox, TokenizerPeers
 from tgi.scheduler.scheduler import Scheduler
+from tgi.scheduler.waiting_queue import WaitingQueue
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
+from tgi.tokenizer.resumable_streams import ResumableStream
 from tgi.worker.engine.loop import WorkerLoop
+
+# Of a run, which ends as soon as the bug is found.
+REQUESTS = 200
+# Seeds that are tried if the first one does not find the bug any more.
+MORE_SEEDS = 60
 
 
 class PlantedBug:
-    """`wrong(original)` makes the wrong function out of the right one. `faults` are those in which the bug shows."""
+    """`wrong(original)` makes the wrong function out of the right one. `seed` finds the bug soon, with these `changes`
+    of its configuration."""
 
-    def __init__(self, owner: Any, name: str, wrong: Callable[[Any], Any], faults: FaultConfig | None = None) -> None:
-        self.faults = faults
+    def __init__(self, owner: Any, name: str, wrong: Callable[[Any], Any], seed: int, **changes: Any) -> None:
+        self._seed = seed
+        self._changes = changes
         self._owner = owner
         self._name = name
         self._wrong = wrong
+
+    def configs(self) -> Iterator[SimulationConfig]:
+        """The configuration that finds the bug, then others for the case that the product has changed."""
+        for seed in (self._seed, *range(MORE_SEEDS)):
+            yield draw_config(seed, REQUESTS)._replace(**self._changes)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -133,58 +150,138 @@ def pages_are_not_released(original: Any) -> Any:
     return release_later
 
 
+def tokenizations_are_forgotten(original: Any) -> Any:
+    def on_tokenizer_lost(self: Router, tokenizer: Any, *arguments: Any) -> None:
+        for rid, request in list(tokenizer.requests.items()):
+            if isinstance(request, TokenizationRequest):
+                del tokenizer.requests[rid], self._assignments[request]
+        original(self, tokenizer, *arguments)
+
+    return on_tokenizer_lost
+
+
+def resubmitted_without(**fields: Any) -> Callable[[Any], Any]:
+    """The front end leaves these fields out when it submits a request again."""
+
+    def wrong(original: Any) -> Any:
+        def to_message(self: Generation, rid: int) -> Any:
+            message = original(self, rid)
+            return message._replace(**fields) if message.attempt > 1 else message
+
+        return to_message
+
+    return wrong
+
+
+def key_limits_are_ignored(original: Any) -> Any:
+    return lambda self, client, count: original(self, client._replace(requests=None), count)
+
+
+def in_order_of_arrival(original: Any) -> Any:
+    return lambda self, share, head: (-share.priority, 0.0, False, head.arrival, share)
+
+
+def adapters_of_the_first_worker_are_forgotten(original: Any) -> Any:
+    def worker_reported(self: WorkerAdapters, loaded: Any) -> None:
+        self._known = self._known and self._worker_ready
+        original(self, loaded)
+
+    return worker_reported
+
+
 def nothing_is_silent(original: Any) -> Any:
     return lambda self, heard: ([], [])
 
 
-STOPS_ABOVE_THE_SCHEDULER = FaultConfig(2.0, weights=(0, 1, 0, 0, 0), role_weights=(1, 1, 0, 0), mean_stop_seconds=6.0)
-
+STOPS_ABOVE_THE_SCHEDULER = FaultConfig(2.0, mean_stop_seconds=6.0, weights=(0, 1, 0, 0, 0), role_weights=(1, 1, 0, 0))
+STOPPED_WORKERS = FaultConfig(3.0, mean_stop_seconds=20.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1))
+NO_FAULTS = FaultConfig(1e9)
+WORKER_KILLS = FaultConfig(0.3, weights=(1, 0, 0, 0, 0), role_weights=(0, 0, 0, 1))
 PLANTED_BUGS = {
-    "front end resubmits without the ids received": PlantedBug(Generation, "to_message", without_resume_ids),
-    "front end asks for the whole prompt again": PlantedBug(Generation, "to_message", prompt_positions_are_not_resumed),
-    "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing),
-    "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept),
-    "front end is always healthy": PlantedBug(Health, "can_compute", answers(True)),
+    "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
+        Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=0
+    ),
+    "front end resubmits without the chat": PlantedBug(Generation, "to_message", resubmitted_without(chat=b""), seed=1),
+    "front end resubmits without the grammar": PlantedBug(
+        Generation, "to_message", resubmitted_without(grammar=b""), seed=9
+    ),
+    "front end ignores the limit of a key": PlantedBug(Admission, "_acquire", key_limits_are_ignored, seed=4),
+    "tokenizer forgets what it has sent of a stream": PlantedBug(ResumableStream, "record", does_nothing, seed=7),
+    "scheduler serves clients in the order of arrival": PlantedBug(
+        WaitingQueue, "_key", in_order_of_arrival, seed=1, clients=160, faults=NO_FAULTS
+    ),
+    "scheduler does not load adapters into the next worker": PlantedBug(
+        WorkerAdapters,
+        "worker_reported",
+        adapters_of_the_first_worker_are_forgotten,
+        seed=1,
+        adapter_share=0.1,
+        faults=WORKER_KILLS,
+    ),
+    "front end resubmits without the ids received": PlantedBug(Generation, "to_message", without_resume_ids, seed=1),
+    "front end asks for the whole prompt again": PlantedBug(
+        Generation, "to_message", prompt_positions_are_not_resumed, seed=1
+    ),
+    "front end does not resubmit": PlantedBug(Router, "_on_tokenizer_lost", does_nothing, seed=3),
+    "front end keeps permits": PlantedBug(Router, "_deactivate", permit_is_kept, seed=2),
+    "front end is always healthy": PlantedBug(
+        Health, "can_compute", answers(True), seed=1, faults=STOPPED_WORKERS._replace(role_weights=(0, 0, 1, 0))
+    ),
     "tokenizer resubmits without the ids generated": PlantedBug(
-        TokenizerRequestState, "add_message", without_resume_ids
+        TokenizerRequestState, "add_message", without_resume_ids, seed=1
     ),
     "tokenizer resubmits without the latest id": PlantedBug(
-        TokenizerRequestState, "add_message", first_token_is_resent
+        TokenizerRequestState, "add_message", first_token_is_resent, seed=1
     ),
-    "tokenizer does not forward cancels": PlantedBug(TokenizerPool, "_cancel_at_scheduler", cancel_is_not_forwarded),
-    "tokenizer ignores cancels": PlantedBug(TokenizerPool, "handle", ignoring(Cancel)),
-    "tokenizer does not resubmit": PlantedBug(TokenizerPool, "_on_scheduler_hello", does_nothing),
+    "tokenizer does not forward cancels": PlantedBug(
+        TokenizerPool, "_cancel_at_scheduler", cancel_is_not_forwarded, seed=0
+    ),
+    "tokenizer ignores cancels": PlantedBug(TokenizerPool, "handle", ignoring(Cancel), seed=1),
+    "tokenizer does not resubmit": PlantedBug(TokenizerPool, "_on_scheduler_hello", does_nothing, seed=0),
     "tokenizer keeps the requests of a lost front end": PlantedBug(
-        TokenizerPool, "_cancel_at_scheduler", answers(True)
+        TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
     "tokenizer sends no texts for a lost front end's successor": PlantedBug(
-        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear()
+        OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=0
     ),
     "tokenizer does not report its status again": PlantedBug(
-        TokenizerPool, "_set_status", lambda original: lambda self, status: setattr(self, "_status", status)
+        TokenizerPool, "_set_status", lambda original: lambda self, status: setattr(self, "_status", status), seed=4
     ),
-    "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice),
+    "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),
     "scheduler does not end cancelled requests": PlantedBug(
-        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped
+        Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=0
     ),
-    "scheduler ignores lost tokenizers": PlantedBug(Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected)),
-    "scheduler ignores lost workers": PlantedBug(Scheduler, "_handle_worker_message", ignoring(PeerDisconnected)),
-    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing),
+    "scheduler ignores lost tokenizers": PlantedBug(
+        Scheduler, "_handle_tokenizer_message", ignoring(PeerDisconnected), seed=10
+    ),
+    "scheduler ignores lost workers": PlantedBug(
+        Scheduler, "_handle_worker_message", ignoring(PeerDisconnected), seed=4
+    ),
+    "scheduler does not report its status": PlantedBug(TokenizerPeers, "report_status", does_nothing, seed=0),
     "scheduler does not notice a stalled worker": PlantedBug(
         StepPipeline,
         "is_stalled",
         answers(False),
-        FaultConfig(3.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1), mean_stop_seconds=20.0),
+        faults=STOPPED_WORKERS,
+        seed=4,
     ),
-    "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released),
-    "scheduler keeps the prefixes of a lost worker": PlantedBug(KVCacheManager, "worker_state_lost", does_nothing),
-    "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing),
-    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing),
+    "scheduler does not release pages": PlantedBug(KVCacheManager, "release_later", pages_are_not_released, seed=2),
+    "scheduler keeps the prefixes of a lost worker": PlantedBug(
+        KVCacheManager, "worker_state_lost", does_nothing, seed=8
+    ),
+    "worker keeps the requests of a lost scheduler": PlantedBug(WorkerLoop, "_finish_steps", does_nothing, seed=1),
+    "scheduler answers on the next connection": PlantedBug(Outbox, "discard", does_nothing, seed=10),
     "link does not notice that a front end is stopped": PlantedBug(
-        SilenceDetector, "tick", nothing_is_silent, STOPS_ABOVE_THE_SCHEDULER._replace(role_weights=(1, 0, 0, 0))
+        SilenceDetector,
+        "tick",
+        nothing_is_silent,
+        seed=0,
+        faults=STOPS_ABOVE_THE_SCHEDULER._replace(role_weights=(1, 0, 0, 0)),
     ),
     "link begins no new session with a silent peer": PlantedBug(
-        Link, "_begin_new_session", does_nothing, STOPS_ABOVE_THE_SCHEDULER
+        Link, "_begin_new_session", does_nothing, seed=0, faults=STOPS_ABOVE_THE_SCHEDULER
     ),
-    "link reports no loss before a second Hello": PlantedBug(Link, "_handle_hello", no_loss_before_a_second_hello),
+    "link reports no loss before a second Hello": PlantedBug(
+        Link, "_handle_hello", no_loss_before_a_second_hello, seed=7
+    ),
 }

@@ -2,10 +2,11 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.invariants import EndsPerAdd
+from tests.simulation.invariants import AdmissionOrder, EndsPerAdd
 from tests.simulation.network import Crashed, Killed, Monitor, SimulatedSocket
 from tests.tokenizer.vocabularies import byte_level
 from tgi.api.requests import Generation, WakeEvent
@@ -24,6 +25,7 @@ from tgi.microkernel.protocol import (
     Hello,
     Inheritance,
     LastExit,
+    LoadedAdapter,
     Step,
     StepResult,
 )
@@ -33,14 +35,16 @@ from tgi.scheduler import main as scheduler_main
 from tgi.scheduler.metrics import SchedulerMetrics
 from tgi.scheduler.scheduler import Scheduler
 from tgi.tokenizer import main as tokenizer_main
-from tgi.tokenizer.chat import ChatRenderer
+from tgi.tokenizer.chat import ChatRenderer, RenderedChat
 from tgi.tokenizer.chat_template import ChatTemplates
 from tgi.tokenizer.encoder import PromptEncoder
 from tgi.tokenizer.encoding_jobs import THREADS, EncodingJob, EncodingQueue, ExecutorName
 from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.resumable_streams import ResumableStreams
+from tgi.tokenizer.structured_output.grammar import GrammarError
 from tgi.worker.engine.loop import WorkerLoop
 from tgi.worker.fake_worker.fake_worker import FakeWorker
+from tgi.worker.lora.registry import load_adapters
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -48,6 +52,15 @@ if TYPE_CHECKING:
 ROLES = ("api", "tokenizer", "scheduler", "worker")
 # First ids of prompts that kill the process of a role when it works on them; "step": that fail a step of the worker.
 POISON = {"tokenizer": 5, "scheduler": 4, "worker": 3, "step": 1}
+
+
+CHATS = ChatRenderer(
+    ChatTemplates({"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"}, {})
+)
+INVALID_GRAMMAR = b"invalid"
+ADAPTERS = Path(__file__).with_name("adapters")
+# Adapters that the settings of the worker name; clients load and unload others.
+SETTINGS_ADAPTERS = ("amber", "blue")
 
 
 def is_poison(role: str, ids: bytes) -> bool:
@@ -93,7 +106,7 @@ class SimulatedProcess:
         self._busy_until = self.clock.now
         self.work_register = WorkRegister()
         self.simulation.trace(self.name, "starts")
-        self.simulation.health.disturbed()
+        self.simulation.health.disturbed(self.role)
         self._start()
         self.wake()
 
@@ -102,8 +115,9 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.simulation.trace(self.name, "dies:", cause)
+        self.simulation.workload.process_ends(self)
         self.alive = self.stopped = False
-        self.simulation.health.disturbed()
+        self.simulation.health.disturbed(self.role)
         for link in self.links:
             link.socket.close()
         self.links = []
@@ -127,7 +141,7 @@ class SimulatedProcess:
         if self.alive and not self.stopped:
             self.simulation.trace(self.name, "is stopped")
             self.stopped = True
-            self.simulation.health.disturbed()
+            self.simulation.health.disturbed(self.role)
             self.simulation.supervisor.process_stopped(self)
 
     def resume(self) -> None:
@@ -135,7 +149,7 @@ class SimulatedProcess:
         if self.stopped:
             self.simulation.trace(self.name, "continues")
             self.stopped = False
-            self.simulation.health.disturbed()
+            self.simulation.health.disturbed(self.role)
             if self._runnable:
                 self._runnable = False
                 self.wake()
@@ -320,9 +334,10 @@ class CallbackEvent(WakeEvent):
 
 
 class SharedPermits:
-    """The permits of one front end, of a limit that is never reached."""
+    """The permits of one front end. All front ends share the limit; their clients have no shares of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: "FrontEnd") -> None:
+        self._simulation = process.simulation
         self._held: Counter[int] = Counter()  # by client
 
     @property
@@ -330,9 +345,12 @@ class SharedPermits:
         return self._held.total()
 
     def held_by(self, client: int) -> int:
-        return self._held[client]
+        return sum(one.permits._held[client] for one in self._simulation.front_ends if one.alive)
 
     def acquire(self, count: int, client: int, weight: float) -> bool:
+        held = sum(one.permits.held for one in self._simulation.front_ends if one.alive)
+        if held + count > self._simulation.config.max_concurrent_requests:
+            return False
         self._held[client] += count
         return True
 
@@ -358,7 +376,7 @@ class FrontEnd(SimulatedProcess):
 
     def _start(self) -> None:
         links = [self.connect(f"tok-{index}.front") for index in range(self.simulation.config.tokenizers)]
-        self.permits = SharedPermits()
+        self.permits = SharedPermits(self)
         self.loop = SimulatedLoop(self)
         self.router: Router | None = Router(
             links,
@@ -408,7 +426,6 @@ class FrontEnd(SimulatedProcess):
             if router.health.can_compute:
                 message = Generate(0, "Is 1 + 1 = 2?", SamplingParams(1), max_new_tokens=1, truncate=1)
                 self._probe = Generation(message, False, CallbackEvent(self.loop, lambda: None), probe=True)
-                self.simulation.number_generation(self._probe)
                 router.submit(self._probe)
         elif self._probe.ended:
             router.health.probe_passed = not self._probe.failed
@@ -438,8 +455,8 @@ class SimulatedExecutors:
         if any(job.alone for running in self._running.values() for job in running):
             return
         if jobs.trials:
-            if self.idle:
-                self._begin(jobs.take_trial())
+            if self.idle and (trial := jobs.take_trial(in_loop=False)) is not None:
+                self._begin(trial)
             return
         for name, running in self._running.items():
             while (free := THREADS[name] - len(running)) > 0:
@@ -501,20 +518,21 @@ class CheckedPool(TokenizerPool):
     def __init__(self, process: TokenizerProcess) -> None:
         super().__init__(
             byte_level(),
-            ChatRenderer(ChatTemplates({}, {})),
+            CHATS,
             lambda: process.clock.now,
+            build_grammar=build_grammar,
             units=process.work_register.units,
         )
-        self._encoder = MortalEncoder(byte_level(), ChatRenderer(ChatTemplates({}, {})), None)
+        self._encoder = MortalEncoder(byte_level(), CHATS, None)
         self._process = process
         self._cancelled: set[tuple[Any, int]] = set()  # by Cancels since the latest `drain_outgoing`
 
     def handle(self, peer: Any, message: Any) -> None:
         process = self._process
         process.simulation.trace(process.name, "<-", peer, message)
-        if isinstance(message, Cancel) and message.rid in process.ends.open.get(peer, ()):
+        if isinstance(message, Cancel) and process.ends.open.get(peer, {}).get(message.rid) is Generate:
             self._cancelled.add((peer, message.rid))
-        if peer.role == "api":
+        if peer.role != "scheduler":
             process.ends.received(peer, message)
         super().handle(peer, message)
 
@@ -522,7 +540,7 @@ class CheckedPool(TokenizerPool):
         messages = super().drain_outgoing()
         forwarded = 0
         for peer, message in messages:
-            if peer.role == "api":
+            if peer.role != "scheduler":
                 self._process.ends.sent(peer, message)
                 if isinstance(message, End):
                     self._cancelled.discard((peer, message.rid))
@@ -531,6 +549,13 @@ class CheckedPool(TokenizerPool):
             self._process.simulation.fail(f"{self._process.name} does not forward a Cancel: {self._cancelled}")
         self._cancelled.clear()
         return messages
+
+
+def build_grammar(grammar: bytes, chat: RenderedChat | None, is_wanted: Callable[[], bool]) -> str:
+    """Stands for GrammarCompiler.build. The worker's form of a grammar is its text; INVALID_GRAMMAR is rejected."""
+    if grammar == INVALID_GRAMMAR:
+        raise GrammarError("the grammar is invalid")
+    return f"compiled {grammar.decode()}"
 
 
 class MortalEncoder(PromptEncoder):
@@ -558,11 +583,16 @@ class SchedulerProcess(SimulatedProcess):
         self._suspect_changes = 0
         inherited = Inheritance(self.simulation.suspects, self.last_exit)
         self.scheduler.handle(inherited, PeerId(*self.hello()[1:4]), self.clock.now)
-        self._metrics = SchedulerMetrics()
+        self._metrics = UnpublishedMetrics()
         self._turns = 0
 
     def _ended(self) -> None:
         self.scheduler = None
+
+    @property
+    def loaded_adapters(self) -> list[LoadedAdapter]:
+        """The adapters that the worker has, or is to load again."""
+        return self.scheduler.worker.adapters.loaded if self.scheduler is not None else []
 
     def _run(self) -> None:
         scheduler = self.scheduler
@@ -581,11 +611,20 @@ class SchedulerProcess(SimulatedProcess):
         self.wake_while_readable()
 
 
+class UnpublishedMetrics(SchedulerMetrics):
+    """Publishes nothing: metrics are not simulated."""
+
+    def publish(self, scheduler: Scheduler, now: float) -> None:
+        scheduler.counters.admissions.clear()
+        self._finished_steps.clear()
+        self._joined_seconds.clear()
+
+
 class CheckedScheduler(Scheduler):
     """A scheduler whose answers are checked, and which some prompts crash."""
 
     def __init__(self, process: SchedulerProcess) -> None:
-        super().__init__(process.simulation.config.scheduler, work_register=process.work_register)
+        super().__init__(process.simulation.config.scheduler, AdmissionOrder(process.simulation), process.work_register)
         self._process = process
 
     def handle(self, message: Any, source: Any, now: float) -> None:
@@ -618,6 +657,7 @@ class SimulatedEngine:
         self._worker = FakeWorker(self._simulation.config.worker)
         self.limits = self._worker.limits
         self.adapters = self._worker.adapters
+        load_adapters(self.adapters, tuple((name, str(ADAPTERS / name)) for name in SETTINGS_ADAPTERS))
         self._deadly: set[int] = set()  # slots with prompts that crash the worker
         self._broken: set[int] = set()  # slots with prompts that fail their step
         self._failed_epoch = 0  # a step of it has failed: those that follow are answered with nonsense
@@ -712,6 +752,11 @@ class WorkerProcess(SimulatedProcess):
 
     def _ended(self) -> None:
         self._worker_loop = None
+
+    @property
+    def loaded_adapters(self) -> list[LoadedAdapter]:
+        """The adapters that this worker has."""
+        return self._engine.adapters.loaded_adapters if self.alive else []
 
     def _run(self) -> None:
         loop = self._worker_loop

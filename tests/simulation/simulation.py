@@ -1,8 +1,10 @@
 """The simulation: a whole server, its clients and what goes wrong, from one seed."""
 
+import gc
 import logging
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from random import Random
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from tests.simulation.faults import FaultConfig, FaultInjector
 from tests.simulation.invariants import HealthCheck, StoppedUpstreamCheck
 from tests.simulation.network import Network
 from tests.simulation.processes import (
+    SETTINGS_ADAPTERS,
     FrontEnd,
     SchedulerProcess,
     SharedQuarantine,
@@ -20,14 +23,14 @@ from tests.simulation.processes import (
     TokenizerProcess,
     WorkerProcess,
 )
-from tests.simulation.workload import VOCAB_SIZE, ClientRequest, Workload
-from tgi.api.requests import Generation
+from tests.simulation.workload import ADDED_ADAPTER, VOCAB_SIZE, ClientRequest, Workload
 from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import SuspectRecord, decode
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.tokenizer import encoding_jobs
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
+from tgi.worker.lora import registry
 
 NO_DEFAULT = object()
 # Longer delays would look as if a process were silent.
@@ -36,8 +39,14 @@ MAX_DELAY_SECONDS = 0.5
 BUSY_SECONDS = 0.6
 # Some restarts take longer.
 LONG_RESTART_SECONDS, LONG_RESTART_SHARE = 10.0, 0.02
+# Net allocations of container objects that start a pass of the garbage collector.
+GC_THRESHOLD = 200_000
 # Entries of the trace that are kept.
 TRACE_ENTRIES = 20_000
+
+
+# Mean seconds between two faults, and of a stop. With more of both the server would seldom compute.
+FAULT_SECONDS = ((0.2, 0.1), (0.5, 0.1), (0.5, 4.0), (1.5, 0.1), (1.5, 4.0))
 
 
 class SimulationConfig(NamedTuple):
@@ -60,10 +69,11 @@ class SimulationConfig(NamedTuple):
     inline_size: int = 1 << 20  # characters of a prompt that a tokenizer encodes in its loop
     poison_share: float = 0.0  # of the requests
     poison_roles: tuple[str, ...] = ("worker", "step", "tokenizer", "scheduler")
+    max_concurrent_requests: int = 10_000
+    adapter_share: float = 0.0  # of the requests, that load or unload an adapter
     hang_timeout: float = 12.0  # seconds until the supervisor kills a stopped process
-    unhealthy_after: float = 8.0  # seconds without a process that computes until /health must be 503
-    healthy_after: float = 10.0  # seconds in which all processes run until /health must be 200
-    patience: float = 300.0  # seconds that a request may take
+    healthy_after: float = 4.0  # seconds in which all processes run until /health must be 200
+    patience: float = 150.0  # seconds that a request may take
 
 
 class SimulationFailed(AssertionError):
@@ -79,7 +89,7 @@ class SimulationFailed(AssertionError):
 def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
     """The configuration of a seed."""
     random = Random(f"config {seed}")
-    slots = random.choice((2, 4, 8, 16, 32))
+    slots, clients = random.choice((2, 4, 8, 16, 32)), random.choice((10, 40, 80))
     worker = FakeWorkerConfig(
         pages=random.randint(24, 160), page_size=4, slots=slots, vocab_size=VOCAB_SIZE, max_total_tokens=96,
         max_batch_prefill_tokens=random.choice((16, 48, 256)),
@@ -96,11 +106,11 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         requests=requests,
         front_ends=random.randint(1, 3),
         tokenizers=random.randint(1, 3),
-        clients=random.choice((10, 40, 80)),
+        clients=clients,
         think_seconds=random.choice((0.01, 0.1)),
         worker=worker,
         scheduler=scheduler,
-        faults=FaultConfig(mean_seconds=random.choice((0.2, 0.5, 1.5)), mean_stop_seconds=random.choice((0.1, 4.0))),
+        faults=FaultConfig(*random.choice(FAULT_SECONDS)),
         delay_seconds=random.choice((0.0001, 0.001, 0.01)),
         slow_share=random.choice((0.0, 0.02)),
         step_seconds=random.choice((0.002, 0.01)),
@@ -108,6 +118,8 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         busy_share=random.choice((0.0, 0.003)),
         inline_size=random.choice((1 << 20, 40)),
         poison_share=random.choice((0.0, 0.01)),
+        max_concurrent_requests=random.choice((10_000, 10_000, clients * 3 // 4)),
+        adapter_share=random.choice((0.005, 0.03)),
     )
 
 
@@ -129,19 +141,14 @@ class Simulation:
         self.schedulers = [SchedulerProcess(self, 0)]
         self.workers = [WorkerProcess(self, 0)]
         self.health = HealthCheck(self)
+        self.overtaken: Counter[str] = Counter()  # the most that AdmissionOrder has counted
         self.stopped_upstream = StoppedUpstreamCheck(self)
-        self._generations = 0
         self._failure: SimulationFailed | None = None
         self._trace: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=TRACE_ENTRIES)
 
     @property
     def processes(self) -> list[SimulatedProcess]:
         return [*self.front_ends, *self.tokenizers, *self.schedulers, *self.workers]
-
-    def number_generation(self, generation: Generation) -> None:
-        """Replaces the random id of a generation by one that the seed determines."""
-        self._generations += 1
-        generation.message = generation.message._replace(generation_id=self._generations)
 
     # --- times --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +181,12 @@ class Simulation:
 
     def run(self) -> None:
         """Runs until all requests have ended, then without faults until nothing is left to do."""
-        with self.clock.installed(), self._logs_in_trace(), self._short_texts_in_threads():
+        with (
+            self.clock.installed(self.config.seed),
+            self._rare_garbage_collection(),
+            self._logs_in_trace(),
+            self._simulated_threads(),
+        ):
             for process in self.processes:
                 process.start()
             self.workload.start()
@@ -209,12 +221,17 @@ class Simulation:
                 self.fail(f"request {request.plan.number} waits for {self.clock.now - request.began:.1f} s", request)
 
     def _check_idle(self) -> None:
-        """Nothing is left of the requests in any process."""
+        """Nothing is left of the requests in any process, and all know the same adapters."""
+        adapters = sorted(one.name for worker in self.workers for one in worker.loaded_adapters)
+        lasting = {*SETTINGS_ADAPTERS} | ({ADDED_ADAPTER} if self.workload.adapter_added_at is not None else set())
+        self._require(lasting <= {*adapters}, f"the worker has lost adapters: it has {adapters}")
         for front_end in self.front_ends:
             assert front_end.router is not None
             self._require(front_end.router.in_flight == 0, f"{front_end.name} has active requests")
             left = [one for tokenizer in front_end.router.tokenizers for one in tokenizer.requests]
             self._require(not left, f"{front_end.name} keeps {left} without an End")
+            names = sorted(front_end.router.adapters)
+            self._require(names == adapters, f"{front_end.name} has the adapters {names}, the worker {adapters}")
             self._require(front_end.permits.held == 0, f"{front_end.name} holds {front_end.permits.held} permits")
         for tokenizer in self.tokenizers:
             assert tokenizer.pool is not None
@@ -252,13 +269,26 @@ class Simulation:
         raise self._failure
 
     @contextmanager
-    def _short_texts_in_threads(self) -> Iterator[None]:
-        """Lets tokenizers encode prompts in threads that are shorter than the product's limit."""
-        original, encoding_jobs.MAX_INLINE_SIZE = encoding_jobs.MAX_INLINE_SIZE, self.config.inline_size
+    def _rare_garbage_collection(self) -> Iterator[None]:
+        """As in the scheduler: little is in reference cycles, so most passes of the collector find nothing."""
+        thresholds = gc.get_threshold()
+        gc.set_threshold(GC_THRESHOLD)
         try:
             yield
         finally:
-            encoding_jobs.MAX_INLINE_SIZE = original
+            gc.set_threshold(*thresholds)
+
+    @contextmanager
+    def _simulated_threads(self) -> Iterator[None]:
+        """Lets tokenizers encode prompts in threads that are shorter than the product's limit, and the worker's thread
+        for adapters run in virtual time."""
+        originals = encoding_jobs.MAX_INLINE_SIZE, registry.ThreadPoolExecutor
+        encoding_jobs.MAX_INLINE_SIZE = self.config.inline_size
+        registry.ThreadPoolExecutor = lambda *_: SimulatedThread(self)  # type: ignore[assignment,misc]
+        try:
+            yield
+        finally:
+            encoding_jobs.MAX_INLINE_SIZE, registry.ThreadPoolExecutor = originals  # type: ignore[misc]
 
     @contextmanager
     def _logs_in_trace(self) -> Iterator[None]:
@@ -274,6 +304,19 @@ class Simulation:
             logger.removeHandler(handler)
             logger.propagate = propagates
             logger.setLevel(level)
+
+
+class SimulatedThread:
+    """The thread of a worker that reads the files of adapters."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        seconds = self._simulation.encoding_delay()
+        self._simulation.clock.after(seconds, lambda: future.set_result(function(*arguments)))
+        return future
 
 
 def format_entry(entry: Any) -> str:

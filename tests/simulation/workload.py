@@ -1,18 +1,29 @@
 """Clients: the requests that they send, and the answers that these must get."""
 
+import json
 import struct
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.simulation.processes import POISON, CallbackEvent, FrontEnd
+from tests.simulation.processes import (
+    ADAPTERS,
+    CHATS,
+    INVALID_GRAMMAR,
+    POISON,
+    SETTINGS_ADAPTERS,
+    CallbackEvent,
+    FrontEnd,
+    SimulatedProcess,
+)
 from tests.tokenizer.vocabularies import byte_level
 from tgi.api.clients import Client
 from tgi.api.errors import ApiError
-from tgi.api.requests import Generation
+from tgi.api.requests import AdapterUpdateRequest, Generation, TokenizationRequest
+from tgi.api.router import Router
 from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import FinishReason, Generate
+from tgi.microkernel.protocol import DETACHED, End, FinishReason, Generate, Tokenize, UpdateAdapter
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import FINGERPRINT_BYTES
 from tgi.worker.fake_worker.fake_tokens import (
@@ -23,9 +34,10 @@ from tgi.worker.fake_worker.fake_tokens import (
     fake_vocabulary,
     noise_key,
 )
+from tgi.worker.lora.registry import adapter_digest
 
 if TYPE_CHECKING:
-    from tests.simulation.simulation import Simulation
+    from tests.simulation.simulation import Simulation, SimulationConfig
 
 WORDS = (
     *("the", "sea", "of", "stars", "is", "a", "far", "red", "line,", "and", "one", "bird:", "sings", "there;"),
@@ -34,9 +46,29 @@ WORDS = (
 PREFIXES = ("", "", "Be short. ", "You are a friendly helper of all who ask. ")
 VOCAB_SIZE = 512
 IDS = fake_vocabulary(VOCAB_SIZE)
-CLIENTS = (Client("a", 1), Client("b", 2), Client("c", 3, weight=4.0), Client("d", 4, priority=1))
+CLIENTS = (
+    *(Client("a", 1), Client("b", 2), Client("c", 3, weight=4.0), Client("d", 4, priority=1)),
+    Client("limited", 5, requests=4),
+)
+CLIENT_SHARES = (4, 4, 4, 4, 1)
+LIGHT_CLIENT = Client("light", 6)  # has one request at a time
+# Adapters that clients load: the first is also unloaded, the other one stays.
+CHANGING_ADAPTER, ADDED_ADAPTER = CLIENT_ADAPTERS = ("green", "violet")
+# After the answer to its load all tokenizers know an adapter within this time.
+ADAPTER_KNOWN_SECONDS = 5.0
 MAX_INPUT_WORDS = 9
 MAX_NEW_TOKENS = 24
+# Most requests are short: more happens in the same number of steps.
+MAX_LENGTHS = (4, 8, MAX_NEW_TOKENS)
+TOKENIZE_SHARE = 0.04
+RESUME_WINDOW_MS = 5000
+# Pauses of clients that come back, within the window and beyond it.
+RESUME_SECONDS = (0.0, 0.3, 2.0, 8.0)
+# Seconds until a client tries again after a 429.
+NO_PERMIT_SECONDS = 1.0
+GOOD_OUTCOMES = frozenset(
+    ("exact", "invalid", "poisonous", "refused", "without adapter", "tokenized", "adapter updated")
+)
 # Seconds until a client tries again after an error of its connection.
 RETRY_SECONDS = 0.05
 
@@ -51,41 +83,66 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 class Plan(NamedTuple):
-    """A request that a client will send, as one or several generations."""
+    """A request that a client will send: as one or several generations, a Tokenize, or an update of an adapter."""
 
     number: int
-    generates: list[Generate]  # one per choice; without rid
-    stream: bool
-    cancel_after: float | None  # seconds after which the client leaves
     client: Client
-    timeout: float | None  # seconds, as in X-Request-Timeout
-    poison: str  # the role whose process it kills, or ""
+    generates: list[Generate] = []  # one per choice; without rid
+    tokenize: Tokenize | None = None
+    update: UpdateAdapter | None = None
+    stream: bool = False
+    cancel_after: float | None = None  # seconds after which the client leaves
+    resumes: bool = False  # it comes back if it has left, or if its front end is lost
+    timeout: float | None = None  # seconds, as in X-Request-Timeout
+    poison: str = ""  # the role whose process it kills, or ""
 
     @property
     def valid(self) -> bool:
-        """Whether it is within the limits."""
-        return self.generates[0].max_new_tokens is None or self.generates[0].max_new_tokens <= MAX_NEW_TOKENS
+        """Whether it is within the limits, and its grammar is valid."""
+        generate = self.generates[0]
+        too_long = generate.max_new_tokens is not None and generate.max_new_tokens > MAX_NEW_TOKENS
+        return not too_long and generate.grammar != INVALID_GRAMMAR
+
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter that it asks for."""
+        return self.generates[0].sampling.adapter
 
 
-def draw_plan(random: Random, number: int, poison_share: float, poison_roles: tuple[str, ...]) -> Plan:
+def draw_plan(random: Random, number: int, client: Client, config: "SimulationConfig") -> Plan:
     """A random request."""
+    if random.random() < config.adapter_share:
+        name = random.choice(CLIENT_ADAPTERS)
+        loads = name == ADDED_ADAPTER or random.random() < 0.6
+        return Plan(number, client, update=UpdateAdapter(0, name, str(ADAPTERS / name) if loads else ""))
+    if random.random() < TOKENIZE_SHARE:
+        return Plan(number, client, tokenize=Tokenize(0, draw_prompt(random), client=client.name))
     kind = random.random()
-    prompt = PREFIXES[int(random.random() * 4)] + " ".join(random.choices(WORDS, k=random.randint(1, MAX_INPUT_WORDS)))
+    prompt = draw_prompt(random)
     ids: tuple[int, ...] = ()
+    chat = b""
     poison = ""
-    if random.random() < poison_share:
-        poison = random.choice(poison_roles)
+    if random.random() < config.poison_share:
+        poison = random.choice(config.poison_roles)
         ids = (POISON[poison], *encode(prompt))
     elif kind < 0.05:
         ids = encode(prompt)
+    elif kind > 0.9:
+        chat = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
     truncate = random.randint(1, 8) if 0.05 < kind < 0.1 and not poison else None
-    new = random.randint(1, MAX_NEW_TOKENS) if random.random() < 0.9 else 1
+    new = random.randint(1, random.choice(MAX_LENGTHS))
     sampling = SamplingParams(random.randrange(1 << 32), do_sample=random.random() < 0.6)
     if random.random() < 0.1:
         sampling = sampling._replace(top_n=random.randint(1, 4))
+    if random.random() < 0.15 and not poison:
+        sampling = sampling._replace(adapter=random.choice((*SETTINGS_ADAPTERS, *CLIENT_ADAPTERS)))
+    grammar = b""
+    if random.random() < 0.1 and not poison:
+        grammar = INVALID_GRAMMAR if random.random() < 0.1 else b"grammar %d" % random.randrange(100)
     generate = Generate(
-        0, "" if ids else prompt, sampling, max_new_tokens=new, truncate=truncate, input_ids=pack_column(INT32, ids),
-        hide_stop=random.random() < 0.3,
+        0, "" if ids or chat else prompt, sampling, max_new_tokens=new, truncate=truncate, chat=chat, grammar=grammar,
+        input_ids=pack_column(INT32, ids), hide_stop=random.random() < 0.3, request_key=number,
+        client=client.name, weight=client.weight, priority=client.priority,
     )  # fmt: skip
     extra = random.random()
     if extra < 0.08:
@@ -102,20 +159,35 @@ def draw_plan(random: Random, number: int, poison_share: float, poison_roles: tu
         stops = [text[begin : begin + random.randint(1, 3)], *random.choices(("zz", "q", "XY", "a"), k=1)]
         generate = generate._replace(stop_strings=stops)
     choices = random.choice((1, 1, 1, 1, 1, 1, 1, 1, 2, 3))
-    client = random.choice(CLIENTS)
-    generate = generate._replace(client=client.name, weight=client.weight, priority=client.priority)
+    if generate.stop_strings or poison:
+        choices = 1
+    resumes = random.random() < 0.1
+    window_ms = RESUME_WINDOW_MS if resumes else 0
     generates = [
         generate._replace(
             sampling=sampling._replace(choice=choice),
-            fingerprint=(8 * number + choice).to_bytes(FINGERPRINT_BYTES, "big"),
+            fingerprint=(name := (8 * number + choice).to_bytes(FINGERPRINT_BYTES, "big")),
+            request_index=choice,
+            resume_key=name if resumes else b"",
+            resume_window_ms=window_ms,
         )
         for choice in range(choices)
     ]
-    if generate.stop_strings or poison:
-        generates = generates[:1]
-    cancel_after = random.expovariate(3.0) if random.random() < 0.1 else None
-    timeout = random.expovariate(0.5) if random.random() < 0.05 else None
-    return Plan(number, generates, random.random() < 0.7, cancel_after, client, timeout, poison)
+    return Plan(
+        number,
+        client,
+        generates,
+        stream=random.random() < 0.7,
+        cancel_after=random.expovariate(3.0) if random.random() < (0.5 if resumes else 0.1) else None,
+        resumes=resumes,
+        timeout=random.expovariate(0.5) if random.random() < 0.05 and not resumes else None,
+        poison=poison,
+    )
+
+
+def draw_prompt(random: Random) -> str:
+    """A random text."""
+    return PREFIXES[int(random.random() * 4)] + " ".join(random.choices(WORDS, k=random.randint(1, MAX_INPUT_WORDS)))
 
 
 # --- expected answers -------------------------------------------------------------------------------------------------
@@ -133,14 +205,34 @@ class Expected(NamedTuple):
 
 def prompt_ids(generate: Generate) -> list[int]:
     """The ids of the prompt of a request."""
-    ids = unpack_int32(generate.input_ids) if generate.input_ids else list(encode(generate.inputs))
+    if generate.input_ids:
+        ids = unpack_int32(generate.input_ids)
+    else:
+        ids = [*encode(CHATS.render_chat(generate.chat).text if generate.chat else generate.inputs)]
     return ids if generate.truncate is None else ids[-generate.truncate :]
+
+
+def first_chain(generate: Generate) -> int:
+    """The chain of the fake worker before the first token."""
+    adapter = generate.sampling.adapter
+    return int.from_bytes(digest_of(adapter)) if adapter else 0
+
+
+@cache
+def digest_of(adapter: str) -> bytes:
+    """The digest of an adapter."""
+    return adapter_digest(ADAPTERS / adapter)
+
+
+def worker_sampling(generate: Generate) -> SamplingParams:
+    """The sampling parameters as the worker gets them."""
+    return generate.sampling._replace(grammar=f"compiled {generate.grammar.decode()}" if generate.grammar else "")
 
 
 def expected_tokens(generate: Generate, count: int) -> list[FakeToken]:
     """The first tokens that the fake worker samples, if nothing stops it."""
-    noise, top_n = noise_key(generate.sampling), generate.sampling.top_n
-    chain = 0
+    noise, top_n = noise_key(worker_sampling(generate)), generate.sampling.top_n
+    chain = first_chain(generate)
     for token in prompt_ids(generate):
         chain = hash((chain, token))
     tokens = []
@@ -179,7 +271,7 @@ def expected_answer(generate: Generate) -> Expected:
 def expected_prompt_logprobs(generate: Generate) -> list[FakeToken]:
     """The logprobs of the prompt from its second token on."""
     ids = prompt_ids(generate)
-    chain, found = 0, []
+    chain, found = first_chain(generate), []
     for token, following in pairwise(ids):
         chain = hash((chain, token))
         number = hash((chain, PROMPT_KEY)) % (1 << 32)
@@ -199,30 +291,108 @@ class ClientRequest:
         self.began = workload.simulation.clock.now
         self.done = False
         self._workload = workload
+
+    @property
+    def permits(self) -> int:
+        """The permits that it holds."""
+        return 0
+
+    def submit(self) -> None:
+        """Sends it to the router. Raises ApiError."""
+        raise NotImplementedError
+
+    def leave(self) -> str:
+        """The client leaves. Returns the outcome."""
+        raise NotImplementedError
+
+    def lose_front_end(self) -> None:
+        """Checks what the client has got of the answer when its front end dies."""
+
+    @property
+    def _router(self) -> Router:
+        assert self.front_end.router is not None
+        return self.front_end.router
+
+    def _end(self, outcome: str) -> None:
+        if outcome not in GOOD_OUTCOMES:
+            self._workload.simulation.fail(f"request {self.plan.number}: {outcome}", self)
+        self._workload.request_done(self, outcome)
+
+
+class TokenizationClient(ClientRequest):
+    """A request of /tokenize."""
+
+    def submit(self) -> None:
+        asked = self.plan.tokenize
+        assert asked is not None
+        event = CallbackEvent(self.front_end.loop, self._continue)
+        self._request = TokenizationRequest(event, asked.inputs, asked.add_special_tokens, client=asked.client)
+        self._router.submit(self._request)
+
+    def leave(self) -> str:
+        self._router.cancel(self._request)
+        return "cancelled"
+
+    def _continue(self) -> None:
+        if self.done or (result := self._request.result) is None:
+            return
+        assert self.plan.tokenize is not None
+        expected = [*encode(self.plan.tokenize.inputs)]
+        exact = not result.error and unpack_int32(result.token_ids) == expected
+        self._end("tokenized" if exact else f"{result} instead of the ids {expected}")
+
+
+class AdapterClient(ClientRequest):
+    """A request that loads or unloads an adapter."""
+
+    def submit(self) -> None:
+        asked = self.plan.update
+        assert asked is not None
+        event = CallbackEvent(self.front_end.loop, self._continue)
+        self._request = AdapterUpdateRequest(event, asked.name, asked.path)
+        self._router.submit(self._request)
+
+    def leave(self) -> str:
+        self._router.cancel(self._request)
+        return "cancelled"
+
+    def _continue(self) -> None:
+        if not self.done and (result := self._request.result) is not None:
+            if self._request.name == ADDED_ADAPTER:
+                self._workload.adapter_added()
+            self._end("adapter updated" if not result.error else f"the adapter was not updated: {result.error}")
+
+
+class GenerationClient(ClientRequest):
+    """A request that generates."""
+
+    def __init__(self, workload: "Workload", plan: Plan, front_end: FrontEnd) -> None:
+        super().__init__(workload, plan, front_end)
         event = CallbackEvent(front_end.loop, self._continue)
         self.generations = [
             Generation(one, plan.stream, event, client=plan.client, timeout=plan.timeout) for one in plan.generates
         ]
-        for generation in self.generations:
-            workload.simulation.number_generation(generation)
         self._texts = ["" for _ in self.generations]
         self._logprobs = [b"" for _ in self.generations]
         self._tops: list[list[list[int]]] = [[] for _ in self.generations]
 
-    def submit(self) -> None:
-        router = self.front_end.router
-        assert router is not None
-        router.admission.acquire_permits(self.plan.client, len(self.generations))
-        for generation in self.generations:
-            router.submit(generation)
+    @property
+    def permits(self) -> int:
+        return sum(generation.active for generation in self.generations)
 
-    def cancel(self) -> None:
-        """The client leaves."""
-        if not self.done and self.front_end.router is not None:
-            self._workload.simulation.trace(self.front_end.name, "client leaves", self.plan.number)
-            for generation in self.generations:
-                self.front_end.router.cancel(generation)
-            self._workload.request_done(self, "cancelled")
+    def submit(self) -> None:
+        self._router.admission.acquire_permits(self.plan.client, len(self.generations))
+        for generation in self.generations:
+            self._router.submit(generation)
+
+    def leave(self) -> str:
+        for generation in self.generations:
+            self._router.cancel(generation, client_lost=self.plan.resumes)
+        self._check_beginning()
+        return "left" if self.plan.resumes else "cancelled"
+
+    def lose_front_end(self) -> None:
+        self._check_beginning()
 
     def _continue(self) -> None:
         """The route wakes: tokens or the end have come."""
@@ -236,8 +406,15 @@ class ClientRequest:
         if all(generation.ended for generation in self.generations):
             self._check_answer()
 
+    def _check_beginning(self) -> None:
+        """What a client gets before it is lost is the beginning of the exact answer."""
+        for generation in self.generations:
+            ids = generation.generated_ids.tolist()
+            if ids and not self.plan.poison and ids != expected_answer(generation.message).ids[: len(ids)]:
+                self._workload.simulation.fail(f"request {self.plan.number}: the answer began with {ids}", self)
+
     def _check_answer(self) -> None:
-        simulation, plan = self._workload.simulation, self.plan
+        plan = self.plan
         failures = [one.end for one in self.generations if one.failed and one.end is not None]
         if plan.poison:
             outcome = "poisonous" if failures else "a poisonous request has succeeded"
@@ -246,6 +423,12 @@ class ClientRequest:
             outcome = "invalid" if invalid else "a request over the limits was not rejected"
         elif failures and plan.timeout is not None and failures[0].reason == FinishReason.OVERLOADED:
             outcome = "refused"  # it would have waited for longer than its timeout
+        elif failures and is_missing_adapter(failures[0]) and self._may_lack_adapter():
+            outcome = "without adapter"
+        elif failures and failures[0].message == DETACHED:
+            # An earlier submission came late, from a front end that the client has left, and took the stream over.
+            self._workload.connection_lost(self, self.leave())
+            return
         elif failures:
             outcome = f"an innocent request failed: {failures[0].reason}: {failures[0].message}"
         else:
@@ -253,9 +436,13 @@ class ClientRequest:
             for index, generation in enumerate(self.generations):
                 if difference := self._difference(index, generation):
                     outcome = f"wrong answer: {difference}"
-        if outcome not in ("exact", "invalid", "poisonous", "refused"):
-            simulation.fail(f"request {plan.number}: {outcome}", self)
-        self._workload.request_done(self, outcome)
+        self._end(outcome)
+
+    def _may_lack_adapter(self) -> bool:
+        adapter, added_at = self.plan.adapter, self._workload.adapter_added_at
+        if adapter == ADDED_ADAPTER:
+            return added_at is None or self.began < added_at + ADAPTER_KNOWN_SECONDS
+        return adapter == CHANGING_ADAPTER
 
     def _difference(self, index: int, generation: Generation) -> str:
         """In what the answer differs from that of an undisturbed server, or ""."""
@@ -286,6 +473,11 @@ class ClientRequest:
         return ""
 
 
+def is_missing_adapter(end: End) -> bool:
+    """Whether a request has failed because its adapter is not loaded, or not any more."""
+    return "not found" in end.message or "not loaded any more" in end.message
+
+
 class Workload:
     """All clients. Each sends one request after another, at any front end that accepts it."""
 
@@ -295,24 +487,24 @@ class Workload:
         self.outcomes: dict[str, int] = {}
         self.longest_seconds = 0.0
         self.latest_end = 0.0
+        self.finished = False  # whether all requests have ended
         self.active: dict[ClientRequest, None] = {}
+        self.sent: dict[int, ClientRequest] = {}  # by number
+        self.adapter_added_at: float | None = None  # when a client knew that ADDED_ADAPTER is loaded
         self._planned = 0
-        self._finished = 0
-
-    @property
-    def finished(self) -> bool:
-        """Whether all requests have ended."""
-        return self._finished >= self.simulation.config.requests
+        self.ended = 0
 
     def start(self) -> None:
         for _ in range(self.simulation.config.clients):
             self._send_later()
+        self._send_later(LIGHT_CLIENT)
 
-    def _send_later(self) -> None:
+    def _send_later(self, client: Client | None = None) -> None:
         if self._planned < self.simulation.config.requests:
             self._planned += 1
             config = self.simulation.config
-            plan = draw_plan(self.random, self._planned, config.poison_share, config.poison_roles)
+            client = self.random.choices(CLIENTS, CLIENT_SHARES)[0] if client is not LIGHT_CLIENT else client
+            plan = draw_plan(self.random, self._planned, client, config)
             self.simulation.clock.after(self.random.expovariate(1 / config.think_seconds), self._send, plan)
 
     def _send(self, plan: Plan) -> None:
@@ -321,34 +513,100 @@ class Workload:
             self.simulation.clock.after(RETRY_SECONDS, self._send, plan)
             return
         front_end = self.random.choice(accepting)
-        request = ClientRequest(self, plan, front_end)
+        kind = GenerationClient if plan.generates else TokenizationClient if plan.tokenize else AdapterClient
+        request = kind(self, plan, front_end)
         self.active[request] = None
-        self.simulation.trace(front_end.name, "request", plan.number, plan.poison, plan.generates[0])
+        self.sent[plan.number] = request
+        asked = plan.generates[0] if plan.generates else plan.tokenize or plan.update
+        self.simulation.trace(front_end.name, "request", plan.number, plan.poison, asked)
         front_end.run_code(lambda: self._submit(request))
         for seconds in (plan.cancel_after, plan.timeout):
             if seconds is not None:
-                self.simulation.clock.after(seconds, self._cancel, request)
+                self.simulation.clock.after(seconds, self._leave, request)
 
     def _submit(self, request: ClientRequest) -> None:
+        plan, config = request.plan, self.simulation.config
         try:
             request.submit()
         except ApiError as error:
-            self.simulation.fail(f"request {request.plan.number} was refused: {error.message}", request)
+            held, own = self._permits(plan.client)
+            if held > config.max_concurrent_requests or (
+                plan.client.requests is not None and own > plan.client.requests
+            ):
+                self.simulation.trace(request.front_end.name, "refuses", plan.number, error.message)
+                self.outcomes["no permit"] = self.outcomes.get("no permit", 0) + 1
+                self._forget(request)
+                self.simulation.clock.after(NO_PERMIT_SECONDS, self._send, plan._replace(cancel_after=None))
+                return
+            self.simulation.fail(
+                f"request {plan.number} was refused with {held} permits held: {error.message}", request
+            )
+        held, own = self._permits(plan.client)
+        if held > config.max_concurrent_requests:
+            self.simulation.fail(f"{held} generations at once, of {config.max_concurrent_requests}", request)
+        if plan.client.requests is not None and own > plan.client.requests:
+            self.simulation.fail(f"{own} generations of a client at once that may have {plan.client.requests}", request)
 
-    def _cancel(self, request: ClientRequest) -> None:
+    def _permits(self, client: Client) -> tuple[int, int]:
+        """How many generations of all clients, and of this one, are active."""
+        held = [(one.plan.client, one.permits) for one in self.active]
+        return sum(count for _, count in held), sum(count for owner, count in held if owner is client)
+
+    def _leave(self, request: ClientRequest) -> None:
         if not request.done and not request.front_end.stopped:
-            request.front_end.run_code(request.cancel)
+            request.front_end.run_code(lambda: self._leave_now(request))
+
+    def _leave_now(self, request: ClientRequest) -> None:
+        self.simulation.trace(request.front_end.name, "client leaves", request.plan.number)
+        self.connection_lost(request, request.leave())
+
+    def adapter_added(self) -> None:
+        """A client knows that ADDED_ADAPTER is loaded."""
+        if self.adapter_added_at is None and self._added_adapter_is_known():
+            self.adapter_added_at = self.simulation.clock.now
+
+    def process_ends(self, process: SimulatedProcess) -> None:
+        """ADDED_ADAPTER is lost only by the end of the scheduler while no worker has it (docs/adapters.md), or of the
+        worker before the scheduler has asked it."""
+        if self.adapter_added_at is None:
+            return
+        if not self._added_adapter_is_known():
+            self.simulation.fail(f"neither the scheduler nor the worker knows the adapter {ADDED_ADAPTER}")
+        if not self._added_adapter_is_known(without=process):
+            self.adapter_added_at = None
+
+    def _added_adapter_is_known(self, without: SimulatedProcess | None = None) -> bool:
+        processes = [*self.simulation.schedulers, *self.simulation.workers]
+        known = [adapter.name for one in processes if one is not without for adapter in one.loaded_adapters]
+        return ADDED_ADAPTER in known
 
     def front_end_lost(self, front_end: FrontEnd) -> None:
         """The connections of its clients break."""
         for request in [one for one in self.active if one.front_end is front_end]:
-            self.request_done(request, "connection lost")
+            request.lose_front_end()
+            self.connection_lost(request, "connection lost")
+
+    def connection_lost(self, request: ClientRequest, outcome: str) -> None:
+        """The connection of a client is lost. It comes back, or ends its request."""
+        if not request.plan.resumes:
+            self.request_done(request, outcome)
+            return
+        self.outcomes["resumed"] = self.outcomes.get("resumed", 0) + 1
+        self._forget(request)
+        pause = self.random.choice(RESUME_SECONDS)
+        self.simulation.clock.after(pause, self._send, request.plan._replace(cancel_after=None))
 
     def request_done(self, request: ClientRequest, outcome: str) -> None:
-        request.done = True
-        del self.active[request]
+        self._forget(request)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self.longest_seconds = max(self.longest_seconds, self.simulation.clock.now - request.began)
         self.latest_end = self.simulation.clock.now
-        self._finished += 1
-        self._send_later()
+        self.ended += 1
+        self.finished = self.ended >= self.simulation.config.requests
+        self._send_later(request.plan.client)
+
+    def _forget(self, request: ClientRequest) -> None:
+        request.done = True
+        del self.active[request]
+        if self.sent.get(request.plan.number) is request:
+            del self.sent[request.plan.number]

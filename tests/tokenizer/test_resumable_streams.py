@@ -8,6 +8,7 @@ from tests.tokenizer.harness import API, OTHER, PoolHarness, hello, ids_of, stre
 from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
+    DETACHED,
     Add,
     Cancel,
     End,
@@ -60,7 +61,7 @@ def harness() -> StreamsHarness:
 
 
 def cancelled(rid: int) -> End:
-    return End(rid, FinishReason.CANCELLED)
+    return End(rid, FinishReason.CANCELLED, DETACHED)
 
 
 @pytest.mark.parametrize("loss", ["client", "api", "unnoticed"])
@@ -118,6 +119,18 @@ def test_a_finished_stream_is_kept_for_its_window(harness: StreamsHarness) -> No
         assert again == [m._replace(rid=8) if isinstance(m, End) else m._replace(rids=b"\x08\0\0\0") for m in whole]
     harness.wait(11)
     assert harness.start(OTHER, 9).rid != add.rid  # forgotten: generated again
+
+
+def test_a_stream_that_went_on_elsewhere_is_not_kept(harness: StreamsHarness) -> None:
+    """The api has lost the connection, and submitted the request again through another tokenizer. The scheduler ends
+    the submission that came through this one."""
+    add = harness.start(API, 7)
+    harness.streams.receive(API, PeerDisconnected())
+    harness.pool.handle(harness.scheduler, End(add.rid, FinishReason.CANCELLED))
+    harness.collect_outgoing()
+    harness.streams.receive(API, hello(API))
+    assert harness.start(API, 8).rid != add.rid
+    assert not [one for one in harness.received_by(API) if isinstance(one, End)]
 
 
 def test_an_abandoned_request_is_cancelled(harness: StreamsHarness) -> None:

@@ -21,6 +21,7 @@ from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, P
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import (
+    DETACHED,
     AdapterUpdated,
     Beat,
     Cancel,
@@ -240,6 +241,10 @@ class Router:
                 self.health.progress.record()
                 self._delivery.flush_metrics()
                 request = self._remove_assignment(tokenizer, message.rid)
+                if request is not None and request.active and is_superseded(message):
+                    self._unassigned[request] = None
+                    self._assign_waiting()
+                    return
                 if request is not None:
                     self._record_end(request, message)
                 if isinstance(request, Generation):
@@ -472,3 +477,9 @@ class Router:
             self._refuse(request.fingerprint, end.message)
         elif self._isolation.suspects and end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
             self._isolation.discard(request.fingerprint, well=True)
+
+
+def is_superseded(end: End) -> bool:
+    """Whether an active request has ended only because the scheduler has got a later submission of it: the stream that
+    it has resumed belonged to a front end that died, after it had lost that tokenizer."""
+    return end.reason == FinishReason.CANCELLED and end.message != DETACHED

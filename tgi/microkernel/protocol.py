@@ -238,6 +238,10 @@ class FinishReason(StrEnum):
     TEMPLATE = "template"  # the chat template cannot render the messages; `message` is for the client
 
 
+# `End.message` of a cancelled request whose stream goes on: it is kept for the client, or another request resumes it.
+DETACHED = "detached from its stream"
+
+
 # --- api -> tokenizer -------------------------------------------------------------------------------------------------
 
 

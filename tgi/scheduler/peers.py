@@ -206,7 +206,7 @@ class WorkerPeer:
         self._waiting: dict[PeerId, WaitingWorker] = {}  # in the order of connection
         self.limits: DeploymentLimits | None = None
         self.adapters = WorkerAdapters()
-        self.silent = False  # it has sent no beat for a while, which is normal while it computes or loads
+        self.silent = False  # it has stopped sending beats while it had nothing to compute
         self._reported = WAITING_FOR_WORKER
 
     @property

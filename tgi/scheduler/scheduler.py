@@ -163,7 +163,10 @@ class Scheduler:
             self.worker.record_waiting(source, message)
             self._connect_waiting_worker(now)
             return
-        self.worker.silent = isinstance(message, PeerSilent)
+        if isinstance(message, PeerSilent):
+            self.worker.silent = not self.pipeline  # a worker that computes sends no beats
+        else:
+            self.worker.silent = False
         if isinstance(message, StepResult):
             self._handle_result(message, now)
         elif isinstance(message, Status):
@@ -666,7 +669,7 @@ class Scheduler:
         worker, status, stage = self.worker, self.worker.status, ""
         if self.pipeline.is_stalled(now):
             stage = "the worker finishes no step"
-        elif worker.silent and status.ready and not self.pipeline and not worker.adapters.changing:
+        elif worker.silent and status.ready and not worker.adapters.changing:
             stage = "the worker does not respond"
         return Status(
             ready=status.ready,

@@ -12,7 +12,19 @@ from typing import Any
 
 from tgi.microkernel.codec import ITEM_BYTES, UINT32, pack_column
 from tgi.microkernel.link import PeerDisconnected, PeerId
-from tgi.microkernel.protocol import PROTOCOL, Cancel, End, FinishReason, Generate, Hello, Status, Texts, decode, encode
+from tgi.microkernel.protocol import (
+    DETACHED,
+    PROTOCOL,
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    Hello,
+    Status,
+    Texts,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +102,8 @@ class ResumableStreams:
                     if stream.api is not None:
                         self._attached[stream.api].pop(stream.rid, None)
                         self._detach(stream)
+                    if message.reason == FinishReason.CANCELLED:  # submitted again through another tokenizer
+                        self._remove(stream)
 
     def drop_expired(self) -> None:
         """Ends the streams that were without an api for longer than their window. To be called every few seconds."""
@@ -139,7 +153,7 @@ class ResumableStreams:
         """Ends the request of the attached api, if there is one."""
         if stream.api is not None:
             self._attached[stream.api].pop(stream.rid, None)
-            self._answers.append((stream.api, End(stream.rid, FinishReason.CANCELLED)))
+            self._answers.append((stream.api, End(stream.rid, FinishReason.CANCELLED, DETACHED)))
             stream.api = None
 
     def _detach(self, stream: ResumableStream) -> None:

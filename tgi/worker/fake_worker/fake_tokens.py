@@ -1,6 +1,7 @@
 """The fake worker's tokens, logprobs and alternatives, as functions of a hash of the earlier tokens."""
 
 from collections.abc import Sequence
+from zlib import crc32
 
 from tgi.microkernel.codec import FLOAT32, INT32, UINT8, UINT32, pack_column
 from tgi.microkernel.protocol import StepResult
@@ -18,13 +19,14 @@ FakeToken = tuple[int, float, FakeAlternatives]  # id, logprob, alternatives
 
 
 def noise_key(sampling: SamplingParams) -> int:
-    """What a request's tokens depend on besides the earlier ids: its seed and choice if it samples.
+    """What a request's tokens depend on besides the earlier ids: its grammar, and its seed and choice if it samples.
 
     The first choice has the tokens of a request for one answer.
     """
-    if not sampling.samples:
-        return GREEDY_KEY
-    return hash((sampling.seed, sampling.choice)) if sampling.choice else sampling.seed
+    key = GREEDY_KEY
+    if sampling.samples:
+        key = hash((sampling.seed, sampling.choice)) if sampling.choice else sampling.seed
+    return hash((key, crc32(sampling.grammar.encode()))) if sampling.grammar else key
 
 
 def fake_vocabulary(vocab_size: int) -> range:

@@ -2,8 +2,8 @@
 
 It keeps the state that a real worker keeps (ids, page tables, the content of each page) and rejects a step for which a
 real worker would compute garbage, naming the fault. So it serves as a worker for tests, as a baseline for measuring the
-rest of the stack, and as a checker of the scheduler. It ignores grammars and bad words. Any directory with an
-adapter_config.json is an adapter; its content changes the tokens.
+rest of the stack, and as a checker of the scheduler. It ignores bad words. A grammar changes the tokens, which do not
+match it. Any directory with an adapter_config.json is an adapter; its content changes the tokens.
 """
 
 import time
