@@ -41,7 +41,7 @@ def test_a_stream_that_is_taken_over_leaves_its_other_choices_running(serve: Any
 def test_a_stream_that_is_taken_over_before_its_first_token_is_not_a_fault_of_the_server(serve: Any) -> None:
     front = serve(silent, resume_window=30)
     stream = Stream(front, "/generate_stream")
-    front.tokenizers[0].send(End(front.tokenizers[0].next(Generate).rid, FinishReason.CANCELLED))
+    front.tokenizers[0].send(End(front.tokenizers[0].next(Generate).rid, FinishReason.CANCELLED, DETACHED))
     reply = stream.read_rest()
     assert (reply.status, b'"error_type":"taken_over"' in reply.body) == (410, True)
 
