@@ -241,7 +241,7 @@ class Router:
                 self.health.progress.record()
                 self._delivery.flush_metrics()
                 request = self._remove_assignment(tokenizer, message.rid)
-                if request is not None and request.active and is_superseded(message):
+                if request is not None and is_superseded(request, message):
                     self._unassigned[request] = None
                     self._assign_waiting()
                     return
@@ -479,7 +479,8 @@ class Router:
             self._isolation.discard(request.fingerprint, well=True)
 
 
-def is_superseded(end: End) -> bool:
+def is_superseded(request: LiveRequest, end: End) -> bool:
     """Whether an active request has ended only because the scheduler has got a later submission of it: the stream that
     it has resumed belonged to a front end that died, after it had lost that tokenizer."""
-    return end.reason == FinishReason.CANCELLED and end.message != DETACHED
+    resumable = isinstance(request, Generation) and bool(request.message.resume_key)
+    return resumable and request.active and end.reason == FinishReason.CANCELLED and end.message != DETACHED
