@@ -13,10 +13,19 @@ def test_a_disconnect_lets_the_tokenizer_continue(serve: Any) -> None:
     stream = Stream(front, "/v1/completions", CHOICES)
     asked = [front.tokenizers[0].next(Generate) for _ in range(2)]
     assert len({one.resume_key for one in asked}) == 2
-    assert {one.resume_window_ms for one in asked} == {30_000}
+    assert {(one.resume_window_ms, one.resume_limit) for one in asked} == {(30_000, 128)}
     stream.disconnect()
     cancels = [front.tokenizers[0].next(Cancel) for _ in range(2)]
     assert cancels == [Cancel(one.rid, client_lost=True) for one in asked]
+
+
+def test_the_limit_of_a_key_holds_for_its_abandoned_streams(serve: Any) -> None:
+    front = serve(silent, resume_window=30, api_key=("secret requests=3",))
+    body = b'{"inputs":"x"}'
+    head = {"content-type": "application/json", "content-length": str(len(body)), "authorization": "Bearer secret"}
+    with front.connect() as connection:
+        connection.sendall(request("POST", "/generate_stream", body, head))
+        assert front.tokenizers[0].next(Generate).resume_limit == 3
 
 
 def test_what_is_not_streamed_cannot_be_resumed(serve: Any) -> None:

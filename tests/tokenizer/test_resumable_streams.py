@@ -225,6 +225,19 @@ def test_a_client_with_many_abandoned_streams_evicts_its_own(
     assert cancels == [Cancel(rid) for rid in rids[1:4]]
 
 
+def test_a_client_has_no_more_streams_that_run_without_it_than_its_limit(harness: StreamsHarness) -> None:
+    rids = []
+    for number, client in enumerate(("a", "b", "a", "a", "a"), 1):
+        rids.append(harness.start(API, number, b"%016d" % number, client=client, resume_limit=2).rid)
+    harness.streams.receive(API, Cancel(1, client_lost=True))
+    harness.send_end(rids[0])  # what has ended does not count
+    for number in (2, 3, 4):
+        harness.streams.receive(API, Cancel(number, client_lost=True))
+    assert harness.received_by(harness.scheduler) == []
+    harness.streams.receive(API, Cancel(5, client_lost=True))
+    assert harness.received_by(harness.scheduler) == [Cancel(rids[2])]
+
+
 def test_a_status_reaches_each_api_once(harness: StreamsHarness) -> None:
     harness.start(API, 7)
     harness.received_by(API)

@@ -98,6 +98,8 @@ def create_generations(
         check_rules(context, RULES_AFTER_ADMISSION, names)
     wake_event = WakeEvent()
     window_ms = int(1000 * service.settings.resume_window) if stream else 0
+    permits = service.settings.max_concurrent_requests
+    resume_limit = permits if client.requests is None else min(permits, client.requests)
     random_source = response_key(req, resumable=window_ms > 0)
     recorder = service.router.recorder
     key = 0 if probe else request_key(random_source.response_id)
@@ -124,7 +126,7 @@ def create_generations(
             recorder.stamp(Event.RECEIVED, key, message.request_index, *client_number(client.name))
             if window_ms:
                 resume_key = random_source.digest(f"generation {len(generations)}", KEY_BYTES)
-                message = message._replace(resume_key=resume_key, resume_window_ms=window_ms)
+                message = message._replace(resume_key=resume_key, resume_window_ms=window_ms, resume_limit=resume_limit)
             if prompt_top_n is not None:
                 message = message._replace(prompt_logprobs_from=0, prompt_top_n=prompt_top_n)
             generations.append(Generation(message, stream, wake_event, probe, client, timeout))

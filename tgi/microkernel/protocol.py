@@ -300,6 +300,7 @@ class Generate(NamedTuple):
     deadline_ms: int = 0  # milliseconds that the client still waits when this is sent; 0: no limit
     resume_key: bytes = b""
     resume_window_ms: int = 0
+    resume_limit: int = 0  # this many of the client's streams may run without an api; 0: any number
     # The same at each submission of a generation, and no other's; 0: unknown. `attempt` counts the submissions: a later
     # one replaces an earlier one, which a process that was stopped may still have.
     generation_id: int = 0

@@ -46,6 +46,7 @@ class ResumableStream:
         self.rid = generate.rid
         self.key = generate.resume_key
         self.client = generate.client
+        self.client_limit = generate.resume_limit
         self.window_seconds = generate.resume_window_ms / 1000
         self.is_whole = not _is_resubmitted(generate)  # else the first messages went through another tokenizer
         self.messages: list[bytes] = []  # encoded: a tenth of the memory
@@ -120,7 +121,7 @@ class ResumableStreams:
         stream = self._streams.get(generate.resume_key)
         if stream is not None and stream.api not in (None, api) and generate.attempt > 1:
             # The client has resumed the stream at another api, while this one did not respond.
-            self._answers.append((api, End(generate.rid, FinishReason.CANCELLED)))
+            self._answers.append((api, End(generate.rid, FinishReason.CANCELLED, DETACHED)))
             return
         if stream is not None and (not stream.is_whole or _is_resubmitted(generate)):
             self._remove(stream)
@@ -161,6 +162,9 @@ class ResumableStreams:
         stream.api = None
         stream.expires = self._clock() + stream.window_seconds
         self._detached[stream] = None
+        running = [one for one in self._detached if one.client == stream.client and not one.ended]
+        if stream.client_limit and len(running) > stream.client_limit:
+            self._remove(running[0])
         while (too_many := len(self._detached) > MAX_DETACHED) or self._detached_bytes > MAX_DETACHED_BYTES:
             loads: Counter[str] = Counter()
             for one in self._detached:
