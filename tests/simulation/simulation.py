@@ -101,7 +101,7 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         max_drafts=random.choice((0, 0, 1, 4)),
         draft_model=random.random() < 0.5,
     )
-    return SimulationConfig(
+    config = SimulationConfig(
         seed=seed,
         requests=requests,
         front_ends=random.randint(1, 3),
@@ -121,6 +121,8 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         max_concurrent_requests=random.choice((10_000, 10_000, clients * 3 // 4)),
         adapter_share=random.choice((0.005, 0.03)),
     )
+    # Where a process takes longer to start than until the next one dies, hardly any request ends.
+    return config._replace(restart_seconds=min(config.restart_seconds, config.faults.mean_seconds / 2))
 
 
 class Simulation:

@@ -166,3 +166,24 @@ def test_mkl_reproducibility_is_requested_unless_the_environment_sets_a_mode(
         monkeypatch.delenv(MKL_MODE)
     request_reproducible_mkl()
     assert os.environ[MKL_MODE] == expected
+
+
+def test_numa_nodes_have_the_cores_that_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, cores in ((0, "0-1,8"), (10, "6-7"), (2, "2-3"), (3, "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 3, 6, 7, 8})
+    assert host_cpu.numa_nodes(tmp_path) == [[0, 1, 8], [3], [6, 7]]
+
+
+def test_ranks_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: taken.append(cores))
+    monkeypatch.setattr(host_cpu, "usable_cores", lambda: 6)
+    for nodes, expected in (([[0, 1, 2], [5, 6, 7]], [0, 1, 2]), ([[0, 1, 2]], None)):
+        monkeypatch.setattr(os, "environ", {})
+        monkeypatch.setattr(host_cpu, "numa_nodes", lambda: nodes)  # noqa: B023
+        host_cpu.take_cores(0, 2)
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+        assert taken == ([] if expected is None else [expected])
+        taken.clear()

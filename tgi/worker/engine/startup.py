@@ -34,7 +34,7 @@ from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
 from tgi.worker.engine.rank import RankPlace
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
-from tgi.worker.host_cpu import kernel_set, usable_cores
+from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
@@ -80,6 +80,12 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
         limited = "" if settings.cpu is None else ", limited by --cpu"
         torchs, ours = torch.backends.cpu.get_cpu_capability(), kernel_set()
         log.debug("instruction set of the CPU: torch's %s, ours %s%s", torchs, ours and ours.name, limited)
+        if place is None and (nodes := len(numa_nodes())) > 1:
+            log.info(
+                "this host has %d NUMA nodes, and this worker uses all of them: with --num-shard %d each node computes "
+                "its part of the model, from memory of its own",
+                *(nodes, nodes),
+            )
     models = _load_models(settings, device, progress, place)
     progress("sizing the KV cache", 96)
     graph_sizes = _graph_batch_sizes(settings, models.served)
