@@ -2,8 +2,10 @@
 
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
 from tgi.microkernel.codec import INT32, pack_column, unpack_int32
-from tgi.microkernel.protocol import HeldPages
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import PROTOCOL, HeldPages, Hello
 from tgi.scheduler.kv_cache import KVCacheManager
+from tgi.scheduler.peers import HELD_MESSAGE_BYTES, MAX_HELD_BYTES
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 CONFIG = FakeWorkerConfig(
@@ -43,6 +45,21 @@ def test_a_restarted_worker_holds_nothing() -> None:
     assert sim.scheduler.counters.cache_hit_tokens == 0
     for request in sim.requests:
         assert_as_if_alone(request, CONFIG)
+
+
+def test_the_reports_of_a_worker_that_never_gets_ready_are_bounded() -> None:
+    sim = Simulation(CONFIG)
+    worker = PeerId("worker", 0, b"loading")
+    sim.handle(Hello(PROTOCOL, *worker), worker)
+    for count in (1, 1 << 18):
+        for _ in range(200):
+            sim.handle(HeldPages(bytes(4 * count), bytes(count)), worker)
+    held = sim.scheduler.worker.take_held_pages()
+    assert 200 < len(held) < 400
+    assert sum(len(one.token_ids) + len(one.page_ids) for one in held) <= MAX_HELD_BYTES
+    for _ in range(MAX_HELD_BYTES // HELD_MESSAGE_BYTES + 10):
+        sim.scheduler.worker.record_held_pages(HeldPages(b"", b""))
+    assert len(sim.scheduler.worker.take_held_pages()) == MAX_HELD_BYTES // HELD_MESSAGE_BYTES
 
 
 def test_pages_are_adopted_once_and_contradictions_are_dropped() -> None:

@@ -784,7 +784,7 @@ class WorkerProcess(SimulatedProcess):
     def extend_deadline(self, seconds: float) -> None:
         pass
 
-    def begin_work(self, seconds: float, work: str) -> None:
+    def begin_work(self, seconds: float, work: str, began_at: float) -> None:
         pass
 
     def end_work(self) -> None:

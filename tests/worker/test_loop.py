@@ -64,6 +64,7 @@ class FakeProcess:
         self.settings = Settings()
         self.stopping = False
         self.states: list[str] = []
+        self.works: list[tuple[str, float]] = []  # what has begun, and when
 
     def watch_link(self, link: Link) -> None:
         self.link = link
@@ -79,8 +80,8 @@ class FakeProcess:
 
     beat_due = False
 
-    def begin_work(self, seconds: float, work: str) -> None:
-        pass
+    def begin_work(self, seconds: float, work: str, began_at: float) -> None:
+        self.works.append((work, began_at))
 
     def end_work(self) -> None:
         pass
@@ -270,6 +271,22 @@ def test_a_poisoned_worker_exits_without_an_answer(start: Callable[[Any], Runnin
     running._thread.join(TIMEOUT)
     assert isinstance(running.error, Poisoned)
     assert not [message for _, message in running.scheduler.link.receive() if not isinstance(message, PeerDisconnected)]
+
+
+def test_a_step_keeps_its_age_when_the_next_one_is_launched(start: Callable[[Any], Running]) -> None:
+    engine = Queueing()
+    running = start(engine)
+    running.scheduler.ready()
+    works = running.process.works
+    for count, one in enumerate((PROMPT, NEXT), 1):
+        running.scheduler.send(one)
+        while len(works) < count:
+            time.sleep(0.001)
+    engine.finish.set()
+    assert [running.scheduler.result().number for _ in range(2)] == [1, 2]
+    (first, began), (second, second_began), (third, third_began) = works[:3]
+    assert (first, second, third) == ("step 1 of epoch 1: 1 rows", first, "step 2 of epoch 1: 1 rows")
+    assert began == second_began < third_began
 
 
 def test_steps_of_an_old_epoch_are_dropped(start: Callable[[Any], Running]) -> None:

@@ -55,7 +55,7 @@ def test_running_rows_keep_replaced_and_unloaded_adapters(engine: TorchEngine, t
     found.append(engine.collect(engine.launch(step(3, rows, [slot(1, PROMPTS[0], encode(how))], [(1, 1)]))))
     assert [token for result in found for token in unpack_int32(result.token_ids)] == ids[:3]
     assert [value for result in found for value in unpack_float32(result.logprobs)] == logprobs[:3]
-    # Once nobody holds it, it is gone: whoever comes for it then is at fault, and nobody else.
+    # The adapter is removed when no slot uses it any more. A later row that asks for it fails; other rows do not.
     engine.reset()
     news = [slot(0, PROMPTS[0], encode(how)), slot(1, PROMPTS[0])]
     result = engine.collect(engine.launch(step(4, [(0, 0, 5, 1), (1, 0, 5, 1)], news, [(0, 0), (1, 1)])))

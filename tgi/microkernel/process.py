@@ -204,12 +204,13 @@ class Process:
         """Moves the watchdog's deadline to `seconds` from now, until the next heartbeat (before loading)."""
         self._heartbeat.set_deadline(time.monotonic() + seconds)
 
-    def begin_work(self, seconds: float, work: str) -> None:
-        """Sets a deadline that heartbeats do not move: `work` ends within `seconds`, while the loop may turn or not."""
+    def begin_work(self, seconds: float, work: str, began_at: float | None = None) -> None:
+        """Sets a deadline that heartbeats do not move: `work` ends within `seconds`, while the loop may turn or not.
+        `began_at`, by time.monotonic: when it began, if not now."""
         now = time.monotonic()
         self._work_deadline = now + seconds
         self._heartbeat.set_deadline(self._work_deadline)
-        self._heartbeat.set_work(work, now)
+        self._heartbeat.set_work(work, now if began_at is None else began_at)
 
     def end_work(self) -> None:
         """The work that began last has ended: from now on each turn of the loop moves the deadline."""

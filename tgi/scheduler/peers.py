@@ -12,6 +12,7 @@ from tgi.microkernel.protocol import (
     DeploymentLimits,
     End,
     FinishReason,
+    HeldPages,
     Hello,
     Status,
     Tokens,
@@ -176,6 +177,12 @@ MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tok
 EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
 
 
+# Of the messages that tell which pages a worker holds: the ids of twelve million tokens. What is beyond is not adopted.
+MAX_HELD_BYTES = 64 << 20
+# A message takes this much besides its columns.
+HELD_MESSAGE_BYTES = 256
+
+
 class WaitingWorker:
     """A worker that has connected while there is another."""
 
@@ -208,6 +215,8 @@ class WorkerPeer:
         self.adapters = WorkerAdapters()
         self.silent = False  # it has stopped sending beats while it had nothing to compute
         self._reported = WAITING_FOR_WORKER
+        self._held_pages: list[HeldPages] = []  # reported, and not yet taken
+        self._held_bytes = 0
 
     @property
     def status(self) -> Status:
@@ -263,9 +272,22 @@ class WorkerPeer:
         if status.ready:
             self.adapters.worker_reported(status.adapters)
 
+    def record_held_pages(self, held: HeldPages) -> None:
+        """Keeps a report until the worker is ready."""
+        size = HELD_MESSAGE_BYTES + sum(map(len, held))
+        if self._held_bytes + size <= MAX_HELD_BYTES:
+            self._held_bytes += size
+            self._held_pages.append(held)
+
+    def take_held_pages(self) -> list[HeldPages]:
+        """Removes and returns the reports."""
+        held, self._held_pages, self._held_bytes = self._held_pages, [], 0
+        return held
+
     def disconnect(self) -> None:
         """Clears the state of the worker, which has disconnected."""
         self.peer = None
+        self.take_held_pages()
         self._reported = WAITING_FOR_WORKER
         self.adapters.worker_lost()
 

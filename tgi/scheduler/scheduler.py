@@ -108,7 +108,6 @@ class Scheduler:
         self._isolation: CrashIsolation[bytes] = CrashIsolation()
         self._lost_worker: LostWorker | None = None  # until its successor connects
         self._generations: dict[int, Request] = {}  # by generation_id: the latest submission
-        self._held_pages: list[HeldPages] = []  # reported by a worker that is not ready yet
         self._wait_estimator = WaitEstimator()
         self._progress = ProgressClock()
         self.next_plan_at: float | None = None  # when the next step is due, if `plan` was called too early
@@ -172,7 +171,7 @@ class Scheduler:
         elif isinstance(message, Status):
             self._handle_worker_status(message, now)
         elif isinstance(message, HeldPages):
-            self._held_pages.append(message)
+            self.worker.record_held_pages(message)
         elif isinstance(message, AdapterUpdated):
             self._handle_adapter_updated(message, now)
         elif isinstance(message, PeerDisconnected):
@@ -582,8 +581,8 @@ class Scheduler:
             self._recorder.stamp(Event.WORKER_UP, EVERY_REQUEST, 0)
         if self._planner is None and (limits := self.worker.limits) is not None:
             self._set_limits(limits, now)
-        if self._held_pages and self.ready and self._planner is not None:
-            self._adopt_pages(self._planner)
+        if self.ready and self._planner is not None and (held := self.worker.take_held_pages()):
+            self._adopt_pages(self._planner, held)
         self._send_adapter_updates()
         self.report_status(now)
 
@@ -607,9 +606,8 @@ class Scheduler:
             if fault := validation_error(request, limits):
                 self._end_request(request, FinishReason.INVALID, now, fault)
 
-    def _adopt_pages(self, planner: StepPlanner) -> None:
+    def _adopt_pages(self, planner: StepPlanner, held: list[HeldPages]) -> None:
         """Fills the prefix cache with the pages that the worker has computed for the scheduler before this one."""
-        held, self._held_pages = self._held_pages, []
         if self.config.prefix_caching and self.pipeline.next_number == 1:  # no step has overwritten any of them
             pages = planner.kv_cache.adopt(held)
             log.info("The worker still holds %d KV pages from before this scheduler was started", pages)
@@ -631,7 +629,6 @@ class Scheduler:
         self._outbox.discard(self.worker.peer)
         self._lost_worker = LostWorker(self.worker.peer.boot, requests_in_hand(self.pipeline.steps))
         self.worker.disconnect()
-        self._held_pages.clear()
         self._step_limits.worker_lost()
         self.counters.worker_losses += 1
         self.pipeline.worker_lost()

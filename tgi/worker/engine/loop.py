@@ -31,7 +31,8 @@ class WorkerLoop:
         self._status = Status(False, True, "starting", 0)
         self._queued: deque[Step] = deque()
         self._in_flight: deque[tuple[Step, Any]] = deque()
-        self._step_began_at = 0.0  # when the oldest step in flight became the oldest, by time.monotonic
+        self._oldest: Step | None = None  # of the steps in flight
+        self._step_began_at = 0.0  # when it became the oldest, by time.monotonic
         self._epoch = 0
         self._scheduler: PeerId | None = None
         self._may_prefault = True  # the engine may have memory left to prefault
@@ -210,12 +211,14 @@ class WorkerLoop:
         """Sets the watchdog's deadline for the steps in flight and those that are being launched."""
         steps = [step for step, _ in self._in_flight] + [*launching]
         if not steps:
+            self._oldest = None
             self._process.end_work()
             return
+        if steps[0] is not self._oldest:
+            self._oldest, self._step_began_at = steps[0], time.monotonic()
         hang_timeout = self._process.settings.hang_timeout
         limits = (min(step.limit_ms / 1000 or hang_timeout, hang_timeout) for step in steps)
-        self._step_began_at = time.monotonic()
-        self._process.begin_work(sum(limits), _describe(steps[0]))
+        self._process.begin_work(sum(limits), _describe(steps[0]), self._step_began_at)
 
     def _send_result(self, result: StepResult) -> None:
         if result.error:
