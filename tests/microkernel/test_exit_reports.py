@@ -12,7 +12,7 @@ import pytest
 from tgi.microkernel.process import work_register_path
 from tgi.microkernel.protocol import LastExit
 from tgi.microkernel.settings import Settings
-from tgi.microkernel.supervisor import ChildProcess, ProcessSpec, oom_kills
+from tgi.microkernel.supervisor import OOM_SECONDS, ChildProcess, OomKills, ProcessSpec, oom_kills
 from tgi.microkernel.work_register import WorkRegister, fingerprint_number, split_fingerprints
 
 # A child that takes its work register, as Process does, and states that it works on one request.
@@ -76,6 +76,25 @@ def test_a_kill_for_lack_of_memory_is_a_fault(child: ChildProcess, monkeypatch: 
     assert (report.cause, report.outside) == ("was killed for lack of memory", False)
 
 
+def test_an_earlier_kill_for_lack_of_memory_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, count = 100.0, 3
+    monkeypatch.setattr("tgi.microkernel.supervisor.oom_kills", lambda: count)
+    kills = OomKills(lambda: now)
+    assert not kills.has_risen()
+    count = 4
+    assert kills.has_risen()
+    for _ in range(int(OOM_SECONDS)):  # the kernel needs time until the process has ended
+        now += 0.9
+        kills.tick()
+        assert kills.has_risen()
+    for _ in range(3):
+        now += 1.0
+        kills.tick()
+    assert not kills.has_risen()
+    count = 5
+    assert kills.has_risen()
+
+
 def test_a_hang_is_a_fault_but_not_that_of_a_stopped_process(child: ChildProcess) -> None:
     child.kill_hung()
     report = report_after(child)
@@ -107,6 +126,27 @@ def test_a_process_that_never_took_the_register_passes_on_the_earlier_report(
     while (code := child.poll()) is None:
         time.sleep(0.01)
     assert child.exit_report(code) is earlier
+    child.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "ready", "passes_on"), [("worker", False, True), ("worker", True, False), ("scheduler", False, False)]
+)
+def test_a_process_that_dies_while_loading_passes_on_the_earlier_report(
+    role: str, ready: bool, passes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = LastExit(b"earlier!", "was killed by SIGSEGV", False, b"in hand!")
+    program = CHILD.replace('register.units[3] = int.from_bytes(b"poison!!", "little")', "sys.exit(7)")
+    command = [sys.executable, "-c", program, str(work_register_path(tmp_path, f"{role}-0"))]
+    monkeypatch.setattr("tgi.microkernel.interpreter.python_command", lambda *_: command)
+    child = ChildProcess(ProcessSpec(role, 0), Settings(run_dir=tmp_path), earlier)
+    while (code := child.poll()) is None:
+        time.sleep(0.01)
+    child.had_been_ready = ready
+    report = child.exit_report(code)
+    assert report is not None
+    assert (report is earlier, report.boot == b"12345678") == (passes_on, not passes_on)
+    assert child.cause_of_exit(code) == ("ended with code 7", False)
     child.close()
 
 

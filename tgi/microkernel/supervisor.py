@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -49,6 +50,9 @@ SETTLED_SECONDS = 10.0
 RESTARTS_IN_A_ROW = 10
 RESTART_PERIOD_SECONDS = 2.0
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.1, 10.0
+
+# How long a process with much memory may take to end after the kernel has counted its kill.
+OOM_SECONDS = 10.0
 
 # A gap between two looks at the heartbeats that is longer than a tick and this: the supervisor itself did not run, and
 # perhaps neither did its children, so they get this long to report again before they are judged.
@@ -104,7 +108,7 @@ class ChildProcess:
         self.started = time.monotonic()
         self.work_register = WorkRegister.open(work_register_path(settings.run_dir, spec.name))
         self._last_exit = last_exit
-        self._oom_kills = oom_kills()
+        self._oom_kills = OomKills()
         self._hung = ""  # HUNG or STOPPED, once it has been killed for that
         self.had_been_ready = False  # known when it has ended
         self.heartbeat = Heartbeat(settings.run_dir / f"{spec.name}.beat")
@@ -131,6 +135,10 @@ class ChildProcess:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
+    def tick(self) -> None:
+        """To be called at each tick of the supervisor while it runs."""
+        self._oom_kills.tick()
+
     def overdue(self) -> bool:
         """Whether its heartbeat deadline has passed."""
         return time.monotonic() > self.heartbeat.read_deadline()
@@ -150,21 +158,30 @@ class ChildProcess:
                     self._hung = STOPPED
         self.signal(signal.SIGKILL)
 
+    def cause_of_exit(self, code: int) -> tuple[str, bool]:
+        """Why it ended, in words, and whether the cause is outside of it."""
+        if self._hung:
+            return self._hung, self._hung == STOPPED
+        return _cause_of_exit(code, self._oom_kills.has_risen())
+
     def exit_report(self, code: int) -> LastExit | None:
         """How it ended, for its successor. What it had in hand may be the cause, unless it was a signal from outside.
 
         A process that ended before it took the work register did nothing that its predecessor's report does not say.
+        One that was never ready and had nothing in hand may have ended before it could deliver that report, so its
+        successor does. Neighbours know the predecessor by its boot id, so a report that they get twice counts once. A
+        scheduler needs no neighbour for it.
         """
-        boot = self.work_register.boot
-        if self._last_exit is not None and self._last_exit.boot == boot:
-            return self._last_exit
+        boot, in_hand = self.work_register.boot, self.work_register.in_hand()
+        if self._last_exit is not None:
+            may_be_undelivered = self.spec.role != "scheduler" and not (self.had_been_ready or in_hand)
+            if may_be_undelivered or self._last_exit.boot == boot:
+                return self._last_exit
         if not any(boot):
             return None
-        cause, outside = _cause_of_exit(code, oom_kills() > self._oom_kills)
-        if self._hung:
-            cause, outside = self._hung, self._hung == STOPPED
+        cause, outside = self.cause_of_exit(code)
         lived_ms = int(1000 * (time.monotonic() - self.started))
-        return LastExit(boot, cause, outside, self.work_register.in_hand(), lived_ms)
+        return LastExit(boot, cause, outside, in_hand, lived_ms)
 
     def close(self) -> None:
         """Releases the resources of an ended process."""
@@ -460,16 +477,17 @@ class Supervisor:
         for name, child in list(self._children.items()):
             code = child.poll()
             if code is None:
+                child.tick()
                 continue
             child.close()
+            state = rundir.read_state(self.settings.run_dir, name)
+            child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
             report = child.exit_report(code)
             if report is not None and name in self._replacing:
                 report = report._replace(in_hand=b"")  # it was told to end: no request is the cause
             self._last_exits[name] = report
-            cause = report.cause if report is not None else _cause_of_exit(code, False)[0]
+            cause, _ = child.cause_of_exit(code)
             del self._children[name]
-            state = rundir.read_state(self.settings.run_dir, name)
-            child.had_been_ready = state is not None and state.pid == child.pid and state.state != "starting"
             rundir.remove_state(self.settings.run_dir, name)
             if child.had_been_ready:
                 self._served.add(name)
@@ -594,7 +612,7 @@ HUNG, STOPPED = "made no progress and was killed", "was stopped by a signal and 
 
 def _cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
     """Why a process ended, in words, and whether the cause is outside of it. `out_of_memory`: the OOM killer was
-    active while it ran. A process that is told to end (SIGTERM) drains and ends with code 0."""
+    active lately. A process that is told to end (SIGTERM) drains and ends with code 0."""
     if code >= 0:
         return f"ended with code {code}", code == 0
     number = -code
@@ -605,6 +623,27 @@ def _cause_of_exit(code: int, out_of_memory: bool) -> tuple[str, bool]:
     except ValueError:
         name = f"signal {number}"  # a real-time signal has no name
     return f"was killed by {name}", number not in OWN_SIGNALS
+
+
+class OomKills:
+    """Tells whether the OOM killer was active in the last OOM_SECONDS. An earlier kill, of another process, says
+    nothing about a death now."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts = deque(((clock(), oom_kills()),))  # with their times: the first is OOM_SECONDS old
+
+    def tick(self) -> None:
+        """To be called every second."""
+        now = self._clock()
+        if now - self._counts[-1][0] >= TICK_SECONDS:
+            self._counts.append((now, oom_kills()))
+            while self._counts[1][0] <= now - OOM_SECONDS:
+                self._counts.popleft()
+
+    def has_risen(self) -> bool:
+        """Whether the kernel counts more kills now than OOM_SECONDS ago."""
+        return oom_kills() > self._counts[0][1]
 
 
 def oom_kills() -> int:
