@@ -38,6 +38,7 @@ MARKERS = {
         "api/test_cost",
         "api/test_lifecycle",
         "api/test_readiness",
+        "deploy/test_docker",
         "hub/",
         "microkernel/test_cost",
         "microkernel/test_log",

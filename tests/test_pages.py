@@ -29,8 +29,8 @@ PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((R
 COMPATIBILITY, MIGRATING = PAGES["compatibility.md"], PAGES["migrating.md"]
 OURS = {"--max-image-fetch-size", "--api-key-file", "--kserve", "--allow-image-urls"}  # flags that TGI does not have
 LAUNCHER = {name for name, _, _ in FLAGS if name.startswith("--")} - OURS
-# Flags of docker, pip, apt and lm-eval, the latter cut at the underscore of their names.
-OTHERS_FLAGS = {"--gpus", "--shm-size", "--no-cache-dir", "--no-install-recommends", "--model", "--tasks", "--batch"}
+# Flags of docker and lm-eval, the latter cut at the underscore of their names.
+OTHERS_FLAGS = {"--gpus", "--shm-size", "--model", "--tasks", "--batch"}
 VARIABLES = {variable for name, option in OPTIONS.items() for variable in option.over + option.variables(name)}
 NOT_SERVED = " is not supported by this server"
 # (page, text with a number from the code).

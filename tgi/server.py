@@ -173,7 +173,10 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         code=settings.trust_remote_code,
         progress=progress.show_stage,
     )
-    directory = fetch(settings.model_id, settings.revision, weights=settings.weights_cache_override is None)
+    has_worker = "worker" in roles  # no other role reads the weights
+    directory = fetch(
+        settings.model_id, settings.revision, weights=has_worker and settings.weights_cache_override is None
+    )
     known = replace(
         named,
         model_sha=snapshot_commit(directory),
@@ -188,12 +191,12 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         generation_config=None if generation in GENERATION_CONFIGS else _path(generation),
     )
     directory = overridden_directory(directory, changes, settings.run_dir / "models")
-    read_model_config(directory)  # rejects an unsupported model before any process starts
+    read_model_config(directory, weights=has_worker)  # rejects an unsupported model before any process starts
     known = replace(known, model_dir=directory)
     if generation != "tgi":
         known = replace(known, sampling_defaults=read_sampling_defaults(directory))
     logger.debug("Sampling defaults of /v1: %s", known.sampling_defaults.given)
-    return _with_adapters(_with_draft(known, fetch), progress) if "worker" in roles else known
+    return _with_adapters(_with_draft(known, fetch), progress) if has_worker else known
 
 
 def _source(settings: Settings, directory: Path, sha: str | None) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from tests.models import model
 from tgi.hub.model_config import read_model_config
+from tgi.microkernel.rundir import read_states
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -195,6 +197,20 @@ def test_weights_are_not_downloaded_with_a_weights_override(hub: Hub, tmp_path: 
     assert not list(Path(directory).glob("*.safetensors"))
     assert "downloading weights" not in [stage for stage, *_ in stages]
     assert fetch(hub, tmp_path, wanted={"weights": False}, HF_HUB_OFFLINE="1")[0] == directory
+
+
+def test_weights_are_not_downloaded_where_no_worker_runs(hub: Hub, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "tgi", "tokenizer", "--model-id", "owner/tiny"]
+    environment = surroundings(hub, tmp_path) | {"TGI_RUN": str(run)}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True) as tokenizer:
+        while not (run.is_dir() and read_states(run)) and tokenizer.poll() is None:
+            time.sleep(0.02)
+        tokenizer.terminate()
+        _, told = tokenizer.communicate()
+    assert tokenizer.returncode == 0, told
+    assert any(path.endswith("/tokenizer.json") for path in hub.requests)
+    assert not [path for path in hub.requests if path.endswith(".safetensors")]
 
 
 def test_code_is_downloaded_only_with_trust_remote_code(hub: Hub, tmp_path: Path) -> None:

@@ -67,12 +67,15 @@ class ModelConfig:
     chat_templates: Mapping[str, str]  # by name; the main one is "default"
     bos_token: str | None
     eos_token: str | None
-    weights: tuple[Path, ...]
+    weights: tuple[Path, ...]  # empty if they were not asked for
     fingerprint: str  # digest of configuration and tokenizer files: equal on hosts that serve the same model
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Reads a model directory. Raises UserError if it is not one, is damaged, or cannot be served."""
+def read_model_config(directory: Path, *, weights: bool = True) -> ModelConfig:
+    """Reads a model directory. Raises UserError if it is not one, is damaged, or cannot be served.
+
+    Without `weights` it need not have any: hosts without a worker do not download them.
+    """
     directory = Path(directory).absolute()
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
@@ -105,7 +108,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         chat_templates=MappingProxyType(_chat_templates(directory, tokenizer_config)),
         bos_token=_token_text(tokenizer_config.get("bos_token")),
         eos_token=_token_text(tokenizer_config.get("eos_token")),
-        weights=weight_files(directory),
+        weights=weight_files(directory) if weights else (),
         fingerprint=_fingerprint(directory),
     )
 

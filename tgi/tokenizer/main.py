@@ -31,7 +31,7 @@ def main(process: Process) -> None:
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time: the package's threads would only disturb
     process.publish_state("starting", "loading the tokenizer")
-    config = read_model_config(process.settings.model_dir)
+    config = read_model_config(process.settings.model_dir, weights=False)
     tracer = tracing.create_tracer(process.settings, process.name)
     compiler = GrammarCompiler(config.directory, process.settings.grammar_compile_limit)
     pool = TokenizerPool(

@@ -248,7 +248,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not get among the answers
     requests: queue.SimpleQueue[GrammarRequest] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests,), daemon=True).start()
-    builder = AnswerGrammarBuilder(Vocabulary.load(read_model_config(model_dir)))
+    builder = AnswerGrammarBuilder(Vocabulary.load(read_model_config(model_dir, weights=False)))
     while True:
         request = requests.get()
         signal.setitimer(signal.ITIMER_PROF, max_seconds)  # SIGPROF ends the process, whatever it computes
