@@ -303,6 +303,26 @@ def test_a_second_worker_changes_nothing_while_the_first_serves(caplog: pytest.L
     assert sim.scheduler.worker.peer is None
 
 
+def test_a_report_that_comes_twice_counts_once_and_a_death_while_loading_ends_the_row() -> None:
+    sim = running_simulation(requests=1)
+    sim.plan()
+    sim.worker_down(outside=True)
+    sim.handle(Hello(PROTOCOL, *SECOND, last_exit=sim.last_exit), SECOND)
+    isolation = sim.scheduler._isolation
+    assert [suspect.outside_deaths for suspect in isolation.suspects.values()] == [1]
+    sim.handle(PeerDisconnected(), SECOND)
+    sim.handle(Hello(PROTOCOL, *THIRD, last_exit=sim.last_exit), THIRD)
+    assert not isolation.suspects
+
+
+def test_a_crash_is_blamed_if_only_the_second_successor_reports_it() -> None:
+    sim = running_simulation(requests=1)
+    sim.plan()
+    sim.worker_down()
+    sim.handle(Hello(PROTOCOL, *THIRD, last_exit=sim.last_exit), THIRD)  # one before it has never connected
+    assert [suspect.strikes for suspect in sim.scheduler._isolation.suspects.values()] == [1]
+
+
 def test_a_worker_that_waits_takes_the_place_of_one_that_is_lost() -> None:
     sim = running_simulation()
     sim.handle(Hello(PROTOCOL, *SECOND, last_exit=LastExit(b"another", "crashed", False)), SECOND)

@@ -483,7 +483,9 @@ class Scheduler:
         cause, outside = "the worker died", False
         if (report := hello.last_exit) is not None:
             if report.boot != lost.boot:
-                return  # the report is about a process in between
+                # It is about a process in between, or before, if the lost one ended while it was loading.
+                self._isolation.record_other_death()
+                return
             cause, outside = f"the worker {report.cause}", report.outside
         convicted = self._isolation.record_death(lost.in_hand, now, cause=cause, outside=outside)
         self._begin_trial(lost.in_hand, convicted, now)
