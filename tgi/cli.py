@@ -1,5 +1,5 @@
 """The command `tgi`: up, one command per role, ps, restart, scale, reload, down, why, keys, import, download-weights,
-replay, print-schema and watermark.
+plan, replay, print-schema and watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +27,7 @@ from tgi.microkernel.settings_loading import load_settings
 SECTIONS = {
     "Server": ("up", "ps", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
-    "Models": ("download-weights", "import"),
+    "Models": ("plan", "download-weights", "import"),
     "Tools": ("replay", "print-schema", "watermark"),
 }
 
@@ -468,6 +469,47 @@ def keys_new(directory: Path) -> None:
     scheduler, host = curve.create_keys(directory)
     click.echo(f"{scheduler}  for the scheduler: tgi up --listen tcp://ADDRESS:PORT --keys {scheduler}")
     click.echo(f"{host}  copy to other hosts: tgi worker --connect tcp://HOST:PORT --keys {host.name}")
+
+
+# Settings of `tgi plan`.
+PLANNED = (
+    "model_id", "revision", "dtype", "quantize", "kv_cache_dtype", "max_total_tokens", "max_batch_size",
+    "max_batch_prefill_tokens", "max_batch_total_tokens", "memory_fraction", "cuda_memory_fraction",
+)  # fmt: skip
+
+
+def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds the settings that a plan takes into account."""
+    return _with_options(command, PLANNED)
+
+
+@main.command()
+@plan_options
+@click.option("--devices", required=True, help="Such as 8xH100, 2xA100-40GB,1xL4, 4x80GB or cpu:64GB.")
+@click.option("--requests", type=click.IntRange(1), default=16, show_default=True, help="Wanted on each replica.")
+@click.option("--tokens", type=click.IntRange(1), default=1000, show_default=True, help="Length of a typical request.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) -> None:
+    """Tell what fits on which devices, from config.json alone.
+
+    For each division into tensor parallel ranks and replicas: weights, tokens of KV cache and requests at once, and
+    which one to choose. Neither weights nor devices are needed.
+    """
+    from tgi.hub.resolver import model_directory
+    from tgi.worker.planning.deployment_plan import PlanRequest, make_plan
+    from tgi.worker.planning.devices import parse_devices
+    from tgi.worker.planning.report import describe
+
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    wanted = parse_devices(devices)
+    if str(settings.model_id).lower().endswith(".gguf"):
+        raise UserError(
+            "The sizes of a GGUF file do not follow from a config.json. Plan with the directory or Hub id of its "
+            "original model and --quantize int4 or int8."
+        )
+    directory = model_directory(settings.model_id, settings.revision, weights=False)
+    found = make_plan(PlanRequest(directory, settings, wanted, tokens, requests))
+    click.echo(json.dumps(asdict(found), indent=2) if as_json else describe(found))
 
 
 @main.command("import")

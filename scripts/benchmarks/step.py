@@ -33,8 +33,9 @@ from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.arena import Arena
 from tgi.worker.host_cpu import kernel_set, limit_instruction_set
 from tgi.worker.instruction_sets import BY_NAME, ELEMENTS
+from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.decoder import DecoderModel
-from tgi.worker.models.loader import read_config, read_model_spec
+from tgi.worker.models.loader import read_model_spec
 from tgi.worker.quantization.weight_sources import WeightSource
 
 MATRICES = ("qkv", "output", "gate and up", "down")

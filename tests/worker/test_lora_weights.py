@@ -18,8 +18,8 @@ from tests.worker.loras import CONFIG, WEIGHTS, make_adapter
 from tgi.microkernel.errors import UserError
 from tgi.worker.lora.registry import adapter_digest
 from tgi.worker.lora.weights import LoraWeights, read_adapter
-from tgi.worker.models.config_reader import read_decoder_config
-from tgi.worker.models.loader import build_model, read_config
+from tgi.worker.models.config_reader import read_config, read_decoder_config
+from tgi.worker.models.loader import build_model
 
 CPU = torch.device("cpu")
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"

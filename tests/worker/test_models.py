@@ -11,8 +11,8 @@ from tests.models import model as make
 from tests.worker.batches import Row, in_chunks, make_batch, prefill
 from tgi.worker.attention import build_attention
 from tgi.worker.attention.interface import AttentionBackend
-from tgi.worker.decoder_config import UnsupportedConfig
-from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+from tgi.worker.decoder_config import RopeConfig, UnsupportedConfig
+from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.models.config_reader import read_decoder_config
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import build_model

@@ -19,13 +19,14 @@ from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.attention import build_attention, cuda
 from tgi.worker.attention.cuda import LayerKVCache
 from tgi.worker.attention.interface import KVCacheSpec
+from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.engine.startup import WARMUP_SAMPLING_PARAMS, start_engine
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.selection import self_tested_kernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.layers.linear import KERNEL_MAX_ROWS_FP8, find_product
 from tgi.worker.layers.norm import Norm
-from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import AdapterSpan
 from tgi.worker.models.loader import build_model
 from tgi.worker.quantization import float8

@@ -8,10 +8,12 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - models, layers, attention: the forward pass
 - quantization: weights of few bits
 - lora: adapters
+- planning: `tgi plan`, which needs no torch
 - cpu_kernels, gpu_kernels: our own compute kernels
 - fake_worker: a worker without a model, for tests and benchmarks
 - greedy: argmax of the logits, for models and kernels that compute it themselves
 - activations, checkpoint, decoder_config: activation functions, reading checkpoints, the shape of a decoder
+- kv_cache_sizes: bytes of a token of KV cache
 - host_cpu, instruction_sets: the host's processor, and the instruction sets that kernels are compiled for
 - deferred_imports: parts of torch that are loaded only when something uses them
 - device_copies: copies between host and device that do not wait

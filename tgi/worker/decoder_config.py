@@ -9,13 +9,31 @@ Each of the four norms may be absent.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tgi.worker.layers.rotary import RopeConfig
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class UnsupportedConfig(Exception):
     """DecoderModel does not implement something that this config.json requires; the message names it."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Which elements of a head are rotated, and with which frequencies.
+
+    `parameters` are those of config.json: rope_theta, rope_type (one of ROPE_TYPES) and what that type needs.
+    """
+
+    dim: int  # the first `dim` elements of a head are rotated, the others kept
+    parameters: dict[str, Any]
+    # A pair is elements 2 i and 2 i + 1 if interleaved (GPT-J style), else i and i + dim / 2 (GPT-NeoX style).
+    interleaved: bool = False
+
+
+def rope_type(parameters: dict[str, Any]) -> str:
+    """The scaling type that config.json names; "default" = none. layers/rotary.py computes those in ROPE_TYPES."""
+    return parameters.get("rope_type", parameters.get("type")) or "default"
 
 
 class LayerConfig(NamedTuple):

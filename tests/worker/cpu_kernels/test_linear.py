@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.worker.cpu_kernels.available import EMULATED, EPSILON, VARIANTS, load_variant, numbers
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
-from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+from tgi.worker.decoder_config import RopeConfig
+from tgi.worker.layers.rotary import RotaryEmbedding
 
 CPU = torch.device("cpu")
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

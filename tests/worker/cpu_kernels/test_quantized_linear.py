@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.worker.cpu_kernels.available import EPSILON, VARIANTS, library, load_variant, numbers
 from tests.worker.cpu_kernels.test_linear import weight_types
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, PackedWeight
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import GROUPS
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tests.worker.cpu_kernels.available import VARIANTS, load_variant
 from tgi.worker.cpu_kernels.quantizer import TYPES, CpuQuantizer
-from tgi.worker.quantization.quantize import FACTOR_GROUP, quantize_weight
+from tgi.worker.quantization.quantize import quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import FACTOR_GROUP
 
 MOST_GROUPS, MOST_OUTPUTS = 5, 6
 

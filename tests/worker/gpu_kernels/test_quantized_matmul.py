@@ -13,7 +13,8 @@ from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.layers.linear import KERNEL_MAX_ROWS, KERNEL_MAX_ROWS_FP8, Linear, find_product
 from tgi.worker.quantization import float8
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import GROUPS
 
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
+from tgi.worker.decoder_config import RopeConfig
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.gpu_kernels.self_test import random_tensor
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.norm import Norm
-from tgi.worker.layers.rotary import RopeConfig, RotaryEmbedding
+from tgi.worker.layers.rotary import RotaryEmbedding
 
 CPU = torch.device("cpu")
 GPU = GpuKernels((9, 0))

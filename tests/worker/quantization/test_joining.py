@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.quantization.weights import random_floats, random_weight, random_whole
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight, stack_weights
+from tgi.worker.quantization.weight import QuantizedWeight, stack_weights
+from tgi.worker.quantization.weight_forms import GROUPS
 
 FORMS = list(product((4, 8), GROUPS, (False, True)))
 forms = st.lists(st.sampled_from(FORMS), min_size=1, max_size=3)

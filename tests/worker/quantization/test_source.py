@@ -11,7 +11,8 @@ from tests.worker.quantization.weights import random_weight
 from tgi.microkernel.errors import UserError
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.weight import QuantizedWeight
-from tgi.worker.quantization.weight_sources import EMBEDDING, HEAD, PackedWeightSource, QuantizingWeightSource
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+from tgi.worker.quantization.weight_sources import PackedWeightSource, QuantizingWeightSource
 
 
 def source(directory: Path, tensors: dict[str, Tensor], exact: bool = False) -> PackedWeightSource:

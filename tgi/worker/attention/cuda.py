@@ -37,6 +37,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from tgi.worker.attention.interface import ForwardBatch, KVCacheSpec
+from tgi.worker.kv_cache_sizes import GPU_PAGE_SIZE
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ CudaPlan: TypeAlias = VarlenPlan | DecodeRowsPlan | MixedPlan | PaddedDecodePlan
 class CudaAttention:
     """Implements AttentionBackend and CapturableBackend. `way` overrides the choice of the implementation."""
 
-    page_size = 16
+    page_size = GPU_PAGE_SIZE
 
     def __init__(self, kv: KVCacheSpec, pages: int, device: torch.device, way: str | None = None) -> None:
         self._kv = kv

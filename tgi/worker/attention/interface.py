@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tgi.worker.cpu_kernels.kernels import CpuKernels, padded_head_dim
+from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.gpu_kernels.kernels import GpuKernels
+from tgi.worker.kv_cache_sizes import cpu_head_dim, token_bytes
 
 if TYPE_CHECKING:
     from tgi.worker.lora.deltas import AdapterSpan
@@ -64,7 +65,7 @@ class KVCacheSpec(NamedTuple):
     @property
     def cache_head_dim(self) -> int:
         """The elements of a stored key or value, with padding."""
-        return self.head_dim if self.cpu_kernels is None else padded_head_dim(self.head_dim)
+        return self.head_dim if self.cpu_kernels is None else cpu_head_dim(self.head_dim)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -74,8 +75,8 @@ class KVCacheSpec(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values over all layers."""
-        scale = torch.float32.itemsize if self.cache_dtype is torch.int8 else 0
-        return 2 * self.layers * self.kv_heads * (self.cache_head_dim * self.cache_dtype.itemsize + scale)
+        dtype = self.cache_dtype
+        return token_bytes(self.layers, self.kv_heads, self.cache_head_dim, dtype.itemsize, dtype is torch.int8)
 
     def layer_scales(self, layer: int) -> tuple[float, float]:
         """The (key, value) scales of a layer's cache; (1, 1) for a cache that is not quantized."""

@@ -18,11 +18,12 @@ from torch import Tensor
 from tgi.worker.cpu_kernels.arena import Arena, ScratchBuffer
 from tgi.worker.cpu_kernels.build import KernelsUnavailable
 from tgi.worker.greedy import GreedyTokens
-from tgi.worker.quantization.weight import CODEBOOK, GROUPS, Weight
+from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE
+from tgi.worker.quantization.weight import CODEBOOK, Weight
+from tgi.worker.quantization.weight_forms import GROUPS
 
 PANEL = 32  # outputs of a panel (packed_weight.h); the last panel is padded
-PAGE_SIZE = 32  # positions of a KV page
-KV_DIM_MULTIPLE = 32  # keys and values in a page are padded to a multiple of this
+PAGE_SIZE = CPU_PAGE_SIZE  # positions of a KV page
 MAX_HEAD_DIM = 256
 MAX_TILE_ROWS = 32  # rows of a tile product (dot_tile.h, fma_tile.h)
 # Flags of a format code.
@@ -76,11 +77,6 @@ def format_code(weight: Weight) -> int:
     flags = SHIFTS_FORMAT if weight.shifts is not None else 0
     flags |= SCALES32_FORMAT if weight.scales.dtype is torch.float32 else 0
     return weight.bits | weight.group << 8 | flags
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The elements that the KV cache holds of each key and value: the rest is zero."""
-    return -(-head_dim // KV_DIM_MULTIPLE) * KV_DIM_MULTIPLE
 
 
 def can_pack_together(one: Weight, other: Weight) -> bool:

@@ -36,9 +36,10 @@ from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
 from tgi.worker.lora.registry import load_adapters
+from tgi.worker.models.config_reader import read_config
 from tgi.worker.models.dtype import DTYPES, dtype_name, quickest_dtype, resolve_dtype
 from tgi.worker.models.interface import Model
-from tgi.worker.models.loader import build_model, read_config, read_model_spec
+from tgi.worker.models.loader import build_model, read_model_spec
 from tgi.worker.sampling.sampling_batch import FIELDS_WITHOUT_EFFECT_ON_LOGITS
 from tgi.worker.sampling.watermark import Watermark
 

@@ -1,7 +1,6 @@
 """Rotary position embedding (RoPE; Su et al., 2021): rotates pairs of a head's elements by position times frequency."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -10,29 +9,11 @@ from torch import Tensor
 
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.program import Program
+from tgi.worker.decoder_config import RopeConfig, rope_type
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # The table of cos and sin grows by this many positions at a time.
 TABLE_BLOCK = 2048
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Which elements of a head are rotated, and with which frequencies.
-
-    `parameters` are those of config.json: rope_theta, rope_type (one of ROPE_TYPES) and what that type needs.
-    """
-
-    dim: int  # the first `dim` elements of a head are rotated, the others kept
-    parameters: dict[str, Any]
-    # A pair is elements 2 i and 2 i + 1 if interleaved (GPT-J style), else i and i + dim / 2 (GPT-NeoX style).
-    interleaved: bool = False
-
-
-def rope_type(parameters: dict[str, Any]) -> str:
-    """The scaling type that config.json names; "default" = none. This module computes those in ROPE_TYPES."""
-    return parameters.get("rope_type", parameters.get("type")) or "default"
 
 
 def inverse_frequencies(dim: int, parameters: dict[str, Any]) -> Tensor:

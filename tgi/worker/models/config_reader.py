@@ -1,10 +1,21 @@
-"""Reads a DecoderConfig from a config.json of Hugging Face's format."""
+"""Reads a DecoderConfig from a config.json of Hugging Face's format, without torch."""
 
+import json
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from tgi.worker.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, UnsupportedConfig
-from tgi.worker.layers.rotary import ROPE_TYPES, RopeConfig, rope_type
+from tgi.microkernel.errors import UserError
+from tgi.worker.decoder_config import (
+    ROPE_TYPES,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerConfig,
+    RopeConfig,
+    UnsupportedConfig,
+    rope_type,
+)
 from tgi.worker.models.families import COMMON_KEYS, FAMILIES, ModelFamily
 
 log = logging.getLogger(__name__)
@@ -18,6 +29,25 @@ EPILOGUES = {
     "gelu_new": "gelu_tanh",
 }
 SLIDING = "sliding_attention"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The directory's config.json. Raises UserError if it is missing, invalid or names no model_type."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{directory} has no config.json, so it is not a model directory.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}. Fetch the model again.") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UserError(f"{path} names no model_type. A model directory as transformers writes it is expected.")
+    return config
+
+
+def stored_dtype(config: Mapping[str, Any]) -> Any:
+    """The name of the dtype of the saved weights: what config.json says, else "float32"."""
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:

@@ -10,6 +10,7 @@ import torch
 from tgi.microkernel.errors import UserError
 from tgi.worker.host_cpu import has_arithmetic
 from tgi.worker.layers.linear import Linear
+from tgi.worker.models import config_reader
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def resolve_dtype(config: Mapping[str, Any], dtype: str) -> torch.dtype:
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype that config.json names; float32 if it names none."""
-    return _parse(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return _parse(config_reader.stored_dtype(config))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

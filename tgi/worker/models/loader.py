@@ -1,10 +1,9 @@
 """Loads a model: reads config.json, chooses the implementation, and loads the weights."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +15,7 @@ from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import shard_decoder, whole
 from tgi.worker.gpu_kernels.kernels import GpuKernels
-from tgi.worker.models.config_reader import read_decoder_config
+from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.dtype import resolve_dtype, warn_of_emulation
 from tgi.worker.models.families import FAMILIES
@@ -99,20 +98,6 @@ def build_model(
     )
 
     return build_transformers_model(directory, spec.dtype, torch.device(device), progress, trust_code)
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """The directory's config.json. Raises UserError if it is missing, invalid or names no model_type."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{directory} has no config.json, so it is not a model directory.") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}. Fetch the model again.") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UserError(f"{path} names no model_type. A model directory as transformers writes it is expected.")
-    return config
 
 
 def _build_decoder(

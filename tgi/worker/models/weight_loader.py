@@ -23,7 +23,8 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderWeights
 from tgi.worker.models.interface import WeightFootprint
 from tgi.worker.quantization.weight import QuantizedWeight, Weight, select_part, stack_weights
-from tgi.worker.quantization.weight_sources import EMBEDDING, HEAD, WeightSource
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+from tgi.worker.quantization.weight_sources import WeightSource
 
 
 class StoredMatrix(NamedTuple):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker.quantization.weight import GROUPS, QuantizedWeight
+from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import GROUPS
 
 DEQUANTIZED_AT_ONCE = 1 << 17  # elements, few enough for a core's cache
 SCALE_ERROR = 2.0**-10  # maximum relative error of a scale that is rounded to float16

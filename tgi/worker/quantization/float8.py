@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tgi.worker.quantization.quantize import MAX_FLOAT8, quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE
 
 RowQuantizer: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]  # the signature of `quantize_rows`
 
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 9)  # CUDA's compute capability
 MIN_ROW_SCALE = torch.finfo(torch.float32).tiny
-SIZE_MULTIPLE = 16  # of outputs and inputs, for torch's products
 MAX_RELATIVE_ERROR = 0.05  # of a product of random numbers; the formats account for about half of it
 
 
@@ -37,7 +37,7 @@ def stays_float8_on(device: torch.device) -> bool:
 
 def fits_float8(outputs: int, inputs: int) -> bool:
     """Whether torch multiplies weights of this size."""
-    return outputs % SIZE_MULTIPLE == inputs % SIZE_MULTIPLE == 0
+    return outputs % FLOAT8_MULTIPLE == inputs % FLOAT8_MULTIPLE == 0
 
 
 @cache

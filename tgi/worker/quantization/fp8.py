@@ -15,6 +15,7 @@ from tgi.worker.quantization.affine import build_by_rows
 from tgi.worker.quantization.config import QuantizationConfig
 from tgi.worker.quantization.layer_tensors import FLOATS, LayerTensors
 from tgi.worker.quantization.weight import QuantizedWeight
+from tgi.worker.quantization.weight_forms import FLOAT8_MULTIPLE
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
@@ -36,7 +37,7 @@ class BlockScaledFloats(NamedTuple):
         if self.scales.shape[1] > 1 or 1 < self.block_outputs < self.codes.shape[0]:
             return "its scales are for blocks"
         if not float8.fits_float8(*self.codes.shape):
-            return f"its outputs and inputs are no multiples of {float8.SIZE_MULTIPLE}"
+            return f"its outputs and inputs are no multiples of {FLOAT8_MULTIPLE}"
         return None
 
     def quantized(self) -> QuantizedWeight:

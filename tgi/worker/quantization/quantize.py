@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.host_cpu import usable_cores
-from tgi.worker.quantization.weight import CODEBOOK, FACTOR_GROUP, QuantizedWeight
+from tgi.worker.quantization.weight import CODEBOOK, QuantizedWeight
+from tgi.worker.quantization.weight_forms import FACTOR_GROUP
 
 WeightQuantizer: TypeAlias = Callable[[Tensor, str], QuantizedWeight]  # the signature of `quantize_weight`
 

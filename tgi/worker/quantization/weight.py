@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
-FACTOR_GROUP = 32  # inputs that share a factor of the codebook
+from tgi.worker.quantization.weight_forms import FACTOR_GROUP, GROUPS
+
 DEQUANTIZED_AT_ONCE = 1 << 24  # elements
 
 

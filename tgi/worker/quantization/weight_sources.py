@@ -14,13 +14,13 @@ from tgi.worker.quantization.affine import AffineWeight
 from tgi.worker.quantization.fp8 import BlockScaledFloats
 from tgi.worker.quantization.layer_tensors import LayerTensors
 from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
-from tgi.worker.quantization.weight import FACTOR_GROUP, GROUPS, QuantizedWeight, Weight, as_plain
+from tgi.worker.quantization.weight import QuantizedWeight, Weight, as_plain
+from tgi.worker.quantization.weight_forms import EMBEDDING, FACTOR_GROUP, FLOAT8_MULTIPLE, GROUPS, HEAD
 
 log = logging.getLogger(__name__)
 
 # Smallest scale of a quantized weight's largest output: float16 has smaller numbers, but with too few bits.
 MIN_LARGEST_SCALE = 2.0**-20
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and the last layer in checkpoints
 
 
 class WeightSource(Protocol):
@@ -215,7 +215,7 @@ class QuantizingWeightSource:
         if floats and name in (EMBEDDING, HEAD):
             return found
         if floats and not float8.fits_float8(outputs, inputs):
-            self._log_skipped(name, f"of outputs that are no multiple of {float8.SIZE_MULTIPLE}")
+            self._log_skipped(name, f"of outputs that are no multiple of {FLOAT8_MULTIPLE}")
             return found
         made = self._quantize(found, "int8" if name in (EMBEDDING, HEAD) else self._form)
         least = 0 if floats else MIN_LARGEST_SCALE

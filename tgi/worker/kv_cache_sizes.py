@@ -1,0 +1,16 @@
+"""Sizes of the KV cache, computed without torch."""
+
+GPU_PAGE_SIZE, CPU_PAGE_SIZE = 16, 32  # tokens of a page on GPUs, and with our own CPU kernels
+CPU_DIM_MULTIPLE = 32  # our CPU kernels pad each key and value in a page to a multiple of this
+SCALE_BYTES = 4  # int8 has a float32 scale for each key and value
+
+
+def cpu_head_dim(head_dim: int) -> int:
+    """The elements of each key and value that our CPU kernels store: the rest is zero."""
+    return -(-head_dim // CPU_DIM_MULTIPLE) * CPU_DIM_MULTIPLE
+
+
+def token_bytes(layers: int, kv_heads: int, stored_dim: int, itemsize: int, scaled: bool) -> int:
+    """Bytes of a token's keys and values over all layers, of `stored_dim` elements each; `scaled`: with scales. A layer
+    with a sliding window keeps all tokens of a sequence: all layers share one page table."""
+    return 2 * layers * kv_heads * (stored_dim * itemsize + (SCALE_BYTES if scaled else 0))

@@ -1,0 +1,119 @@
+"""The weights of a decoder as shapes: what weight_loader.py loads for a shard, derived without torch or files."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.distributed.sharding import Shard
+from tgi.worker.quantization.weight_forms import EMBEDDING, HEAD
+
+
+class MatrixShape(NamedTuple):
+    """A matrix, and the part of it that a shard has."""
+
+    name: str  # of its layer in the checkpoint; matrices of the same name are fused in one tensor
+    outputs: int
+    inputs: int
+    local_outputs: int
+    local_inputs: range
+    quantizable: bool = True  # routers are not
+
+    @property
+    def local_numbers(self) -> int:
+        """Parameters of the part."""
+        return self.local_outputs * len(self.local_inputs)
+
+
+class VectorShape(NamedTuple):
+    """The weight of a norm, or a bias."""
+
+    name: str  # of the tensor
+    numbers: int  # as stored
+    local_numbers: int  # as the shard holds it
+    norm: bool  # held in float32; a bias has the model's dtype
+
+
+def matrices(config: DecoderConfig, shard: Shard) -> Iterator[MatrixShape]:
+    """All matrices, those of the layers first. A tied output head is the embedding; only the embedding is listed."""
+    for number in range(len(config.layers)):
+        yield from _layer_matrices(config, shard, number)
+    vocabulary, hidden = len(shard.vocabulary), range(config.hidden)
+    yield MatrixShape(EMBEDDING, config.vocab_size, config.hidden, vocabulary, hidden)
+    if not config.tied:
+        yield MatrixShape(HEAD, config.vocab_size, config.hidden, vocabulary, hidden)
+
+
+def vectors(config: DecoderConfig, shard: Shard) -> Iterator[VectorShape]:
+    """All norms and biases."""
+    names = config.names
+    for number in range(len(config.layers)):
+        prefix = f"model.layers.{number}."
+        for name in (names.attention_before, names.attention_after, names.mlp_before, names.mlp_after):
+            if name is not None:
+                yield from _norm(config, prefix + name)
+        yield from _query_key_norms(config, shard, prefix)
+        for matrix in _layer_matrices(config, shard, number):
+            yield from _bias(config, shard, matrix, matrix.name.removeprefix(prefix))
+    yield from _norm(config, "model.norm")
+
+
+def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterator[MatrixShape]:
+    names, prefix, hidden, dim = config.names, f"model.layers.{number}.", config.hidden, config.head_dim
+    for name, heads, local in (
+        (names.query, config.heads, shard.heads),
+        (names.key, config.kv_heads, shard.kv_heads),
+        (names.value, config.kv_heads, shard.kv_heads),
+    ):
+        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden))
+    queries = range(shard.heads.start * dim, shard.heads.stop * dim)
+    yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
+    if not config.layers[number].routed:
+        parts = (names.gate, names.up, names.down)
+        yield from _mlp(config, prefix, parts, config.intermediate, shard.inner)
+        return
+    experts = config.experts
+    assert experts is not None
+    yield MatrixShape(prefix + names.router, experts.count, hidden, experts.count, range(hidden), quantizable=False)
+    for expert in range(experts.count):
+        each = (names.expert_gate, names.expert_up, names.expert_down)
+        gate, up, down = (name.format(expert) for name in each)
+        yield from _mlp(config, prefix, (gate, up, down), experts.intermediate, shard.expert_inner)
+
+
+def _mlp(
+    config: DecoderConfig, prefix: str, names: tuple[str, str, str], inner: int, local: range
+) -> Iterator[MatrixShape]:
+    gate, up, down = names
+    for name in (gate, up) if config.gated else (up,):
+        yield MatrixShape(prefix + name, inner, config.hidden, len(local), range(config.hidden))
+    yield MatrixShape(prefix + down, config.hidden, inner, config.hidden, local)
+
+
+def _norm(config: DecoderConfig, name: str) -> Iterator[VectorShape]:
+    yield VectorShape(f"{name}.weight", config.hidden, config.hidden, True)
+    if config.norm_bias:
+        yield VectorShape(f"{name}.bias", config.hidden, config.hidden, True)
+
+
+def _query_key_norms(config: DecoderConfig, shard: Shard, prefix: str) -> Iterator[VectorShape]:
+    """Each weight is held expanded over the heads."""
+    if config.query_key_norm is None:
+        return
+    names, dim = config.names, config.head_dim
+    parts = (names.query_norm, config.heads, shard.heads), (names.key_norm, config.kv_heads, shard.kv_heads)
+    for name, heads, local in parts:
+        stored = dim if config.query_key_norm == "head" else heads * dim
+        held = heads * dim if config.query_key_norm == "all" else len(local) * dim
+        yield VectorShape(f"{prefix}{name}.weight", stored, held, True)
+
+
+def _bias(config: DecoderConfig, shard: Shard, matrix: MatrixShape, name: str) -> Iterator[VectorShape]:
+    names = config.names
+    if name in (names.query, names.key, names.value):
+        present = config.qkv_bias
+    else:
+        present = config.output_bias if name == names.output else config.mlp_bias and matrix.quantizable
+    if present:
+        # Where the ranks add up partial sums, the first one adds the bias.
+        held = shard.rank == 0 or len(matrix.local_inputs) == matrix.inputs
+        yield VectorShape(f"{matrix.name}.bias", matrix.outputs, matrix.local_outputs if held else 0, False)

@@ -1,0 +1,153 @@
+"""WeightForm: how the numbers of a weight are stored, as sizes, without torch.
+
+Weights quantized at load have the forms of quantize.py. Of a checkpoint format, the config tells the form of a layer,
+except where its tensors decide: a layer that the config does not name may be plain, and a weight that QuantizedWeight
+cannot represent exactly is dequantized at load.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from tgi.worker.quantization.config import QuantizationConfig
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and the last layer in checkpoints
+GROUPS = (16, 32, 64, 128)  # supported group sizes: inputs that share a scale
+FACTOR_GROUP = 32  # inputs that share a factor of the codebook
+FLOAT8_MULTIPLE = 16  # of outputs and inputs, for torch's products of 8-bit floats
+
+
+class WeightForm(NamedTuple):
+    """The columns of a QuantizedWeight (weight.py)."""
+
+    bits: int  # of a code
+    scale_bytes: int = 2
+    group: int | None = None  # inputs that share a scale; None: all
+    shifts: bool = False
+    factors: bool = False  # of the codebook
+
+
+INT8, INT4 = WeightForm(8), WeightForm(4, factors=True)
+FLOAT8 = WeightForm(8, scale_bytes=4)
+MADE_AT_LOAD = {"int8": INT8, "int4": INT4, "fp8": FLOAT8}
+
+
+def form_made_at_load(made: str, name: str, outputs: int, inputs: int) -> WeightForm | None:
+    """The form that --quantize makes of the plain weight [outputs, inputs] of a layer; None: it stays plain."""
+    outer = name in (EMBEDDING, HEAD)
+    if inputs % FACTOR_GROUP:
+        return None
+    if made == "fp8":
+        return None if outer or outputs % FLOAT8_MULTIPLE or inputs % FLOAT8_MULTIPLE else FLOAT8
+    return INT8 if outer else MADE_AT_LOAD[made]
+
+
+def weight_bytes(form: WeightForm | None, outputs: int, inputs: range, of_inputs: int, itemsize: int) -> int:
+    """Bytes of the part of a weight with these outputs and inputs, of `of_inputs`; `itemsize` is that of a plain
+    weight, which the part is too if it does not begin and end with a group that can be represented."""
+    plain = outputs * len(inputs) * itemsize
+    if form is None:
+        return plain
+    group = form.group
+    if len(inputs) < of_inputs:
+        if form.factors and (inputs.start % FACTOR_GROUP or inputs.stop % FACTOR_GROUP):
+            return plain
+        if group is not None and (inputs.start % group or inputs.stop % group):
+            group = math.gcd(group, inputs.start, inputs.stop)
+            if group not in GROUPS:
+                return plain
+    scales = 1 if group is None else len(inputs) // group
+    each = len(inputs) * form.bits // 8 + scales * form.scale_bytes * (2 if form.shifts else 1)
+    return outputs * (each + (len(inputs) // FACTOR_GROUP if form.factors else 0))
+
+
+class CheckpointForms:
+    """The forms of the layers of a quantized checkpoint, from its config. Raises UserError for a config from which they
+    cannot be told. `float8`: the device multiplies 8-bit floats, else these are dequantized at load."""
+
+    def __init__(self, config: QuantizationConfig, float8: bool) -> None:
+        self._config = config
+        self._float8 = float8
+        self._schemes: list[tuple[tuple[str, ...], QuantizationConfig]] = []  # targets and weights
+        method = config.method
+        if method == "compressed-tensors":
+            groups = config.within("config_groups")
+            for name in groups.values:
+                scheme = groups.within(name)
+                self._schemes.append((_names(scheme, "targets"), scheme.within("weights")))
+        elif method not in ("gptq", "awq", "fp8", "fbgemm-fp8"):
+            raise config.unfit(
+                f"the size of weights with quant_method {config.values.get('quant_method')!r} does not follow from the "
+                "config. Plan with the original model and --quantize"
+            )
+
+    def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
+        """The form of the weight [outputs, inputs] of a layer; None: it is plain, in the files or after loading."""
+        config, method = self._config, self._config.method
+        head = method == "compressed-tensors" or config.values.get("lm_head")
+        if name == EMBEDDING or (name == HEAD and not head):
+            return None
+        plain = ("ignore", "modules_to_not_convert", "ignored_layers")
+        if any(_matches(pattern, name) for entry in plain for pattern in _names(config, entry)):
+            return None
+        if method == "compressed-tensors":
+            return self._compressed(name, outputs, inputs)
+        if method in ("fp8", "fbgemm-fp8"):
+            return self._floats(config.values.get("weight_block_size"), outputs, inputs)
+        if method == "awq":
+            bits, size = config.integer("bits", "w_bit"), config.integer("group_size", "q_group_size")
+            return self._affine(bits, size, inputs, bool(config.values.get("zero_point", True)))
+        dynamic = config.within("dynamic")
+        for pattern in dynamic.values:
+            if re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, name):
+                if pattern.startswith("-:"):
+                    return None
+                config = QuantizationConfig(config.path, config.values | dynamic.within(pattern).values)
+                break
+        size = config.integer("group_size")
+        if config.values.get("desc_act") and size not in (-1, inputs):
+            return None  # groups are scattered over the inputs
+        return self._affine(config.integer("bits"), size, inputs, not config.values.get("sym", True))
+
+    def _compressed(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
+        meant = (weights for targets, weights in self._schemes if _are_for(targets, name))
+        weights = next(meant, None)
+        if weights is None:
+            return None
+        if weights.text("type", "int") == "float":
+            return self._floats(weights.values.get("block_structure"), outputs, inputs)
+        size = -1 if weights.values.get("group_size") is None else weights.integer("group_size")
+        return self._affine(weights.integer("num_bits"), size, inputs, not weights.values.get("symmetric", True))
+
+    def _floats(self, blocks: object, outputs: int, inputs: int) -> WeightForm | None:
+        if not self._float8 or blocks is not None or outputs % FLOAT8_MULTIPLE or inputs % FLOAT8_MULTIPLE:
+            return None
+        return FLOAT8
+
+    def _affine(self, bits: int, size: int, inputs: int, shifts: bool) -> WeightForm | None:
+        """Integers with scales and, if `shifts`, zero points for groups of `size` inputs; -1: all inputs."""
+        if bits not in (4, 8):
+            raise self._config.unfit(f"weights are of {bits} bits, but 4 and 8 bits are read")
+        size = inputs if size == -1 else size
+        group = max((group for group in GROUPS if size > 0 and size % group == 0), default=None)
+        return None if group is None else WeightForm(bits, group=group, shifts=shifts)
+
+
+def _names(config: QuantizationConfig, entry: str) -> tuple[str, ...]:
+    """A list of names; empty if it is null or missing."""
+    found = config.values.get(entry) or ()
+    if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+        raise config.unfit(f"{entry} is {found!r}, but a list of names is expected")
+    return tuple(found)
+
+
+def _are_for(targets: tuple[str, ...], name: str) -> bool:
+    """Whether one of the targets means this layer, by its name or as a linear layer."""
+    return any(target == "Linear" or _matches(target, name) for target in targets)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a layer is meant: by a regular expression after "re:", by its name, or by a part of it."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return f".{pattern}." in f".{name}."
