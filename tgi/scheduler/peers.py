@@ -177,7 +177,7 @@ MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tok
 EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
 
 
-# Of the messages that tell which pages a worker holds: the ids of twelve million tokens. What is beyond is not adopted.
+# Of the messages that tell which pages a worker holds: 15 million tokens in pages of 16. What is beyond is not adopted.
 MAX_HELD_BYTES = 64 << 20
 # A message takes this much besides its columns.
 HELD_MESSAGE_BYTES = 256
