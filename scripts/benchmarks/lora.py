@@ -23,7 +23,7 @@ from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention, page_size
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.decoder_config import DecoderConfig
-from tgi.worker.distributed.sharding import whole
+from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.lora.registry import FetchedAdapter
@@ -72,7 +72,7 @@ class Bench:
         source = source or RandomCheckpoint()
         if quantize:
             source = QuantizingWeightSource(source, quantize)
-        reader = DecoderWeightLoader(source, config, whole(config), dtype, CPU, kernels)
+        reader = DecoderWeightLoader(source, config, whole_model(config), dtype, CPU, kernels)
         with torch.inference_mode():
             model = DecoderModel(config, reader.load(lambda percent: None), dtype, CPU, kernels)
         size = page_size(model.kv, CPU)

@@ -31,7 +31,7 @@ from tgi.worker.attention.cuda import CudaAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
-from tgi.worker.distributed.sharding import whole
+from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
 from tgi.worker.models.loader import read_model_spec
@@ -140,7 +140,7 @@ def load(directory: Path, positions: int) -> list[Format]:
         for name, made in formats.items():
             source = Counted(made(stored))
             read = Plain(source) if name == "fp8" else source
-            weights = DecoderWeightLoader(read, config, whole(config), torch.bfloat16, CPU, kernels).load(
+            weights = DecoderWeightLoader(read, config, whole_model(config), torch.bfloat16, CPU, kernels).load(
                 lambda percent: None
             )
             model = DecoderModel(config, weights, torch.bfloat16, CPU, kernels)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,8 @@ def test_a_process_that_cannot_start_leaves_the_others_as_they_were(
 ) -> None:
     model = shutil.copytree(tiny_llama, tmp_path / "model")
     server.start("up", "--model-id", str(model)).wait_until_ready()
+    states = partial(rundir.read_states, server.run_directory)
+    server.wait_until(lambda: {state.state for state in states()} == {"ready"}, "both tokenizers are ready, too")
     before = server.processes()
     (model / "tokenizer.json").write_text('{"version": ')
     done = tgi(server, *command)

@@ -20,7 +20,7 @@ from tgi.microkernel.settings import Settings
 from tgi.worker.attention import page_size
 from tgi.worker.checkpoint import SINGLE_FILE, Checkpoint
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
-from tgi.worker.distributed.sharding import shard_decoder, whole
+from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.models.decoder import DecoderModel
@@ -56,10 +56,10 @@ def test_shapes_are_those_of_the_checkpoint(kind: str, tie: bool) -> None:
     directory = make(kind, tie=tie)
     config = read_planned_model(directory, Settings()).config
     found: dict[str, int] = {}
-    for matrix in matrices(config, whole(config)):
+    for matrix in matrices(config, whole_model(config)):
         name = f"{matrix.name}.weight"
         found[name] = found.get(name, 0) + matrix.outputs * matrix.inputs
-    for vector in vectors(config, whole(config)):
+    for vector in vectors(config, whole_model(config)):
         found[vector.name] = found.get(vector.name, 0) + vector.numbers
     with safe_open(directory / SINGLE_FILE, framework="pt") as file:
         stored = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118  # not a dict
@@ -188,7 +188,7 @@ def test_quantized_checkpoints(form: Form, plain: tuple[str, ...], native: bool,
 
 def test_types_of_the_kv_cache() -> None:
     directory = make("llama")  # heads of 16 elements, which our CPU kernels pad
-    shard = whole(read_planned_model(directory, Settings()).config)
+    shard = whole_model(read_planned_model(directory, Settings()).config)
     for native, names in ((True, ("bfloat16", "int8", None)), (False, ("fp8_e4m3fn", "fp8_e5m2", None))):
         _, model = load(directory, 0, 1, torch.device("cpu"), native, "auto", None)
         for name in names:

@@ -20,6 +20,7 @@ from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.checkpoint import Checkpoint
+from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.lora.registry import load_adapters
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.interface import Model
@@ -48,7 +49,10 @@ def dequantized(kind: str, quantize: str, native: bool) -> Model:
     assert recipe.decoder is not None
     with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
         sources = [Plain(recipe.scheme.source(checkpoint)), recipe.scheme.stored_source(checkpoint)]
-        readers = [DecoderWeightLoader(source, recipe.decoder, torch.bfloat16, CPU, kernels) for source in sources]
+        shard = whole_model(recipe.decoder)
+        readers = [
+            DecoderWeightLoader(source, recipe.decoder, shard, torch.bfloat16, CPU, kernels) for source in sources
+        ]
         weights, stored = (reader.load(lambda percent: None) for reader in readers)
     weights = weights._replace(embedding=stored.embedding)
     return DecoderModel(recipe.decoder, weights, torch.bfloat16, CPU, kernels)

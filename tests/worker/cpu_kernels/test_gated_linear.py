@@ -14,6 +14,7 @@ from tests.worker.cpu_kernels.test_quantized_linear import quantized
 from tests.worker.loras import make_adapter
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels, can_pack_together
+from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
 from tgi.worker.models.decoder import DecoderModel
@@ -94,7 +95,8 @@ def decoder(kind: str, mixed: bool, reader: type[DecoderWeightLoader]) -> Decode
     assert recipe.decoder is not None
     with Checkpoint(directory(kind)) as checkpoint, torch.inference_mode():
         source = recipe.scheme.source(checkpoint)
-        read = reader(Mixed(source) if mixed else source, recipe.decoder, torch.bfloat16, torch.device("cpu"), kernels)
+        source = Mixed(source) if mixed else source
+        read = reader(source, recipe.decoder, whole_model(recipe.decoder), torch.bfloat16, torch.device("cpu"), kernels)
         return DecoderModel(
             recipe.decoder, read.load(lambda percent: None), torch.bfloat16, torch.device("cpu"), kernels
         )

@@ -7,7 +7,7 @@ import torch
 
 from tests.models import model as make
 from tgi.microkernel.errors import UserError
-from tgi.worker.distributed.sharding import Shard, shard_decoder, whole
+from tgi.worker.distributed.sharding import Shard, shard_decoder, whole_model
 from tgi.worker.models.loader import read_model_spec
 from tgi.worker.quantization.quantize import quantize_weight
 from tgi.worker.quantization.weight import QuantizedWeight, as_plain, select_part
@@ -55,7 +55,7 @@ def test_attention_whose_norm_needs_all_heads_is_not_divided() -> None:
     config = replace(LLAMA, query_key_norm="all")
     for rank in range(2):
         shard = shard_decoder(config, rank, 2)
-        assert (shard.heads, shard.kv_heads) == (whole(config).heads, whole(config).kv_heads)
+        assert (shard.heads, shard.kv_heads) == (whole_model(config).heads, whole_model(config).kv_heads)
         assert not shard.divides_attention
 
 

@@ -11,7 +11,7 @@ from tests.models import model as make
 from tests.worker.gpu_kernels.test_models import GPU, logprobs
 from tests.worker.quantization.checkpoints import Fp8, write
 from tgi.worker.checkpoint import Checkpoint
-from tgi.worker.distributed.sharding import whole
+from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.loader import read_model_spec
 from tgi.worker.models.weight_loader import DecoderWeightLoader
@@ -35,7 +35,7 @@ def computed(directory: Path, quantize: str | None, bits: int) -> Tensor:
     with Checkpoint(directory) as checkpoint, torch.inference_mode():
         source = recipe.scheme.source(checkpoint, float8=True)
         source = Rounded(source) if bits == 16 else source
-        weights = DecoderWeightLoader(source, recipe.decoder, whole(recipe.decoder), HALF, CPU, None, GPU).load(
+        weights = DecoderWeightLoader(source, recipe.decoder, whole_model(recipe.decoder), HALF, CPU, None, GPU).load(
             lambda percent: None
         )
         model = DecoderModel(recipe.decoder, weights, HALF, CPU, None, GPU)

@@ -31,7 +31,7 @@ class Shard(NamedTuple):
     divides_attention: bool
 
 
-def whole(config: DecoderConfig) -> Shard:
+def whole_model(config: DecoderConfig) -> Shard:
     """The shard of a single rank: everything."""
     return shard_decoder(config, 0, 1)
 

@@ -16,7 +16,7 @@ from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCac
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
-from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole
+from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.layers.linear import Linear, choose_row_counts
@@ -48,7 +48,7 @@ class DecoderModel:
         shard: Shard | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        self._shard = whole(config) if shard is None else shard
+        self._shard = whole_model(config) if shard is None else shard
         self._communicator = communicator
         self._whole_config, config = config, local_config(config, self._shard)
         self.vocab_size = config.vocab_size

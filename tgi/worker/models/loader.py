@@ -13,7 +13,7 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
 from tgi.worker.distributed.communicator import Communicator
-from tgi.worker.distributed.sharding import shard_decoder, whole
+from tgi.worker.distributed.sharding import shard_decoder
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.models.config_reader import read_config, read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
@@ -113,7 +113,8 @@ def _build_decoder(
 ) -> DecoderModel:
     progress("loading weights", 0)
     dtype, scheme = spec.dtype, spec.scheme
-    shard = whole(config) if communicator is None else shard_decoder(config, communicator.rank, communicator.ranks)
+    rank, ranks = (0, 1) if communicator is None else (communicator.rank, communicator.ranks)
+    shard = shard_decoder(config, rank, ranks)
     exact = dtype is torch.float32
     if scheme.made is not None and device.type == "cpu" and kernels is None:
         log.warning("--quantize saves no memory here: torch's CPU kernels need dequantized weights")
