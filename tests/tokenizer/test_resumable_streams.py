@@ -195,6 +195,17 @@ def test_other_requests_pass_unchanged(harness: StreamsHarness) -> None:
     assert harness.received_by(harness.scheduler) == [Cancel(add.rid)]
 
 
+def test_a_cancelled_stream_that_takes_too_much_memory_is_forgotten_once(
+    harness: StreamsHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable_streams, "MAX_DETACHED_BYTES", 0)
+    add = harness.start(API, 7)
+    harness.send_tokens((add.rid, WORDS))
+    harness.pool.handle(harness.scheduler, End(add.rid, FinishReason.CANCELLED))
+    assert isinstance(harness.received_by(API)[-1], End)
+    assert harness.start(OTHER, 8).rid != add.rid
+
+
 def test_abandoned_streams_are_bounded(harness: StreamsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumable_streams, "MAX_DETACHED", 3)
     rids = [harness.start(API, number, b"%016d" % number).rid for number in range(1, 6)]

@@ -103,7 +103,8 @@ class ResumableStreams:
                     if stream.api is not None:
                         self._attached[stream.api].pop(stream.rid, None)
                         self._detach(stream)
-                    if message.reason == FinishReason.CANCELLED:  # submitted again through another tokenizer
+                    # Submitted again through another tokenizer. It may have gone already, for the memory that it takes.
+                    if message.reason == FinishReason.CANCELLED and stream.key in self._streams:
                         self._remove(stream)
 
     def drop_expired(self) -> None:
