@@ -337,17 +337,17 @@ def restart(process: str, port: int | None) -> None:
 
 
 @main.command()
-@click.argument("role", type=click.Choice(["api", "tokenizer"]))
+@click.argument("role", type=click.Choice(["api", "tokenizer", "replica"]))
 @click.argument("count", type=click.IntRange(min=1))
 @click.option("--supervisor", type=int, help="Pid of the supervisor, if several run this role.")
 @port_option
 def scale(role: str, count: int, supervisor: int | None, port: int | None) -> None:
-    """Change the number of front ends or tokenizers.
+    """Change the number of front ends, tokenizers or replicas (schedulers with a worker each).
 
     Requests in flight continue. The number holds until the server ends.
     """
     run = _running_server(port)
-    supervisors = _supervisors_of(run, role)
+    supervisors = _supervisors_of(run, "scheduler" if role == "replica" else role)
     if supervisor is None and len(supervisors) > 1:
         pids = ", ".join(map(str, supervisors))
         raise UserError(f"Several supervisors run the role {role} (pids {pids}): say which one with --supervisor.")

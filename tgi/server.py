@@ -82,12 +82,14 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     specs = [
         ProcessSpec(
             role,
-            settings.pipeline if role in rundir.SINGLE_ROLES else replica,
+            index if role in rundir.SINGLE_ROLES else replica,
             listen_fd=port if role == "api" else None,
             lock=None if role in rundir.SINGLE_ROLES else lock,
             pipeline=settings.pipeline,
+            index=index,
         )
         for role, replica, lock in reversed(claims)
+        for index in range(settings.replicas if role in rundir.SINGLE_ROLES else 1)
     ]
     supervisor = Supervisor(
         settings, specs, terminal, lambda: progress.show_process_states(spec.name for spec in specs)

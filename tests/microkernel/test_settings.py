@@ -15,6 +15,7 @@ from tgi.microkernel.settings_loading import (
     ineffective_flags,
     load_settings,
     non_default_settings,
+    replica_devices,
 )
 
 # TGI's names without a flag, and those that are read for a flag: variable, text, setting, value.
@@ -262,3 +263,29 @@ def test_defaults_are_valid_values(name: str) -> None:
         return
     for variable in option.over + option.variables(name):
         assert resolve_value(name, option, None, None, {variable: str(default)}) == default
+
+
+@pytest.mark.parametrize(
+    ("changes", "environ", "devices"),
+    [
+        ({"replicas": 1}, {"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        ({"replicas": 2}, {"CUDA_VISIBLE_DEVICES": "4,5"}, "4"),
+        ({"replicas": 2, "replica_index": 1}, {"NVIDIA_VISIBLE_DEVICES": "4,5"}, "5"),
+        ({"replicas": 2, "replica_index": 1, "num_shard": 2}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "2,3"),
+        ({"replicas": 2, "replica_index": 1, "device": "cpu"}, {"CUDA_VISIBLE_DEVICES": "0"}, None),
+        ({"replicas": 2, "replica_index": 1, "worker": "scripted"}, {"CUDA_VISIBLE_DEVICES": "0"}, None),
+    ],
+)
+def test_each_replica_has_devices_of_its_own(
+    changes: dict[str, Any], environ: dict[str, str], devices: str | None
+) -> None:
+    assert replica_devices(replace(Settings(), **changes), environ) == devices
+
+
+def test_replicas_need_enough_devices_and_one_host() -> None:
+    with pytest.raises(UserError, match="2 replicas with 1 devices each need more than the 1 visible devices"):
+        replica_devices(replace(Settings(), replicas=2, replica_index=1), {"CUDA_VISIBLE_DEVICES": "0"})
+    two = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    assert load_settings({"replicas": 2}, two).num_shard == 2
+    with pytest.raises(UserError, match="`replicas` must be 1"):
+        load_settings({"replicas": 2, "worker": "remote"}, {})

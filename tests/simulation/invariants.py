@@ -213,7 +213,8 @@ class StoppedUpstreamCheck:
             for tokenizer in simulation.tokenizers:
                 self._check(front_end, tokenizer)
         for tokenizer in simulation.tokenizers:
-            self._check(tokenizer, simulation.schedulers[0])
+            for scheduler in simulation.schedulers:
+                self._check(tokenizer, scheduler)
         simulation.clock.after(HEALTH_SECONDS, self._look)
 
     def _check(self, upper: "SimulatedProcess", lower: "TokenizerProcess | SchedulerProcess") -> None:

@@ -45,7 +45,7 @@ class PlantedBug:
     def configs(self) -> Iterator[SimulationConfig]:
         """The configuration that finds the bug, then others for the case that the product has changed."""
         for seed in (self._seed, *range(MORE_SEEDS)):
-            yield draw_config(seed, REQUESTS)._replace(**self._changes)
+            yield draw_config(seed, REQUESTS)._replace(**{"replicas": 1} | self._changes)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ def ends_of_cancelled_requests_are_dropped(original: Any) -> Any:
 
 def cancel_is_not_forwarded(original: Any) -> Any:
     def cancel(self: TokenizerPool, request: TokenizerRequestState) -> bool:
-        if request.stage is not RequestStage.LIVE or self._scheduler is None:
+        if request.stage is not RequestStage.LIVE or request.scheduler is None:
             return False
         request.stage = RequestStage.CANCELLING
         return True
@@ -237,16 +237,14 @@ PLANTED_BUGS = {
         TokenizerPool, "_cancel_at_scheduler", cancel_is_not_forwarded, seed=0
     ),
     "tokenizer ignores cancels": PlantedBug(TokenizerPool, "handle", ignoring(Cancel), seed=1),
-    "tokenizer does not resubmit": PlantedBug(TokenizerPool, "_on_scheduler_hello", does_nothing, seed=0),
+    "tokenizer does not resubmit": PlantedBug(TokenizerPool, "_resubmit", does_nothing, seed=0),
     "tokenizer keeps the requests of a lost front end": PlantedBug(
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
     "tokenizer sends no texts for a lost front end's successor": PlantedBug(
         OutputProcessor, "remove_api", lambda original: lambda self, api: self._builders.clear(), seed=0
     ),
-    "tokenizer does not report its status again": PlantedBug(
-        TokenizerPool, "_set_status", lambda original: lambda self, status: setattr(self, "_status", status), seed=4
-    ),
+    "tokenizer does not report its status again": PlantedBug(TokenizerPool, "_publish_status", does_nothing, seed=4),
     "scheduler sends ends twice": PlantedBug(Outbox, "extend", ends_are_sent_twice, seed=0),
     "scheduler does not end cancelled requests": PlantedBug(
         Scheduler, "_end_requests", ends_of_cancelled_requests_are_dropped, seed=0

@@ -1,7 +1,7 @@
 """The processes of a server, each with the product's own classes and loop, and the supervisor that restarts them."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,9 @@ from tgi.microkernel.protocol import (
     LoadedAdapter,
     Step,
     StepResult,
+    SuspectRecord,
 )
+from tgi.microkernel.rundir import scheduler_socket
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.microkernel.work_register import WorkRegister
 from tgi.scheduler import main as scheduler_main
@@ -491,11 +493,17 @@ class TokenizerProcess(SimulatedProcess):
 
     def _start(self) -> None:
         self.front = self.bind(f"tok-{self.replica}.front")
-        self.back = self.connect("sched-0.front")
+        replicas = self.simulation.config.replicas
+        self.backs = [self.connect(scheduler_socket(index, "front")) for index in range(replicas)]
         self.ends = EndsPerAdd(self.simulation, self.name)
         self.pool: TokenizerPool | None = CheckedPool(self)
         self._streams = ResumableStreams(self.pool.handle, lambda: self.clock.now)
         self._executors = SimulatedExecutors(self)
+
+    def scheduler_work_in_hand(self, peer: PeerId) -> bytes:
+        """As process.work_in_hand."""
+        scheduler = self.simulation.schedulers[peer.replica]
+        return scheduler.work_register.in_hand() if scheduler.hello().boot == peer.boot else b""
 
     def _ended(self) -> None:
         self.pool = None
@@ -504,7 +512,7 @@ class TokenizerProcess(SimulatedProcess):
         assert self.pool is not None
         self.poll_links()
         executors: Any = self._executors
-        tokenizer_main.run_once(self.pool, self._streams, self.front, self.back, executors)
+        tokenizer_main.run_once(self.pool, self._streams, self.front, self.backs, executors)
         if self.beat_due:
             self.exchange_beats(self.pool.beat())
         if (deadline := self.pool.deadline()) is not None:
@@ -522,6 +530,7 @@ class CheckedPool(TokenizerPool):
             lambda: process.clock.now,
             build_grammar=build_grammar,
             units=process.work_register.units,
+            work_in_hand=process.scheduler_work_in_hand,
         )
         self._encoder = MortalEncoder(byte_level(), CHATS, None)
         self._process = process
@@ -574,14 +583,15 @@ class SchedulerProcess(SimulatedProcess):
     """The scheduler."""
 
     role = "scheduler"
+    _suspects: Sequence[SuspectRecord] = ()  # those that it has written down for its successor
 
     def _start(self) -> None:
-        self.front = self.bind("sched-0.front")
-        self._links = [self.bind("sched-0.back"), self.front]
+        self.front = self.bind(scheduler_socket(self.replica, "front"))
+        self._links = [self.bind(scheduler_socket(self.replica, "back")), self.front]
         self.ends = EndsPerAdd(self.simulation, self.name)
         self.scheduler: Scheduler | None = CheckedScheduler(self)
         self._suspect_changes = 0
-        inherited = Inheritance(self.simulation.suspects, self.last_exit)
+        inherited = Inheritance(list(self._suspects), self.last_exit)
         self.scheduler.handle(inherited, PeerId(*self.hello()[1:4]), self.clock.now)
         self._metrics = UnpublishedMetrics()
         self._turns = 0
@@ -603,7 +613,7 @@ class SchedulerProcess(SimulatedProcess):
             self.exchange_beats(scheduler.beat(self.clock.now))
         if scheduler.suspect_changes != self._suspect_changes:  # as SuspectsFile.write_changes
             self._suspect_changes = scheduler.suspect_changes
-            self.simulation.suspects = scheduler.suspect_records
+            self._suspects = scheduler.suspect_records
         self._turns += 1
         if self._turns % 64 == 0:
             scheduler.check()
@@ -744,7 +754,7 @@ class WorkerProcess(SimulatedProcess):
     _updates: Any = None
 
     def _start(self) -> None:
-        self._worker_loop: WorkerLoop | None = WorkerLoop(self, self.connect("sched-0.back"))  # type: ignore[arg-type]
+        self._worker_loop: WorkerLoop | None = WorkerLoop(self, self.connect(scheduler_socket(self.replica, "back")))  # type: ignore[arg-type]
         self._engine = SimulatedEngine(self)
         self._ready_at = self.clock.now + self.simulation.loading_seconds()
         self._updates = None

@@ -26,7 +26,7 @@ from tests.simulation.processes import (
 from tests.simulation.workload import ADDED_ADAPTER, VOCAB_SIZE, ClientRequest, Workload
 from tgi.microkernel.codec import unpack_int32
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import SuspectRecord, decode
+from tgi.microkernel.protocol import decode
 from tgi.scheduler.scheduler import SchedulerConfig
 from tgi.tokenizer import encoding_jobs
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
@@ -74,6 +74,7 @@ class SimulationConfig(NamedTuple):
     hang_timeout: float = 12.0  # seconds until the supervisor kills a stopped process
     healthy_after: float = 4.0  # seconds in which all processes run until /health must be 200
     patience: float = 150.0  # seconds that a request may take
+    replicas: int = 1
 
 
 class SimulationFailed(AssertionError):
@@ -120,6 +121,7 @@ def draw_config(seed: int, requests: int = 1000) -> SimulationConfig:
         poison_share=random.choice((0.0, 0.01)),
         max_concurrent_requests=random.choice((10_000, 10_000, clients * 3 // 4)),
         adapter_share=random.choice((0.005, 0.03)),
+        replicas=random.choice((1, 1, 2, 3)),
     )
     # Where a process takes longer to start than until the next one dies, hardly any request ends.
     return config._replace(restart_seconds=min(config.restart_seconds, config.faults.mean_seconds / 2))
@@ -133,15 +135,14 @@ class Simulation:
         self.clock = VirtualClock()
         self.random = Random(f"times {config.seed}")
         self.quarantine = SharedQuarantine()
-        self.suspects: list[SuspectRecord] = []  # those that the scheduler has written down for its successor
         self.network = Network(self.clock, self.random, self._delay)
         self.supervisor = Supervisor(self)
         self.faults = FaultInjector(self, config.faults)
         self.workload = Workload(self)
         self.front_ends = [FrontEnd(self, index) for index in range(config.front_ends)]
         self.tokenizers = [TokenizerProcess(self, index) for index in range(config.tokenizers)]
-        self.schedulers = [SchedulerProcess(self, 0)]
-        self.workers = [WorkerProcess(self, 0)]
+        self.schedulers = [SchedulerProcess(self, index) for index in range(config.replicas)]
+        self.workers = [WorkerProcess(self, index) for index in range(config.replicas)]
         self.health = HealthCheck(self)
         self.overtaken: Counter[str] = Counter()  # the most that AdmissionOrder has counted
         self.stopped_upstream = StoppedUpstreamCheck(self)
@@ -224,7 +225,7 @@ class Simulation:
 
     def _check_idle(self) -> None:
         """Nothing is left of the requests in any process, and all know the same adapters."""
-        adapters = sorted(one.name for worker in self.workers for one in worker.loaded_adapters)
+        adapters = sorted({one.name for worker in self.workers for one in worker.loaded_adapters})
         lasting = {*SETTINGS_ADAPTERS} | ({ADDED_ADAPTER} if self.workload.adapter_added_at is not None else set())
         self._require(lasting <= {*adapters}, f"the worker has lost adapters: it has {adapters}")
         for front_end in self.front_ends:

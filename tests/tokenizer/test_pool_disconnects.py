@@ -10,7 +10,8 @@ from tgi.microkernel.codec import INT32, pack_column, unpack_int32
 from tgi.microkernel.link import PeerDisconnected, PeerResponds, PeerSilent
 from tgi.microkernel.protocol import Add, Beat, Cancel, End, FinishReason, Generate, Status
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.tokenizer.pool import RESUBMISSION_BURST, SCHEDULER_SILENT
+from tgi.tokenizer.pool import RESUBMISSION_BURST
+from tgi.tokenizer.schedulers import SCHEDULER_SILENT
 from tgi.tokenizer.vocabulary import Vocabulary
 
 

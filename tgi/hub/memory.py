@@ -22,6 +22,8 @@ def require_memory(settings: Settings, device: str) -> None:
     that.
     """
     needed, free = needed_bytes(settings), free_bytes(device)
+    if device in ("cpu", "none", ""):  # each replica has a GPU of its own, but all of them share the host
+        needed *= settings.replicas
     if free is not None and needed > free:
         raise UserError(
             f"{settings.model_id} needs about {needed / GIGABYTE:.1f} GB next to the model that is served, and "

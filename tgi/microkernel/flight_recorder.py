@@ -52,7 +52,7 @@ class Event(IntEnum):
     NAMED = 9  # api: the digest of x-request-id is `b`
     TOKENIZER_LOST = 10  # api: its tokenizer, `a`, has ended or does not respond
     TOKENIZED = 20  # tokenizer: encoded and validated, `a` prompt tokens
-    SCHEDULER_LOST = 21  # tokenizer: the scheduler has ended, or is not there yet
+    SCHEDULER_LOST = 21  # tokenizer: scheduler `a` has ended or does not respond, or is not there yet
     QUEUED = 30  # scheduler: in the waiting queue; `a` requests wait before it, `b` run
     ADMITTED = 31  # scheduler: has a slot; `a` tokens came from the prefix cache, `b` requests run
     PREFILLED = 32  # scheduler: its prompt is computed, and the first token after it drawn

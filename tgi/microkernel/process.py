@@ -127,10 +127,15 @@ class Process:
         """The names of the links that tokenizers of this pipeline have bound."""
         return rundir.tokenizer_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
 
-    def connect_to_scheduler(self, name: str, hello: Hello) -> Link:
-        """The link to the scheduler: its socket `name` in the run directory, or with --connect that of another host."""
+    def scheduler_link_exists(self, index: int, side: str) -> bool:
+        """Whether a scheduler has bound a link: see `rundir.scheduler_socket`."""
+        directory = rundir.pipeline_directory(self.run_dir, self.settings.pipeline)
+        return os.path.exists(directory / rundir.scheduler_socket(index, side))
+
+    def connect_to_scheduler(self, index: int, side: str, hello: Hello) -> Link:
+        """The link to a scheduler: its socket in the run directory, or with --connect that of another host."""
         if self.settings.connect is None:
-            return Link.connect(self.link_address(name), hello)
+            return Link.connect(self.link_address(rundir.scheduler_socket(index, side)), hello)
         return Link.connect(self.settings.connect, hello, curve.load_host_keys(self.settings.keys or ""))
 
     def watch_link(self, link: Link) -> None:
@@ -140,6 +145,14 @@ class Process:
         for source in link.event_sources:
             self._poller.register(source, zmq.POLLIN)
             self._link_of_event_source[source] = link
+
+    def unwatch_link(self, link: Link) -> None:
+        """Ends `watch_link`. To be called before the link is closed."""
+        self._links.remove(link)
+        self._poller.unregister(link.socket)
+        for source in link.event_sources:
+            self._poller.unregister(source)
+            del self._link_of_event_source[source]
 
     def wait(self, timeout: float) -> None:
         """Blocks until a watched link is readable, a signal arrives, a beat is due, or for `timeout` seconds."""

@@ -19,6 +19,9 @@ from tgi.microkernel.supervisor import DRAIN_ORDER, ProcessSpec, Supervisor
 # Maximum of `tgi scale`, against mistyped numbers.
 MAX_REPLICAS = 64
 
+# What `tgi scale` calls a scheduler with its worker.
+REPLICA = "replica"
+
 Waiting = Generator[str, None, None]
 
 
@@ -58,18 +61,38 @@ def restart(supervisor: Supervisor, target: str) -> Operation:
 
 
 def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
-    """Starts or retires front ends or tokenizers of this supervisor until there are `count`."""
-    if role not in DRAIN_ORDER or role in SINGLE_ROLES:
-        raise UserError(f"Only api and tokenizer can be scaled, not {role}.")
+    """Starts or retires front ends, tokenizers or replicas of this supervisor until there are `count`."""
+    if role != REPLICA and (role not in DRAIN_ORDER or role in SINGLE_ROLES):
+        raise UserError(f"Only api, tokenizer and replica can be scaled, not {role}.")
     if not 1 <= count <= MAX_REPLICAS:
         raise UserError(
             f"{count} processes of the role {role} are not possible: give a number from 1 to {MAX_REPLICAS}."
         )
+    if role == REPLICA:
+        return (yield from _scale_replicas(supervisor, count))
     while len(supervisor.processes(role)) < count:
         yield from _confirm(supervisor, _start(supervisor, [role]))
     for spec in supervisor.processes(role)[count:]:
         yield from _retire(supervisor, [spec])
     names = ", ".join(spec.name for spec in supervisor.processes(role))
+    return f"running: {names}"
+
+
+def _scale_replicas(supervisor: Supervisor, count: int) -> Operation:
+    """`scale` for schedulers, each with a worker of its own. The requests of one that is retired go on at another."""
+    if any(len(supervisor.processes(role)) != supervisor.settings.replicas for role in SINGLE_ROLES):
+        raise UserError("Only a supervisor that runs schedulers and workers can change the number of replicas.")
+    if supervisor.settings.listen is not None:
+        raise UserError("A server with --listen has one replica: processes of other hosts use its scheduler.")
+    while supervisor.settings.replicas < count:
+        yield from _confirm(supervisor, _start(supervisor, reversed(SINGLE_ROLES)))
+        supervisor.set_replicas(supervisor.settings.replicas + 1)
+    while supervisor.settings.replicas > count:
+        last = supervisor.settings.replicas - 1
+        supervisor.set_replicas(last)
+        for role in SINGLE_ROLES:
+            yield from _retire(supervisor, [spec for spec in supervisor.processes(role) if spec.index == last])
+    names = ", ".join(spec.name for role in SINGLE_ROLES for spec in supervisor.processes(role))
     return f"running: {names}"
 
 

@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 # A sockaddr_un holds 108 bytes on Linux and 104 on macOS, of which libzmq needs a few.
 MAX_SOCKET_PATH = 100
-LONGEST_SOCKET_NAME = "p99/sched-0.front"
+LONGEST_SOCKET_NAME = "p99/sched-99.front"
 # The number of the pipeline that serves, if `tgi reload` has replaced the first one.
 PIPELINE_FILE = "pipeline"
-# Roles of which a deployment has one process at a time; of the others each process has its own lock.
+# Roles of which one supervisor has all processes; of the others each process has its own lock.
 SINGLE_ROLES = ("scheduler", "worker")
 # The pid of a lock holder that has not written it yet, or has erased it.
 UNKNOWN_PID = 0
@@ -233,6 +233,12 @@ def tokenizer_sockets(directory: Path) -> set[str]:
     return {path.name for path in directory.glob(tokenizer_socket("*"))}
 
 
+def scheduler_socket(index: int, side: str) -> str:
+    """The name of the socket that the scheduler at a place among the replicas of a pipeline binds: "front" for the
+    tokenizers, "back" for its worker."""
+    return f"sched-{index}.{side}"
+
+
 def pipeline_directory(run: Path, pipeline: int) -> Path:
     """The directory of the sockets of a pipeline: the processes that serve one model. The first one uses the run
     directory itself, those that `tgi reload` starts have subdirectories."""
@@ -273,7 +279,8 @@ def remove_leftovers(run: Path) -> None:
     replicas = [name.removeprefix("tokenizer-") for name in held if name.startswith("tokenizer-")]
     used = {tokenizer_socket(replica) for replica in replicas}
     used |= {control_socket(run, pid).name for pid in held.values()}
-    for path in (*run.rglob(tokenizer_socket("*")), *run.glob("control-*")):
+    schedulers = () if "scheduler" in held else run.rglob("sched-*.*")
+    for path in (*run.rglob(tokenizer_socket("*")), *schedulers, *run.glob("control-*")):
         if path.name not in used:
             _remove(path)
 

@@ -346,6 +346,14 @@ class Settings:
         unset="the visible devices",
     )
 
+    replicas: int = setting(
+        PERFORMANCE,
+        1,
+        "Schedulers with a worker each, every one with --num-shard devices of its own; tokenizers choose among them.",
+        count,
+        env=("TGI_REPLICAS",),
+    )
+
     # Quantization
     quantize: str | None = setting(
         QUANTIZATION,
@@ -584,6 +592,7 @@ class Settings:
     # Derived at start, not options
     run_dir: Path = field(default=Path("."))
     pipeline: int = 0  # counts the models that `tgi reload` has started
+    replica_index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
     given_api_keys: tuple[str, ...] = ()  # api_key without those of api_key_file
     model_dir: Path = field(default=Path("."))  # the resolved model_id
     model_sha: str | None = None  # its commit, if it came from the Hub

@@ -4,6 +4,7 @@ supported, and more devices than one. Imported by scripts/install.py before any 
 
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -106,6 +107,8 @@ def _reject_contradictions(settings: Settings) -> None:
         raise _invalid(f"`max_input_tokens`({tokens}) must be < `max_total_tokens`({total})")
     if total == 1:
         raise _invalid("`max_total_tokens` must be >= 2: a prompt and what is generated have a token each. Given: 1")
+    if settings.replicas > 1 and (settings.listen or settings.connect or settings.worker == "remote"):
+        raise _invalid("`replicas` must be 1 with `listen`, `connect` or a remote worker: replicas share one host")
     if settings.validation_workers == 0:
         raise _invalid("`validation_workers` must be > 0")
     batch = settings.max_batch_total_tokens
@@ -199,14 +202,16 @@ def count_shards(settings: Settings, environ: Mapping[str, str]) -> int:
     device. Raises UserError, with TGI's messages if it has them, for settings that contradict each other."""
     sharded, count = settings.sharded == "true", settings.num_shard
     if sharded and count is None:
-        count = count_visible_devices(environ)
+        count = count_visible_devices(environ) // settings.replicas
         if count <= 1:
             raise UserError(f"not enough cuda devices: `sharded` is true but only found {count} CUDA devices")
     elif sharded and count is not None and count <= 1:
         raise UserError("Invalid argument: `sharded` is true but `num_shard` <= 1")
     if count is None:
         by_default = settings.sharded is None and settings.device != "cpu" and settings.worker == "torch"
-        return max(1, count_visible_devices(environ)) if by_default and _names_devices(environ) else 1
+        return (
+            max(1, count_visible_devices(environ) // settings.replicas) if by_default and _names_devices(environ) else 1
+        )
     if count < 1:
         raise UserError("Invalid argument: `num_shard` cannot be < 1")
     if count > 1 and settings.quantize == "exl2":
@@ -217,6 +222,29 @@ def count_shards(settings: Settings, environ: Mapping[str, str]) -> int:
 def _names_devices(environ: Mapping[str, str]) -> bool:
     """Whether the environment says which devices to use."""
     return any(environ.get(name, "").strip() for name in VISIBLE)
+
+
+def replica_devices(settings: Settings, environ: Mapping[str, str]) -> str | None:
+    """The devices of one replica, as CUDA_VISIBLE_DEVICES names them: the first --num-shard of the visible ones for the
+    first replica, and so on. None if it may use all devices, or there are none. Raises UserError if there are too
+    few."""
+    if settings.replicas + settings.replica_index == 1 or settings.device == "cpu" or settings.worker != "torch":
+        return None
+    named = next((environ[name] for name in VISIBLE if environ.get(name, "").strip()), "")
+    if named and named.strip() not in EVERY:
+        visible = named.split(",")
+    else:
+        count = count_visible_devices({VISIBLE[1]: EVERY[0]}) if shutil.which("nvidia-smi") else 0
+        visible = [str(number) for number in range(count)]
+    shards = settings.num_shard or 1
+    own = visible[settings.replica_index * shards : (settings.replica_index + 1) * shards]
+    replicas = max(settings.replicas, settings.replica_index + 1)
+    if visible and len(own) < shards:
+        raise UserError(
+            f"{replicas} replicas with {shards} devices each need more than the {len(visible)} visible "
+            "devices. Give fewer --replicas, or a smaller --num-shard."
+        )
+    return ",".join(own) or None
 
 
 def count_visible_devices(environ: Mapping[str, str]) -> int:

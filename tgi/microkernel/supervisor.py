@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -91,6 +91,7 @@ class ProcessSpec:
     environment: dict[str, str] = field(default_factory=dict)
     lock: rundir.RunDirLock | None = None  # of its name; None for the single roles, whose lock the supervisor keeps
     pipeline: int = 0
+    index: int = 0  # of a scheduler or worker: its place among the replicas of its pipeline
 
     @property
     def name(self) -> str:
@@ -300,7 +301,10 @@ class Supervisor:
         is not restarted: see `start_error`. Raises UserError if it cannot be started."""
         pipeline = self._current if pipeline is None else pipeline
         if role in rundir.SINGLE_ROLES:
-            spec = ProcessSpec(role, pipeline, pipeline=pipeline)
+            others = [spec for spec in self._specs if spec.role == role]
+            replica = _lowest_free(spec.replica for spec in others)
+            index = _lowest_free(spec.index for spec in others if spec.pipeline == pipeline)
+            spec = ProcessSpec(role, replica, pipeline=pipeline, index=index)
         else:
             claimed = rundir.claim_process(self.settings.run_dir, role)
             spec = ProcessSpec(role, claimed.replica, self._listen_fds.get(role), lock=claimed.lock, pipeline=pipeline)
@@ -354,11 +358,15 @@ class Supervisor:
     def create_pipeline(self, settings: Settings) -> int:
         """A pipeline with these settings, without processes. Returns its number: the lowest free one, so that the files
         of its processes replace those of an earlier pipeline."""
-        pipeline = next(number for number in count() if number not in self._pipelines)
+        pipeline = _lowest_free(self._pipelines)
         own = self.settings
         rundir.pipeline_directory(own.run_dir, pipeline).mkdir(mode=0o700, exist_ok=True)
         self._pipelines[pipeline] = replace(settings, run_dir=own.run_dir, port=own.port, pipeline=pipeline)
         return pipeline
+
+    def set_replicas(self, replicas: int) -> None:
+        """The number of replicas that processes of the serving pipeline expect from now on, when they start."""
+        self._pipelines[self._current] = replace(self.settings, replicas=replicas)
 
     def switch_to_pipeline(self, pipeline: int) -> None:
         """Makes a pipeline the one that serves."""
@@ -403,9 +411,12 @@ class Supervisor:
 
     def _remove_socket(self, spec: ProcessSpec) -> None:
         """Removes the socket of a process that has ended for good."""
+        directory = rundir.pipeline_directory(self.settings.run_dir, spec.pipeline)
         if spec.role == "tokenizer":
-            directory = rundir.pipeline_directory(self.settings.run_dir, spec.pipeline)
             (directory / rundir.tokenizer_socket(spec.replica)).unlink(missing_ok=True)
+        elif spec.role == "scheduler":
+            for side in ("front", "back"):
+                (directory / rundir.scheduler_socket(spec.index, side)).unlink(missing_ok=True)
 
     def _kill_overdue(self) -> None:
         for name, deadline in self._kill_at.items():
@@ -462,7 +473,8 @@ class Supervisor:
         """Starts a process. Raises UserError if the system cannot."""
         self._last_start = time.monotonic()
         try:
-            child = ChildProcess(spec, self._pipelines[spec.pipeline], self._last_exits.get(spec.name))
+            settings = replace(self._pipelines[spec.pipeline], replica_index=spec.index)
+            child = ChildProcess(spec, settings, self._last_exits.get(spec.name))
         except OSError as error:
             raise UserError(
                 f"Cannot start {spec.name}: {error.strerror}. Processes, files, memory or disk space of "
@@ -595,6 +607,12 @@ class Supervisor:
 
     def _children_of(self, role: str) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.spec.role == role]
+
+
+def _lowest_free(taken: Iterable[int]) -> int:
+    """The lowest number from 0 on that is not taken."""
+    used = set(taken)
+    return next(number for number in count() if number not in used)
 
 
 def _wait(descriptors: list[int], seconds: float) -> None:

@@ -12,7 +12,7 @@ from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import Add, Beat, Hello, Inheritance, StepResult, SuspectRecord, decode, encode
-from tgi.microkernel.rundir import suspects_path
+from tgi.microkernel.rundir import scheduler_socket, suspects_path
 from tgi.microkernel.work_register import fingerprint_number
 from tgi.scheduler.journal import JournalWriter, RecordedScheduler
 from tgi.scheduler.metrics import RequestSpans, SchedulerMetrics
@@ -29,8 +29,10 @@ def main(process: Process) -> None:
     """Runs until SIGTERM, then until the running requests have ended or the supervisor's grace period is over. If it is
     told to hand over, the tokenizers submit its requests to the next scheduler."""
     settings = process.settings
-    front = Link.bind(process.link_address("sched-0.front"), process.hello())
-    back = Link.bind(process.link_address("sched-0.back"), process.hello())
+    front, back = (
+        Link.bind(process.link_address(scheduler_socket(settings.replica_index, side)), process.hello())
+        for side in ("front", "back")
+    )
     links = [back, front]
     if settings.listen is not None:
         links.insert(1, Link.bind(settings.listen, process.hello(), curve.load_scheduler_keys(settings.keys or "")))

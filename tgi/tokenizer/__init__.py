@@ -5,6 +5,8 @@ Read `pool` first: TokenizerPool handles all messages of the process without soc
 - main: the process; its loop moves messages between the links, the pool and the job threads.
 - pool: TokenizerPool, all requests of the process.
 - message_checks: sizes and ranges that the types of a message leave open.
+- schedulers: the replicas of the scheduler, which of them gets a request, and their common status.
+- replica_choice: the rule of that choice, by prefixes, load and adapters.
 - request: TokenizerRequestState, the state of one request, from Generate to End.
 - resumable_streams: ResumableStreams, between apis and pool: requests that continue without their client.
 

@@ -1,17 +1,27 @@
 """The loaded LoRA adapters that requests may name, and the pending requests to load or unload adapters."""
 
+from typing import NamedTuple
+
 from tgi.microkernel.link import PeerId
 from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
 from tgi.tokenizer.request import TokenizerRequestState
 
 
+class PendingUpdate(NamedTuple):
+    """An update that not all schedulers have answered."""
+
+    api: PeerId
+    update: UpdateAdapter  # with the api's rid
+    answers: dict[int, AdapterUpdated]  # by the replica number of the scheduler
+
+
 class AdapterDirectory:
-    """Loaded adapters as the scheduler's Status lists them, and UpdateAdapter messages until they are answered."""
+    """Loaded adapters as the schedulers report them, and UpdateAdapter messages until all schedulers have answered."""
 
     def __init__(self) -> None:
         self.loaded: list[LoadedAdapter] = []
         self._digests: dict[str, bytes] = {}
-        self._pending: dict[int, tuple[PeerId, UpdateAdapter]] = {}  # by the tokenizer's rid: the api and its message
+        self._pending: dict[int, PendingUpdate] = {}  # by the tokenizer's rid
 
     @property
     def idle(self) -> bool:
@@ -39,21 +49,30 @@ class AdapterDirectory:
         return ""
 
     def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> UpdateAdapter:
-        """Records an api's update. Returns it with the tokenizer's rid, for the scheduler."""
-        self._pending[rid] = (api, update)
+        """Records an api's update. Returns it with the tokenizer's rid, for the schedulers."""
+        self._pending[rid] = PendingUpdate(api, update, {})
         return update._replace(rid=rid)
 
-    def pending_updates(self) -> list[UpdateAdapter]:
-        """All pending updates, for a restarted scheduler."""
-        return [update._replace(rid=rid) for rid, (_, update) in self._pending.items()]
+    def pending_updates(self, scheduler: int) -> list[UpdateAdapter]:
+        """The updates that this scheduler has not answered, for one that has just connected."""
+        return [one.update._replace(rid=rid) for rid, one in self._pending.items() if scheduler not in one.answers]
 
-    def complete_update(self, answer: AdapterUpdated) -> tuple[PeerId, AdapterUpdated] | None:
-        """Removes the update that the scheduler has answered. Returns the api and the answer with the api's rid."""
-        if (pending := self._pending.pop(answer.rid, None)) is None:
-            return None
-        api, update = pending
-        return api, answer._replace(rid=update.rid)
+    def record_answer(self, scheduler: int, answer: AdapterUpdated) -> None:
+        """A scheduler has answered an update."""
+        if (pending := self._pending.get(answer.rid)) is not None:
+            pending.answers[scheduler] = answer
+
+    def completed_updates(self, schedulers: set[int]) -> list[tuple[PeerId, AdapterUpdated]]:
+        """Removes the updates that all these schedulers have answered. Returns the apis and the answers for them: an
+        error, if one has failed."""
+        completed = []
+        for rid, (api, update, answers) in list(self._pending.items()):
+            if answers and schedulers <= answers.keys():
+                del self._pending[rid]
+                answer = next((one for one in answers.values() if one.error), next(iter(answers.values())))
+                completed.append((api, answer._replace(rid=update.rid)))
+        return completed
 
     def remove_api(self, api: PeerId) -> None:
         """Drops the pending updates of an api that has disconnected."""
-        self._pending = {rid: pending for rid, pending in self._pending.items() if pending[0] != api}
+        self._pending = {rid: pending for rid, pending in self._pending.items() if pending.api != api}

@@ -4,13 +4,15 @@ import gc
 import logging
 import os
 import time
+from functools import partial
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel import tracing
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
-from tgi.microkernel.process import Process
+from tgi.microkernel.process import Process, work_in_hand
 from tgi.microkernel.progress import CHAT_TEMPLATE
+from tgi.microkernel.protocol import Hello
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
 from tgi.tokenizer.pool import TokenizerPool
@@ -24,7 +26,7 @@ IDLE_SECONDS = 60.0
 
 
 def main(process: Process) -> None:
-    """Serves apis on "tok-<replica>.front" and connects to the scheduler at "sched-0.front".
+    """Serves apis on "tok-<replica>.front" and connects to the schedulers at "sched-<index>.front".
 
     Returns when the process is told to stop and all requests have ended, or when it is told to hand over: then the
     front ends submit its requests to other tokenizers.
@@ -41,15 +43,16 @@ def main(process: Process) -> None:
         recorder=RingRecorder(ring_path(process.run_dir, process.name)),
         build_grammar=compiler.build,
         units=process.work_register.units,
+        work_in_hand=partial(work_in_hand, process.run_dir),
+        tokenizers=process.settings.validation_workers,
     )
     hello = process.hello(config.fingerprint)
     defaults = process.settings.sampling_defaults
     api_link = Link.bind(
         process.link_address(f"tok-{process.replica}.front"), hello._replace(sampling_defaults=defaults)
     )
-    scheduler_link = process.connect_to_scheduler("sched-0.front", hello)
     process.watch_link(api_link)
-    process.watch_link(scheduler_link)
+    schedulers = SchedulerLinks(process, hello)
     gc.collect()
     gc.freeze()
     process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
@@ -62,12 +65,13 @@ def main(process: Process) -> None:
             streams.drop_detached()
         deadline = pool.deadline()
         process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
-        run_once(pool, streams, api_link, scheduler_link, executors)
+        run_once(pool, streams, api_link, schedulers.links, executors)
         if executors.longest_seconds() > process.settings.hang_timeout:
             process.begin_work(0.0, "a text")  # the supervisor ends this process: a thread cannot be ended
         if process.beat_due:
             process.exchange_beats(pool.beat())
-    for link in (api_link, scheduler_link):
+            schedulers.follow(pool)
+    for link in (api_link, *schedulers.links):
         link.say_goodbye()
         link.close()
     executors.shutdown()
@@ -76,12 +80,45 @@ def main(process: Process) -> None:
         tracer.close()
 
 
+class SchedulerLinks:
+    """The links to the schedulers of this pipeline, by their place among its replicas. A scheduler that is added later
+    takes the next place. With --connect there is one, on another host."""
+
+    def __init__(self, process: Process, hello: Hello) -> None:
+        self.links: list[Link] = []
+        self._process = process
+        self._hello = hello
+        self._numbers: dict[Link, int] = {}  # of the schedulers that were connected last
+        for _ in range(process.settings.replicas):
+            self._connect()
+
+    def _connect(self) -> None:
+        link = self._process.connect_to_scheduler(len(self.links), "front", self._hello)
+        self._process.watch_link(link)
+        self.links.append(link)
+
+    def follow(self, pool: TokenizerPool) -> None:
+        """Connects to a scheduler that was added, and forgets one that was retired, whose socket is gone."""
+        if self._process.settings.connect is not None:
+            return
+        if self._process.scheduler_link_exists(len(self.links), "front"):
+            self._connect()
+        last = self.links[-1]
+        self._numbers |= {link: peer.replica for link in self.links for peer in link.peers}
+        gone = len(self.links) > 1 and last in self._numbers and not last.peers
+        if gone and not self._process.scheduler_link_exists(len(self.links) - 1, "front"):
+            pool.remove_scheduler(self._numbers.pop(last))
+            self._process.unwatch_link(self.links.pop())
+            last.close()
+
+
 def run_once(
-    pool: TokenizerPool, streams: ResumableStreams, api_link: Link, scheduler_link: Link, executors: JobExecutors
+    pool: TokenizerPool, streams: ResumableStreams, api_link: Link, scheduler_links: list[Link], executors: JobExecutors
 ) -> None:
     """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced."""
-    for peer, message in scheduler_link.receive():
-        pool.handle(peer, message)
+    for link in scheduler_links:
+        for peer, message in link.receive():
+            pool.handle(peer, message)
     for peer, message in api_link.receive():
         streams.receive(peer, message)
     streams.drop_expired()
@@ -91,6 +128,8 @@ def run_once(
         pool.run_trials()
     executors.start_jobs(pool.jobs)
     for peer, message in streams.forward(pool.drain_outgoing()):
-        (scheduler_link if peer.role == "scheduler" else api_link).send(peer, message)
+        for link in scheduler_links if peer.role == "scheduler" else (api_link,):
+            link.send(peer, message)  # dropped by a link that has no such peer
     api_link.flush()
-    scheduler_link.flush()
+    for link in scheduler_links:
+        link.flush()

@@ -44,6 +44,7 @@ from tgi.tokenizer.encoding_jobs import EncodingJob, EncodingQueue, ExecutorName
 from tgi.tokenizer.message_checks import check_generate, check_prompt_logprobs, check_status
 from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
+from tgi.tokenizer.schedulers import SchedulerReplica, Schedulers
 from tgi.tokenizer.structured_output.answer_grammar import AnswerGrammarBuilder
 from tgi.tokenizer.vocabulary import Vocabulary
 
@@ -52,10 +53,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_SCHEDULER = "waiting for the scheduler"
-SCHEDULER_SILENT = "the scheduler does not respond"
-# Requests that are sent to a restarted scheduler: at once, and then per second. So it can serve while it takes them.
+# Requests of a lost scheduler that are sent again: at once, and then per second. So who takes them can serve meanwhile.
 RESUBMISSION_BURST, RESUBMISSIONS_PER_SECOND = 100, 250.0
+COMPLETE = frozenset((FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP))
 OVERLOADED = "too many long texts and grammars wait to be encoded"
 
 
@@ -93,8 +93,12 @@ class TokenizerPool:
         recorder: FlightRecorder = NO_RECORDER,
         build_grammar: GrammarBuild | None = None,
         units: "memoryview[int] | None" = None,
+        work_in_hand: Callable[[PeerId], bytes] = lambda peer: b"",
+        tokenizers: int = 1,
     ) -> None:
-        """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory."""
+        """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
+        `work_in_hand`: the fingerprints of the requests that a scheduler has, or had, in hand. `tokenizers`: how many
+        the server has."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
@@ -108,15 +112,13 @@ class TokenizerPool:
         ] = {}  # per api, by the api's rid, until its End is sent
         self._requests: dict[int, TokenizerRequestState] = {}  # by the tokenizer's rid
         self._last_rid = 0
-        self._scheduler: PeerId | None = None
-        self._scheduler_silent = False
-        self._scheduler_beat = Beat(None)
-        self._unsent: dict[int, TokenizerRequestState] = {}  # by rid: to be sent to a restarted scheduler
+        self._schedulers = Schedulers(work_in_hand, tokenizers)
+        self._unsent: dict[int, TokenizerRequestState] = {}  # by rid: live ones that no scheduler has
         self._resubmissions = TokenBucket(RESUBMISSIONS_PER_SECOND, RESUBMISSION_BURST)
+        self._resubmission_due: float | None = None  # when more of them may be sent; None: nothing limits the rate
         self._progress = ProgressClock()
         self._limits: DeploymentLimits | None = None
         self._adapters = AdapterDirectory()
-        self._status = Status(False, True, NO_SCHEDULER, 0)
         self._output_processor = OutputProcessor(vocabulary, self._units)
         self._prompt_messages: list[tuple[PeerId, Any]] = []
         self._messages: list[tuple[PeerId, Any]] = []
@@ -181,36 +183,35 @@ class TokenizerPool:
 
     def drain_outgoing(self) -> list[tuple[PeerId, Any]]:
         """Returns the messages to send, in order: those about prompts come before Texts, and Texts before their End."""
-        if self._unsent and self._scheduler is not None:
-            self._resubmit(self._scheduler)
+        if self._unsent:
+            self._resubmit()
         messages = [*self._prompt_messages, *self._output_processor.drain_texts(), *self._messages]
         self._prompt_messages, self._messages = [], []
         return messages
 
     def beat(self) -> Beat:
-        """How the work progresses, here or in the scheduler. To be called every BEAT_SECONDS."""
-        now, below = self._clock(), self._scheduler_beat
-        if below.progress_age_ms is not None:
-            self._progress.record_at(now - below.progress_age_ms / 1000)
+        """How the work progresses, here or in a scheduler. To be called every BEAT_SECONDS."""
+        now, limit_ms = self._clock(), 0
+        for replica in self._schedulers:
+            limit_ms = max(limit_ms, replica.beat.limit_ms)
+            if replica.beat.progress_age_ms is not None:
+                self._progress.record_at(now - replica.beat.progress_age_ms / 1000)
         age = self._progress.tick(now, busy=bool(self._requests))
         if age is None:
             return Beat(None)
         encoding = sum(request.stage is RequestStage.ENCODING for request in self._requests.values())
         work = f"{len(self._requests)} in flight, {encoding} being encoded"
-        return Beat(int(1000 * age), below.limit_ms, work)
+        return Beat(int(1000 * age), limit_ms, work)
 
     def deadline(self) -> float | None:
         """When `drain_outgoing` must be called even if nothing happens, by the clock; None: no such time."""
-        if not self._unsent or self._scheduler is None:
-            return None
-        now = self._clock()
-        return now + self._resubmissions.seconds_until_next(now)
+        return self._resubmission_due if self._unsent else None
 
     # Messages from an api
 
     def _on_api_hello(self, api: PeerId, hello: Hello) -> None:
         self._apis[api] = {}
-        self._send(api, self._shown_status)
+        self._send(api, self._schedulers.status)
 
     def _on_api_gone(self, api: PeerId, gone: PeerDisconnected) -> None:
         for request in list(self._apis.get(api, {}).values()):
@@ -242,8 +243,9 @@ class TokenizerPool:
     def _on_update_adapter(self, api: PeerId, update: UpdateAdapter) -> None:
         self._last_rid += 1
         forwarded = self._adapters.add_update(self._last_rid, api, update)
-        if self._scheduler is not None:
-            self._send(self._scheduler, forwarded)
+        for replica in self._schedulers:
+            if replica.peer is not None:
+                self._send(replica.peer, forwarded)
 
     def _on_cancel(self, api: PeerId, cancel: Cancel) -> None:
         request = self._apis[api].get(cancel.rid)
@@ -321,66 +323,119 @@ class TokenizerPool:
             metrics.tgi_encoding_jobs_dropped.labels(cause="cancelled").inc()
         return dropped
 
-    # Messages from the scheduler
+    # Messages from schedulers
 
     def _on_scheduler_hello(self, scheduler: PeerId, hello: Hello) -> None:
-        self._scheduler = scheduler
-        for update in self._adapters.pending_updates():
+        replica = self._schedulers.connect(scheduler)
+        for update in self._adapters.pending_updates(replica.number):
             self._send(scheduler, update)
-        self._unsent = {rid: one for rid, one in self._requests.items() if one.stage is RequestStage.LIVE}
+        self._move_from_silent()
 
-    def _resubmit(self, scheduler: PeerId) -> None:
-        """Sends the requests that a restarted scheduler does not have yet, at the limited rate."""
+    def _submit(self, request: TokenizerRequestState, replica: SchedulerReplica) -> None:
+        """Sends a live request to a scheduler, with the ids generated so far."""
+        assert replica.peer is not None
+        replica.requests[request.rid] = request
+        request.scheduler = replica.number
+        self._send(replica.peer, request.add_message(self._clock()))
+
+    def _resubmit(self) -> None:
+        """Sends live requests that no scheduler has, at the limited rate."""
+        self._resubmission_due = None
+        if not self._schedulers.any_connected:
+            return
         now = self._clock()
-        for rid in list(self._unsent):
+        for request in list(self._unsent.values()):
+            if (replica := self._schedulers.choose(request, now)) is None:
+                continue
             if not self._resubmissions.take(now):
+                self._resubmission_due = now + self._resubmissions.seconds_until_next(now)
                 return
-            request = self._unsent.pop(rid)
+            del self._unsent[request.rid]
             self._units[0] = request.fingerprint
-            self._send(scheduler, request.add_message(now))
+            self._submit(request, replica)
             self._units[0] = 0
 
     def _on_scheduler_gone(self, scheduler: PeerId, gone: PeerDisconnected) -> None:
-        if scheduler != self._scheduler:
+        """The requests of a scheduler that has ended are sent to another one, or to its successor. Those that it had in
+        hand wait for the successor, which knows how it ended."""
+        if (replica := self._schedulers.replica_of(scheduler)) is None:
             return
-        self._scheduler = None
         self._discard_messages(scheduler)
-        self._scheduler_silent = False
-        self._scheduler_beat = Beat(None)
-        self._unsent.clear()
-        for request in list(self._requests.values()):
+        requests = list(replica.requests.values())
+        self._schedulers.disconnect(replica)
+        if not gone.planned:
+            self._schedulers.record_death(replica, scheduler, self._clock())
+        for request in requests:
+            request.scheduler = None
             if request.stage is RequestStage.CANCELLING:
                 self._finish(request, FinishReason.CANCELLED)
             elif request.stage is RequestStage.ENDED:
                 del self._requests[request.rid]
             elif request.finish_reason is not None:  # complete; only the scheduler's End is missing
                 self._finish(request, request.finish_reason)
-            elif request.stage is RequestStage.LIVE:
-                self._stamp(Event.SCHEDULER_LOST, request)
-        self._set_status(Status(False, True, NO_SCHEDULER, 0, self._limits, adapters=self._adapters.loaded))
+            else:
+                self._stamp(Event.SCHEDULER_LOST, request, scheduler.replica)
+                self._unsent[request.rid] = request
+        self._publish_status()
+
+    def remove_scheduler(self, number: int) -> None:
+        """A scheduler that is not connected was retired: nothing waits for it any more."""
+        self._schedulers.remove(number)
+        for api, updated in self._adapters.completed_updates(self._schedulers.numbers):
+            self._send(api, updated)
+        self._publish_status()
 
     def _on_scheduler_silent(self, scheduler: PeerId, silent: PeerSilent) -> None:
-        log.warning("%s does not respond", scheduler)
-        self._scheduler_silent = True
-        self._set_status(self._status)
+        self._set_silent(scheduler, True)
+        self._move_from_silent()
 
     def _on_scheduler_responds(self, scheduler: PeerId, responds: PeerResponds) -> None:
-        log.warning("%s responds again", scheduler)
-        self._scheduler_silent = False
-        self._set_status(self._status)
+        self._set_silent(scheduler, False)
+        self._move_from_silent()
+
+    def _set_silent(self, scheduler: PeerId, silent: bool) -> None:
+        log.warning("%s %s", scheduler, "does not respond" if silent else "responds again")
+        if (replica := self._schedulers.replica_of(scheduler)) is not None:
+            replica.silent = silent
+        self._publish_status()
+
+    def _move_from_silent(self) -> None:
+        """Sends the requests of silent schedulers to another one, if there is one, and cancels them where they were: if
+        such a scheduler responds again, what it sends for them is dropped. What it has in hand stays there, since that
+        may be what it hangs in."""
+        if not self._schedulers.any_responds:
+            return
+        for replica in self._schedulers:
+            if not replica.silent or replica.peer is None:
+                continue
+            in_hand = self._schedulers.in_hand(replica.peer)
+            for request in list(replica.requests.values()):
+                if request.stage is not RequestStage.LIVE or request.finish_reason or request.fingerprint in in_hand:
+                    continue
+                self._send(replica.peer, Cancel(request.rid))
+                replica.moved.add(request.rid)
+                del replica.requests[request.rid], self._requests[request.rid]
+                self._last_rid += 1
+                request.rid, request.scheduler = self._last_rid, None
+                self._requests[request.rid] = self._unsent[request.rid] = request
+                self._stamp(Event.SCHEDULER_LOST, request, replica.number)
 
     def _on_scheduler_beat(self, scheduler: PeerId, beat: Beat) -> None:
-        self._scheduler_beat = beat
+        if (replica := self._schedulers.replica_of(scheduler)) is not None:
+            replica.beat = beat
 
     def _on_status(self, scheduler: PeerId, status: Status) -> None:
         check_status(status)
-        self._set_status(status)
-        if status.limits is None:
+        if (replica := self._schedulers.replica_of(scheduler)) is None:
+            return
+        self._schedulers.set_status(replica, status)
+        self._publish_status()
+        if status.limits is None or self._schedulers.limits is None:
             return
         if self._limits is None:
             metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
-        self._limits = status.limits
-        self._adapters.set_loaded(status.adapters)
+        self._limits = self._schedulers.limits
+        self._adapters.set_loaded(self._schedulers.adapters)
         for request in list(self._requests.values()):
             if request.stage is RequestStage.HELD:
                 self._units[0] = request.fingerprint
@@ -388,12 +443,13 @@ class TokenizerPool:
                 self._units[0] = 0
 
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
-        if (forwarded := self._adapters.complete_update(updated)) is not None:
-            self._send(*forwarded)
+        self._adapters.record_answer(scheduler.replica, updated)
+        for api, answer in self._adapters.completed_updates(self._schedulers.numbers):
+            self._send(api, answer)
 
     def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:
         check_prompt_logprobs(logprobs)
-        request = self._requests.get(logprobs.rid)
+        request = self._requests_at(scheduler).get(logprobs.rid)
         self._progress.record()
         if request is not None and request.stage is RequestStage.LIVE:
             self._units[0] = request.fingerprint
@@ -403,14 +459,22 @@ class TokenizerPool:
 
     def _on_tokens(self, scheduler: PeerId, tokens: Tokens) -> None:
         self._progress.record()
-        for rid in self._output_processor.process_tokens(self._requests, tokens):
+        for rid in self._output_processor.process_tokens(self._requests_at(scheduler), tokens):
             self._send(scheduler, Stop(rid))
 
     def _on_end(self, scheduler: PeerId, end: End) -> None:
-        request = self._requests.get(end.rid)
+        replica = self._schedulers.replica_of(scheduler)
+        request = None if replica is None else replica.requests.pop(end.rid, None)
         if request is None:
-            log.warning("ignored an End of the unknown request %d from the scheduler", end.rid)
-        elif request.stage is RequestStage.CANCELLING:
+            if replica is None or end.rid not in replica.moved:
+                log.warning("ignored an End of the unknown request %d from %s", end.rid, scheduler)
+            else:
+                replica.moved.discard(end.rid)
+            return
+        request.scheduler = None
+        if end.reason in COMPLETE or request.finish_reason is not None:
+            self._schedulers.clear_suspicion(request.fingerprint)
+        if request.stage is RequestStage.CANCELLING:
             self._finish(request, FinishReason.CANCELLED, scheduler_end=end)
         elif request.stage is RequestStage.ENDED:
             del self._requests[end.rid]
@@ -418,6 +482,11 @@ class TokenizerPool:
             self._finish(request, request.finish_reason, scheduler_end=end)
         else:
             self._finish(request, end.reason, end.message, end)
+
+    def _requests_at(self, scheduler: PeerId) -> dict[int, TokenizerRequestState]:
+        """The requests that a scheduler has, by rid. What it sends for others was generated before they were moved."""
+        replica = self._schedulers.replica_of(scheduler)
+        return {} if replica is None else replica.requests
 
     # Life cycle of a request
 
@@ -442,10 +511,11 @@ class TokenizerPool:
         self._stamp(Event.TOKENIZED, request, prompt.token_count)
         if request.finish_reason is not None:  # the resumed ids are complete
             self._finish(request, request.finish_reason)
-        elif self._scheduler is not None:
-            self._send(self._scheduler, request.add_message(self._clock()))
+        elif (replica := self._schedulers.choose(request, request.submitted)) is not None:
+            self._submit(request, replica)
         else:
             self._stamp(Event.SCHEDULER_LOST, request)
+            self._unsent[request.rid] = request
 
     def _stamp(self, event: Event, request: TokenizerRequestState, number: int = 0) -> None:
         self._recorder.stamp(event, request.generate.request_key, request.generate.request_index, number)
@@ -458,20 +528,22 @@ class TokenizerPool:
             self._tracer.record_span("validate", request.generate.traceparent, began, now, failure=rejection)
 
     def _cancel_at_scheduler(self, request: TokenizerRequestState) -> bool:
-        """Sends Cancel to the scheduler. Returns False if no scheduler knows the request."""
-        if request.stage is not RequestStage.LIVE or self._scheduler is None or request.rid in self._unsent:
+        """Sends Cancel to the scheduler that has the request. Returns False if none has it."""
+        if request.stage is not RequestStage.LIVE or request.scheduler is None:
             return False
-        self._send(self._scheduler, Cancel(request.rid))
+        scheduler = self._schedulers[request.scheduler].peer
+        assert scheduler is not None  # requests leave a scheduler that has ended
+        self._send(scheduler, Cancel(request.rid))
         request.stage = RequestStage.CANCELLING
         return True
 
     def _detach_from_api(self, request: TokenizerRequestState) -> None:
         """Removes a request whose api has disconnected, or keeps it until the scheduler's End."""
         self._apis[request.api].pop(request.generate.rid, None)
-        known = request.stage in (RequestStage.LIVE, RequestStage.CANCELLING) and self._scheduler is not None
-        if known and self._unsent.pop(request.rid, None) is None:
+        if request.scheduler is not None:
             request.stage = RequestStage.ENDED
         else:
+            self._unsent.pop(request.rid, None)
             del self._requests[request.rid]
 
     def _finish(
@@ -489,15 +561,10 @@ class TokenizerPool:
         self._unsent.pop(request.rid, None)
         del self._requests[request.rid]
 
-    def _set_status(self, status: Status) -> None:
-        self._status = status
+    def _publish_status(self) -> None:
+        status = self._schedulers.status
         for api in self._apis:
-            self._send(api, self._shown_status)
-
-    @property
-    def _shown_status(self) -> Status:
-        """The status for front ends: unhealthy while the scheduler is silent."""
-        return self._status._replace(healthy=False, stage=SCHEDULER_SILENT) if self._scheduler_silent else self._status
+            self._send(api, status)
 
     def _discard_messages(self, peer: PeerId) -> None:
         """Removes the queued messages for a peer that has disconnected: if it connects again before they are sent, they

@@ -55,8 +55,8 @@ class TokenizerRequestState:
     __slots__ = (
         "_detokenizer", "_hidden_ids", "_min_new_tokens", "_stop_filter", "_stop_matcher", "_stop_token_ids",
         "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids", "held_characters",
-        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "stage",
-        "stop_ids", "submitted", "token_hidden", "validation_us", "visible_texts",
+        "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "scheduler",
+        "stage", "stop_ids", "submitted", "token_hidden", "validation_us", "visible_texts",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
@@ -67,6 +67,7 @@ class TokenizerRequestState:
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
+        self.scheduler: int | None = None  # the replica that has it
         self.is_chat = bool(generate.chat)
         self.prompt = EncodedPrompt(b"", 0, 0)
         self.max_new_tokens = 0

@@ -109,9 +109,9 @@ def usable_cores() -> int:
 
 
 def take_cores(rank: int, ranks: int) -> None:
-    """Divides the cores among the ranks of a worker on this host: this one computes with as many threads as its share
-    has cores, unless OMP_NUM_THREADS is set. On a host with several NUMA nodes it stays on the cores of its share,
-    which are neighbours, and so in the memory next to them. Call before torch is imported."""
+    """Divides the cores among the ranks of all workers on this host: this one computes with as many threads as its
+    share has cores, unless OMP_NUM_THREADS is set. On a host with several NUMA nodes it stays on the cores of its
+    share, which are neighbours, and so in the memory next to them. Call before torch is imported."""
     os.environ.setdefault(THREADS_VARIABLE, str(max(1, usable_cores() // ranks)))
     nodes = numa_nodes()
     if len(nodes) > 1:

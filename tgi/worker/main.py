@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.settings import Settings
+from tgi.microkernel.settings_loading import VISIBLE, replica_devices
 from tgi.worker.deferred_imports import defer_imports
 from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
@@ -33,8 +35,10 @@ def main(process: Process) -> None:
     if process.rank:
         serve_rank(process, partial(_start_torch_engine, process, lambda stage, percent: None))
         return
+    if (devices := replica_devices(process.settings, os.environ)) is not None:
+        os.environ[VISIBLE[0]] = devices  # also for the further ranks
     model = read_model_config(process.settings.model_dir).fingerprint
-    link = process.connect_to_scheduler("sched-0.back", process.hello(model))
+    link = process.connect_to_scheduler(process.settings.replica_index, "back", process.hello(model))
     loop = WorkerLoop(process, link)
     loop.progress("starting", 0)
     ranks = process.settings.num_shard or 1
@@ -74,8 +78,10 @@ def _start_torch_engine(
     configure_thread_waiting()
     limit_instruction_set(settings.cpu)
     request_reproducible_mkl()
-    if place is not None:
-        take_cores(place.rank, place.ranks)
+    rank, ranks = (0, 1) if place is None else (place.rank, place.ranks)
+    replicas = max(settings.replicas, settings.replica_index + 1)
+    if ranks * replicas > 1:
+        take_cores(settings.replica_index * ranks + rank, replicas * ranks)
     defer_imports()
     from tgi.worker.engine.startup import start_engine  # imports torch, which the fake worker does not need
 

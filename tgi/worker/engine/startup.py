@@ -359,7 +359,7 @@ def _measure_memory(settings: Settings, models: LoadedModels, graph_sizes: list[
     its activations, and captures the largest graph, whose pool the others share."""
     device = models.served.device
     if device.type != "cuda":
-        return memory.cache_memory_on_host()
+        return memory.cache_memory_on_host(memory.available_on_host() // settings.replicas)
     rows = memory.max_batch_size(settings, "cuda")
     total = memory.max_prefill_tokens(settings, "cuda")
     required, drafts = _cache_requirements(models), settings.speculate or 0

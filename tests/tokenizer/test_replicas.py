@@ -1,0 +1,243 @@
+"""A pool with several schedulers: where requests go, what a loss moves, and what front ends are told."""
+
+from collections import Counter
+from typing import Any
+
+from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
+from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.protocol import (
+    AdapterUpdated,
+    Add,
+    Beat,
+    Cancel,
+    End,
+    FinishReason,
+    Generate,
+    LoadedAdapter,
+    Status,
+    Stop,
+    Tokens,
+    UpdateAdapter,
+)
+from tgi.microkernel.sampling_params import SamplingParams
+from tgi.tokenizer.schedulers import SUCCESSOR_SECONDS
+
+READY = Status(True, True, "", 100, LIMITS)
+LOADING = Status(False, True, "loading weights", 40, LIMITS)
+A, B = PeerId("scheduler", 0, b"a"), PeerId("scheduler", 1, b"b")
+NAMES = {b"1" * 8: 1, b"2" * 8: 2}
+
+
+class ReplicaHarness(PoolHarness):
+    """A pool with the schedulers A and B, which are ready."""
+
+    def __init__(self, in_hand: bytes = b"") -> None:
+        super().__init__(scheduler=False)
+        self.pool._schedulers._work_in_hand = lambda peer: in_hand
+        for peer in (A, B):
+            self.connect(peer)
+
+    def connect(self, peer: PeerId, status: Status = READY) -> list[Any]:
+        """Returns what the scheduler is sent at once."""
+        self.pool.handle(peer, hello(peer))
+        self.pool.handle(peer, status)
+        return self.received_by(peer)
+
+    def send(self, rid: int, inputs: str = "Hello", name: bytes = b"") -> tuple[PeerId, Add]:
+        """Sends a Generate. Returns the scheduler that receives it, and the Add."""
+        self.pool.handle(API, Generate(rid, inputs, SamplingParams(5, temperature=0.5), 20, fingerprint=name))
+        ((peer, add),) = ((peer, one) for peer in (A, B) for one in self.received_by(peer))
+        assert isinstance(add, Add)
+        return peer, add
+
+    def tokens(self, peer: PeerId, rid: int, text: str) -> None:
+        ids = ids_of(text)
+        columns = pack_column(UINT32, [rid]), pack_column(UINT32, [len(ids)]), pack_column(INT32, ids)
+        self.pool.handle(peer, Tokens(*columns, pack_column(FLOAT32, [-number / 4 for number in ids])))
+
+    def status(self) -> Status:
+        return [one for one in self.received_by(API) if isinstance(one, Status)][-1]
+
+
+def other(peer: PeerId) -> PeerId:
+    return B if peer == A else A
+
+
+def test_requests_are_shared_and_a_prefix_stays_where_it_was() -> None:
+    harness = ReplicaHarness()
+    shares = Counter(harness.send(rid, f"{rid} differs")[0] for rid in range(40))
+    assert max(shares.values()) <= 1.25 * 20 + 1
+    prompt = "What they have in common is longer than one page of the cache. " * 3
+    first, _ = harness.send(100, prompt)
+    for rid in range(101, 104):
+        assert harness.send(rid, prompt + str(rid))[0] == first
+
+
+def test_requests_of_a_lost_scheduler_go_on_at_another() -> None:
+    harness = ReplicaHarness()
+    peer, add = harness.send(1)
+    harness.tokens(peer, add.rid, "abc")
+    before = harness.received_by(API)
+    harness.pool.handle(peer, PeerDisconnected())
+    assert harness.status().ready
+    (again,) = harness.received_by(other(peer))
+    assert (again.resume_ids, again.prompt_ids) == (pack_column(INT32, ids_of("abc")), add.prompt_ids)
+    harness.tokens(other(peer), again.rid, "de")
+    harness.pool.handle(other(peer), End(again.rid, FinishReason.LENGTH))
+    after = harness.received_by(API)
+    assert streamed_output([*before, *after], 1)[1] == "abcde"
+    assert [end.text for end in end_messages(after)] == ["abcde"]
+    assert harness.connect(peer._replace(boot=b"next")) == []
+    assert harness.pool.idle
+
+
+def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
+    """So a request that crashes schedulers does not end one after the other."""
+    name = b"poisoned"
+    harness = ReplicaHarness(in_hand=name)
+    peer, add = harness.send(1, name=name)
+    _, innocent = harness.send(2)
+    harness.pool.handle(peer, PeerDisconnected())
+    assert [one.rid for one in harness.received_by(other(peer))] in ([], [innocent.rid])
+    harness.pool.handle(API, Generate(3, "Hello", SamplingParams(5), 20, fingerprint=name))  # the same request again
+    assert harness.received_by(other(peer)) == []
+    assert harness.pool.deadline() is None
+    successor = peer._replace(boot=b"next")
+    again = harness.connect(successor)
+    assert [one.rid for one in again] == [add.rid, add.rid + 2]
+    for one in again:
+        harness.pool.handle(successor, End(one.rid, FinishReason.LENGTH))
+    for number in range(10, 14):  # it has ended well: no suspicion is left
+        harness.pool.handle(API, Generate(number, "Hello", SamplingParams(5), 20, fingerprint=name))
+    assert {one.scheduler for one in harness.pool._requests.values()} == {0, 1}
+
+
+def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> None:
+    harness = ReplicaHarness(in_hand=b"poisoned")
+    peer, add = harness.send(1, name=b"poisoned")
+    harness.pool.handle(peer, PeerDisconnected())
+    assert harness.received_by(other(peer)) == []
+    harness.now += SUCCESSOR_SECONDS
+    assert [one.rid for one in harness.received_by(other(peer))] == [add.rid]
+
+
+def test_a_scheduler_that_was_told_to_end_leaves_no_suspects() -> None:
+    harness = ReplicaHarness(in_hand=b"harmless")
+    peer, add = harness.send(1, name=b"harmless")
+    harness.pool.handle(peer, PeerDisconnected(planned=True))
+    assert [one.rid for one in harness.received_by(other(peer))] == [add.rid]
+
+
+def test_requests_of_a_silent_scheduler_move_and_what_it_still_sends_is_dropped() -> None:
+    harness = ReplicaHarness()
+    peer, add = harness.send(1)
+    harness.tokens(peer, add.rid, "ab")
+    harness.received_by(API)
+    harness.pool.handle(peer, PeerSilent())
+    assert harness.status().healthy
+    assert harness.received_by(peer) == [Cancel(add.rid)]
+    (again,) = harness.received_by(other(peer))
+    assert again.rid != add.rid
+    harness.tokens(peer, add.rid, "xyz")
+    harness.pool.handle(peer, PeerResponds())
+    harness.pool.handle(peer, End(add.rid, FinishReason.CANCELLED))
+    harness.tokens(peer, again.rid, "xyz")
+    harness.tokens(other(peer), again.rid, "cd")
+    harness.pool.handle(other(peer), End(again.rid, FinishReason.LENGTH))
+    (end,) = end_messages(harness.received_by(API))
+    assert (end.text, end.reason) == ("abcd", FinishReason.LENGTH)
+    assert harness.pool.idle
+
+
+def test_work_in_hand_of_a_silent_scheduler_stays_there() -> None:
+    harness = ReplicaHarness(in_hand=b"poisoned")
+    peer, _ = harness.send(1, name=b"poisoned")
+    harness.pool.handle(peer, PeerSilent())
+    assert harness.received_by(peer) == harness.received_by(other(peer)) == []
+    harness.pool.handle(other(peer), PeerSilent())
+    assert not harness.status().healthy
+
+
+def test_cancels_and_stops_reach_the_scheduler_that_has_the_request() -> None:
+    harness = ReplicaHarness()
+    peer, add = harness.send(1)
+    harness.pool.handle(API, Cancel(1))
+    assert (harness.received_by(peer), harness.received_by(other(peer))) == ([Cancel(add.rid)], [])
+    harness.pool.handle(API, Generate(2, "Hello", SamplingParams(5), 20, stop_strings=["b"]))
+    ((peer, add),) = ((peer, one) for peer in (A, B) for one in harness.received_by(peer))
+    harness.tokens(peer, add.rid, "ab")
+    assert (harness.received_by(peer), harness.received_by(other(peer))) == ([Stop(add.rid)], [])
+
+
+def test_front_ends_see_one_server() -> None:
+    harness = ReplicaHarness()
+    harness.pool.handle(A, READY._replace(queued=2, running=3, predicted_wait_ms=50, mean_end_interval_ms=100))
+    harness.pool.handle(B, READY._replace(queued=1, running=4, predicted_wait_ms=20, mean_end_interval_ms=100))
+    expected = READY._replace(queued=3, running=7, predicted_wait_ms=20, mean_end_interval_ms=50)
+    assert harness.status() == expected
+    harness.pool.handle(A, LOADING)
+    assert harness.status() == READY._replace(queued=1, running=4, predicted_wait_ms=20, mean_end_interval_ms=100)
+    assert {harness.send(rid)[0] for rid in range(6)} == {B}
+    harness.pool.handle(B, READY._replace(ready=False, stage="waiting for the worker"))
+    assert not harness.status().ready
+    harness.pool.handle(A, PeerDisconnected())
+    harness.pool.handle(B, PeerDisconnected())
+    assert (harness.status().ready, harness.pool._schedulers.status.limits) == (False, LIMITS)
+
+
+def test_a_replica_with_smaller_limits_is_not_used() -> None:
+    harness = ReplicaHarness()
+    harness.pool.handle(B, READY._replace(limits=LIMITS._replace(max_total_tokens=1024)))
+    assert {harness.send(rid)[0] for rid in range(6)} == {A}
+    assert harness.status() == READY
+    harness.pool.handle(A, PeerDisconnected())
+    assert harness.received_by(B) == []
+    assert not harness.status().ready
+    harness.pool.handle(B, READY._replace(limits=LIMITS._replace(pages=4096)))  # more memory is no fault
+    assert len(harness.received_by(B)) == 6
+
+
+def test_an_adapter_is_updated_at_all_replicas() -> None:
+    harness = ReplicaHarness()
+    harness.pool.handle(API, UpdateAdapter(7, "name", "/path"))
+    (at_a,), (at_b,) = harness.received_by(A), harness.received_by(B)
+    assert at_a == at_b
+    harness.received_by(API)
+    adapter = LoadedAdapter("name", "/path", b"digest")
+    harness.pool.handle(A, READY._replace(adapters=[adapter]))
+    harness.pool.handle(A, AdapterUpdated(at_a.rid))
+    assert [type(one) for one in harness.received_by(API)] == [Status]
+    for rid in range(4):  # only A has it so far
+        harness.pool.handle(API, Generate(rid, "Hello", SamplingParams(5, adapter="name"), 20))
+    assert (len(harness.received_by(A)), len(harness.received_by(B))) == (4, 0)
+    harness.pool.handle(B, PeerDisconnected())
+    successor = B._replace(boot=b"next")
+    assert harness.connect(successor) == [at_b]
+    harness.pool.handle(successor, AdapterUpdated(at_b.rid, "no such directory"))
+    assert harness.received_by(API)[-1] == AdapterUpdated(7, "no such directory")
+    assert not harness.pool._adapters._pending
+
+
+def test_a_retired_replica_is_awaited_no_more() -> None:
+    harness = ReplicaHarness()
+    harness.pool.handle(API, UpdateAdapter(7, "name", "/path"))
+    (update,) = harness.received_by(A)
+    harness.pool.handle(A, AdapterUpdated(update.rid))
+    harness.pool.handle(B, PeerDisconnected(planned=True))
+    harness.received_by(API)
+    harness.pool.remove_scheduler(1)
+    assert [one for one in harness.received_by(API) if isinstance(one, AdapterUpdated)] == [AdapterUpdated(7)]
+
+
+def test_progress_of_one_replica_is_progress() -> None:
+    harness = ReplicaHarness()
+    harness.send(1)
+    harness.pool.beat()
+    harness.now += 1.0
+    harness.pool.handle(A, Beat(5000, 3000, "stuck"))
+    harness.pool.handle(B, Beat(100, 2000, "busy"))
+    beat = harness.pool.beat()
+    assert beat.progress_age_ms is not None
+    assert beat.progress_age_ms < 200
+    assert beat.limit_ms == 3000

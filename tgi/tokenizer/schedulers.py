@@ -1,0 +1,235 @@
+"""The schedulers that a tokenizer sends requests to, one per replica: what is known of each, which of them gets a
+request, and what the front ends are told of all together. Sans-IO."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+from tgi.microkernel.link import PeerId
+from tgi.microkernel.protocol import Beat, DeploymentLimits, LoadedAdapter, Status
+from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
+from tgi.tokenizer.replica_choice import BLOCK_TOKENS, Candidate, PrefixHistory, choose_replica, prompt_keys
+from tgi.tokenizer.request import TokenizerRequestState
+
+log = logging.getLogger(__name__)
+
+NO_SCHEDULER = Status(False, True, "waiting for the scheduler", 0)
+SCHEDULER_SILENT = "the scheduler does not respond"
+LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the others", 0)
+# How long requests that a scheduler had in hand when it died wait for its successor, which tries them alone. After that
+# another replica gets them.
+SUCCESSOR_SECONDS = 30.0
+# Suspicions that are remembered: the latest ones.
+MAX_SUSPICIONS = 4096
+# What requests were promised, and what their tokens and pages depend on. The other limits of replicas may differ.
+MINIMUM_LIMITS, EQUAL_LIMITS = ("max_total_tokens", "max_input_tokens"), ("page_size", "vocab_size", "dtype")
+
+
+class SchedulerReplica:
+    """One scheduler, with the requests that were sent to it."""
+
+    def __init__(self, number: int, tokenizers: int) -> None:
+        self.number = number
+        self.peer: PeerId | None = None  # None while no process is connected
+        self.silent = False  # it is connected, and sends no beats any more
+        self.status = NO_SCHEDULER
+        self.beat = Beat(None)
+        self.unfit = False  # its limits differ from those of the others
+        self.requests: dict[int, TokenizerRequestState] = {}  # by rid, until its End has come
+        self.moved: set[int] = set()  # rids that were cancelled here and have another at another replica
+        self.prefixes = PrefixHistory()
+        self.slots = 1  # requests that it computes at once
+        self._tokenizers = tokenizers
+        self._reported, self._own = 0, 0  # requests of all tokenizers, and of this one, when the status came
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether a request sent to it now would be computed, by what is known of it."""
+        return self.status.ready and self.status.healthy and not self.silent
+
+    @property
+    def shown_status(self) -> Status:
+        """The status for front ends: unhealthy while the scheduler is silent."""
+        return self.status._replace(healthy=False, stage=SCHEDULER_SILENT) if self.silent else self.status
+
+    @property
+    def load(self) -> int:
+        """Requests that it has, by its latest report and what was sent since: as much as here by each tokenizer."""
+        return max(len(self.requests), self._reported + self._tokenizers * (len(self.requests) - self._own))
+
+    def set_load(self, reported: int) -> None:
+        """Takes the number of requests that the scheduler has."""
+        self._reported, self._own = reported, len(self.requests)
+
+    def set_status(self, status: Status) -> None:
+        """Takes what the scheduler reports. While no worker is ready, there is no prefix cache."""
+        self.set_load(status.queued + status.running)
+        if not status.ready:
+            self.prefixes.clear()
+        if status.limits is not None:
+            self.slots = status.limits.max_batch_size
+            self.prefixes.capacity = status.limits.pages * status.limits.page_size // BLOCK_TOKENS
+        self.status = status
+
+    def has_adapter(self, digest: bytes) -> bool:
+        """Whether it has loaded this adapter; b"": none is needed."""
+        return not digest or any(adapter.digest == digest for adapter in self.status.adapters)
+
+
+class Schedulers:
+    """All replicas by number. The limits of the first one hold: one that offers less than that is not used."""
+
+    def __init__(self, work_in_hand: Callable[[PeerId], bytes], tokenizers: int = 1) -> None:
+        """`work_in_hand`: the fingerprints of the requests that a process has, or had, in hand. `tokenizers`: how many
+        share the replicas."""
+        self.limits: DeploymentLimits | None = None
+        self._replicas: dict[int, SchedulerReplica] = {}
+        self._work_in_hand = work_in_hand
+        self._tokenizers = tokenizers
+        # By fingerprint: the replica whose scheduler died with the request in hand, and until when that waits for the
+        # successor. So a request that crashes schedulers is tried at one replica and does not end one after the other.
+        self._suspicions: dict[int, tuple[SchedulerReplica, float]] = {}
+
+    def __getitem__(self, number: int) -> SchedulerReplica:
+        return self._replicas[number]
+
+    def __iter__(self) -> Iterator[SchedulerReplica]:
+        return iter(self._replicas.values())
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the replicas."""
+        return set(self._replicas)
+
+    @property
+    def any_connected(self) -> bool:
+        """Whether requests can be sent at all."""
+        return any(replica.peer is not None for replica in self)
+
+    @property
+    def any_responds(self) -> bool:
+        """Whether a replica is connected and not silent."""
+        return any(replica.peer is not None and not replica.silent and not replica.unfit for replica in self)
+
+    def connect(self, peer: PeerId) -> SchedulerReplica:
+        """The replica whose scheduler has sent its Hello."""
+        replica = self._replicas.setdefault(peer.replica, SchedulerReplica(peer.replica, self._tokenizers))
+        replica.peer = peer
+        return replica
+
+    def replica_of(self, peer: PeerId) -> SchedulerReplica | None:
+        """The replica of a scheduler that is connected."""
+        replica = self._replicas.get(peer.replica)
+        return replica if replica is not None and replica.peer == peer else None
+
+    def disconnect(self, replica: SchedulerReplica) -> None:
+        """The scheduler has ended; another may follow."""
+        replica.peer, replica.silent, replica.beat, replica.unfit = None, False, Beat(None), False
+        replica.requests, replica.moved = {}, set()
+        replica.set_load(0)
+        replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
+
+    def remove(self, number: int) -> None:
+        """A replica that is not connected was retired."""
+        self._replicas.pop(number, None)
+        self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].number != number}
+
+    def set_status(self, replica: SchedulerReplica, status: Status) -> None:
+        """Takes the status of a replica. One that offers less than the others is not used."""
+        if status.limits is not None:
+            used = (one for one in self if one is not replica and one.peer is not None and not one.unfit)
+            if self.limits is None or not any(one.status.limits is not None for one in used):
+                self.limits, replica.unfit = status.limits, False
+            else:
+                fault = _limits_fault(self.limits, status.limits)
+                if fault and not replica.unfit:
+                    log.error("%s is not used: %s. Give all replicas the same memory and devices.", replica.peer, fault)
+                replica.unfit = bool(fault)
+        replica.set_status(LIMITS_DIFFER if replica.unfit else status)
+
+    # --- the choice ---------------------------------------------------------------------------------------------------
+
+    def choose(self, request: TokenizerRequestState, now: float) -> SchedulerReplica | None:
+        """The replica for a request; None: it has to wait."""
+        if self._suspicions and (suspicion := self._suspicions.get(request.fingerprint)) is not None:
+            replica, until = suspicion
+            if replica.peer is not None:
+                return replica
+            if now < until:
+                return None
+            del self._suspicions[request.fingerprint]
+        usable = [replica for replica in self if replica.peer is not None and not replica.unfit]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        digest = request.generate.sampling.adapter_digest
+        best = min(_rank(replica, digest) for replica in usable)
+        usable = [replica for replica in usable if _rank(replica, digest) == best]
+        prompt = prompt_keys(request.prompt.ids, digest)
+        candidates = [Candidate(one.number, one.load, one.prefixes.matched_tokens(prompt), one.slots) for one in usable]
+        number = choose_replica(candidates, prompt.beginning)
+        self._replicas[number].prefixes.record(prompt)
+        return self._replicas[number]
+
+    # --- crashes ------------------------------------------------------------------------------------------------------
+
+    def in_hand(self, peer: PeerId) -> frozenset[int]:
+        """The fingerprints that a scheduler has, or had, in hand."""
+        return frozenset(map(fingerprint_number, split_fingerprints(self._work_in_hand(peer))))
+
+    def record_death(self, replica: SchedulerReplica, peer: PeerId, now: float) -> None:
+        """The scheduler of this replica has died: what it had in hand waits for its successor."""
+        for fingerprint in self.in_hand(peer):
+            self._suspicions.pop(fingerprint, None)
+            self._suspicions[fingerprint] = replica, now + SUCCESSOR_SECONDS
+        while len(self._suspicions) > MAX_SUSPICIONS:
+            del self._suspicions[next(iter(self._suspicions))]
+
+    def clear_suspicion(self, fingerprint: int) -> None:
+        """A request has ended well."""
+        self._suspicions.pop(fingerprint, None)
+
+    # --- for the front ends -------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """The adapters that requests may name: those of any replica, by name, those of the first one first."""
+        found: dict[str, LoadedAdapter] = {}
+        for replica in self:
+            for adapter in replica.status.adapters:
+                found.setdefault(adapter.name, adapter)
+        return list(found.values())
+
+    @property
+    def status(self) -> Status:
+        """The state of all replicas as one server: it computes if any of them does."""
+        statuses = [replica.shown_status for replica in self] or [NO_SCHEDULER]
+        if len(statuses) == 1:
+            return statuses[0]
+        adapters, serving = self.adapters, [status for status in statuses if status.ready and status.healthy]
+        if not serving:
+            furthest = max(statuses, key=lambda status: (status.ready, status.percent))
+            return furthest._replace(limits=self.limits, adapters=adapters)
+        ends_per_ms = sum(1 / status.mean_end_interval_ms for status in serving if status.mean_end_interval_ms)
+        return serving[0]._replace(
+            limits=self.limits,
+            queued=sum(status.queued for status in serving),
+            running=sum(status.running for status in serving),
+            predicted_wait_ms=min(status.predicted_wait_ms for status in serving),
+            mean_end_interval_ms=round(1 / ends_per_ms) if ends_per_ms else 0,
+            adapters=adapters,
+        )
+
+
+def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[bool, bool, bool]:
+    """Replicas of the lowest rank are equally able to compute a request."""
+    return replica.silent, not replica.can_compute, not replica.has_adapter(adapter_digest)
+
+
+def _limits_fault(held: DeploymentLimits, offered: DeploymentLimits) -> str:
+    """Why a replica does not fit to the others, in words; "" if it does."""
+    faults = [
+        f"{name} is {getattr(offered, name)}, and {getattr(held, name)} at the others"
+        for name in (*MINIMUM_LIMITS, *EQUAL_LIMITS)
+        if (getattr(offered, name) < getattr(held, name) if name in MINIMUM_LIMITS else False)
+        or (name in EQUAL_LIMITS and getattr(offered, name) != getattr(held, name))
+    ]
+    return "; ".join(faults)
