@@ -197,6 +197,7 @@ STOPS_ABOVE_THE_SCHEDULER = FaultConfig(2.0, mean_stop_seconds=6.0, weights=(0, 
 STOPPED_WORKERS = FaultConfig(3.0, mean_stop_seconds=20.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1))
 NO_FAULTS = FaultConfig(1e9)
 WORKER_KILLS = FaultConfig(0.3, weights=(1, 0, 0, 0, 0), role_weights=(0, 0, 0, 1))
+SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
 PLANTED_BUGS = {
     "front end forgets /tokenize requests of a lost tokenizer": PlantedBug(
         Router, "_on_tokenizer_lost", tokenizations_are_forgotten, seed=0
@@ -237,7 +238,9 @@ PLANTED_BUGS = {
         TokenizerPool, "_cancel_at_scheduler", cancel_is_not_forwarded, seed=0
     ),
     "tokenizer ignores cancels": PlantedBug(TokenizerPool, "handle", ignoring(Cancel), seed=1),
-    "tokenizer does not resubmit": PlantedBug(TokenizerPool, "_resubmit", does_nothing, seed=0),
+    "tokenizer does not resubmit": PlantedBug(
+        TokenizerPool, "_resubmit", does_nothing, seed=0, faults=SCHEDULER_KILLS, patience=60.0
+    ),
     "tokenizer keeps the requests of a lost front end": PlantedBug(
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1
     ),
