@@ -67,24 +67,25 @@ def healthcheck(port: int) -> int:
 
 
 @pytest.fixture
-def pods(tiny_llama: Path, tmp_path: Path) -> tuple[Pod, Pod]:
+def pods(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pod, Pod]:
     """The pod with scheduler and worker, and one with a front end, with keys; nothing is started."""
-    keys = tmp_path / "keys"
+    directory = tmp_path_factory.mktemp("pods")  # a short name, for the paths of sockets
+    keys = directory / "keys"
     subprocess.run([sys.executable, "-m", "tgi", "keys", "new", keys], check=True, capture_output=True)
-    (tmp_path / "api-keys").write_text(f"{KEY}\n")
+    (directory / "api-keys").write_text(f"{KEY}\n")
     address = f"tcp://127.0.0.1:{free_port()}"
     changes = {
         "MODEL_ID": str(tiny_llama),
         "TGI_LISTEN": address,
         "TGI_CONNECT": address,
-        "TGI_API_KEY_FILE": str(tmp_path / "api-keys"),
-        "HF_HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path),
+        "TGI_API_KEY_FILE": str(directory / "api-keys"),
+        "HF_HOME": str(directory),
+        "XDG_CACHE_HOME": str(directory),
     }
     made = []
     for name, spec in zip(("server", "front-end"), pod_specs("front-ends"), strict=True):
-        (tmp_path / name).mkdir()
-        pod = Pod(spec, tmp_path / name, changes)
+        (directory / name).mkdir()
+        pod = Pod(spec, directory / name, changes)
         pod.copy_key(keys)
         made.append(pod)
     server, front_end = made

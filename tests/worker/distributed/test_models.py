@@ -31,6 +31,12 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with rank_group(4) as ranks:
+        yield ranks
+
+
 def load(directory: Path, native: bool, dtype: str, quantize: str | None, call: RankCall | None) -> DecoderModel:
     """The model of a rank, or the whole one."""
     kernels = our_kernels(read_model_spec(directory, dtype, quantize)) if native else None
@@ -83,13 +89,16 @@ def test_families(kind: str, native: bool, two: Ranks) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-def test_four_ranks(native: bool) -> None:
-    """With 4 query heads and 2 KV heads, two ranks have the same KV head; 3 KV heads are divided unevenly."""
-    with rank_group(4) as ranks:
-        check(ranks, make("llama"), native)
-        check(ranks, make("qwen3_moe"), native)
-    with rank_group(2) as ranks:
-        check(ranks, make("llama", heads=9, kv_heads=3, hidden=144, intermediate=100), native)
+def test_four_ranks(native: bool, four: Ranks) -> None:
+    """With 4 query heads and 2 KV heads, two ranks have the same KV head."""
+    check(four, make("llama"), native)
+    check(four, make("qwen3_moe"), native)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_an_uneven_division(native: bool, two: Ranks) -> None:
+    """3 KV heads and 100 inner columns."""
+    check(two, make("llama", heads=9, kv_heads=3, hidden=144, intermediate=100), native)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
