@@ -5,9 +5,11 @@ All ranks get the same steps in the same order, so they have the same state, and
 have the same bits. Only the first one answers the scheduler.
 """
 
+import contextlib
 import logging
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 from typing import Any
@@ -71,7 +73,7 @@ class RankGroup:
         for child in self._children:
             try:
                 child.process.wait(GRACE_SECONDS)
-            except Exception:
+            except subprocess.TimeoutExpired:
                 child.process.kill()
         self.link.close()
 
@@ -84,13 +86,12 @@ class RankGroup:
         name = process_name(self._process.role, self._process.replica, rank)
         log.error("%s ended with code %d; so does this process", name, code)
         if code == FATAL:
-            fatal_error_path(self._process.run_dir, name).replace(
-                fatal_error_path(self._process.run_dir, self._process.name)
-            )
+            own = fatal_error_path(self._process.run_dir, self._process.name)
+            with contextlib.suppress(OSError):  # the log has the error, too
+                fatal_error_path(self._process.run_dir, name).replace(own)
         if code >= 0:
             os._exit(code or 1)
-        number = signal.Signals(-code)
-        os.kill(os.getpid(), signal.SIGABRT if number in OWN_SIGNALS else number)
+        os.kill(os.getpid(), signal.SIGABRT if -code in OWN_SIGNALS else -code)
 
 
 class LeadingEngine:
