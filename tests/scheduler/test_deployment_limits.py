@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.scheduler.simulation import Simulation
-from tgi.scheduler.peers import EQUAL_LIMITS, MINIMUM_LIMITS, limits_shortfall
+from tgi.microkernel.protocol import EQUAL_LIMITS, limits_shortfall
+from tgi.scheduler.peers import MINIMUM_LIMITS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 LIMITS = FakeWorkerConfig().limits()
@@ -15,9 +16,9 @@ LIMITS = FakeWorkerConfig().limits()
 @pytest.mark.parametrize("name", MINIMUM_LIMITS)
 def test_a_restarted_worker_may_offer_more_and_not_less(name: str) -> None:
     held = getattr(LIMITS, name)
-    assert limits_shortfall(LIMITS, LIMITS._replace(**{name: held + 1})) == ""
+    assert limits_shortfall(LIMITS, LIMITS._replace(**{name: held + 1}), MINIMUM_LIMITS) == ""
     assert (
-        limits_shortfall(LIMITS, LIMITS._replace(**{name: held - 1}))
+        limits_shortfall(LIMITS, LIMITS._replace(**{name: held - 1}), MINIMUM_LIMITS)
         == f"{name} is {held - 1}, at least {held} is needed"
     )
 
@@ -25,7 +26,7 @@ def test_a_restarted_worker_may_offer_more_and_not_less(name: str) -> None:
 @pytest.mark.parametrize(("name", "other"), [("page_size", 32), ("vocab_size", 50_000), ("dtype", "bfloat16")])
 def test_some_limits_must_be_equal(name: str, other: Any) -> None:
     assert name in EQUAL_LIMITS
-    found = limits_shortfall(LIMITS, LIMITS._replace(**{name: other}))
+    found = limits_shortfall(LIMITS, LIMITS._replace(**{name: other}), MINIMUM_LIMITS)
     assert found == f"{name} is {other} instead of {getattr(LIMITS, name)}"
 
 

@@ -18,6 +18,7 @@ appended only, with defaults, and tags are positions in MESSAGES, so peers of di
 SamplingParams is declared in sampling_params.py.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -154,6 +155,26 @@ def limits_out_of_range(limits: DeploymentLimits) -> str:
         for name, value in numbers.items()
         if not 1 <= value <= LARGEST_LIMITS.get(name, LARGEST_OTHER_LIMIT)
     )
+
+
+# What a request was promised with its tokens and pages; the same for every worker that may compute it.
+EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
+
+
+def limits_shortfall(held: DeploymentLimits, offered: DeploymentLimits, minimum: Sequence[str]) -> str:
+    """Why a worker does not meet the limits that hold, in words; "" if it does. `minimum`: the limits of which it may
+    offer more."""
+    faults = [
+        f"{name} is {getattr(offered, name)}, at least {getattr(held, name)} is needed"
+        for name in minimum
+        if getattr(offered, name) < getattr(held, name)
+    ]
+    faults += [
+        f"{name} is {getattr(offered, name)} instead of {getattr(held, name)}"
+        for name in EQUAL_LIMITS
+        if getattr(offered, name) != getattr(held, name)
+    ]
+    return "; ".join(faults)
 
 
 class LoadedAdapter(NamedTuple):

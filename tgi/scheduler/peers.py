@@ -17,6 +17,7 @@ from tgi.microkernel.protocol import (
     Status,
     Tokens,
     limits_out_of_range,
+    limits_shortfall,
 )
 from tgi.scheduler.adapters import WorkerAdapters
 from tgi.scheduler.columns import DrawnToken, DrawnTokens, TopTokens
@@ -174,7 +175,6 @@ def _place(now: float, waited_ms: int, number: int) -> int:
 # --- worker -----------------------------------------------------------------------------------------------------------
 
 MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens", "max_batch_prefill_tokens", "max_batch_size", "pages")
-EQUAL_LIMITS = ("page_size", "vocab_size", "dtype")
 
 
 # Of the messages that tell which pages a worker holds: 15 million tokens in pages of 16. What is beyond is not adopted.
@@ -202,7 +202,7 @@ class WaitingWorker:
         offered = self.status.limits if self.status is not None and self.status.ready else None
         if self.silent or offered is None or limits_out_of_range(offered):
             return False
-        return limits is None or not limits_shortfall(limits, offered)
+        return limits is None or not limits_shortfall(limits, offered, MINIMUM_LIMITS)
 
 
 class WorkerPeer:
@@ -261,7 +261,7 @@ class WorkerPeer:
         elif status.ready and status.limits is not None and not self.status.ready:
             if self.limits is None:
                 self.limits = status.limits
-            elif fault := limits_shortfall(self.limits, status.limits):
+            elif fault := limits_shortfall(self.limits, status.limits, MINIMUM_LIMITS):
                 log.error(
                     "The restarted worker does not meet this deployment's limits: %s. Free the memory that it lacks, "
                     "or restart the whole server with smaller limits.",
@@ -290,18 +290,3 @@ class WorkerPeer:
         self.take_held_pages()
         self._reported = WAITING_FOR_WORKER
         self.adapters.worker_lost()
-
-
-def limits_shortfall(held: DeploymentLimits, offered: DeploymentLimits) -> str:
-    """Why a restarted worker does not meet the deployment's limits, in words; "" if it does."""
-    faults = [
-        f"{name} is {getattr(offered, name)}, at least {getattr(held, name)} is needed"
-        for name in MINIMUM_LIMITS
-        if getattr(offered, name) < getattr(held, name)
-    ]
-    faults += [
-        f"{name} is {getattr(offered, name)} instead of {getattr(held, name)}"
-        for name in EQUAL_LIMITS
-        if getattr(offered, name) != getattr(held, name)
-    ]
-    return "; ".join(faults)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import Beat, DeploymentLimits, LoadedAdapter, Status
+from tgi.microkernel.protocol import Beat, DeploymentLimits, LoadedAdapter, Status, limits_shortfall
 from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
 from tgi.tokenizer.replica_choice import BLOCK_TOKENS, Candidate, PrefixHistory, choose_replica, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
@@ -20,8 +20,8 @@ LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the 
 SUCCESSOR_SECONDS = 30.0
 # Suspicions that are remembered: the latest ones.
 MAX_SUSPICIONS = 4096
-# What requests were promised, and what their tokens and pages depend on. The other limits of replicas may differ.
-MINIMUM_LIMITS, EQUAL_LIMITS = ("max_total_tokens", "max_input_tokens"), ("page_size", "vocab_size", "dtype")
+# What requests were promised. Other limits of replicas may be lower than those of the first one.
+MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
 
 
 class SchedulerReplica:
@@ -140,7 +140,7 @@ class Schedulers:
             if self.limits is None or not any(one.status.limits is not None for one in used):
                 self.limits, replica.unfit = status.limits, False
             else:
-                fault = _limits_fault(self.limits, status.limits)
+                fault = limits_shortfall(self.limits, status.limits, MINIMUM_LIMITS)
                 if fault and not replica.unfit:
                     log.error("%s is not used: %s. Give all replicas the same memory and devices.", replica.peer, fault)
                 replica.unfit = bool(fault)
@@ -222,14 +222,3 @@ class Schedulers:
 def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[bool, bool, bool]:
     """Replicas of the lowest rank are equally able to compute a request."""
     return replica.silent, not replica.can_compute, not replica.has_adapter(adapter_digest)
-
-
-def _limits_fault(held: DeploymentLimits, offered: DeploymentLimits) -> str:
-    """Why a replica does not fit to the others, in words; "" if it does."""
-    faults = [
-        f"{name} is {getattr(offered, name)}, and {getattr(held, name)} at the others"
-        for name in (*MINIMUM_LIMITS, *EQUAL_LIMITS)
-        if (getattr(offered, name) < getattr(held, name) if name in MINIMUM_LIMITS else False)
-        or (name in EQUAL_LIMITS and getattr(offered, name) != getattr(held, name))
-    ]
-    return "; ".join(faults)
