@@ -112,6 +112,10 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
             "--connect names the scheduler of another host, but this command runs a scheduler. Start single roles "
             "here: `tgi worker`, or `tgi api` and `tgi tokenizer`."
         )
+    if settings.rank and tuple(roles) != ("worker",):
+        raise UserError("--rank is for `tgi worker`: a server, or another role, has no further rank of a worker.")
+    if settings.group is not None and "worker" in roles:
+        curve.load_group_keys(settings.keys or "")
     if settings.listen is not None and "scheduler" in roles:
         curve.load_scheduler_keys(settings.keys or "")
     if settings.connect is not None and {"tokenizer", "worker"} & set(roles):

@@ -93,6 +93,14 @@ def load_host_keys(file: str | Path) -> HostKeys:
     return HostKeys(_key(content.get("secret"), file), _key(content.get("scheduler"), file))
 
 
+def load_group_keys(file: str | Path) -> tuple[SchedulerKeys, HostKeys]:
+    """The keys of --group, for the first rank and for those that connect to it. Each host may run any rank, so the key
+    of the hosts, which all of them have, is at both ends. Raises UserError as `load_host_keys`."""
+    secret = _key(_read(Path(file).expanduser(), "host", "--group", HOST_FILE).get("secret"), file)
+    public = zmq.curve_public(secret)
+    return SchedulerKeys(secret, frozenset((public,))), HostKeys(secret, public)
+
+
 def _read(file: Path, kind: str, flag: str, usual_name: str) -> dict[str, Any]:
     _require_curve()
     try:

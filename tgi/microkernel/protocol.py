@@ -7,6 +7,7 @@ Requests travel down, tokens travel up:
     api  <-- Texts, End, Tokenized     --  tokenizer  <-- Tokens, End       --  scheduler  <-- StepResult --  worker
     (before its first Texts or Tokens a request may get Prompted, PromptTokens, PromptLogprobs)
     (UpdateAdapter travels down to the worker, its answer AdapterUpdated up)
+    (JoinGroup and GroupFormed are exchanged by the ranks of one worker)
     (Hello in both directions of every link, Goodbye at an orderly end, Beat every half second, but not to a worker;
     Status travels up whenever something changed)
 
@@ -351,6 +352,27 @@ class Cancel(NamedTuple):
     client_lost: bool = False
 
 
+class JoinGroup(NamedTuple):
+    """From a further rank of a worker to the first one, where the ranks run on several hosts: it is ready to form a
+    group. `host` is an id of its machine. `settings`, a JSON object, must be the same on all ranks."""
+
+    rank: int
+    ranks: int
+    host: str
+    settings: str
+
+
+class GroupFormed(NamedTuple):
+    """The answer to JoinGroup when all ranks have joined: the port at the first rank's host where torch.distributed
+    meets, how many lower ranks run on the receiver's machine, and how many in all. With an `error` the first rank has
+    refused it. When a member is gone, all others end."""
+
+    port: int
+    local_rank: int
+    local_ranks: int
+    error: str = ""
+
+
 class UpdateAdapter(NamedTuple):
     """Loads the LoRA adapter in directory `path` under this name, or unloads it if `path` is empty.
 
@@ -655,6 +677,8 @@ MESSAGES: list[type] = [
     Beat,
     HeldPages,
     ResetSlots,
+    JoinGroup,
+    GroupFormed,
 ]
 
 codec = Codec(MESSAGES)

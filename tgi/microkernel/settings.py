@@ -503,10 +503,27 @@ class Settings:
     keys: str | None = setting(
         HOSTS,
         None,
-        "Key file from tgi keys new: scheduler.key with --listen, host.key with --connect.",
+        "Key file from tgi keys new: scheduler.key with --listen, host.key with --connect and --group.",
         text,
         env=("TGI_KEYS",),
         unset="none",
+    )
+
+    group: str | None = setting(
+        HOSTS,
+        None,
+        "For tgi worker with ranks on several hosts: tcp://HOST:PORT at which rank 0 listens and to which the others "
+        "connect. The same for all ranks. Needs --num-shard and --keys.",
+        tcp_address,
+        env=("TGI_GROUP",),
+        unset="all ranks on this host",
+    )
+    rank: int = setting(
+        HOSTS,
+        0,
+        "For tgi worker with --group: the rank that runs here, from 0 to --num-shard - 1.",
+        integer,
+        env=("TGI_RANK",),
     )
 
     # Compatibility

@@ -146,11 +146,29 @@ def _reject_contradictions(settings: Settings) -> None:
                 f"`{name}` is set without `keys`, but links between hosts are always encrypted. Run `tgi keys new` "
                 f"and give --keys {'scheduler.key' if name == 'listen' else 'host.key'}"
             )
+    _reject_contradictory_ranks(settings)
     if settings.worker == "remote" and settings.listen is None:
         raise _invalid("`worker` is remote, but no worker can connect without --listen tcp://ADDRESS:PORT")
     for name in ("aip_predict_route", "aip_health_route"):
         if (route := getattr(settings, name)) is not None and not route.startswith("/"):
             raise _invalid(f"`{name}` must begin with a slash. Given: {route}")
+
+
+def _reject_contradictory_ranks(settings: Settings) -> None:
+    """Raises UserError for settings that contradict each other about ranks on several hosts."""
+    if settings.group is None:
+        if settings.rank:
+            raise _invalid("`rank` is set without `group`. Give --group tcp://HOST:PORT, the address of rank 0")
+        return
+    if settings.keys is None or settings.listen is not None:
+        raise _invalid(
+            "`group` needs the hosts' keys: run `tgi keys new` and give --keys host.key. A server with --listen, which "
+            "needs --keys scheduler.key, starts with --worker remote; rank 0 is a `tgi worker` that connects to it"
+        )
+    if settings.rank >= (ranks := settings.num_shard or 1) or ranks < 2:
+        raise _invalid(f"`rank` must be < `num_shard`, of at least 2, with `group`. Given: {settings.rank} and {ranks}")
+    if settings.replicas > 1:
+        raise _invalid("`replicas` must be 1 with `group`: each replica has ranks of its own")
 
 
 def _reject_unsupported(settings: Settings) -> None:

@@ -1,5 +1,6 @@
 """`tgi worker`: connects to the scheduler, loads the model, sizes the KV cache, and serves steps."""
 
+import contextlib
 import json
 import logging
 import os
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tgi.hub.model_config import read_model_config
+from tgi.microkernel.link import Link
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.settings_loading import VISIBLE, replica_devices
 from tgi.worker.deferred_imports import defer_imports
+from tgi.worker.distributed.rank_place import RankPlace
+from tgi.worker.engine.host_group import HostGroup, join_group
 from tgi.worker.engine.interface import Engine, Poisoned
 from tgi.worker.engine.loop import WorkerLoop
-from tgi.worker.engine.rank import RankPlace, serve_rank
+from tgi.worker.engine.rank import lost_rank_first, serve_child_rank, serve_rank
 from tgi.worker.engine.rank_group import LeadingEngine, RankGroup
 from tgi.worker.fake_worker.fake_worker import FakeEngine, FakeWorkerConfig
 from tgi.worker.host_cpu import configure_thread_waiting, limit_instruction_set, request_reproducible_mkl, take_cores
@@ -28,25 +32,51 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_RUNTIME_ADAPTERS = (
+    "The ranks of the worker run on several hosts, which must all have the files of an adapter: name it at start with "
+    "--lora-adapters."
+)
+
 
 def main(process: Process) -> None:
     """Runs until SIGTERM. Raises UserError where the model or the settings do not allow a start; exits with status 1 if
     the device is lost."""
     if process.rank:
-        serve_rank(process, partial(_start_torch_engine, process, lambda stage, percent: None))
+        serve_child_rank(process, partial(_start_torch_engine, process, lambda stage, percent: None))
+        return
+    if process.settings.rank:
+        _serve_host_rank(process)
         return
     if (devices := replica_devices(process.settings, os.environ)) is not None:
         os.environ[VISIBLE[0]] = devices  # also for the further ranks
-    model = read_model_config(process.settings.model_dir).fingerprint
-    link = process.connect_to_scheduler(process.settings.replica_index, "back", process.hello(model))
-    loop = WorkerLoop(process, link)
-    loop.progress("starting", 0)
-    ranks = process.settings.num_shard or 1
-    group = RankGroup(process, ranks) if ranks > 1 and process.settings.worker == "torch" else None
+    settings = process.settings
+    model = read_model_config(settings.model_dir).fingerprint
+    ranks = settings.num_shard or 1
+    group: RankGroup | HostGroup | None = None
+    link: Link | None = None
     try:
-        engine, facts = _start_engine(process, loop, group)
-        process.facts = facts._asdict()
-        loop.serve(engine)
+        if settings.group is not None:
+            group = HostGroup(process, ranks, model)
+            if (place := group.meet()) is None:
+                return
+            process.last_exit = group.last_exit(process.last_exit)
+        elif ranks > 1 and settings.worker == "torch":
+            group = RankGroup(process, ranks)
+            place = group.place
+        else:
+            place = None
+        link = process.connect_to_scheduler(settings.replica_index, "back", process.hello(model))
+        loop = WorkerLoop(process, link)
+        loop.progress("starting", 0)
+        with lost_rank_first(process) if group is not None else contextlib.nullcontext():
+            engine, facts = _start_engine(process, loop.progress, place)
+            process.facts = facts._asdict()
+            if group is not None:
+                group.wait_for_ranks()
+                engine = LeadingEngine(engine, group)
+            if settings.group is not None:
+                engine.adapters.refusal = NO_RUNTIME_ADAPTERS
+            loop.serve(engine)
         link.say_goodbye()
     except Poisoned:
         log.critical("the worker cannot continue; its supervisor starts another", exc_info=True)
@@ -54,21 +84,39 @@ def main(process: Process) -> None:
     finally:
         if group is not None:
             group.close()
-        link.close()
+        if link is not None:
+            link.close()
 
 
-def _start_engine(process: Process, loop: WorkerLoop, group: RankGroup | None) -> tuple[Engine, WorkerFacts]:
+def _serve_host_rank(process: Process) -> None:
+    """Runs a further rank whose first rank is a process of another supervisor."""
+    found = join_group(process, read_model_config(process.settings.model_dir).fingerprint)
+    if found is None:
+        return
+    place, link = found
+
+    def progress(stage: str, percent: int) -> None:
+        process.extend_deadline(process.settings.start_timeout)
+        process.publish_state("starting", stage, percent)
+
+    progress("starting", 0)
+    with lost_rank_first(process):
+        engine, _ = _start_engine(process, progress, place)
+        serve_rank(process, engine, link)
+    link.close()
+
+
+def _start_engine(
+    process: Process, progress: Callable[[str, int], None], place: RankPlace | None
+) -> tuple[Engine, WorkerFacts]:
     settings = process.settings
     if settings.worker == "scripted":
         fake = FakeEngine(_fake_worker_config(settings))
         load_adapters(fake.adapters, settings.adapters)
         return fake, WorkerFacts.of(settings, fake.limits, device="none", kernels="none: the worker is scripted")
-    engine = _start_torch_engine(process, loop.progress, None if group is None else group.place)
+    engine = _start_torch_engine(process, progress, place)
     assert engine.served is not None  # set by start_engine
-    if group is None:
-        return engine, engine.served
-    group.wait_for_ranks()
-    return LeadingEngine(engine, group), engine.served
+    return engine, engine.served
 
 
 def _start_torch_engine(
@@ -78,7 +126,7 @@ def _start_torch_engine(
     configure_thread_waiting()
     limit_instruction_set(settings.cpu)
     request_reproducible_mkl()
-    rank, ranks = (0, 1) if place is None else (place.rank, place.ranks)
+    rank, ranks = (0, 1) if place is None else (place.local_rank, place.local_ranks)
     replicas = max(settings.replicas, settings.replica_index + 1)
     if ranks * replicas > 1:
         take_cores(settings.replica_index * ranks + rank, replicas * ranks)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tgi.worker.distributed.rank_place import HostRendezvous
+
 # A rank that loads or compiles longer than the others lets them wait.
 PATIENCE = timedelta(hours=1)
 
@@ -38,11 +40,16 @@ class Communicator(Protocol):
 class TorchCommunicator:
     """Implements Communicator by torch.distributed: gloo on CPU, NCCL on GPUs."""
 
-    def __init__(self, rank: int, ranks: int, rendezvous: Path, device: torch.device) -> None:
-        """`rendezvous`: a file that only this group uses and that does not exist before."""
+    def __init__(self, rank: int, ranks: int, rendezvous: Path | HostRendezvous, device: torch.device) -> None:
+        """`rendezvous`: a file that only this group uses and that does not exist before, or a place on the network."""
         self.rank, self.ranks = rank, ranks
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        dist.init_process_group(backend, f"file://{rendezvous}", PATIENCE, ranks, rank)
+        if isinstance(rendezvous, Path):
+            dist.init_process_group(backend, f"file://{rendezvous}", PATIENCE, ranks, rank)
+            return
+        host, port, listener = rendezvous
+        store = dist.TCPStore(host, port, ranks, rank == 0, PATIENCE, False, master_listen_fd=listener)
+        dist.init_process_group(backend, None, PATIENCE, ranks, rank, store)
 
     def all_reduce(self, x: Tensor) -> None:
         """See Communicator."""

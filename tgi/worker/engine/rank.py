@@ -1,31 +1,36 @@
-"""A further rank of a worker: its place in the group, and its main loop, which does what the first rank tells it."""
+"""A further rank of a worker: its main loop, which does what the first rank tells it."""
 
+import contextlib
 import gc
 import logging
 import os
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-from tgi.microkernel.link import Link, PeerDisconnected
+from tgi.microkernel.errors import UserError
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId
 from tgi.microkernel.process import Process
 from tgi.microkernel.protocol import PIPELINE_DEPTH, Beat, Hello, ResetSlots, Step, UpdateAdapter
+from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine
 
 log = logging.getLogger(__name__)
+
+# A rank whose host has vanished is noticed within this time, see link.HEARTBEAT_TIMEOUT_MILLISECONDS.
+LOSS_SECONDS = 4.5
 
 # Environment variables that the first rank passes to the others.
 RANK_MEMORY, RANK_RENDEZVOUS = "TGI_RANK_MEMORY", "TGI_RANK_RENDEZVOUS"
 
 
-class RankPlace(NamedTuple):
-    """One rank's place in its group."""
+class Steps(Protocol):
+    """What a further rank receives from the first one."""
 
-    rank: int
-    ranks: int
-    rendezvous: Path  # a file, for torch.distributed
-    memory: int  # file descriptor of memory that all ranks of the host share
+    def receive(self) -> Iterable[tuple[PeerId, Any]]:
+        """See Link."""
 
 
 def ranks_socket(replica: int) -> str:
@@ -35,25 +40,51 @@ def ranks_socket(replica: int) -> str:
 
 def place_from_environment(rank: int, ranks: int) -> RankPlace:
     """The place of a further rank."""
-    return RankPlace(rank, ranks, Path(os.environ[RANK_RENDEZVOUS]), int(os.environ[RANK_MEMORY]))
+    memory = int(os.environ[RANK_MEMORY])
+    return RankPlace(rank, ranks, Path(os.environ[RANK_RENDEZVOUS]), memory, rank, ranks)
 
 
-def serve_rank(process: Process, start_engine: Callable[[RankPlace], Engine]) -> None:
-    """Runs a further rank until it is told to end, or the first rank is gone."""
+@contextlib.contextmanager
+def lost_rank_first(process: Process) -> Iterator[None]:
+    """When another rank ends, an operation in which it takes part may fail. This gives the thread that watches the
+    ranks the time to notice that, and to end this process, before an error is taken for one of its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception:
+        process.extend_deadline(2 * LOSS_SECONDS)
+        time.sleep(LOSS_SECONDS)
+        raise
+
+
+def serve_child_rank(process: Process, start_engine: Callable[[RankPlace], Engine]) -> None:
+    """Runs a further rank that the first one has started, until it is told to end, or the first rank is gone."""
     process.publish_state("starting")
     engine = start_engine(place_from_environment(process.rank, process.settings.num_shard or 1))
     hello = process.hello()._replace(replica=process.rank)
     link = Link.connect(process.link_address(ranks_socket(process.replica)), hello)
     process.watch_link(link)
+    serve_rank(process, engine, link)
+    link.close()
+
+
+def serve_rank(process: Process, engine: Engine, steps: Steps) -> None:
+    """Does what the first rank tells this one, until the process is told to end, or the first rank is gone."""
     process.publish_state("ready", "ready", 100)
     gc.collect()
     gc.freeze()
     in_flight: deque[Any] = deque()
     while not process.stopping:
         process.wait(1.0)
-        for peer, message in link.receive():
+        for peer, message in steps.receive():
             if isinstance(message, Step):
+                # A supervisor of this rank alone replaces it if it hangs.
+                limit = process.settings.hang_timeout
+                limit = min(message.limit_ms / 1000 or limit, limit)
+                process.begin_work(PIPELINE_DEPTH * limit, f"step {message.number} of epoch {message.epoch}")
                 _compute(engine, message, in_flight)
+                process.end_work()
             elif isinstance(message, ResetSlots):
                 _collect(engine, in_flight, 0)
                 engine.reset()
@@ -66,7 +97,6 @@ def serve_rank(process: Process, start_engine: Callable[[RankPlace], Engine]) ->
                 log.warning("dropped an unexpected %s from %s", type(message).__name__, peer)
         if process.beat_due:
             process.exchange_beats(Beat(None))
-    link.close()
 
 
 def _compute(engine: Engine, step: Step, in_flight: deque[Any]) -> None:

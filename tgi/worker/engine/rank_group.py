@@ -1,5 +1,5 @@
-"""The ranks of a worker, as its first rank sees them: it starts the others, repeats to them what the scheduler asks,
-and ends with them. To the scheduler and the supervisor they are one worker.
+"""The ranks of a worker on one host, as its first rank sees them: it starts the others, repeats to them what the
+scheduler asks, and ends with them. To the scheduler and the supervisor they are one worker.
 
 All ranks get the same steps in the same order, so they have the same state, and sample the same tokens from logits that
 have the same bits. Only the first one answers the scheduler.
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from tgi.microkernel.child import StartedChild, start_child
 from tgi.microkernel.errors import FATAL
@@ -21,8 +21,9 @@ from tgi.microkernel.process import Process, fatal_error_path
 from tgi.microkernel.protocol import DeploymentLimits, HeldPages, ResetSlots, Step, StepResult, UpdateAdapter
 from tgi.microkernel.rundir import process_name
 from tgi.microkernel.supervisor import OWN_SIGNALS
+from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.engine.interface import BadStep, Engine, Poisoned
-from tgi.worker.engine.rank import RANK_MEMORY, RANK_RENDEZVOUS, RankPlace, ranks_socket
+from tgi.worker.engine.rank import RANK_MEMORY, RANK_RENDEZVOUS, ranks_socket
 from tgi.worker.lora.registry import AdapterRegistry
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class RankGroup:
         memory = _shared_memory()
         rendezvous = process.run_dir / f"{process.name}.rendezvous"
         rendezvous.unlink(missing_ok=True)  # of an earlier group, which is gone
-        self.place = RankPlace(0, ranks, rendezvous, memory)
+        self.place = RankPlace(0, ranks, rendezvous, memory, 0, ranks)
         environment = {RANK_MEMORY: str(memory), RANK_RENDEZVOUS: str(rendezvous)}
         arguments = process.role, str(process.replica)
         self._children = [
@@ -94,11 +95,24 @@ class RankGroup:
         os.kill(os.getpid(), signal.SIGABRT if -code in OWN_SIGNALS else -code)
 
 
+class FurtherRanks(Protocol):
+    """The further ranks of a worker, on this host (RankGroup) or on several (HostGroup)."""
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Sends a message to all further ranks."""
+
+    def wait_for_ranks(self) -> None:
+        """Waits until each further rank has loaded its part of the model."""
+
+    def close(self) -> None:
+        """Ends the further ranks."""
+
+
 class LeadingEngine:
     """Implements Engine for the first rank: forwards everything that changes the state of an engine to the others,
     before its own engine does it."""
 
-    def __init__(self, engine: Engine, group: RankGroup) -> None:
+    def __init__(self, engine: Engine, group: FurtherRanks) -> None:
         self._engine = engine
         self._group = group
         self.limits: DeploymentLimits = engine.limits
@@ -127,7 +141,7 @@ class LeadingEngine:
         self._group.send(step)
         try:
             return self._engine.launch(step)
-        except (BadStep, Poisoned):
+        except BadStep:
             raise
         except Exception as error:
             raise Poisoned(f"{type(error).__name__} in step {step.number}: {error}") from error
@@ -138,7 +152,10 @@ class LeadingEngine:
 
     def collect(self, pending: Any) -> StepResult:
         """See Engine."""
-        return self._engine.collect(pending)
+        try:
+            return self._engine.collect(pending)
+        except Exception as error:
+            raise Poisoned(f"{type(error).__name__} in a step: {error}") from error
 
     def _forward_adapter(self, name: str, path: str) -> None:
         self._group.send(UpdateAdapter(0, name, path))

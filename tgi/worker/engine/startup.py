@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from llguidance import LLTokenizer
@@ -26,12 +27,12 @@ from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.cpu_kernels.selection import select_cpu_kernels
 from tgi.worker.deferred_imports import load_deferred
 from tgi.worker.distributed.communicator import Communicator, TorchCommunicator
+from tgi.worker.distributed.rank_place import RankPlace
 from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.engine import memory
 from tgi.worker.engine.cuda_graphs import CudaGraphCapturer, graph_batch_sizes
 from tgi.worker.engine.draft_runner import DraftModel, require_same_tokenizer
 from tgi.worker.engine.engine import GraphCaptureConfig, TorchEngine
-from tgi.worker.engine.rank import RankPlace
 from tgi.worker.engine.torch_threads import choose_threads
 from tgi.worker.gpu_kernels.selection import select_gpu_kernels
 from tgi.worker.host_cpu import kernel_set, numa_nodes, usable_cores
@@ -74,7 +75,7 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     model, device or memory do not allow it."""
     device = _device(settings.device)
     if place is not None and device != "cpu":
-        torch.cuda.set_device(place.rank)
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())  # fewer if each rank sees its own only
     if device != "cpu":
         load_deferred()  # before the kernels' self-tests, which draw random numbers
     else:
@@ -94,7 +95,8 @@ def start_engine(settings: Settings, progress: Progress, place: RankPlace | None
     required = _cache_requirements(models)
     previous_pages = _read_previous_pages(settings.run_dir)
     if models.communicator is not None:
-        available, previous_pages = _agree_on_cache(models.communicator, required, available, previous_pages)
+        sharing = place.local_ranks if place is not None and device == "cpu" else 1
+        available, previous_pages = _agree_on_cache(models.communicator, sharing, required, available, previous_pages)
     limits = memory.choose_limits(settings, required, available, previous_pages)
     served = models.served
     watermark = Watermark(served.vocab_size, served.device, settings.watermark_gamma, settings.watermark_delta)
@@ -195,20 +197,33 @@ def _connect_ranks(place: RankPlace, device: str, kernels: CpuKernels | None) ->
             "Our own CPU kernels can be used on some ranks only: their logs say why. Mend that, or start with "
             "--disable-custom-kernels."
         )
-    if kernels is None:
+    kind = _instructions() if device == "cpu" else torch.cuda.get_device_name()
+    own = crc32(kind.encode())
+    if torchs.minimum(own, -own) != [own, -own]:  # they would round differently, and sample different tokens
+        raise UserError(
+            f"The ranks compute on different devices; this one on {kind}. Give them devices of one kind, or on CPU the "
+            "same --cpu, an instruction set that all of them have."
+        )
+    if kernels is None or place.memory is None:
         return torchs
     return SharedMemoryCommunicator(kernels, place.memory, torchs, own_core=usable_cores() >= place.ranks)
 
 
+def _instructions() -> str:
+    """The instruction sets with which this rank computes."""
+    own = kernel_set()
+    return f"{torch.backends.cpu.get_cpu_capability()} and {own.name if own is not None else 'no kernels of ours'}"
+
+
 def _agree_on_cache(
     communicator: Communicator,
+    sharing: int,
     required: memory.CacheRequirements,
     available: memory.CacheMemory,
     previous_pages: int | None,
 ) -> tuple[memory.CacheMemory, int | None]:
     """The memory of this rank for as many pages as every rank has memory for, and the previous pages that the first
-    rank knows. Ranks on one host share its memory."""
-    sharing = communicator.ranks if required.device == "cpu" else 1
+    rank knows. `sharing`: so many ranks share the memory that this one has found."""
     unknown = 1 << 40
     default, most, previous = communicator.minimum(
         available.default // sharing // required.page_bytes,

@@ -48,6 +48,7 @@ class AdapterRegistry:
         self._contents: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # by digest
         # Called with name and path of each adapter that is added, and with name and "" of each that is removed.
         self.on_change: Callable[[str, str], None] = lambda name, path: None
+        self.refusal = ""  # why no further adapter can be loaded, if so
 
     @property
     def loaded_adapters(self) -> list[LoadedAdapter]:
@@ -56,6 +57,8 @@ class AdapterRegistry:
 
     def fetch_adapter(self, name: str, path: Path) -> FetchedAdapter:
         """Reads an adapter without changing the registry, so another thread may call it. Raises UserError."""
+        if self.refusal:
+            raise UserError(self.refusal)
         self._require_free_name(name)
         digest = adapter_digest(path)
         content = self._contents.get(digest)

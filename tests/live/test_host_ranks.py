@@ -1,0 +1,110 @@
+"""A model on two ranks with run directories and supervisors of their own, as on two hosts, while ranks die and hang."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.live.server import Server, SharedServers, free_port
+from tests.live.test_tree import all_streams, token_ids
+from tests.microkernel.tcp import Cable, cable
+
+TOKENS = 100
+
+
+class Ranks(NamedTuple):
+    first: Server  # a whole server, with rank 0
+    second: Server
+    line: Cable  # between the two
+
+    def pids(self) -> list[int]:
+        """Of the ranks that run."""
+        return [state["worker-0"].pid for one in self[:2] if "worker-0" in (state := one.processes())]
+
+
+def new_keys(directory: Path) -> str:
+    command = [sys.executable, "-m", "tgi", "keys", "new", str(directory)]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(directory / "host.key")
+
+
+def flags_of_rank(model: Path, keys: str, rank: int, port: int) -> tuple[str, ...]:
+    group = "--num-shard", "2", "--group", f"tcp://127.0.0.1:{port}", "--keys", keys, "--rank", str(rank)
+    return "--model-id", str(model), *group, "--hang-timeout", "5"
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    directory, port = tmp_path_factory.mktemp("ranks"), free_port()
+    keys = new_keys(directory / "keys")
+    with (
+        cable(port) as line,
+        Server(directory / "0", *flags_of_rank(tiny_llama, keys, 0, port)) as first,
+        Server(directory / "1", *flags_of_rank(tiny_llama, keys, 1, line.port)) as second,
+    ):
+        second.start("worker")
+        first.start().wait_until_ready()
+        yield Ranks(first, second, line)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path, shared_server: SharedServers) -> list[list[int]]:
+    """The tokens of a worker with one rank."""
+    return [token_ids(events) for events in all_streams(shared_server("--model-id", str(tiny_llama)), TOKENS)]
+
+
+def test_two_hosts_answer_as_one_rank(ranks: Ranks, undisturbed: list[list[int]]) -> None:
+    assert [token_ids(events) for events in all_streams(ranks.first, TOKENS)] == undisturbed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_streams_survive_the_death_of_a_rank(rank: int, ranks: Ranks, undisturbed: list[list[int]]) -> None:
+    before = ranks.pids()
+    disturbed = all_streams(ranks.first, TOKENS, act=lambda: ranks[rank].kill("worker-0"))
+    assert [token_ids(events) for events in disturbed] == undisturbed
+    assert len(before) == 2
+    assert not {*before} & {*ranks.pids()}  # the group was restarted as one
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_streams_survive_a_rank_that_is_stopped(rank: int, ranks: Ranks, undisturbed: list[list[int]]) -> None:
+    before = ranks.pids()
+
+    def stop() -> None:
+        psutil.Process(before[rank]).suspend()
+        ranks.first.wait_until(lambda: not {*before} & {*ranks.pids()}, "both ranks are replaced")
+
+    disturbed = all_streams(ranks.first, TOKENS, act=stop)
+    assert [token_ids(events) for events in disturbed] == undisturbed
+
+
+def test_streams_survive_a_cut_cable(ranks: Ranks, undisturbed: list[list[int]]) -> None:
+    """Neither rank gets a FIN, and each waits for the other in a collective operation, or could: both end."""
+    before = ranks.pids()
+
+    def cut() -> None:
+        ranks.line.is_cut = True
+        ranks.first.wait_until(lambda: not {*before} & {*ranks.pids()}, "both ranks are replaced")
+        ranks.line.is_cut = False
+
+    disturbed = all_streams(ranks.first, TOKENS, act=cut)
+    assert [token_ids(events) for events in disturbed] == undisturbed
+
+
+def test_a_rank_with_other_settings_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    port, keys = free_port(), new_keys(tmp_path / "keys")
+    scripted = "--worker", "scripted"
+    with (
+        Server(tmp_path / "0", *flags_of_rank(tiny_llama, keys, 0, port), *scripted) as first,
+        Server(tmp_path / "1", *flags_of_rank(tiny_llama, keys, 1, port), *scripted, "--max-batch-size", "3") as second,
+    ):
+        first.start()
+        second.start("worker")
+        assert second.commands["worker"].wait(60) != 0
+        assert "all ranks need the same --max-batch-size" in second.output_text()
+        first.wait_until(lambda: "waiting for rank 1" in first.output_text(), "rank 0 waits on")
+        assert not first.is_healthy()
