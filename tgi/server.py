@@ -1,5 +1,6 @@
 """Starts a server: creates the run directory, listens, resolves model and adapters, then supervises all processes."""
 
+import contextlib
 import errno
 import logging
 import platform
@@ -11,11 +12,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tgi import __version__
 from tgi.api.tls import ServerCertificate
 from tgi.hub import memory
 from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, rollout, rundir, tracing
+from tgi.microkernel.discovery import resolve_name
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import named_adapters
 from tgi.microkernel.progress import Progress, abbreviated_path
@@ -107,7 +110,7 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
     """Raises UserError if these roles cannot use the settings of links between hosts, or the key file is not usable."""
     if not roles:
         raise UserError("`tgi worker --worker remote` has nothing to run. Leave out --worker remote.")
-    if settings.connect is not None and "scheduler" in roles:
+    if settings.connect and "scheduler" in roles:
         raise UserError(
             "--connect names the scheduler of another host, but this command runs a scheduler. Start single roles "
             "here: `tgi worker`, or `tgi api` and `tgi tokenizer`."
@@ -118,8 +121,29 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
         curve.load_group_keys(settings.keys or "")
     if settings.listen is not None and "scheduler" in roles:
         curve.load_scheduler_keys(settings.keys or "")
-    if settings.connect is not None and {"tokenizer", "worker"} & set(roles):
+    if settings.connect and {"tokenizer", "worker"} & set(roles):
         curve.load_host_keys(settings.keys or "")
+    if settings.connect and "worker" in roles:
+        _check_workers_schedulers(settings)
+
+
+def _check_workers_schedulers(settings: Settings) -> None:
+    """Raises UserError unless --connect names one scheduler for each worker. A name that cannot be resolved yet is
+    tried again by the worker."""
+    names = ", ".join(settings.connect)
+    if len(settings.connect) != settings.replicas:
+        raise UserError(
+            f"--connect names {len(settings.connect)} schedulers ({names}) for {settings.replicas} worker(s), and a "
+            "worker serves one scheduler. Name as many addresses as --replicas."
+        )
+    for address in settings.connect:
+        name = urlsplit(address).hostname or ""
+        with contextlib.suppress(OSError):
+            if len(found := resolve_name(name)) > 1:
+                raise UserError(
+                    f"The name {name} of --connect has {len(found)} addresses ({', '.join(found)}), and a worker "
+                    "serves one scheduler. Name one of them, or the name of one host."
+                )
 
 
 def reloaded_settings(settings: Settings, given: Mapping[str, Any], drain_first: bool) -> Settings:

@@ -4,11 +4,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.live.server import Server, free_port
+from tests.live.server import TIMEOUT_SECONDS, Server, free_port
+from tests.live.test_operating import succeed
 from tests.microkernel.tcp import cable
+from tgi.microkernel import rundir
+from tgi.microkernel.discovery import nth_address
 
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
 
@@ -26,19 +30,32 @@ class Hosts:
         self._model = ("--model-id", model_id)
         self.first = Server(directory / "first", *self._model)
 
-    def start_first(self) -> Server:
+    def start_first(self, *arguments: str) -> Server:
         keys = str(self.keys / "scheduler.key")
-        return self.first.start("up", "--worker", "remote", "--listen", self.address, "--keys", keys)
+        return self.first.start("up", "--worker", "remote", "--listen", self.address, "--keys", keys, *arguments)
 
     def other(self, name: str, address: str | None = None) -> Server:
         """A host that has been given a copy of the hosts' file."""
         link = ("--connect", address or self.address, "--keys", str(self.keys / "host.key"))
         return Server(self.directory / name, *self._model, *link)
 
+    def port(self, number: int) -> str:
+        """The address at which the scheduler with this number listens."""
+        return nth_address(self.address, number)
+
 
 @pytest.fixture
 def hosts(tiny_llama: Path, tmp_path: Path) -> Hosts:
     return Hosts(tmp_path, str(tiny_llama))
+
+
+def states(server: Server) -> list[str]:
+    """The roles of the processes that are ready."""
+    return [state.role for state in rundir.read_states(server.run_directory) if state.state == "ready"]
+
+
+def tokens_of(streams: list[list[dict[str, Any]]]) -> list[list[int]]:
+    return [[event["token"]["id"] for event in events] for events in streams]
 
 
 def streamed(server: Server, prompt: str, tokens: int) -> list[int]:
@@ -73,6 +90,40 @@ def test_front_ends_on_another_host(hosts: Hosts) -> None:
         assert answers == [answers[0]] * 3
         events = second.stream_all([("A prompt", {"max_new_tokens": 20})] * 2, lambda: second.kill("tokenizer-0"), 2)
         assert [[event["token"]["id"] for event in stream] for stream in events] == [answers[0]] * 2
+
+
+def test_replicas_with_workers_and_front_ends_on_other_hosts(hosts: Hosts) -> None:
+    """The first host has two schedulers, then three, with one worker each on hosts of their own."""
+    with (
+        hosts.start_first("--replicas", "2", "--max-batch-size", "4") as first,
+        hosts.other("second", hosts.port(0)).start("worker", *SCRIPTED, "--max-batch-size", "4"),
+        hosts.other("third", hosts.port(1)).start("worker", *SCRIPTED, "--max-batch-size", "4") as third,
+        hosts.other("fourth", f"{hosts.address}-{hosts.port(2).rpartition(':')[2]}") as fourth,
+    ):
+        fourth.start("tokenizer").start("api")
+        fourth.wait_until_ready()
+        first.wait_until(lambda: len([one for one in states(first) if one == "scheduler"]) == 2, "both compute")
+        requests = [(f"Prompt {number}", {"max_new_tokens": 60}) for number in range(8)]
+        running: list[float] = []
+        undisturbed = fourth.stream_all(requests, lambda: running.append(first.metric("tgi_batch_current_size")), 20)
+        assert running == [8]  # of two schedulers with four slots each
+        disturbed = fourth.stream_all(requests, lambda: first.kill("scheduler-1"), 20)
+        assert tokens_of(disturbed) == tokens_of(undisturbed)
+        disturbed = fourth.stream_all(requests, lambda: third.kill("worker-0"), 20)
+        assert tokens_of(disturbed) == tokens_of(undisturbed)
+        assert succeed(first, "scale", "replica", "3").endswith("running: scheduler-0, scheduler-1, scheduler-2\n")
+        with hosts.other("fifth", hosts.port(2)).start("worker", *SCRIPTED, "--max-batch-size", "4"):
+            first.wait_until(lambda: len([one for one in states(first) if one == "scheduler"]) == 3, "all compute")
+            disturbed = fourth.stream_all(requests, lambda: running.append(first.metric("tgi_batch_current_size")), 20)
+            assert tokens_of(disturbed) == tokens_of(undisturbed)
+            assert running == [8, 8]
+
+
+def test_a_worker_serves_one_scheduler(hosts: Hosts) -> None:
+    server = hosts.other("second", f"{hosts.address},{hosts.port(1)}")
+    server.start("worker", *SCRIPTED)
+    server.commands["worker"].wait(TIMEOUT_SECONDS)
+    assert "a worker serves one scheduler" in server.output_text()
 
 
 def test_streams_survive_a_cut_cable(hosts: Hosts) -> None:

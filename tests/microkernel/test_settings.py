@@ -8,7 +8,7 @@ import pytest
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import named_adapters
-from tgi.microkernel.options import HIDDEN, resolve_value
+from tgi.microkernel.options import HIDDEN, resolve_value, tcp_addresses
 from tgi.microkernel.settings import DEFAULTS, OPTIONS, Settings
 from tgi.microkernel.settings_loading import (
     count_visible_devices,
@@ -282,10 +282,41 @@ def test_each_replica_has_devices_of_its_own(
     assert replica_devices(replace(Settings(), **changes), environ) == devices
 
 
-def test_replicas_need_enough_devices_and_one_host() -> None:
+def test_replicas_need_enough_devices() -> None:
     with pytest.raises(UserError, match="2 replicas with 1 devices each need more than the 1 visible devices"):
         replica_devices(replace(Settings(), replicas=2, replica_index=1), {"CUDA_VISIBLE_DEVICES": "0"})
     two = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     assert load_settings({"replicas": 2}, two).num_shard == 2
-    with pytest.raises(UserError, match="`replicas` must be 1"):
-        load_settings({"replicas": 2, "worker": "remote"}, {})
+
+
+def test_each_replica_listens_at_a_port_of_its_own() -> None:
+    given: dict[str, Any] = {"replicas": 3, "worker": "remote", "keys": "x"}
+    load_settings(given | {"listen": "tcp://0.0.0.0:65533"}, {})
+    with pytest.raises(UserError, match="would listen at port 65536"):
+        load_settings(given | {"listen": "tcp://0.0.0.0:65534"}, {})
+
+
+def test_addresses_of_other_hosts() -> None:
+    environ = {
+        "TGI_CONNECT": "tcp://10.0.0.1:3100-3102, tcp://[2001:db8::1]:65535,tcp://name.example:7",
+        "TGI_KEYS": "x",
+    }
+    assert load_settings({}, environ).connect == (
+        "tcp://10.0.0.1:3100", "tcp://10.0.0.1:3101", "tcp://10.0.0.1:3102", "tcp://[2001:db8::1]:65535",
+        "tcp://name.example:7",
+    )  # fmt: skip
+    wrong = (
+        "",
+        "tcp://a",
+        "tcp://a:0",
+        "tcp://a:1-",
+        "tcp://a:2-1",
+        "tcp://a:1-300",
+        "tcp://a:65535-65536",
+        "tcp://a:1,",
+    )
+    for text in (*wrong, "ipc://a:1", "tcp://a b:1", "tcp://*:1", "tcp://::1:1"):
+        with pytest.raises(ValueError, match="is not an address"):
+            tcp_addresses(text)
+    with pytest.raises(UserError, match="`connect` is set without `keys`"):
+        load_settings({}, {"TGI_CONNECT": "tcp://a:1"})

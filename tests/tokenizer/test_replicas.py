@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
 from tgi.microkernel.protocol import (
     AdapterUpdated,
     Add,
@@ -14,6 +14,7 @@ from tgi.microkernel.protocol import (
     End,
     FinishReason,
     Generate,
+    LastExit,
     LoadedAdapter,
     Status,
     Stop,
@@ -32,15 +33,15 @@ NAMES = {b"1" * 8: 1, b"2" * 8: 2}
 class ReplicaHarness(PoolHarness):
     """A pool with the schedulers A and B, which are ready."""
 
-    def __init__(self, in_hand: bytes = b"") -> None:
+    def __init__(self, in_hand: bytes | None = b"") -> None:
         super().__init__(scheduler=False)
         self.pool._schedulers._work_in_hand = lambda peer: in_hand
         for peer in (A, B):
             self.connect(peer)
 
-    def connect(self, peer: PeerId, status: Status = READY) -> list[Any]:
-        """Returns what the scheduler is sent at once."""
-        self.pool.handle(peer, hello(peer))
+    def connect(self, peer: PeerId, status: Status = READY, **fields: Any) -> list[Any]:
+        """Returns what the scheduler is sent at once. `fields` of its Hello."""
+        self.pool.handle(peer, hello(peer)._replace(**fields))
         self.pool.handle(peer, status)
         return self.received_by(peer)
 
@@ -110,7 +111,7 @@ def test_what_a_scheduler_had_in_hand_waits_for_its_successor() -> None:
         harness.pool.handle(successor, End(one.rid, FinishReason.LENGTH))
     for number in range(10, 14):  # it has ended well: no suspicion is left
         harness.pool.handle(API, Generate(number, "Hello", SamplingParams(5), 20, fingerprint=name))
-    assert {one.scheduler for one in harness.pool._requests.values()} == {0, 1}
+    assert {one.scheduler for one in harness.pool._requests.values()} == {Place("", 0), Place("", 1)}
 
 
 def test_another_replica_takes_the_suspects_of_one_that_does_not_return() -> None:
@@ -226,7 +227,7 @@ def test_a_retired_replica_is_awaited_no_more() -> None:
     harness.pool.handle(A, AdapterUpdated(update.rid))
     harness.pool.handle(B, PeerDisconnected(planned=True))
     harness.received_by(API)
-    harness.pool.remove_scheduler(1)
+    harness.pool.remove_scheduler(Place("", 1))
     assert [one for one in harness.received_by(API) if isinstance(one, AdapterUpdated)] == [AdapterUpdated(7)]
 
 
@@ -241,3 +242,68 @@ def test_progress_of_one_replica_is_progress() -> None:
     assert beat.progress_age_ms is not None
     assert beat.progress_age_ms < 200
     assert beat.limit_ms == 3000
+
+
+# --- other hosts ------------------------------------------------------------------------------------------------------
+
+
+def test_schedulers_of_two_hosts_may_have_the_same_number() -> None:
+    harness = PoolHarness(scheduler=False)
+    peers = [PeerId("scheduler", 0, boot) for boot in (b"1", b"2")]
+    for peer, site in zip(peers, ("here", "there"), strict=True):
+        harness.pool.handle(peer, hello(peer)._replace(site=site))
+        harness.pool.handle(peer, READY)
+    for rid in range(20):
+        harness.pool.handle(API, Generate(rid, f"{rid} differs", SamplingParams(5), 20))
+    shares = [len(harness.received_by(peer)) for peer in peers]
+    assert (min(shares) > 5, sum(shares)) == (True, 20)
+    harness.pool.handle(peers[0], PeerDisconnected())
+    assert len(harness.received_by(peers[1])) == shares[0]
+    harness.pool.remove_scheduler(Place("here", 0))
+    assert harness.pool._schedulers.places == {Place("there", 0)}
+    harness.pool.remove_scheduler(Place("there", 0))  # it is connected
+    assert harness.pool._schedulers.places == {Place("there", 0)}
+
+
+def test_a_scheduler_that_connects_from_elsewhere_takes_its_requests_along() -> None:
+    """Its old connection has not been noticed as lost."""
+    harness = ReplicaHarness()
+    harness.pool.handle(B, PeerDisconnected())
+    peer, add = harness.send(1)
+    assert [one.rid for one in harness.connect(peer)] == [add.rid]
+    assert [one.rid for one in harness.connect(peer._replace(boot=b"next"))] == [add.rid]
+
+
+def test_a_request_that_ends_remote_schedulers_ends_at_most_two() -> None:
+    """What a scheduler of another host had in hand is not known before its successor connects."""
+    name, third = b"poisoned", PeerId("scheduler", 2, b"c")
+    harness = ReplicaHarness(in_hand=None)
+    harness.connect(third)
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), 20, fingerprint=name))
+    ((first, _),) = ((peer, one) for peer in (A, B, third) for one in harness.received_by(peer))
+    harness.pool.handle(first, PeerDisconnected())
+    left = [peer for peer in (A, B, third) if peer != first]
+    ((second, _),) = ((peer, one) for peer in left for one in harness.received_by(peer))
+    harness.pool.handle(second, PeerDisconnected())
+    (last,) = (peer for peer in left if peer != second)
+    assert harness.received_by(last) == []
+    # The first one's successor tells that it was in hand: it is tried there.
+    report = LastExit(first.boot, "was killed by SIGSEGV", False, name, 1000)
+    assert len(harness.connect(first._replace(boot=b"next"), last_exit=report)) == 1
+    assert harness.received_by(last) == []
+
+
+def test_innocent_requests_wait_for_the_report_only() -> None:
+    name, third = b"innocent", PeerId("scheduler", 2, b"c")
+    harness = ReplicaHarness(in_hand=None)
+    first, _ = harness.send(1, name=name)
+    harness.pool.handle(first, PeerDisconnected())
+    second = other(first)
+    assert len(harness.received_by(second)) == 1
+    harness.connect(third)
+    harness.pool.handle(second, PeerDisconnected())
+    assert harness.received_by(third) == []
+    report = LastExit(second.boot, "was killed by SIGKILL", True, b"", 1000)
+    harness.connect(second._replace(boot=b"next"), last_exit=report)
+    assert len(harness.pool._unsent) == 0
+    assert not harness.pool._schedulers._suspicions

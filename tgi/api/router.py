@@ -65,7 +65,7 @@ class Router:
         permits: Permits,
         quarantine: Quarantine,
         recorder: FlightRecorder = NO_RECORDER,
-        work_in_hand: Callable[[PeerId], bytes] = lambda peer: b"",
+        work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
         stall_limit: float = 60.0,
         token_rates: TokenRates | None = None,
     ) -> None:
@@ -372,7 +372,7 @@ class Router:
         requests, tokenizer.requests = tokenizer.requests, {}
         tokenizer.moved = {}
         active = [request for request in requests.values() if request.active]
-        in_hand = frozenset() if planned else frozenset(split_fingerprints(self._work_in_hand(peer)))
+        in_hand = frozenset() if planned else frozenset(split_fingerprints(self._work_in_hand(peer) or b""))
         suspects = tokenizer.kept_back[peer.boot] = [one for one in active if one.fingerprint in in_hand]
         level = logging.DEBUG if planned else logging.WARNING
         sent = len(active) - len(suspects)
@@ -401,7 +401,7 @@ class Router:
         for tokenizer in self.tokenizers:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
                 continue
-            in_hand = frozenset(split_fingerprints(self._work_in_hand(tokenizer.peer)))
+            in_hand = frozenset(split_fingerprints(self._work_in_hand(tokenizer.peer) or b""))
             requests = {rid: one for rid, one in tokenizer.requests.items() if one.fingerprint not in in_hand}
             if not requests:
                 continue

@@ -9,10 +9,11 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
+from zlib import crc32
 
 import zmq
 
@@ -57,6 +58,18 @@ class PeerId(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.role}-{self.replica} ({self.boot.hex()[:8]})"
+
+
+class Place(NamedTuple):
+    """What a process of a role and its successors have in common: the run directory and the number there."""
+
+    site: str
+    replica: int
+
+    @property
+    def number(self) -> int:
+        """A number that is the same in all processes, and the same for two places by chance only."""
+        return crc32(f"{self.site}/{self.replica}".encode()) if self.site else self.replica
 
 
 class PeerDisconnected(NamedTuple):
@@ -115,6 +128,9 @@ class Link:
         self._guard = guard  # of a ROUTER that listens on TCP
         self._peer_of_connection: dict[int, PeerId] = {}  # by file descriptor; only with a guard
         self._complains_at = 0.0
+        # Of a connecting side: whether a process is connected over another link, and the process for which that holds.
+        self.has_other_link: Callable[[PeerId, Link], bool] = lambda peer, link: False
+        self.redundant_peer: PeerId | None = None
         # pyzmq's default address contains the file descriptor, which may have belonged to a socket closed just before.
         events = zmq.EVENT_DISCONNECTED | (zmq.EVENT_ACCEPTED if guard is not None else 0)
         if not self._binds and socket.mechanism == zmq.CURVE:
@@ -300,9 +316,12 @@ class Link:
             self._complain(logging.ERROR, f"rejected {hello.role}-{hello.replica} on {self.address}: {problem}")
             self._send(route, [encode(LinkRejected(problem))])
             return
+        peer = PeerId(hello.role, hello.replica, hello.boot)
         if not self._binds:
             self._drain_monitor()  # events of the previous connection
-        peer = PeerId(hello.role, hello.replica, hello.boot)
+            if self.has_other_link(peer, self):
+                self.redundant_peer = peer  # without an answer, its session over the other link goes on
+                return
         place = (hello.role, hello.replica, hello.site)
         for old in [other for other, its in self.peers.items() if (its.role, its.replica, its.site) == place]:
             self._disconnect(old)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 HIDDEN = "(hidden)"  # shown instead of a secret
 OPTION = "option"  # the key of a dataclass field's metadata
-_TCP_ADDRESS = re.compile(r"tcp://(?:[^\s/:@\[\]*;]+|\[[0-9a-f:.]+\]):(\d{1,5})", re.IGNORECASE)
+_TCP_ADDRESS = re.compile(r"(tcp://(?:[^\s/:@\[\]*;,]+|\[[0-9a-f:.]+\])):(\d{1,5})(?:-(\d{1,5}))?", re.IGNORECASE)
+MAX_PORTS = 256  # of one address with a range of ports
 _ENDPOINT = re.compile(r"(?:(https?)://)?([^\s/:@\[\]]+|\[[0-9a-f:.]+\])(?::(\d{1,5}))?/?", re.IGNORECASE)
 
 
@@ -195,9 +196,26 @@ def network(value: str) -> str:
 def tcp_address(value: str) -> str:
     """The address of a link between hosts: tcp://HOST:PORT, an IPv6 address in brackets."""
     found = _TCP_ADDRESS.fullmatch(value.strip())
-    if found is None or not 0 < int(found.group(1)) <= 65535:
+    if found is None or found.group(3) is not None or not 0 < int(found.group(2)) <= 65535:
         raise ValueError(f"{value!r} is not an address such as tcp://192.0.2.1:3100 or tcp://[2001:db8::1]:3100")
     return value.strip()
+
+
+def tcp_addresses(value: str) -> tuple[str, ...]:
+    """Addresses of links between hosts, with commas between them: tcp://HOST:PORT, or tcp://HOST:FIRST-LAST for several
+    ports. Returns them with one port each."""
+    addresses = []
+    for part in value.split(","):
+        found = _TCP_ADDRESS.fullmatch(part.strip())
+        host, first, last = found.groups() if found else ("", "0", None)
+        ports = range(int(first), int(last or first) + 1)
+        if not 0 < len(ports) <= MAX_PORTS or not 0 < ports[0] <= ports[-1] <= 65535:
+            raise ValueError(
+                f"{part.strip()!r} is not an address such as tcp://192.0.2.1:3100, tcp://[2001:db8::1]:3100, or, for "
+                f"at most {MAX_PORTS} ports, tcp://192.0.2.1:3100-3103"
+            )
+        addresses += [f"{host}:{port}" for port in ports]
+    return tuple(dict.fromkeys(addresses))
 
 
 def endpoint(value: str) -> str:

@@ -127,16 +127,14 @@ class Process:
         """The names of the links that tokenizers of this pipeline have bound."""
         return rundir.tokenizer_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline))
 
-    def scheduler_link_exists(self, index: int, side: str) -> bool:
-        """Whether a scheduler has bound a link: see `rundir.scheduler_socket`."""
-        directory = rundir.pipeline_directory(self.run_dir, self.settings.pipeline)
-        return os.path.exists(directory / rundir.scheduler_socket(index, side))
+    def scheduler_sockets(self, side: str) -> set[str]:
+        """The names of the links that schedulers of this pipeline have bound: see `rundir.scheduler_socket`."""
+        return rundir.scheduler_sockets(rundir.pipeline_directory(self.run_dir, self.settings.pipeline), side)
 
-    def connect_to_scheduler(self, index: int, side: str, hello: Hello) -> Link:
-        """The link to a scheduler: its socket in the run directory, or with --connect that of another host."""
-        if self.settings.connect is None:
-            return Link.connect(self.link_address(rundir.scheduler_socket(index, side)), hello)
-        return Link.connect(self.settings.connect, hello, curve.load_host_keys(self.settings.keys or ""))
+    def connect_link(self, address: str, hello: Hello) -> Link:
+        """A link to a process of the role downstream, in the run directory or on another host."""
+        keys = curve.load_host_keys(self.settings.keys or "") if address.startswith("tcp:") else None
+        return Link.connect(address, hello, keys)
 
     def watch_link(self, link: Link) -> None:
         """Lets `wait` poll this link."""
@@ -383,13 +381,14 @@ def work_register_path(run: Path, name: str) -> Path:
     return run / f"{name}.work"
 
 
-def work_in_hand(run: Path, peer: PeerId) -> bytes:
-    """The fingerprints that a process of this run directory has, or had, in hand; b"" if it is not known."""
+def work_in_hand(run: Path, peer: PeerId) -> bytes | None:
+    """The fingerprints that a process has, or had, in hand; None if it is not known: the process is one of another
+    host, or its successor has taken the register."""
     path = work_register_path(run, f"{peer.role}-{peer.replica}")
     if not path.exists():
-        return b""
+        return None
     register = WorkRegister.open(path)
-    return register.in_hand() if register.boot == peer.boot else b""
+    return register.in_hand() if register.boot == peer.boot else None
 
 
 def last_exit_text(last_exit: LastExit) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 from tgi.microkernel.control import Operation
+from tgi.microkernel.discovery import MAX_PORT, nth_address
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.rundir import SINGLE_ROLES
 from tgi.microkernel.settings import Settings
@@ -80,19 +81,23 @@ def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
 
 def _scale_replicas(supervisor: Supervisor, count: int) -> Operation:
     """`scale` for schedulers, each with a worker of its own. The requests of one that is retired go on at another."""
-    if any(len(supervisor.processes(role)) != supervisor.settings.replicas for role in SINGLE_ROLES):
+    roles = SINGLE_ROLES[:1] if supervisor.settings.worker == "remote" else SINGLE_ROLES
+    if any(len(supervisor.processes(role)) != supervisor.settings.replicas for role in roles):
         raise UserError("Only a supervisor that runs schedulers and workers can change the number of replicas.")
-    if supervisor.settings.listen is not None:
-        raise UserError("A server with --listen has one replica: processes of other hosts use its scheduler.")
+    listen = supervisor.settings.listen
+    if listen is not None and int(nth_address(listen, count - 1).rpartition(":")[2]) > MAX_PORT:
+        raise UserError(
+            f"{count} schedulers cannot listen at {listen} and the ports after it: ports end at {MAX_PORT}."
+        )
     while supervisor.settings.replicas < count:
-        yield from _confirm(supervisor, _start(supervisor, reversed(SINGLE_ROLES)))
+        yield from _confirm(supervisor, _start(supervisor, reversed(roles)))
         supervisor.set_replicas(supervisor.settings.replicas + 1)
     while supervisor.settings.replicas > count:
         last = supervisor.settings.replicas - 1
         supervisor.set_replicas(last)
-        for role in SINGLE_ROLES:
+        for role in roles:
             yield from _retire(supervisor, [spec for spec in supervisor.processes(role) if spec.index == last])
-    names = ", ".join(spec.name for role in SINGLE_ROLES for spec in supervisor.processes(role))
+    names = ", ".join(spec.name for role in roles for spec in supervisor.processes(role))
     return f"running: {names}"
 
 
@@ -161,8 +166,10 @@ def _confirm(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
 
 
 def _is_ready(supervisor: Supervisor, spec: ProcessSpec) -> bool:
+    """A scheduler whose worker is on another host is ready when it has a stage: it waits for that worker."""
     state = supervisor.state(spec)
-    return state is not None and state.state == "ready"
+    waits = spec.role == "scheduler" and supervisor.settings.worker == "remote"
+    return state is not None and (state.state == "ready" or (waits and bool(state.stage)))
 
 
 def _with_stage(supervisor: Supervisor, spec: ProcessSpec) -> str:

@@ -239,6 +239,11 @@ def scheduler_socket(index: int, side: str) -> str:
     return f"sched-{index}.{side}"
 
 
+def scheduler_sockets(directory: Path, side: str) -> set[str]:
+    """The names of the sockets of this side of all schedulers in the directory of a pipeline."""
+    return {path.name for path in directory.glob(f"sched-*.{side}")}
+
+
 def pipeline_directory(run: Path, pipeline: int) -> Path:
     """The directory of the sockets of a pipeline: the processes that serve one model. The first one uses the run
     directory itself, those that `tgi reload` starts have subdirectories."""

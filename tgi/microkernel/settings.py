@@ -26,6 +26,7 @@ from tgi.microkernel.options import (
     setting,
     share,
     tcp_address,
+    tcp_addresses,
     tcp_port,
     text,
 )
@@ -487,16 +488,18 @@ class Settings:
     listen: str | None = setting(
         HOSTS,
         None,
-        "tcp://ADDRESS:PORT at which the scheduler also accepts workers and tokenizers of other hosts. Needs --keys.",
+        "tcp://ADDRESS:PORT at which the scheduler also accepts workers and tokenizers of other hosts; with --replicas "
+        "the further schedulers listen at the next ports. Needs --keys.",
         tcp_address,
         env=("TGI_LISTEN",),
         unset="this host only",
     )
-    connect: str | None = setting(
+    connect: tuple[str, ...] = setting(
         HOSTS,
-        None,
-        "For tgi worker and tgi tokenizer: tcp://HOST:PORT of a scheduler on another host. Needs --keys.",
-        tcp_address,
+        (),
+        "For tgi worker and tgi tokenizer: tcp://HOST:PORT of a scheduler on another host. For tokenizers a list with "
+        "commas, with ranges of ports (tcp://HOST:3100-3103) and names of several addresses. Needs --keys.",
+        tcp_addresses,
         env=("TGI_CONNECT",),
         unset="the scheduler in the run directory",
     )

@@ -107,8 +107,6 @@ def _reject_contradictions(settings: Settings) -> None:
         raise _invalid(f"`max_input_tokens`({tokens}) must be < `max_total_tokens`({total})")
     if total == 1:
         raise _invalid("`max_total_tokens` must be >= 2: a prompt and what is generated have a token each. Given: 1")
-    if settings.replicas > 1 and (settings.listen or settings.connect or settings.worker == "remote"):
-        raise _invalid("`replicas` must be 1 with `listen`, `connect` or a remote worker: replicas share one host")
     if settings.validation_workers == 0:
         raise _invalid("`validation_workers` must be > 0")
     batch = settings.max_batch_total_tokens
@@ -141,11 +139,17 @@ def _reject_contradictions(settings: Settings) -> None:
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise _invalid("`ssl_keyfile` is set, but no `ssl_certfile` is given. HTTPS needs both, or one file with both.")
     for name in ("listen", "connect"):
-        if getattr(settings, name) is not None and settings.keys is None:
+        if getattr(settings, name) and settings.keys is None:
             raise _invalid(
                 f"`{name}` is set without `keys`, but links between hosts are always encrypted. Run `tgi keys new` "
                 f"and give --keys {'scheduler.key' if name == 'listen' else 'host.key'}"
             )
+    last_port = int((settings.listen or ":0").rpartition(":")[2]) + settings.replicas - 1
+    if settings.listen is not None and last_port > 65535:
+        raise _invalid(
+            f"`replicas` is {settings.replicas}, so the last scheduler would listen at port {last_port}, and ports end "
+            "at 65535. Give --listen a lower port."
+        )
     _reject_contradictory_ranks(settings)
     if settings.worker == "remote" and settings.listen is None:
         raise _invalid("`worker` is remote, but no worker can connect without --listen tcp://ADDRESS:PORT")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tgi.microkernel import curve, tracing
+from tgi.microkernel.discovery import nth_address
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, PeerDisconnected, PeerId
@@ -35,7 +36,8 @@ def main(process: Process) -> None:
     )
     links = [back, front]
     if settings.listen is not None:
-        links.insert(1, Link.bind(settings.listen, process.hello(), curve.load_scheduler_keys(settings.keys or "")))
+        address = nth_address(settings.listen, settings.replica_index)
+        links.insert(1, Link.bind(address, process.hello(), curve.load_scheduler_keys(settings.keys or "")))
     for link in links:
         process.watch_link(link)
     config = SchedulerConfig(

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tgi.microkernel.link import PeerId
+from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
 from tgi.tokenizer.request import TokenizerRequestState
 
@@ -12,7 +12,7 @@ class PendingUpdate(NamedTuple):
 
     api: PeerId
     update: UpdateAdapter  # with the api's rid
-    answers: dict[int, AdapterUpdated]  # by the replica number of the scheduler
+    answers: dict[Place, AdapterUpdated]  # by the place of the scheduler
 
 
 class AdapterDirectory:
@@ -53,16 +53,16 @@ class AdapterDirectory:
         self._pending[rid] = PendingUpdate(api, update, {})
         return update._replace(rid=rid)
 
-    def pending_updates(self, scheduler: int) -> list[UpdateAdapter]:
+    def pending_updates(self, scheduler: Place) -> list[UpdateAdapter]:
         """The updates that this scheduler has not answered, for one that has just connected."""
         return [one.update._replace(rid=rid) for rid, one in self._pending.items() if scheduler not in one.answers]
 
-    def record_answer(self, scheduler: int, answer: AdapterUpdated) -> None:
+    def record_answer(self, scheduler: Place, answer: AdapterUpdated) -> None:
         """A scheduler has answered an update."""
         if (pending := self._pending.get(answer.rid)) is not None:
             pending.answers[scheduler] = answer
 
-    def completed_updates(self, schedulers: set[int]) -> list[tuple[PeerId, AdapterUpdated]]:
+    def completed_updates(self, schedulers: set[Place]) -> list[tuple[PeerId, AdapterUpdated]]:
         """Removes the updates that all these schedulers have answered. Returns the apis and the answers for them: an
         error, if one has failed."""
         completed = []

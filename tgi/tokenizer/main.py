@@ -8,11 +8,13 @@ from functools import partial
 
 from tgi.hub.model_config import read_model_config
 from tgi.microkernel import tracing
+from tgi.microkernel.discovery import Discovery, DownstreamLinks
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
-from tgi.microkernel.link import Link
+from tgi.microkernel.link import Link, Place
 from tgi.microkernel.process import Process, work_in_hand
 from tgi.microkernel.progress import CHAT_TEMPLATE
 from tgi.microkernel.protocol import Hello
+from tgi.microkernel.rundir import scheduler_socket
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
 from tgi.tokenizer.pool import TokenizerPool
@@ -26,7 +28,7 @@ IDLE_SECONDS = 60.0
 
 
 def main(process: Process) -> None:
-    """Serves apis on "tok-<replica>.front" and connects to the schedulers at "sched-<index>.front".
+    """Serves apis on "tok-<replica>.front" and connects to the schedulers, at "sched-<index>.front" or on other hosts.
 
     Returns when the process is told to stop and all requests have ended, or when it is told to hand over: then the
     front ends submit its requests to other tokenizers.
@@ -53,6 +55,7 @@ def main(process: Process) -> None:
     )
     process.watch_link(api_link)
     schedulers = SchedulerLinks(process, hello)
+    schedulers.follow(pool)
     gc.collect()
     gc.freeze()
     process.facts = {CHAT_TEMPLATE: bool(config.chat_templates)}
@@ -81,35 +84,39 @@ def main(process: Process) -> None:
 
 
 class SchedulerLinks:
-    """The links to the schedulers of this pipeline, by their place among its replicas. A scheduler that is added later
-    takes the next place. With --connect there is one, on another host."""
+    """The links to the schedulers of this pipeline, or with --connect to those of other hosts."""
 
     def __init__(self, process: Process, hello: Hello) -> None:
         self.links: list[Link] = []
         self._process = process
-        self._hello = hello
-        self._numbers: dict[Link, int] = {}  # of the schedulers that were connected last
-        for _ in range(process.settings.replicas):
-            self._connect()
+        self._places: dict[Link, Place] = {}  # of the schedulers that were connected last
+        connect = partial(process.connect_link, hello=hello)
+        if process.settings.connect:
+            self._found = DownstreamLinks(Discovery(process.settings.connect).addresses, connect)
+        else:
+            expected = [scheduler_socket(index, "front") for index in range(process.settings.replicas)]
+            self._found = DownstreamLinks(self._find, connect, map(process.link_address, expected))
 
-    def _connect(self) -> None:
-        link = self._process.connect_to_scheduler(len(self.links), "front", self._hello)
-        self._process.watch_link(link)
-        self.links.append(link)
+    def _find(self) -> list[str]:
+        return [self._process.link_address(name) for name in self._process.scheduler_sockets("front")]
 
     def follow(self, pool: TokenizerPool) -> None:
-        """Connects to a scheduler that was added, and forgets one that was retired, whose socket is gone."""
-        if self._process.settings.connect is not None:
-            return
-        if self._process.scheduler_link_exists(len(self.links), "front"):
-            self._connect()
-        last = self.links[-1]
-        self._numbers |= {link: peer.replica for link in self.links for peer in link.peers}
-        gone = len(self.links) > 1 and last in self._numbers and not last.peers
-        if gone and not self._process.scheduler_link_exists(len(self.links) - 1, "front"):
-            pool.remove_scheduler(self._numbers.pop(last))
-            self._process.unwatch_link(self.links.pop())
-            last.close()
+        """Connects to schedulers that were added, and forgets those that were retired or replaced by one elsewhere."""
+        for link in self.links:
+            for peer, hello in link.peers.items():
+                place = Place(hello.site, peer.replica)
+                if self._places.setdefault(link, place) != place:
+                    pool.remove_scheduler(self._places[link])
+                    self._places[link] = place
+        added, removed = self._found.follow()
+        for link in added:
+            self._process.watch_link(link)
+        for link in removed:
+            if link in self._places:
+                pool.remove_scheduler(self._places.pop(link))
+            self._process.unwatch_link(link)
+            link.close()
+        self.links = [*self._found.links.values()]
 
 
 def run_once(

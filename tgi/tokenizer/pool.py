@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from tgi.microkernel import metrics
 from tgi.microkernel.errors import ProtocolError
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
 from tgi.microkernel.liveness import ProgressClock
 from tgi.microkernel.protocol import (
     AdapterUpdated,
@@ -93,12 +93,12 @@ class TokenizerPool:
         recorder: FlightRecorder = NO_RECORDER,
         build_grammar: GrammarBuild | None = None,
         units: "memoryview[int] | None" = None,
-        work_in_hand: Callable[[PeerId], bytes] = lambda peer: b"",
+        work_in_hand: Callable[[PeerId], bytes | None] = lambda peer: b"",
         tokenizers: int = 1,
     ) -> None:
         """Without `build_grammar` grammars are compiled in this process, without a limit on time and memory.
-        `work_in_hand`: the fingerprints of the requests that a scheduler has, or had, in hand. `tokenizers`: how many
-        the server has."""
+        `work_in_hand`: the fingerprints of the requests that a scheduler has, or had, in hand; None: not known.
+        `tokenizers`: how many the server has."""
         self._build_grammar = build_grammar or _build_in_process(AnswerGrammarBuilder(vocabulary))
         self.jobs = EncodingQueue()
         self._recorder = recorder
@@ -326,8 +326,11 @@ class TokenizerPool:
     # Messages from schedulers
 
     def _on_scheduler_hello(self, scheduler: PeerId, hello: Hello) -> None:
-        replica = self._schedulers.connect(scheduler)
-        for update in self._adapters.pending_updates(replica.number):
+        replica = self._schedulers.at(Place(hello.site, scheduler.replica))
+        if replica.peer is not None:  # its connection, at another address, has not been noticed as lost yet
+            self._on_scheduler_gone(replica.peer, PeerDisconnected())
+        self._schedulers.connect(replica, scheduler, hello, self._clock())
+        for update in self._adapters.pending_updates(replica.place):
             self._send(scheduler, update)
         self._move_from_silent()
 
@@ -335,7 +338,7 @@ class TokenizerPool:
         """Sends a live request to a scheduler, with the ids generated so far."""
         assert replica.peer is not None
         replica.requests[request.rid] = request
-        request.scheduler = replica.number
+        request.scheduler = replica.place
         self._send(replica.peer, request.add_message(self._clock()))
 
     def _resubmit(self) -> None:
@@ -362,9 +365,9 @@ class TokenizerPool:
             return
         self._discard_messages(scheduler)
         requests = list(replica.requests.values())
-        self._schedulers.disconnect(replica)
         if not gone.planned:
             self._schedulers.record_death(replica, scheduler, self._clock())
+        self._schedulers.disconnect(replica)
         for request in requests:
             request.scheduler = None
             if request.stage is RequestStage.CANCELLING:
@@ -378,10 +381,10 @@ class TokenizerPool:
                 self._unsent[request.rid] = request
         self._publish_status()
 
-    def remove_scheduler(self, number: int) -> None:
-        """A scheduler that is not connected was retired: nothing waits for it any more."""
-        self._schedulers.remove(number)
-        for api, updated in self._adapters.completed_updates(self._schedulers.numbers):
+    def remove_scheduler(self, place: Place) -> None:
+        """A scheduler was retired: nothing waits for it any more. Does nothing if it is connected."""
+        self._schedulers.remove(place)
+        for api, updated in self._adapters.completed_updates(self._schedulers.places):
             self._send(api, updated)
         self._publish_status()
 
@@ -408,9 +411,9 @@ class TokenizerPool:
         for replica in self._schedulers:
             if not replica.silent or replica.peer is None:
                 continue
-            in_hand = self._schedulers.in_hand(replica.peer)
+            suspects = self._schedulers.suspects(replica, replica.peer)
             for request in list(replica.requests.values()):
-                if request.stage is not RequestStage.LIVE or request.finish_reason or request.fingerprint in in_hand:
+                if request.stage is not RequestStage.LIVE or request.finish_reason or request.fingerprint in suspects:
                     continue
                 self._send(replica.peer, Cancel(request.rid))
                 replica.moved.add(request.rid)
@@ -418,7 +421,7 @@ class TokenizerPool:
                 self._last_rid += 1
                 request.rid, request.scheduler = self._last_rid, None
                 self._requests[request.rid] = self._unsent[request.rid] = request
-                self._stamp(Event.SCHEDULER_LOST, request, replica.number)
+                self._stamp(Event.SCHEDULER_LOST, request, replica.place.replica)
 
     def _on_scheduler_beat(self, scheduler: PeerId, beat: Beat) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
@@ -443,8 +446,9 @@ class TokenizerPool:
                 self._units[0] = 0
 
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
-        self._adapters.record_answer(scheduler.replica, updated)
-        for api, answer in self._adapters.completed_updates(self._schedulers.numbers):
+        if (replica := self._schedulers.replica_of(scheduler)) is not None:
+            self._adapters.record_answer(replica.place, updated)
+        for api, answer in self._adapters.completed_updates(self._schedulers.places):
             self._send(api, answer)
 
     def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 
 from tgi.microkernel.codec import INT32, ITEM_BYTES, pack_column, unpack_int32
-from tgi.microkernel.link import PeerId
+from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import (
     Add,
     AnswerPart,
@@ -67,7 +67,7 @@ class TokenizerRequestState:
         self.received = received  # seconds on the pool's clock
         self.submitted = received
         self.stage = RequestStage.ENCODING
-        self.scheduler: int | None = None  # the replica that has it
+        self.scheduler: Place | None = None  # that has it
         self.is_chat = bool(generate.chat)
         self.prompt = EncodedPrompt(b"", 0, 0)
         self.max_new_tokens = 0

@@ -2,10 +2,11 @@
 request, and what the front ends are told of all together. Sans-IO."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import Beat, DeploymentLimits, LoadedAdapter, Status, limits_shortfall
+from tgi.microkernel.link import PeerId, Place
+from tgi.microkernel.protocol import Beat, DeploymentLimits, Hello, LoadedAdapter, Status, limits_shortfall
 from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
 from tgi.tokenizer.replica_choice import BLOCK_TOKENS, Candidate, PrefixHistory, choose_replica, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
@@ -27,9 +28,11 @@ MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
 class SchedulerReplica:
     """One scheduler, with the requests that were sent to it."""
 
-    def __init__(self, number: int, tokenizers: int) -> None:
-        self.number = number
+    def __init__(self, place: Place, tokenizers: int) -> None:
+        self.place = place
+        self.number = place.number
         self.peer: PeerId | None = None  # None while no process is connected
+        self.lost_boot = b""  # of the process that has died last
         self.silent = False  # it is connected, and sends no beats any more
         self.status = NO_SCHEDULER
         self.beat = Beat(None)
@@ -76,28 +79,32 @@ class SchedulerReplica:
 
 
 class Schedulers:
-    """All replicas by number. The limits of the first one hold: one that offers less than that is not used."""
+    """All replicas. The limits of the first one hold: one that offers less than that is not used."""
 
-    def __init__(self, work_in_hand: Callable[[PeerId], bytes], tokenizers: int = 1) -> None:
-        """`work_in_hand`: the fingerprints of the requests that a process has, or had, in hand. `tokenizers`: how many
-        share the replicas."""
+    def __init__(self, work_in_hand: Callable[[PeerId], bytes | None], tokenizers: int = 1) -> None:
+        """`work_in_hand`: the fingerprints of the requests that a process has, or had, in hand; None if that is not
+        known, as of processes on other hosts. `tokenizers`: how many share the replicas."""
         self.limits: DeploymentLimits | None = None
-        self._replicas: dict[int, SchedulerReplica] = {}
+        self._replicas: dict[Place, SchedulerReplica] = {}
+        self._connected: dict[PeerId, SchedulerReplica] = {}
         self._work_in_hand = work_in_hand
         self._tokenizers = tokenizers
         # By fingerprint: the replica whose scheduler died with the request in hand, and until when that waits for the
         # successor. So a request that crashes schedulers is tried at one replica and does not end one after the other.
         self._suspicions: dict[int, tuple[SchedulerReplica, float]] = {}
+        # Fingerprints of requests that a scheduler had when it died with unknown work in hand. They have gone on at
+        # another one at once; when that dies, too, they wait until a successor tells what its predecessor had in hand.
+        self._lost_once: dict[int, None] = {}
 
-    def __getitem__(self, number: int) -> SchedulerReplica:
-        return self._replicas[number]
+    def __getitem__(self, place: Place) -> SchedulerReplica:
+        return self._replicas[place]
 
     def __iter__(self) -> Iterator[SchedulerReplica]:
         return iter(self._replicas.values())
 
     @property
-    def numbers(self) -> set[int]:
-        """The numbers of the replicas."""
+    def places(self) -> set[Place]:
+        """The places of the replicas."""
         return set(self._replicas)
 
     @property
@@ -110,28 +117,39 @@ class Schedulers:
         """Whether a replica is connected and not silent."""
         return any(replica.peer is not None and not replica.silent and not replica.unfit for replica in self)
 
-    def connect(self, peer: PeerId) -> SchedulerReplica:
-        """The replica whose scheduler has sent its Hello."""
-        replica = self._replicas.setdefault(peer.replica, SchedulerReplica(peer.replica, self._tokenizers))
+    def at(self, place: Place) -> SchedulerReplica:
+        """The replica at this place, which is a new one if there was none."""
+        return self._replicas.setdefault(place, SchedulerReplica(place, self._tokenizers))
+
+    def connect(self, replica: SchedulerReplica, peer: PeerId, hello: Hello, now: float) -> None:
+        """The scheduler of this replica has sent its Hello. If that says what its predecessor had in hand at its death,
+        these requests are the suspects."""
         replica.peer = peer
-        return replica
+        self._connected[peer] = replica
+        report = hello.last_exit
+        if report is not None and replica.lost_boot and report.boot == replica.lost_boot:
+            self._suspicions = {name: one for name, one in self._suspicions.items() if one[0] is not replica}
+            self._suspect(replica, map(fingerprint_number, split_fingerprints(report.in_hand)), now)
+        replica.lost_boot = b""
 
     def replica_of(self, peer: PeerId) -> SchedulerReplica | None:
         """The replica of a scheduler that is connected."""
-        replica = self._replicas.get(peer.replica)
-        return replica if replica is not None and replica.peer == peer else None
+        return self._connected.get(peer)
 
     def disconnect(self, replica: SchedulerReplica) -> None:
         """The scheduler has ended; another may follow."""
+        if replica.peer is not None:
+            del self._connected[replica.peer]
         replica.peer, replica.silent, replica.beat, replica.unfit = None, False, Beat(None), False
         replica.requests, replica.moved = {}, set()
         replica.set_load(0)
         replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
 
-    def remove(self, number: int) -> None:
-        """A replica that is not connected was retired."""
-        self._replicas.pop(number, None)
-        self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].number != number}
+    def remove(self, place: Place) -> None:
+        """A replica was retired. Does nothing if it is connected."""
+        if place in self._replicas and self._replicas[place].peer is None:
+            del self._replicas[place]
+            self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].place != place}
 
     def set_status(self, replica: SchedulerReplica, status: Status) -> None:
         """Takes the status of a replica. One that offers less than the others is not used."""
@@ -166,26 +184,39 @@ class Schedulers:
         prompt = prompt_keys(request.prompt.ids, digest)
         candidates = [Candidate(one.number, one.load, one.prefixes.matched_tokens(prompt), one.slots) for one in usable]
         number = choose_replica(candidates, prompt.beginning)
-        self._replicas[number].prefixes.record(prompt)
-        return self._replicas[number]
+        chosen = next(one for one in usable if one.number == number)
+        chosen.prefixes.record(prompt)
+        return chosen
 
     # --- crashes ------------------------------------------------------------------------------------------------------
 
-    def in_hand(self, peer: PeerId) -> frozenset[int]:
-        """The fingerprints that a scheduler has, or had, in hand."""
-        return frozenset(map(fingerprint_number, split_fingerprints(self._work_in_hand(peer))))
+    def suspects(self, replica: SchedulerReplica, peer: PeerId) -> set[int]:
+        """The fingerprints of requests that may have stopped or ended this scheduler of the replica: what it has, or
+        had, in hand. If that is not known, those that have lost a scheduler so before; the others are remembered."""
+        if (in_hand := self._work_in_hand(peer)) is not None:
+            return {*map(fingerprint_number, split_fingerprints(in_hand))}
+        present = {one.fingerprint for one in replica.requests.values() if one.fingerprint}
+        suspects = present & self._lost_once.keys()
+        self._lost_once |= dict.fromkeys(present)
+        _drop_oldest(self._lost_once)
+        return suspects
 
     def record_death(self, replica: SchedulerReplica, peer: PeerId, now: float) -> None:
-        """The scheduler of this replica has died: what it had in hand waits for its successor."""
-        for fingerprint in self.in_hand(peer):
+        """The scheduler of this replica has died: the suspects wait for its successor. To be called before
+        `disconnect`."""
+        replica.lost_boot = peer.boot
+        self._suspect(replica, self.suspects(replica, peer), now)
+
+    def _suspect(self, replica: SchedulerReplica, fingerprints: Iterable[int], now: float) -> None:
+        for fingerprint in fingerprints:
             self._suspicions.pop(fingerprint, None)
             self._suspicions[fingerprint] = replica, now + SUCCESSOR_SECONDS
-        while len(self._suspicions) > MAX_SUSPICIONS:
-            del self._suspicions[next(iter(self._suspicions))]
+        _drop_oldest(self._suspicions)
 
     def clear_suspicion(self, fingerprint: int) -> None:
         """A request has ended well."""
         self._suspicions.pop(fingerprint, None)
+        self._lost_once.pop(fingerprint, None)
 
     # --- for the front ends -------------------------------------------------------------------------------------------
 
@@ -217,6 +248,11 @@ class Schedulers:
             mean_end_interval_ms=round(1 / ends_per_ms) if ends_per_ms else 0,
             adapters=adapters,
         )
+
+
+def _drop_oldest(remembered: dict[int, Any]) -> None:
+    while len(remembered) > MAX_SUSPICIONS:
+        del remembered[next(iter(remembered))]
 
 
 def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[bool, bool, bool]:

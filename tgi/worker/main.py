@@ -14,6 +14,7 @@ from tgi.hub.model_config import read_model_config
 from tgi.microkernel.link import Link
 from tgi.microkernel.process import Process
 from tgi.microkernel.progress import WorkerFacts
+from tgi.microkernel.rundir import scheduler_socket
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.settings_loading import VISIBLE, replica_devices
 from tgi.worker.deferred_imports import defer_imports
@@ -65,7 +66,7 @@ def main(process: Process) -> None:
             place = group.place
         else:
             place = None
-        link = process.connect_to_scheduler(settings.replica_index, "back", process.hello(model))
+        link = process.connect_link(_scheduler_address(process), process.hello(model))
         loop = WorkerLoop(process, link)
         loop.progress("starting", 0)
         with lost_rank_first(process) if group is not None else contextlib.nullcontext():
@@ -104,6 +105,12 @@ def _serve_host_rank(process: Process) -> None:
         engine, _ = _start_engine(process, progress, place)
         serve_rank(process, engine, link)
     link.close()
+
+
+def _scheduler_address(process: Process) -> str:
+    """The address of this worker's scheduler, in the run directory or with --connect on another host."""
+    index, elsewhere = process.settings.replica_index, process.settings.connect
+    return elsewhere[index] if elsewhere else process.link_address(scheduler_socket(index, "back"))
 
 
 def _start_engine(
