@@ -473,8 +473,9 @@ def keys_new(directory: Path) -> None:
 
 # Settings of `tgi plan`.
 PLANNED = (
-    "model_id", "revision", "dtype", "quantize", "kv_cache_dtype", "max_total_tokens", "max_batch_size",
-    "max_batch_prefill_tokens", "max_batch_total_tokens", "memory_fraction", "cuda_memory_fraction",
+    "model_id", "revision", "dtype", "num_shard", "replicas", "quantize", "kv_cache_dtype", "lora_adapters",
+    "draft_model_id", "draft_model_revision", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens",
+    "max_batch_total_tokens", "memory_fraction", "cuda_memory_fraction",
 )  # fmt: skip
 
 
@@ -492,23 +493,40 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def plan(devices: str, requests: int, tokens: int, as_json: bool, **given: Any) -> None:
     """Tell what fits on which devices, from config.json alone.
 
-    For each division into tensor parallel ranks and replicas: weights, tokens of KV cache and requests at once, and
-    which one to choose. Neither weights nor devices are needed.
+    For each division into tensor parallel ranks and replicas: weights, tokens of KV cache and requests at once, which
+    one to choose and the command that runs it. Neither weights nor devices are needed. Draft models, LoRA adapters and
+    GGUF files are planned too.
     """
-    from tgi.hub.resolver import model_directory
+    from tgi.hub.resolver import adapter_directory, plannable_model
+    from tgi.microkernel.lora_adapters import named_adapters
     from tgi.worker.planning.deployment_plan import PlanRequest, make_plan
     from tgi.worker.planning.devices import parse_devices
     from tgi.worker.planning.report import describe
 
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
-    wanted = parse_devices(devices)
-    if str(settings.model_id).lower().endswith(".gguf"):
-        raise UserError(
-            "The sizes of a GGUF file do not follow from a config.json. Plan with the directory or Hub id of its "
-            "original model and --quantize int4 or int8."
-        )
-    directory = model_directory(settings.model_id, settings.revision, weights=False)
-    found = make_plan(PlanRequest(directory, settings, wanted, tokens, requests))
+    chosen = {name: value for name, value in given.items() if value is not None}
+    settings, wanted = Settings(**chosen), parse_devices(devices)
+    try:
+        adapters = named_adapters(settings.lora_adapters)
+    except ValueError as error:
+        raise UserError(f"{error}.", code=2) from error
+    draft = settings.draft_model_id
+    request = PlanRequest(
+        plannable_model(settings.model_id, settings.revision),
+        settings,
+        wanted,
+        tokens,
+        requests,
+        draft=None if draft is None else plannable_model(draft, settings.draft_model_revision),
+        adapters=tuple(adapter_directory(adapter, weights=False) for adapter in adapters),
+        replicas=chosen.pop("replicas", None),
+        arguments=tuple(
+            word
+            for name in PLANNED
+            if name in chosen and name != "num_shard"
+            for word in (flag(name), str(chosen[name]))
+        ),
+    )
+    found = make_plan(request)
     click.echo(json.dumps(asdict(found), indent=2) if as_json else describe(found))
 
 

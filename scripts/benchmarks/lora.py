@@ -26,8 +26,9 @@ from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.sharding import whole_model
 from tgi.worker.engine.engine import TorchEngine
 from tgi.worker.engine.torch_threads import choose_threads
+from tgi.worker.lora.projections import PROJECTIONS, projection_shapes
 from tgi.worker.lora.registry import FetchedAdapter
-from tgi.worker.lora.weights import PROJECTIONS, LoraPair, LoraWeights, projection_shapes
+from tgi.worker.lora.weights import LoraPair, LoraWeights
 from tgi.worker.models.config_reader import read_decoder_config
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.loader import ModelSpec

@@ -1,7 +1,10 @@
 """Reading a model directory: configuration, defaults, chat templates, and the directories that are rejected."""
 
 import json
+import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 from tests.models import model
 from tgi.hub.model_config import read_model_config, read_sampling_defaults
+from tgi.hub.resolver import model_directory
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
 
@@ -193,6 +197,38 @@ def test_what_is_not_a_model_directory_is_rejected(copy: Path, tmp_path: Path) -
     (copy / "config.json").unlink()
     with pytest.raises(UserError, match=r"has no config\.json"):
         read_model_config(copy)
+
+
+@pytest.fixture
+def anywhere() -> Iterator[Path]:
+    """A copy of a model in a directory that every user may enter, while the test runs without the rights of root."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    directory = Path(shutil.copytree(model("llama"), place / "model"))
+    root = os.geteuid() == 0
+    if root:
+        for path in (directory, *directory.iterdir()):
+            os.chown(path, 65534, 65534)
+        os.seteuid(65534)
+    try:
+        yield directory
+    finally:
+        directory.chmod(0o755)
+        if root:
+            os.seteuid(0)
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("locked", [".", "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_what_may_not_be_read_is_named(anywhere: Path, locked: str) -> None:
+    """Without a traceback."""
+    read_model_config(anywhere)
+    (anywhere / locked).chmod(0)
+    with pytest.raises(UserError, match=r"cannot be read: .*Permission denied"):
+        read_model_config(anywhere)
+    if locked == ".":
+        with pytest.raises(UserError, match=r"cannot be read: .*Permission denied"):
+            model_directory(str(anywhere / "inside"))
 
 
 def test_missing_weights_are_rejected(copy: Path) -> None:

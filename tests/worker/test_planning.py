@@ -12,10 +12,13 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
+from scripts.make_gguf import write_gguf
 from tests.models import model as make
 from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Awq, Compressed, Form, Fp8, Gptq, write
 from tgi.cli import main
+from tgi.hub.gguf.convert import convert
 from tgi.microkernel.settings import Settings
 from tgi.worker.attention import page_size
 from tgi.worker.checkpoint import SINGLE_FILE, Checkpoint
@@ -23,13 +26,22 @@ from tgi.worker.cpu_kernels.quantizer import CpuQuantizer
 from tgi.worker.distributed.sharding import shard_decoder, whole_model
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE
 from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
+from tgi.worker.lora.packed_deltas import PackedWeights
+from tgi.worker.lora.weights import LoraWeights
 from tgi.worker.models.decoder import DecoderModel
 from tgi.worker.models.decoder_layer import DecoderWeights
 from tgi.worker.models.families import FAMILIES
 from tgi.worker.models.loader import read_model_spec
 from tgi.worker.models.weight_loader import DecoderWeightLoader
 from tgi.worker.models.weight_shapes import matrices, vectors
-from tgi.worker.planning.deployment_plan import matrix_sizes, rank_memory, read_planned_model
+from tgi.worker.planning.deployment_plan import (
+    PlannedDeployment,
+    PlanRequest,
+    matrix_sizes,
+    rank_memory,
+    read_planned_deployment,
+    read_planned_model,
+)
 from tgi.worker.planning.devices import Devices, parse_devices
 from tgi.worker.quantization.quantize import quantize_weight
 
@@ -122,11 +134,12 @@ def check(
     native: bool,
     dtype: str = "auto",
     quantize: str | None = None,
+    source: Path | None = None,
 ) -> None:
     """Asserts that each rank of a model has the planned bytes and parameters, on CPU with our own kernels if `native`,
-    else where weights are held as on a GPU."""
+    else where weights are held as on a GPU. `source`: what is planned, if it is not the directory."""
     settings, device = Settings(dtype=dtype, quantize=quantize), CPU if native else GPU
-    planned = read_planned_model(directory, settings)
+    planned = read_planned_model(source or directory, settings)
     for rank in range(ranks):
         shard = shard_decoder(planned.config, rank, ranks)
         place = torch.device("cpu") if native else META
@@ -135,7 +148,7 @@ def check(
         listed = [m for m in matrices(planned.config, shard) if m.name in sizes]
         assert sum(matrix.local_numbers for matrix in listed) == weights.footprint.numbers
         assert sum(sizes.values()) == weights.footprint.bytes
-        found = rank_memory(planned, shard, device, settings)
+        found = rank_memory(PlannedDeployment(planned), shard, device, settings)
         assert found.weights == weights.footprint.bytes + vector_bytes(weights)
         assert found.kv_token == model.kv.token_bytes
 
@@ -193,12 +206,115 @@ def test_types_of_the_kv_cache() -> None:
         _, model = load(directory, 0, 1, torch.device("cpu"), native, "auto", None)
         for name in names:
             settings, device = Settings(kv_cache_dtype=name), CPU if native else GPU
-            planned = rank_memory(read_planned_model(directory, settings), shard, device, settings)
+            planned = rank_memory(PlannedDeployment(read_planned_model(directory, settings)), shard, device, settings)
             stored = None if name is None else getattr(torch, name.replace("fp8", "float8"))
             assert planned.kv_token == model.kv._replace(stored_dtype=stored).token_bytes
         if native:
             assert page_size(model.kv, torch.device("cpu")) == CPU_PAGE_SIZE
     assert page_size(model.kv, torch.device("cuda")) == GPU_PAGE_SIZE
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+def mixed(name: str) -> str:
+    """The types of llama.cpp's Q4_K_M, and a plain weight among quantized ones."""
+    if name.startswith("blk.1.attn_k"):
+        return "F16"
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name or "token_embd" in name else "Q4_K"
+
+
+def without_shifts(name: str) -> str:
+    """Types of different bits and groups."""
+    return {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q6_K"}.get(name.split(".")[-2], "IQ4_XS")
+
+
+MIXTURES = {"mixed": mixed, "without shifts": without_shifts}
+
+
+def imported(files: Path, kind: str, block: str, tie: bool) -> tuple[Path, Path]:
+    """A GGUF file of a model, and the directory that the import makes of it."""
+    source, directory = files / f"{kind}-{block}-{tie}.gguf", files / f"{kind}-{block}-{tie}"
+    if not directory.is_dir():
+        model = make(kind, dtype="bfloat16", hidden=256, intermediate=512, tie=tie)
+        write_gguf(model, source, MIXTURES.get(block, block))
+        directory.mkdir()
+        convert(source, directory, lambda *told: None, packed=True)
+    return source, directory
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])
+@pytest.mark.parametrize(
+    ("kind", "block", "tie"),
+    [
+        ("llama", "Q4_0", True),
+        ("llama", "mixed", False),
+        ("llama", "without shifts", False),
+        ("llama", "F16", False),
+        ("phi3", "Q5_1", False),
+        ("mixtral", "MXFP4", False),
+        ("gemma2", "Q8_0", True),
+    ],
+)
+def test_gguf_files(files: Path, kind: str, block: str, tie: bool, native: bool) -> None:
+    if block == "mixed" and not native:
+        pytest.skip("whether shifts are finite shows in data, which tensors of the device meta lack")
+    source, directory = imported(files, kind, block, tie)
+    check(directory, 1, native, source=source)
+    check(directory, 4 if kind == "llama" else 2, native, source=source)
+    check(directory, 2, native, dtype="float32", source=source)
+    check(directory, 2, native, quantize="int8")  # the directory of the import itself
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("quantize", [None, "int4", "gptq"])
+def test_draft_models(quantize: str | None, native: bool, tmp_path: Path) -> None:
+    """They are whole on each rank, in the dtype of the served model; a format of checkpoints is not theirs."""
+    served, draft = make("llama", dtype="bfloat16", hidden=128), make("qwen2", context=128, layers=1)
+    if quantize == "gptq":
+        served = write("llama", Gptq(bits=4, size=64), tmp_path, ("lm_head",), hidden=128, dtype="bfloat16").directory
+    settings, device = Settings(quantize=quantize), CPU if native else GPU
+    planned = read_planned_deployment(PlanRequest(served, settings, [device], draft=draft))
+    assert planned.context == 128
+    place = torch.device("cpu") if native else META
+    own = None if quantize == "gptq" else quantize
+    whole, draft_model = load(draft, 0, 1, place, native, "bfloat16", own)
+    for rank in range(2):
+        weights, model = load(served, rank, 2, place, native, "auto", quantize)
+        found = rank_memory(planned, shard_decoder(planned.served.config, rank, 2), device, settings)
+        both = sum(one.footprint.bytes + vector_bytes(one) for one in (weights, whole))
+        assert found.weights == both
+        assert found.kv_token == model.kv.token_bytes + draft_model.kv.token_bytes
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "olmo2", "starcoder2", "mixtral"])
+def test_adapters(kind: str, native: bool, tmp_path: Path) -> None:
+    directory = make(kind, dtype="bfloat16", intermediate=200)
+    suffixes = (
+        ("q_proj", "v_proj", "qkv_proj", "o_proj") if kind in ("phi3", "mixtral") else ("k_proj", "o_proj", "_fc")
+    )
+    adapters = (
+        make_adapter(tmp_path / "all", directory, rank=5, targets=(*suffixes, "up_proj", "down_proj", "c_proj")),
+        make_adapter(tmp_path / "some", directory, rank=40, targets=suffixes, ranks={"o_proj": 3}, layers=[1]),
+    )
+    settings, device = Settings(), CPU if native else GPU
+    planned = read_planned_deployment(PlanRequest(directory, settings, [device], adapters=adapters))
+    for rank in range(2):
+        # Adapters of torch's kernels are float32 on CPU, and in the model's dtype on a GPU.
+        _, model = load(directory, rank, 2, torch.device("cpu"), native, "auto", None)
+        held = 0
+        for adapter in adapters:
+            content = model.load_adapter(adapter)
+            if isinstance(content, PackedWeights):
+                held += sum(tensor.nbytes for tensor in content._kept)
+            else:
+                assert isinstance(content, LoraWeights)
+                held += sum(2 * part.numel() for pairs in content.layers for pair in pairs if pair for part in pair)
+        found = rank_memory(planned, shard_decoder(planned.served.config, rank, 2), device, settings)
+        assert found.adapters == held > 0
 
 
 def plan(directory: Path, *arguments: str) -> dict[str, Any]:
@@ -229,11 +345,80 @@ def test_large_model_on_eight_devices(large: Path) -> None:
     assert [splits[ranks]["kv_token_bytes"] for ranks in (1, 2, 4, 8)] == [327_680 // ranks for ranks in (1, 2, 4, 8)]
     assert splits[4]["longest"] == 131072
     assert splits[8]["kv_tokens"] > 2 * splits[4]["kv_tokens"] > 4 * splits[2]["kv_tokens"] > 0
-    assert found["recommendation"].startswith("Recommended: 4 replicas of 2 ranks on H100 (--num-shard 2), the fewest")
+    assert found["recommendation"].startswith("Recommended: 4 replicas of 2 ranks on H100, the fewest")
+    assert found["commands"] == [f"tgi up --model-id {large} --num-shard 2 --replicas 4"]
+    for name in ("kv_tokens", "longest_requests", "typical_requests"):
+        assert splits[2][f"all_{name}"] == 4 * splits[2][name] > 0
     wanting = plan(large, "--devices", "8xH100", "--requests", "100")
-    assert wanting["recommendation"].startswith("Recommended: 2 replicas of 4 ranks on H100 (--num-shard 4)")
+    assert wanting["recommendation"].startswith("Recommended: 2 replicas of 4 ranks on H100, the fewest")
     shared = plan(large, "--devices", "16xH100")["splits"][-1]
     assert (shared["ranks"], shared["kv_token_bytes"]) == (16, 40_960)  # two ranks have the same KV head
+
+
+def test_chosen_numbers_of_ranks_and_replicas(large: Path) -> None:
+    (split,) = plan(large, "--devices", "8xH100", "--num-shard", "4", "--replicas", "1")["splits"]
+    assert (split["ranks"], split["replicas"], split["idle"]) == (4, 1, 4)
+    assert split["command"] == f"tgi up --model-id {large} --num-shard 4"
+    found = plan(large, "--devices", "8xH100", "--replicas", "2")["splits"]
+    assert [(split["ranks"], split["replicas"]) for split in found] == [(1, 2), (2, 2), (4, 2)]
+    nodes = plan(large, "--devices", "2xcpu:256GB", "--kv-cache-dtype", "int8")["splits"]
+    assert [node["command"] for node in nodes] == [
+        f"tgi up --model-id {large} --kv-cache-dtype int8 --device cpu --replicas 2",
+        f"tgi up --model-id {large} --kv-cache-dtype int8 --device cpu --num-shard 2",
+    ]
+    for arguments, said in (
+        (["--num-shard", "2", "--replicas", "5"], "has fewer than the 10 devices of a kind"),
+        (["--num-shard", "12", "--devices", "24xH100"], "cannot be divided among 12 ranks"),
+        (["--num-shard", "0"], "`num_shard` cannot be < 1"),
+        (["--replicas", "0"], "--replicas"),
+    ):
+        done = CliRunner().invoke(main, ["plan", "--model-id", str(large), "--devices", "8xH100", *arguments])
+        assert done.exit_code != 0
+        assert said in done.output.replace("\n", " "), done.output
+
+
+def test_draft_models_and_adapters_of_a_large_model(large: Path, tmp_path: Path) -> None:
+    small, adapter = tmp_path / "small", tmp_path / "adapter"
+    for directory in (small, adapter):
+        directory.mkdir()
+    config = LLAMA_70B | {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 16}
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    lora = {"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "o_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(lora))
+    devices = ["--devices", "8xH100", "--num-shard", "4"]
+    (alone,) = plan(large, *devices)["splits"]
+    found = plan(large, *devices, "--draft-model-id", str(small), "--lora-adapters", f"one={adapter},two={adapter}")
+    (split,) = found["splits"]
+    # Of q_proj a rank has a quarter of the outputs, of o_proj a quarter of the inputs; two adapters.
+    assert split["adapter_bytes"] == 2 * 2 * 80 * 16 * 2 * (8192 + 8192 // 4)
+    assert split["kv_token_bytes"] == alone["kv_token_bytes"] + 16 * 2 * 8 * 128 * 2
+    assert split["weight_bytes"] > alone["weight_bytes"] + 2 * found["draft_parameters"]
+    assert split["longest"] == found["context"] == 8192
+    assert split["command"] == (
+        f"tgi up --model-id {large} --lora-adapters one={adapter},two={adapter} --draft-model-id {small} --num-shard 4 "
+        "--replicas 2"
+    )
+    (adapter / "adapter_config.json").write_text(json.dumps(lora | {"r": 512, "target_modules": "all-linear"}))
+    large_adapters = ",".join(f"a{number}={adapter}" for number in range(3))
+    (full,) = plan(large, *devices, "--lora-adapters", large_adapters)["splits"]
+    assert "adapters take" in full["problem"]
+    assert "lower --memory-fraction" in full["problem"]
+    (fits,) = plan(large, *devices, "--lora-adapters", large_adapters, "--memory-fraction", "0.2")["splits"]
+    assert not fits["problem"]
+    for arguments, said in (
+        (
+            ["--draft-model-id", str(small), "--max-total-tokens", "9000"],
+            "the draft model's sequences have at most 8192",
+        ),
+        (["--lora-adapters", f"one={small}"], "has no adapter_config.json"),
+        (["--lora-adapters", "one=@"], "Invalid LoRA adapter format"),
+    ):
+        done = CliRunner().invoke(main, ["plan", "--model-id", str(large), *devices, *arguments])
+        assert done.exit_code in (1, 2)
+        assert said in done.output, done.output
+    (adapter / "adapter_config.json").write_text(json.dumps(lora | {"target_modules": ["c_fc"]}))
+    done = CliRunner().invoke(main, ["plan", "--model-id", str(large), *devices, "--lora-adapters", f"one={adapter}"])
+    assert "names no projection of the model" in done.output
 
 
 def test_large_model_on_one_device(large: Path) -> None:
@@ -270,12 +455,13 @@ def test_text_without_torch(large: Path) -> None:
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    head, _, titles, *rows = done.stdout.splitlines()
+    head, _, _, titles, *rows = done.stdout.splitlines()
     assert "70.55 billion parameters, bfloat16, weights as stored, context 131,072 tokens" in head
     assert titles.split()[:3] == ["device", "ranks", "replicas"]
     assert [row.split()[:4] for row in rows[:2]] == [["H100", "1", "8", "141.11"], ["H100", "2", "4", "70.56"]]
     assert rows[0].split()[-1] == "-"
     assert "an estimate" in done.stdout
+    assert rows[-1] == f"tgi up --model-id {large} --num-shard 2 --replicas 4"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +502,7 @@ def test_memory_of_devices() -> None:
         ({"num_attention_heads": 0}, [], "does not describe a model"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 64}}, [], "4 and 8 bits are read"),
         ({"torch_dtype": "float64"}, [], "dtype 'float64' is not supported"),
-        ({"quantization_config": {"quant_method": "gguf"}}, [], "does not follow from the config"),
+        ({"quantization_config": {"quant_method": "gguf"}}, [], "has no weights"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "does not follow from the config"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, [], "group_size is missing"),
         ({}, ["--quantize", "gptq"], "is for weights that are quantized already"),
@@ -328,7 +514,8 @@ def test_memory_of_devices() -> None:
 )
 def test_models_that_cannot_be_planned(change: Any, arguments: list[str], said: str, large: Path) -> None:
     (large / "config.json").write_text(json.dumps(LLAMA_70B | change))
-    (large / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 5 * 10**9}}))
+    if change.get("model_type") == "gpt2":
+        (large / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 5 * 10**9}}))
     done = CliRunner().invoke(main, ["plan", "--model-id", str(large), "--devices", "8xH100", *arguments])
     assert said in done.output, done.output
     assert "Traceback" not in done.output
@@ -338,10 +525,19 @@ def test_models_that_cannot_be_planned(change: Any, arguments: list[str], said: 
 
 @pytest.mark.parametrize(
     ("model_id", "said"),
-    [("model.gguf", "Plan with the directory or Hub id"), ("owner/name", "HF_HUB_OFFLINE forbids"), ("/none", "exist")],
+    [("model.gguf", "does not exist. Name a GGUF file"), ("owner/name", "HF_HUB_OFFLINE forbids"), ("/none", "exist")],
 )
 def test_models_that_are_not_here(model_id: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     done = CliRunner().invoke(main, ["plan", "--model-id", model_id, "--devices", "L4"])
     assert (done.exit_code, said in done.output) == (1, True), done.output
+
+
+@pytest.mark.parametrize("name", ["config.json", "quantize_config.json"])
+def test_models_that_cannot_be_read(name: str, large: Path) -> None:
+    (large / name).unlink(missing_ok=True)
+    (large / name).symlink_to("/proc/self/mem")  # reading its beginning fails, for root too
+    done = CliRunner().invoke(main, ["plan", "--model-id", str(large), "--devices", "L4"])
+    assert (done.exit_code, "cannot be read" in done.output) == (1, True), done.output
+    assert isinstance(done.exception, SystemExit)

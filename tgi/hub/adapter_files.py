@@ -10,11 +10,16 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 
 
-def missing_files_problem(names: list[str]) -> str:
+def wanted_files(weights: bool) -> tuple[str, ...]:
+    """The files of an adapter, with or without its weights."""
+    return FILES if weights else (CONFIG,)
+
+
+def missing_files_problem(names: list[str], weights: bool = True) -> str:
     """Why these file names are not a complete adapter, as the end of a sentence about their location, or ""."""
     if CONFIG not in names:
         return f"has no {CONFIG}, so it is no LoRA adapter. Name one that PEFT has written."
-    if WEIGHTS in names:
+    if WEIGHTS in names or not weights:
         return ""
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         return (

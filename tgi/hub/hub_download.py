@@ -23,7 +23,7 @@ TIMEOUT_S = 10
 class SnapshotContent(NamedTuple):
     """Which files of a repository are downloaded, in addition to configuration and tokenizer of a model."""
 
-    weights: bool = True
+    weights: bool = True  # of the model, or of the adapter
     code: bool = False
     adapter: bool = False  # the repository is a LoRA adapter, not a model
 
@@ -101,7 +101,8 @@ def _cached_snapshot(repo: str, revision: str, cache: Path, wanted: SnapshotCont
             return None
     directory = folder / "snapshots" / commit
     if wanted.adapter:
-        return directory if all((directory / name).is_file() for name in adapter_files.FILES) else None
+        files = adapter_files.wanted_files(wanted.weights)
+        return directory if all((directory / name).is_file() for name in files) else None
     if not (directory / "config.json").is_file():
         return None
     if wanted.code and "auto_map" in (directory / "config.json").read_text() and not list(directory.glob("*.py")):
@@ -125,17 +126,10 @@ def _download(
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     root = [name for name in sizes if "/" not in name]
     if wanted.adapter:
-        if problem := adapter_files.missing_files_problem(root):
+        if problem := adapter_files.missing_files_problem(root, wanted.weights):
             raise UserError(f"{repo} {problem}")
-        return _fetch(
-            repo,
-            revision,
-            cache,
-            token,
-            adapter_files.FILES,
-            progress,
-            sum(sizes[name] for name in adapter_files.FILES),
-        )
+        files = adapter_files.wanted_files(wanted.weights)
+        return _fetch(repo, revision, cache, token, files, progress, sum(sizes[name] for name in files))
     weights = choose_weight_files(root)
     if "config.json" not in sizes and adapter_files.CONFIG in sizes:
         raise adapter_files.not_a_model_error(

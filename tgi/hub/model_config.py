@@ -11,7 +11,7 @@ from typing import Any
 
 from tgi.hub import adapter_files
 from tgi.hub.weight_files import weight_files
-from tgi.microkernel.errors import UserError
+from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.sampling_params import PARAMETERS, SamplingDefaults
 
 # fmt: off
@@ -72,11 +72,15 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path, *, weights: bool = True) -> ModelConfig:
-    """Reads a model directory. Raises UserError if it is not one, is damaged, or cannot be served.
+    """Reads a model directory. Raises UserError if it is not one, cannot be read, is damaged, or cannot be served.
 
     Without `weights` it need not have any: hosts without a worker do not download them.
     """
-    directory = Path(directory).absolute()
+    with reading(directory):
+        return _read_model_config(Path(directory).absolute(), weights)
+
+
+def _read_model_config(directory: Path, weights: bool) -> ModelConfig:
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory. Name a model directory, a .gguf file or a Hub id.")
     if not (directory / "config.json").is_file() and (directory / adapter_files.CONFIG).is_file():

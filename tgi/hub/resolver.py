@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tgi.hub import adapter_files, default_model, gguf_import
 from tgi.hub.gguf_import import ProgressCallback, cached_directory, default_cache, import_gguf
-from tgi.microkernel.errors import UserError
+from tgi.microkernel.errors import UserError, reading
 from tgi.microkernel.lora_adapters import NamedAdapter
 
 log = logging.getLogger(__name__)
@@ -55,20 +55,32 @@ def model_directory(
         _warn_of_revision("the demo model", revision)
         return _log_block_types(default_model.default_model(cache, progress, offline=offline))
     path = Path(model_id).expanduser()
-    if model_id and path.is_dir():
+    with reading(path):
+        is_directory, is_file = bool(model_id) and path.is_dir(), path.is_file()
+    if is_directory:
         _warn_of_revision(f"the directory {path}", revision)
         return path.absolute()
     if path.suffix.lower() == ".gguf":
         _warn_of_revision(f"the file {path}", revision)
         return _log_block_types(_imported(path.absolute(), cache, progress))
-    if path.is_file():
+    if is_file:
         raise UserError(f"{model_id!r} is a file and not a .gguf file. Name the directory that the model is in.")
     if path.is_absolute() or not HUB_ID.fullmatch(model_id):
         raise UserError(f"{model_id!r} does not exist. Name a model directory, a .gguf file or a Hub id (owner/name).")
     from tgi.hub.hub_download import SnapshotContent, snapshot
 
     wanted = SnapshotContent(weights, code)
-    return snapshot(model_id, revision, hub_cache, wanted, token=token, offline=offline, progress=progress)
+    with reading(hub_cache or model_id):
+        return snapshot(model_id, revision, hub_cache, wanted, token=token, offline=offline, progress=progress)
+
+
+def plannable_model(model_id: str | None, revision: str | None) -> Path:
+    """What `tgi plan` reads of a model: the directory, of which the Hub's weights are not downloaded, or the GGUF file,
+    which is not imported. Raises UserError as `model_directory`."""
+    path = Path(model_id or "").expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return path.absolute()
+    return model_directory(model_id, revision, weights=False)
 
 
 def adapter_directory(
@@ -76,15 +88,19 @@ def adapter_directory(
     *,
     hub_cache: Path | None = None,
     token: str | None = None,
+    weights: bool = True,
     progress: ProgressCallback = _no_progress,
 ) -> Path:
-    """The directory of an adapter's files: a local one, or one in the Hub's cache, downloaded if necessary.
+    """The directory of an adapter's files: a local one, or one in the Hub's cache, downloaded if necessary; without
+    `weights` its config alone.
 
     Raises UserError if the directory or repository does not exist or has no adapter.
     """
     directory = Path(adapter.path or adapter.name).expanduser()
-    if directory.is_dir():
-        if problem := adapter_files.missing_files_problem([path.name for path in directory.iterdir()]):
+    with reading(directory):
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else None
+    if names is not None:
+        if problem := adapter_files.missing_files_problem(names, weights):
             raise UserError(f"The directory {directory} {problem}")
         return directory.absolute()
     if adapter.path is not None or not HUB_ID.fullmatch(adapter.name):
@@ -94,7 +110,7 @@ def adapter_directory(
         )
     from tgi.hub.hub_download import SnapshotContent, snapshot
 
-    wanted = SnapshotContent(adapter=True)
+    wanted = SnapshotContent(weights, adapter=True)
     return snapshot(
         adapter.name, adapter.revision, hub_cache, wanted, token=token, offline=_offline(), progress=progress
     )

@@ -3,7 +3,7 @@
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tgi.microkernel.errors import UserError
 
@@ -11,6 +11,13 @@ INDEX = "model.safetensors.index.json"
 NOT_WEIGHTS = ("arguments", "args", "training")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER = 100 << 20  # the limit of the format's own library
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, by its header."""
+
+    dtype: str  # in the format's words: "BF16", "I8"
+    shape: tuple[int, ...]
 
 
 def is_weights(name: str) -> bool:
@@ -70,8 +77,13 @@ def files_of_index(path: Path) -> list[str]:
         raise UserError(f"{path} is damaged: {error}. Download the model again.") from error
 
 
-def _check(path: Path) -> None:
-    """Compares the file size with the header: truncation is the most common damage."""
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model directory by name, from the headers of its weight files. Raises UserError."""
+    return {name: tensor for path in weight_files(directory) for name, tensor in _check(path).items()}
+
+
+def _check(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file. Compares the file size with the header: truncation is the most common damage."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -81,8 +93,9 @@ def _check(path: Path) -> None:
             if not 0 < length <= min(MAX_HEADER, size - 8):
                 raise ValueError("it does not begin as a safetensors file does")
             header: Any = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            expected = 8 + length + max(ends, default=0)
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            found = {name: StoredTensor(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
+            expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise UserError(f"The weights file {path} is damaged: {error}. Download it again.") from error
     except OSError as error:
@@ -92,3 +105,4 @@ def _check(path: Path) -> None:
             f"The weights file {path} is damaged: it has {size} bytes and its header speaks of {expected}. "
             "Download it again."
         )
+    return found

@@ -1,5 +1,9 @@
 """Errors of the whole program: UserError for users, ProtocolError for invalid frames."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 # Exit code of a process with an error that a restart cannot fix.
 FATAL = 3
 
@@ -13,6 +17,18 @@ class UserError(Exception):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Turns an OSError of a block that reads `path`, or files in it, into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}. Check the name, and that this user "
+            "may read it and the directories above it."
+        ) from error
 
 
 class ProtocolError(Exception):

@@ -14,6 +14,7 @@ from gguf.quants import QuantError, dequantize
 from tgi.hub.gguf.architecture import TargetTensor
 from tgi.hub.gguf.block_types import FORMS, Array, BlockFormat
 from tgi.hub.gguf.reader import GGUFFile, GGUFTensor
+from tgi.hub.weight_files import StoredTensor
 from tgi.microkernel.errors import UserError
 
 PIECE = 1 << 22  # elements per chunk: about 100 MB with the temporary arrays of the most complicated blocks
@@ -78,6 +79,11 @@ def write_weights(
                 progress(done, end)
 
 
+def packed_tensors(file: GGUFFile, wanted: list[TargetTensor]) -> dict[str, StoredTensor]:
+    """The tensors that `write_weights` with `packed` writes, by name."""
+    return {name: column for tensor in wanted for name, column in _columns(tensor, _stored_form(file, tensor)).items()}
+
+
 def _stored_form(file: GGUFFile, wanted: TargetTensor) -> StoredForm:
     """The smallest form that holds a tensor exactly. Float32 tensors are read for it: those of models that were trained
     in bfloat16 often hold only such numbers."""
@@ -90,12 +96,15 @@ def _stored_form(file: GGUFFile, wanted: TargetTensor) -> StoredForm:
     return "BF16" if exact else "F32"
 
 
-def _columns(wanted: TargetTensor, form: StoredForm) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name, safetensors type and shape of each stored tensor."""
+def _columns(wanted: TargetTensor, form: StoredForm) -> dict[str, StoredTensor]:
+    """The stored tensors by name."""
     if isinstance(form, str):
-        return {wanted.name: (form, wanted.shape)}
+        return {wanted.name: StoredTensor(form, wanted.shape)}
     rows, inputs = wanted.shape
-    return {f"{wanted.name}.{name}": (dtype, (rows, inputs // each)) for name, (dtype, each) in form.columns.items()}
+    return {
+        f"{wanted.name}.{name}": StoredTensor(dtype, (rows, inputs // each))
+        for name, (dtype, each) in form.columns.items()
+    }
 
 
 def bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:

@@ -22,7 +22,8 @@ from tgi.worker.activations import ACTIVATIONS
 from tgi.worker.device_copies import copy_to_device
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
-from tgi.worker.lora.weights import PROJECTION_GROUPS, PROJECTIONS, LoraWeights, ProjectionShapes
+from tgi.worker.lora.projections import PROJECTION_GROUPS, PROJECTIONS, ProjectionShapes
+from tgi.worker.lora.weights import LoraWeights
 
 # A multiple of torch's vector width, and fewer elements than torch divides among threads.
 LANES = 64

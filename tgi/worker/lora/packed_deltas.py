@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgi.worker.cpu_kernels.kernels import MAX_TILE_ROWS, PANEL, CpuKernels, LoraTiles
+from tgi.worker.cpu_kernels.kernels import MAX_TILE_ROWS, CpuKernels, LoraTiles
 from tgi.worker.cpu_kernels.program import LoraStep, lora_step
 from tgi.worker.layers.linear import Linear
 from tgi.worker.layers.mlp import Mlp
 from tgi.worker.lora.deltas import AdapterSpan
-from tgi.worker.lora.weights import PROJECTION_GROUPS, PROJECTIONS, LoraPair, LoraWeights, ProjectionShapes
+from tgi.worker.lora.projections import PANEL, PROJECTION_GROUPS, PROJECTIONS, ProjectionShapes, padded
+from tgi.worker.lora.weights import LoraPair, LoraWeights
 
 FIELDS = 3  # of a LoraPair in cpu_kernels/lora.h
 
@@ -43,7 +44,7 @@ class PackedWeights:
             return (0, 0, 0)
         a, b = (_pack(matrix, self._dtype) for matrix in pair)
         self._kept += (a, b)
-        return (a.data_ptr(), b.data_ptr(), _padded(pair.a.shape[1]))
+        return (a.data_ptr(), b.data_ptr(), padded(pair.a.shape[1]))
 
 
 def _group_projections(shapes: ProjectionShapes) -> dict[str, list[str]]:
@@ -58,14 +59,10 @@ def _pack(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Packs a matrix [depth, columns], padded with zeros to multiples of 32, in the order of element_index in
     elements.h: bfloat16 [columns / 32][depth / 2][32][2], other types [columns / 32][depth][32]."""
     depth, columns = matrix.shape
-    padded = F.pad(matrix.to(dtype), (0, _padded(columns) - columns, 0, _padded(depth) - depth))
+    filled = F.pad(matrix.to(dtype), (0, padded(columns) - columns, 0, padded(depth) - depth))
     paired = 2 if dtype is torch.bfloat16 else 1
-    blocks = padded.view(_padded(depth) // paired, paired, _padded(columns) // PANEL, PANEL)
+    blocks = filled.view(padded(depth) // paired, paired, padded(columns) // PANEL, PANEL)
     return blocks.permute(2, 0, 3, 1).contiguous()
-
-
-def _padded(size: int) -> int:
-    return -(-size // PANEL) * PANEL
 
 
 class PackedGroup(NamedTuple):

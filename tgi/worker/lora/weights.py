@@ -6,7 +6,7 @@ the other.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,28 +18,17 @@ from tgi.microkernel.errors import UserError
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.layers.linear import ROW_TILE, RowCounts
 from tgi.worker.lora.config import WEIGHTS_FILE, LoraConfig
+from tgi.worker.lora.projections import (
+    PROJECTION_GROUPS,
+    PROJECTIONS,
+    Module,
+    ProjectionParts,
+    adaptable_modules,
+    projection_shapes,
+)
 
-# The projections of a layer, by their names in decoder_config.py. The projections of a group have the same input, and
-# those in one inner tuple are one matrix.
-PROJECTION_GROUPS = {
-    "attention": (("query", "key", "value"),),
-    "output": (("output",),),
-    "inner": (("gate",), ("up",)),
-    "down": (("down",),),
-}
-PROJECTIONS = tuple(name for group in PROJECTION_GROUPS.values() for matrix in group for name in matrix)
 # Row counts to try for a product. Below 4, some libraries use other code, which sums in another order.
 ROW_SIZES = (4, 8, 16, ROW_TILE, 64, 128)
-
-
-class ProjectionShape(NamedTuple):
-    """The shape of a projection."""
-
-    inputs: int
-    outputs: int
-
-
-ProjectionShapes = dict[str, ProjectionShape]  # by the PROJECTIONS that a model has
 
 
 class LoraPair(NamedTuple):
@@ -60,13 +49,14 @@ class LoraWeights:
         }
         self.rows = choose_lora_rows(pair for pairs in layers for pair in pairs if pair is not None)
 
-    def select_part(self, outputs: Mapping[str, range], inputs: Mapping[str, range]) -> "LoraWeights":
-        """The adapter of one rank of several, with these outputs and inputs of projections; others are whole."""
+    def select_part(self, parts: ProjectionParts) -> "LoraWeights":
+        """The adapter of one rank of several."""
 
         def select(name: str, pair: LoraPair | None) -> LoraPair | None:
             if pair is None:
                 return None
-            rows, columns = inputs.get(name, range(len(pair.a))), outputs.get(name, range(pair.b.shape[1]))
+            rows = parts.inputs.get(name, range(len(pair.a)))
+            columns = parts.outputs.get(name, range(pair.b.shape[1]))
             return LoraPair(
                 pair.a[rows.start : rows.stop].contiguous(), pair.b[:, columns.start : columns.stop].contiguous()
             )
@@ -74,22 +64,6 @@ class LoraWeights:
         return LoraWeights(
             [[select(name, pair) for name, pair in zip(PROJECTIONS, pairs, strict=True)] for pairs in self.layers]
         )
-
-
-def projection_shapes(config: DecoderConfig) -> ProjectionShapes:
-    """The shapes of the projections of a model with this config."""
-    heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    hidden, inner = config.hidden, config.intermediate
-    found = {
-        "query": ProjectionShape(hidden, heads),
-        "key": ProjectionShape(hidden, kv_heads),
-        "value": ProjectionShape(hidden, kv_heads),
-        "output": ProjectionShape(heads, hidden),
-        "gate": ProjectionShape(hidden, inner),
-        "up": ProjectionShape(hidden, inner),
-        "down": ProjectionShape(inner, hidden),
-    }
-    return found if config.gated else {name: shape for name, shape in found.items() if name != "gate"}
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -129,8 +103,6 @@ UNSUPPORTED_TENSORS = {
     "block_sparse_moe": "adapters of a mixture's experts are not served",
 }
 
-Module = tuple[int, tuple[str, ...]]  # the layer, and the PROJECTIONS that are one matrix in the checkpoint
-
 
 def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LoraWeights:
     """Reads the adapter in `directory` for a model with this config, as tensors of `dtype`.
@@ -141,7 +113,7 @@ def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, dev
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         raise UserError(_missing_weights_message(directory))
-    modules = _adaptable_modules(config)
+    modules = adaptable_modules(config)
     with torch.inference_mode():
         found = _read_tensors(path, modules)
         layers: list[list[LoraPair | None]] = [[None] * len(PROJECTIONS) for _ in config.layers]
@@ -154,20 +126,6 @@ def read_adapter(directory: Path, config: DecoderConfig, dtype: torch.dtype, dev
             for projection, pair in _split_projections(path, name, sides, projections, lora, config).items():
                 layers[layer][PROJECTIONS.index(projection)] = LoraPair(*(side.to(device, dtype) for side in pair))
         return LoraWeights(layers)
-
-
-def _adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
-    """The modules that adapters may change, by their names in checkpoints."""
-    found: dict[str, Module] = {}
-    for number, layer in enumerate(config.layers):
-        for projection in PROJECTIONS:
-            inner = projection in ("gate", "up", "down")
-            if projection not in projection_shapes(config) or (inner and layer.routed):
-                continue
-            name = f"model.layers.{number}.{getattr(config.names, projection)}"
-            _, others = found.get(name, (number, ()))
-            found[name] = number, (*others, projection)
-    return found
 
 
 def _read_tensors(path: Path, modules: dict[str, Module]) -> dict[str, dict[str, Tensor]]:

@@ -24,7 +24,8 @@ from tgi.worker.layers.mlp import MixtureOfExperts, Mlp
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LoraDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedWeights
-from tgi.worker.lora.weights import LoraWeights, compute_dtype, projection_shapes, read_adapter
+from tgi.worker.lora.projections import projection_parts, projection_shapes
+from tgi.worker.lora.weights import LoraWeights, compute_dtype, read_adapter
 from tgi.worker.models.decoder_layer import DecoderLayer, DecoderStep, DecoderWeights, run_layer, write_program
 from tgi.worker.models.interface import LogitsReader, PreparedDecode
 
@@ -123,7 +124,9 @@ class DecoderModel:
     def load_adapter(self, directory: Path) -> LoraWeights | PackedWeights:
         """See Model."""
         weights = read_adapter(directory, self._whole_config, self._adapter_dtype, self.device)
-        return self.prepare_adapter(weights if self._communicator is None else self._shard_adapter(weights))
+        if self._communicator is not None:
+            weights = weights.select_part(projection_parts(self._whole_config, self._shard))
+        return self.prepare_adapter(weights)
 
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights | PackedWeights:
         """Converts an adapter to the format that this model computes with."""
@@ -201,16 +204,6 @@ class DecoderModel:
         hidden.masked_fill_(elsewhere[:, None], 0.0)
         self._communicator.all_reduce(hidden)
         return hidden
-
-    def _shard_adapter(self, weights: LoraWeights) -> LoraWeights:
-        """The part of an adapter for the shard's projections."""
-        config, shard = self._whole_config, self._shard
-        queries, keys = (
-            range(heads.start * config.head_dim, heads.stop * config.head_dim)
-            for heads in (shard.heads, shard.kv_heads)
-        )
-        outputs = {"query": queries, "key": keys, "value": keys, "gate": shard.inner, "up": shard.inner}
-        return weights.select_part(outputs, inputs={"output": queries, "down": shard.inner})
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:
         """RotaryEmbedding.angles of each rope, at positions [rows] below `longest`."""

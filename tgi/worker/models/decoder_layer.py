@@ -24,7 +24,7 @@ from tgi.worker.layers.norm import Norm
 from tgi.worker.layers.rotary import RotaryEmbedding
 from tgi.worker.lora.deltas import LayerLoraDeltas, LoraDeltas
 from tgi.worker.lora.packed_deltas import PackedDeltas, PackedLayerDeltas
-from tgi.worker.lora.weights import PROJECTION_GROUPS
+from tgi.worker.lora.projections import PROJECTION_GROUPS
 from tgi.worker.models.interface import WeightFootprint
 
 
@@ -59,7 +59,7 @@ X = TypeVar("X")  # the rows of a step: a tensor [rows, width], or the program b
 
 
 class LayerOperations(Protocol[X]):
-    """The operations of a layer. `group` is a key of lora.weights.PROJECTION_GROUPS, for the deltas of adapters."""
+    """The operations of a layer. `group` is a key of lora.projections.PROJECTION_GROUPS, for the deltas of adapters."""
 
     def norm(self, norm: Norm, x: X) -> X:
         """norm(x)."""

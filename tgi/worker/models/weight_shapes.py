@@ -17,6 +17,7 @@ class MatrixShape(NamedTuple):
     local_outputs: int
     local_inputs: range
     quantizable: bool = True  # routers are not
+    stack: str = ""  # matrices of the same stack become one weight, in one form; "": this one alone
 
     @property
     def local_numbers(self) -> int:
@@ -64,7 +65,7 @@ def _layer_matrices(config: DecoderConfig, shard: Shard, number: int) -> Iterato
         (names.key, config.kv_heads, shard.kv_heads),
         (names.value, config.kv_heads, shard.kv_heads),
     ):
-        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden))
+        yield MatrixShape(prefix + name, heads * dim, hidden, len(local) * dim, range(hidden), stack=prefix + "qkv")
     queries = range(shard.heads.start * dim, shard.heads.stop * dim)
     yield MatrixShape(prefix + names.output, hidden, config.heads * dim, hidden, queries)
     if not config.layers[number].routed:

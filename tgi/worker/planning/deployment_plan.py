@@ -6,26 +6,34 @@ worker allocates is a reserve, which is estimated here and measured by the worke
 """
 
 import json
-from collections import Counter
+import shlex
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tgi.microkernel.errors import UserError
+from tgi.hub.weight_files import StoredTensor, stored_tensors
+from tgi.microkernel.errors import UserError, reading
+from tgi.microkernel.interpreter import require_packages
 from tgi.microkernel.settings import CPU_KV_CACHE_DTYPES, QUANTIZED_AT_LOAD, Settings
 from tgi.worker.decoder_config import DecoderConfig, UnsupportedConfig
-from tgi.worker.distributed.sharding import Shard, shard_decoder
+from tgi.worker.distributed.sharding import Shard, shard_decoder, whole_model
 from tgi.worker.engine import memory
 from tgi.worker.kv_cache_sizes import CPU_PAGE_SIZE, GPU_PAGE_SIZE, cpu_head_dim, token_bytes
+from tgi.worker.lora.config import LoraConfig
+from tgi.worker.lora.projections import adapter_bytes
 from tgi.worker.models.config_reader import read_config, read_decoder_config, stored_dtype
 from tgi.worker.models.families import FAMILIES
-from tgi.worker.models.weight_shapes import matrices, vectors
+from tgi.worker.models.weight_shapes import MatrixShape, matrices, vectors
 from tgi.worker.planning.devices import Devices
-from tgi.worker.quantization.config import QuantizationConfig, find_config
+from tgi.worker.quantization.config import GGUF_METHOD, QuantizationConfig, find_config
 from tgi.worker.quantization.weight_forms import (
     EMBEDDING,
     CheckpointForms,
+    PackedForms,
+    StoredForms,
     WeightForm,
+    common_form,
     form_made_at_load,
     weight_bytes,
 )
@@ -33,6 +41,7 @@ from tgi.worker.quantization.weight_forms import (
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_RANKS = 64
 INDEX = "model.safetensors.index.json"
+GGUF_PACKAGES = ("gguf", "numpy")
 
 # The reserve on a GPU: estimates, larger than what is expected.
 CONTEXT_BYTES = 1 << 30  # CUDA's context, libraries and compiled kernels
@@ -50,13 +59,36 @@ class PlannedModel(NamedTuple):
     dtype: str  # in which it computes
     stored: str  # dtype of the files
     made: str | None  # what --quantize makes of plain weights
-    checkpoint: QuantizationConfig | None  # how the files are quantized
+    checkpoint: QuantizationConfig | None = None  # how the files are quantized
+    # Of weights in the bits of a GGUF file: the tensors that its import writes.
+    tensors: dict[str, StoredTensor] | None = None
+
+    def forms(self, device: Devices) -> StoredForms | None:
+        """The forms of the layers in the files; None: all are plain."""
+        if self.tensors is not None:
+            return PackedForms(self.tensors, exact=self.dtype == "float32")
+        return None if self.checkpoint is None else CheckpointForms(self.checkpoint, device.float8)
+
+
+class PlannedDeployment(NamedTuple):
+    """What each replica loads."""
+
+    served: PlannedModel
+    draft: PlannedModel | None = None  # whole on each rank
+    adapters: tuple[LoraConfig, ...] = ()
+
+    @property
+    def context(self) -> int:
+        """The longest sequence that the models can compute."""
+        contexts = [model.config.context_length for model in (self.served, self.draft) if model is not None]
+        return min(contexts)
 
 
 class RankMemory(NamedTuple):
     """What one rank allocates, in bytes."""
 
     weights: int
+    adapters: int
     reserve: int
     kv_token: int  # of each token of KV cache
 
@@ -69,13 +101,18 @@ class Split:
     ranks: int
     replicas: int
     idle: int  # devices of the kind that are left over
+    command: str  # that runs it
     weight_bytes: int  # of the rank with the most, as the other figures of a device
+    adapter_bytes: int
     reserve_bytes: int
     kv_token_bytes: int
-    kv_tokens: int  # of each replica; 0: it does not fit
-    longest: int  # tokens of a request at most
-    longest_requests: int  # of that length that fit at once, in all replicas together
-    typical_requests: int
+    kv_tokens: int = 0  # of each replica; 0: it does not fit
+    longest: int = 0  # tokens of a request at most
+    longest_requests: int = 0  # of that length that fit at once, on each replica
+    typical_requests: int = 0  # the same of typical length
+    all_kv_tokens: int = 0  # of all replicas together
+    all_longest_requests: int = 0
+    all_typical_requests: int = 0
     problem: str = ""  # why it does not fit
 
     @property
@@ -92,73 +129,141 @@ class Plan:
     parameters: int
     dtype: str
     weights: str  # their form, in words
+    draft_parameters: int  # 0: there is no draft model
+    adapters: int  # their number
     context: int
     typical_tokens: int
     wanted_requests: int
     splits: tuple[Split, ...]
     recommendation: str
+    commands: tuple[str, ...]  # that run what is recommended, one for each kind of device
 
 
 class PlanRequest(NamedTuple):
-    """What to plan for."""
+    """What to plan for. Models are directories or GGUF files, adapters directories."""
 
-    directory: Path
+    model: Path
     settings: Settings  # those of the model, the limits and the memory count
     devices: list[Devices]
     typical_tokens: int = 1000
     wanted_requests: int = 16  # of typical length, on each replica
+    draft: Path | None = None
+    adapters: tuple[Path, ...] = ()
+    replicas: int | None = None  # None: as many as there are devices for
+    arguments: tuple[str, ...] = ()  # of `tgi up`, besides those of a split
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """The plan. Raises UserError if the model cannot be planned from its config.json."""
-    model = read_planned_model(request.directory, request.settings)
-    splits = tuple(split for devices in request.devices for split in _splits(model, devices, request))
-    parts = shard_decoder(model.config, 0, 1)
-    stored = {vector.name: vector.numbers for vector in vectors(model.config, parts)}
+    """The plan. Raises UserError if a model or adapter cannot be planned from its configuration, or if there are fewer
+    devices than the ranks and replicas that are asked for."""
+    if request.settings.num_shard == 0:
+        raise UserError("Invalid argument: `num_shard` cannot be < 1")
+    deployment = read_planned_deployment(request)
+    splits = tuple(split for devices in request.devices for split in _splits(deployment, devices, request))
+    if not splits:
+        raise _too_few_devices(request)
+    model, recommended = deployment.served, _recommended(splits, request)
     return Plan(
-        model=str(request.settings.model_id or request.directory),
-        parameters=sum(matrix.local_numbers for matrix in matrices(model.config, parts)) + sum(stored.values()),
+        model=str(request.settings.model_id or request.model),
+        parameters=_parameters(model),
         dtype=model.dtype,
         weights=_form_in_words(model),
-        context=model.config.context_length,
+        draft_parameters=0 if deployment.draft is None else _parameters(deployment.draft),
+        adapters=len(deployment.adapters),
+        context=deployment.context,
         typical_tokens=request.typical_tokens,
         wanted_requests=request.wanted_requests,
         splits=splits,
-        recommendation=_recommend(model, splits, request),
+        recommendation=" ".join(_why(split, deployment, request) for split in recommended)
+        or _why_nothing(splits, deployment, request),
+        commands=tuple(split.command for split in recommended),
     )
 
 
-def read_planned_model(directory: Path, settings: Settings) -> PlannedModel:
-    """The model of a directory, of which only config.json and the config of quantization are read. Raises UserError if
-    its sizes do not follow from them."""
-    config = read_config(directory)
+def read_planned_deployment(request: PlanRequest) -> PlannedDeployment:
+    """The models and adapters of a request. Raises UserError if their sizes do not follow from their configuration."""
+    settings = request.settings
+    served = read_planned_model(request.model, settings)
+    draft = None
+    if request.draft is not None:
+        # As for the worker: the served model's dtype, and formats of checkpoints for the served model only.
+        quantize = settings.quantize if settings.quantize in QUANTIZED_AT_LOAD else None
+        draft = read_planned_model(request.draft, replace(settings, dtype=served.dtype, quantize=quantize))
+    found = PlannedDeployment(served, draft, tuple(LoraConfig(directory) for directory in request.adapters))
+    if (settings.max_total_tokens or 0) > found.context:
+        whose = "model's" if found.context == served.config.context_length else "draft model's"
+        raise UserError(
+            f"`max_total_tokens` is {settings.max_total_tokens}, but the {whose} sequences have at most "
+            f"{found.context} tokens. Lower --max-total-tokens or leave it out."
+        )
+    return found
+
+
+def read_planned_model(path: Path, settings: Settings) -> PlannedModel:
+    """The model of a directory, of which only config.json and the config of quantization are read, or of a GGUF file.
+    Raises UserError if its sizes do not follow from them."""
+    with reading(path):
+        if path.suffix.lower() == ".gguf" and not path.is_dir():
+            config, tensors = _read_gguf(path)
+            found = None
+        else:
+            config = read_config(path)
+            found, tensors = find_config(path, config), None
+            if found is not None and found.method == GGUF_METHOD:  # a directory that was imported
+                found, tensors = None, stored_tensors(path)
     stored = stored_dtype(config)
     dtype = stored if settings.dtype == "auto" else settings.dtype
     for name in (stored, dtype):
         if name not in ITEM_SIZES:
             raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(ITEM_SIZES)} with --dtype.")
-    decoder = _read_decoder(directory, config)
-    found, asked = find_config(directory, config), settings.quantize
+    decoder = _read_decoder(path, config)
+    asked = settings.quantize
     made = QUANTIZED_AT_LOAD.get(asked or "")
     if asked == "fp8" and found is not None:
         made = None  # the format of the files
     if asked is not None and made is None and found is None:
         raise UserError(
-            f"--quantize {asked} is for weights that are quantized already, and those in {directory} are not. Choose "
+            f"--quantize {asked} is for weights that are quantized already, and those in {path} are not. Choose "
             "int8 or int4, which are made at load, or leave out --quantize."
         )
-    longest = decoder.context_length
-    if (settings.max_total_tokens or 0) > longest:
-        raise UserError(
-            f"`max_total_tokens` is {settings.max_total_tokens}, but the model's sequences have at most {longest} "
-            "tokens. Lower --max-total-tokens or leave it out."
-        )
-    return PlannedModel(decoder, dtype, stored, made, found)
+    return PlannedModel(decoder, dtype, stored, made, found, tensors)
 
 
-def rank_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> RankMemory:
-    """What a rank with this shard allocates on a device of this kind. Raises UserError for settings that are not for
-    the device."""
+def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """The config.json of the model that the import of a GGUF file makes, and its tensors."""
+    require_packages(GGUF_PACKAGES, "Planning with a GGUF file")
+    from tgi.hub.gguf.architecture import plan_conversion
+    from tgi.hub.gguf.reader import read_gguf
+    from tgi.hub.gguf.weights import packed_tensors
+
+    file = read_gguf(path)
+    plan = plan_conversion(file)
+    return plan.config, packed_tensors(file, plan.tensors)
+
+
+def _parameters(model: PlannedModel) -> int:
+    whole = shard_decoder(model.config, 0, 1)
+    stored = {vector.name: vector.numbers for vector in vectors(model.config, whole)}
+    return sum(matrix.local_numbers for matrix in matrices(model.config, whole)) + sum(stored.values())
+
+
+def rank_memory(deployment: PlannedDeployment, shard: Shard, device: Devices, settings: Settings) -> RankMemory:
+    """What a rank with this shard of the served model allocates on a device of this kind. Raises UserError for settings
+    that are not for the device, or an adapter that is not for the model."""
+    served, draft = deployment.served, deployment.draft
+    weights, kv_token = _model_memory(served, shard, device, settings)
+    if draft is not None:
+        draft_weights, draft_kv = _model_memory(draft, whole_model(draft.config), device, settings)
+        weights, kv_token = weights + draft_weights, kv_token + draft_kv
+    adapters = sum(
+        adapter_bytes(adapter, served.config, shard, ITEM_SIZES[served.dtype], packed=device.is_cpu)
+        for adapter in deployment.adapters
+    )
+    return RankMemory(weights, adapters, _reserve(deployment, shard, device, settings), kv_token)
+
+
+def _model_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> tuple[int, int]:
+    """Bytes of the weights, and of each token of KV cache."""
     config = model.config
     if settings.kv_cache_dtype is not None and (settings.kv_cache_dtype in CPU_KV_CACHE_DTYPES) != device.is_cpu:
         raise UserError(f"--kv-cache-dtype {settings.kv_cache_dtype} is not for {device.name}. Leave it out.")
@@ -177,37 +282,48 @@ def rank_memory(model: PlannedModel, shard: Shard, device: Devices, settings: Se
         itemsize=ITEM_SIZES.get(kv_dtype, 1),
         scaled=kv_dtype == "int8",
     )
-    return RankMemory(matrix_bytes + vector_bytes, _reserve(model, shard, device, settings), kv_token)
+    return matrix_bytes + vector_bytes, kv_token
 
 
 def matrix_sizes(model: PlannedModel, shard: Shard, device: Devices) -> dict[str, int]:
     """Bytes of the shard's part of each matrix, by name: on CPU as our own kernels hold them, without an embedding that
     is not the output head too, whose rows are read from the mapped file."""
-    config, item = model.config, ITEM_SIZES[model.dtype]
-    forms = None if model.checkpoint is None else CheckpointForms(model.checkpoint, device.float8)
-    listed = list(matrices(config, shard))
+    config, item, forms = model.config, ITEM_SIZES[model.dtype], model.forms(device)
+    listed = [matrix for matrix in matrices(config, shard) if not (_is_lookup(matrix, config) and device.is_cpu)]
     stored_outputs: Counter[str] = Counter()
+    stacks: defaultdict[str, list[MatrixShape]] = defaultdict(list)
     for matrix in listed:
         stored_outputs[matrix.name] += matrix.outputs
+        stacks[matrix.stack or f"{matrix.name} alone"].append(matrix)
+
+    def form_of(matrix: MatrixShape) -> WeightForm | None:
+        if not matrix.quantizable:
+            return None
+        shape = matrix.name, stored_outputs[matrix.name], matrix.inputs
+        form = None if forms is None else forms.of_layer(*shape)
+        return form_made_at_load(model.made, *shape) if form is None and model.made is not None else form
+
     found: Counter[str] = Counter()
-    for matrix in listed:
-        is_embedding = matrix.name == EMBEDDING and not config.tied
-        if is_embedding and device.is_cpu:
-            continue
-        form: WeightForm | None = None
-        if matrix.quantizable:
-            outputs, inputs = stored_outputs[matrix.name], matrix.inputs
-            form = None if forms is None else forms.of_layer(matrix.name, outputs, inputs)
-            if form is None and model.made is not None:
-                form = form_made_at_load(model.made, matrix.name, outputs, inputs)
-        # Our CPU kernels widen 16-bit weights in products, and the embedding keeps its type.
-        as_stored = is_embedding or (device.is_cpu and model.dtype == "float32")
-        plain = ITEM_SIZES[model.stored] if form is None and as_stored else item
-        found[matrix.name] += weight_bytes(form, matrix.local_outputs, matrix.local_inputs, matrix.inputs, plain)
+    for stack in stacks.values():
+        own = [form_of(matrix) for matrix in stack]
+        form = common_form(own, stack[0].inputs)
+        for matrix in stack:
+            plain = item
+            # Our CPU kernels widen 16-bit weights in products, and the embedding keeps its type.
+            if not any(own) and (_is_lookup(matrix, config) or (device.is_cpu and model.dtype == "float32")):
+                stored = None if forms is None else forms.plain_bytes(matrix.name)
+                plain = stored or ITEM_SIZES[model.stored]
+            found[matrix.name] += weight_bytes(form, matrix.local_outputs, matrix.local_inputs, matrix.inputs, plain)
     return dict(found)
 
 
-def _read_decoder(directory: Path, config: dict[str, Any]) -> DecoderConfig:
+def _is_lookup(matrix: MatrixShape, config: DecoderConfig) -> bool:
+    """Whether this is an embedding that is not the output head too."""
+    return matrix.name == EMBEDDING and not config.tied
+
+
+def _read_decoder(path: Path, config: dict[str, Any]) -> DecoderConfig:
+    described = path if path.suffix.lower() == ".gguf" else path / "config.json"
     try:
         if config["model_type"] in FAMILIES:
             return _require_sizes(read_decoder_config(config))
@@ -215,13 +331,13 @@ def _read_decoder(directory: Path, config: dict[str, Any]) -> DecoderConfig:
     except UnsupportedConfig as error:
         reason = str(error)
     except KeyError as error:
-        raise UserError(f"{directory}/config.json has no {error}, which {config['model_type']} needs.") from error
+        raise UserError(f"{described} has no {error}, which {config['model_type']} needs.") from error
     except (TypeError, ValueError, ZeroDivisionError, AttributeError, IndexError) as error:
-        raise UserError(f"{directory}/config.json does not describe a model: {error}. Fetch it again.") from error
-    size = _indexed_size(directory)
+        raise UserError(f"{described} does not describe a model: {error}. Fetch it again.") from error
+    size = _indexed_size(path)
     told = "" if size is None else f" Its index says that the weights take {size / 1e9:.2f} GB as stored."
     raise UserError(
-        f"The model in {directory} ({reason}) runs through transformers, on one device, and cannot be planned from its "
+        f"The model in {path} ({reason}) runs through transformers, on one device, and cannot be planned from its "
         f"config.json.{told}"
     )
 
@@ -243,14 +359,21 @@ def _indexed_size(directory: Path) -> int | None:
         return None
 
 
-def _reserve(model: PlannedModel, shard: Shard, device: Devices, settings: Settings) -> int:
-    """An estimate of what a rank allocates besides weights and KV cache."""
+def _reserve(deployment: PlannedDeployment, shard: Shard, device: Devices, settings: Settings) -> int:
+    """An estimate of what a rank allocates besides weights, adapters and KV cache."""
     if device.is_cpu:
         return HOST_BYTES
-    return CONTEXT_BYTES + (COLLECTIVE_BYTES if shard.ranks > 1 else 0) + _activations(model, shard, settings)
+    return CONTEXT_BYTES + (COLLECTIVE_BYTES if shard.ranks > 1 else 0) + _activations(deployment, shard, settings)
 
 
-def _activations(model: PlannedModel, shard: Shard, settings: Settings) -> int:
+def _activations(deployment: PlannedDeployment, shard: Shard, settings: Settings) -> int:
+    """An estimate for the largest step: the models are computed one after the other."""
+    draft = deployment.draft
+    own = 0 if draft is None else _model_activations(draft, whole_model(draft.config), settings)
+    return max(own, _model_activations(deployment.served, shard, settings))
+
+
+def _model_activations(model: PlannedModel, shard: Shard, settings: Settings) -> int:
     """An estimate for the largest step: of each token the residual stream and its copies, queries, keys and values, and
     the inner columns of an MLP; of each row the logits; and the graphs."""
     config = model.config
@@ -262,31 +385,45 @@ def _activations(model: PlannedModel, shard: Shard, settings: Settings) -> int:
     return tokens * token + LOGIT_COPIES * rows * config.vocab_size * 4 + GRAPH_BYTES
 
 
-def _splits(model: PlannedModel, devices: Devices, request: PlanRequest) -> list[Split]:
-    """The splits over the devices of one kind: by powers of two and divisors of their number, among which the model can
-    be divided."""
+def _splits(deployment: PlannedDeployment, devices: Devices, request: PlanRequest) -> list[Split]:
+    """The splits over the devices of one kind: by the ranks and replicas that are asked for, else by powers of two and
+    divisors of the number of devices, among which the model can be divided."""
+    asked, wanted = request.settings.num_shard, request.replicas or 1
     found = []
-    for ranks in range(1, min(devices.number, MAX_RANKS) + 1):
-        if ranks & (ranks - 1) and devices.number % ranks:
+    for ranks in range(1, min(devices.number // wanted, MAX_RANKS) + 1) if asked is None else [asked]:
+        if ranks * wanted > devices.number or (asked is None and ranks & (ranks - 1) and devices.number % ranks):
             continue
         try:
-            shards = [shard_decoder(model.config, rank, ranks) for rank in range(ranks)]
+            shards = [shard_decoder(deployment.served.config, rank, ranks) for rank in range(ranks)]
         except UserError:
+            if asked is not None:
+                raise
             continue
-        found.append(_split(model, shards, devices, request))
+        found.append(_split(deployment, shards, devices, request))
     return found
 
 
-def _split(model: PlannedModel, shards: list[Shard], devices: Devices, request: PlanRequest) -> Split:
+def _too_few_devices(request: PlanRequest) -> UserError:
+    ranks, replicas = request.settings.num_shard or 1, request.replicas or 1
+    return UserError(
+        f"--devices has fewer than the {replicas * ranks} devices of a kind that {_replicas(replicas)} of "
+        f"{_ranks(ranks)} need. Several ranks or replicas of one host are planned as parts of its memory: 2xcpu:32GB "
+        "for two on a host with 64 GB.",
+        code=2,
+    )
+
+
+def _split(deployment: PlannedDeployment, shards: list[Shard], devices: Devices, request: PlanRequest) -> Split:
     settings, ranks = request.settings, len(shards)
-    needs = [rank_memory(model, shard, devices, settings) for shard in shards]
-    replicas, idle = divmod(devices.number, ranks)
+    needs = [rank_memory(deployment, shard, devices, settings) for shard in shards]
+    replicas = request.replicas or devices.number // ranks
     most = RankMemory(*(max(column) for column in zip(*needs, strict=True)))
     none = Split(
-        devices.name, ranks, replicas, idle, most.weights, most.reserve, most.kv_token, 0, 0, 0, 0,
+        devices.name, ranks, replicas, devices.number - ranks * replicas, _command(ranks, replicas, devices, request),
+        most.weights, most.adapters, most.reserve, most.kv_token,
     )  # fmt: skip
     page = CPU_PAGE_SIZE if devices.is_cpu else GPU_PAGE_SIZE
-    left = [_cache_memory(model, shard, need, devices, settings) for shard, need in zip(shards, needs, strict=True)]
+    left = [_cache_memory(deployment, *each, devices, settings) for each in zip(shards, needs, strict=True)]
     # As many pages as every rank has memory for.
     pages = [
         min(getattr(one, name) // (need.kv_token * page) for one, need in zip(left, needs, strict=True))
@@ -298,99 +435,134 @@ def _split(model: PlannedModel, shards: list[Shard], devices: Devices, request: 
         return replace(none, problem=f"with {_ranks(ranks)}, {needed}, which has {usable / 1e9:.1f} GB")
     page_bytes = most.kv_token * page
     required = memory.CacheRequirements(
-        context=model.config.context_length,
+        context=deployment.context,
         page_size=page,
         page_bytes=page_bytes,
-        vocab_size=model.config.vocab_size,
-        dtype=model.dtype,
+        vocab_size=deployment.served.config.vocab_size,
+        dtype=deployment.served.dtype,
         device="cpu" if devices.is_cpu else "cuda",
     )
     try:
         limits = memory.choose_limits(settings, required, memory.CacheMemory(*(n * page_bytes for n in pages)))
     except UserError as error:
         return replace(none, problem=str(error))
-    capacity, rows = limits.max_batch_total_tokens, limits.max_batch_size
+    # The worker loads adapters last, into the memory that the KV cache leaves.
+    spare = usable - most.weights - most.reserve - limits.pages * page_bytes
+    if most.adapters > spare:
+        lower = "--max-batch-total-tokens" if devices.is_cpu else "--memory-fraction"
+        taken = f"adapters take {most.adapters / 1e9:.1f} GB of each device, of which"
+        problem = f"with {_ranks(ranks)}, {taken} the KV cache leaves {max(0, spare) / 1e9:.1f} GB: lower {lower}"
+        return replace(none, problem=problem)
 
     def at_once(length: int) -> int:
-        return replicas * min(rows, limits.pages // -(-length // page))
+        return min(limits.max_batch_size, limits.pages // -(-length // page))
 
-    typical = min(request.typical_tokens, limits.max_total_tokens)
+    longest, capacity = limits.max_total_tokens, limits.max_batch_total_tokens
+    of_longest, of_typical = at_once(longest), at_once(min(request.typical_tokens, longest))
     return replace(
         none,
         kv_tokens=capacity,
-        longest=limits.max_total_tokens,
-        longest_requests=at_once(limits.max_total_tokens),
-        typical_requests=at_once(typical),
+        longest=longest,
+        longest_requests=of_longest,
+        typical_requests=of_typical,
+        all_kv_tokens=replicas * capacity,
+        all_longest_requests=replicas * of_longest,
+        all_typical_requests=replicas * of_typical,
     )
 
 
+def _command(ranks: int, replicas: int, devices: Devices, request: PlanRequest) -> str:
+    """The command line that runs a split."""
+    words = ["tgi", "up", *request.arguments]
+    words += ["--device", "cpu"] if devices.is_cpu else []
+    # Without it, several visible devices would be one group of ranks.
+    words += ["--num-shard", str(ranks)] if devices.number > replicas else []
+    words += ["--replicas", str(replicas)] if replicas > 1 else []
+    return shlex.join(words)
+
+
 def _cache_memory(
-    model: PlannedModel, shard: Shard, need: RankMemory, devices: Devices, settings: Settings
+    deployment: PlannedDeployment, shard: Shard, need: RankMemory, devices: Devices, settings: Settings
 ) -> memory.CacheMemory:
     """The memory of a rank for the KV cache."""
     if devices.is_cpu:
         free = max(0, devices.bytes - need.weights - need.reserve)
         whole = memory.cache_memory_on_host(free * shard.ranks)  # ranks on one host share its memory
         return memory.CacheMemory(whole.default // shard.ranks, whole.available // shard.ranks)
-    activations = _activations(model, shard, settings)
+    activations = _activations(deployment, shard, settings)
     free = devices.bytes - need.weights - (need.reserve - activations)
     return memory.cache_memory_on_cuda(free, devices.bytes, settings, activations)
 
 
-def _recommend(model: PlannedModel, splits: tuple[Split, ...], request: PlanRequest) -> str:
-    """For each kind of device the fewest ranks with room for the wanted requests; or why nothing fits."""
+def _recommended(splits: tuple[Split, ...], request: PlanRequest) -> list[Split]:
+    """For each kind of device the fewest ranks with room for the wanted requests, else the split with the most room."""
     fitting = [split for split in splits if split.fits]
-    if not fitting:
-        most_divided = max(splits, key=lambda split: split.ranks)
-        return f"Nothing fits: {most_divided.problem.rstrip('.')}. {_what_would_fit(model, request)}"
-    kinds = dict.fromkeys(split.device for split in fitting)
-    of_kinds = ([split for split in fitting if split.device == kind] for kind in kinds)
-    return " ".join(_recommend_one(of_kind, model, request) for of_kind in of_kinds)
+    found = []
+    for kind in dict.fromkeys(split.device for split in fitting):
+        of_kind = [split for split in fitting if split.device == kind]
+        roomy = [split for split in of_kind if split.typical_requests >= request.wanted_requests]
+        found.append(roomy[0] if roomy else max(of_kind, key=lambda split: split.typical_requests))
+    return found
 
 
-def _recommend_one(fitting: list[Split], model: PlannedModel, request: PlanRequest) -> str:
-    """The sentence about the devices of one kind."""
+def _why(split: Split, deployment: PlannedDeployment, request: PlanRequest) -> str:
+    """The sentence about a recommended split."""
     wanted = request.wanted_requests
-    roomy = [split for split in fitting if split.typical_requests >= wanted * split.replicas]
-    if roomy:
-        split, why = roomy[0], f"the fewest ranks with room for {wanted} requests on each replica"
+    if split.typical_requests >= wanted:
+        why = f"the fewest ranks with room for {wanted} requests on each replica"
     else:
-        split = max(fitting, key=lambda split: split.typical_requests // split.replicas)
         why = f"the most room, though less than for {wanted} requests on each replica"
-    shape = f"{split.replicas} replica{'s' * (split.replicas != 1)} of {_ranks(split.ranks)} on {split.device}"
-    flags = f" (--num-shard {split.ranks})" if split.ranks > 1 else ""
-    most = request.settings.max_total_tokens or model.config.context_length
+    shape = f"{_replicas(split.replicas)} of {_ranks(split.ranks)} on {split.device}"
+    most = request.settings.max_total_tokens or deployment.context
     limit = f"; requests of up to {split.longest:,} of {most:,} tokens" if split.longest < most else ""
     idle = f"; {split.idle} left over" if split.idle else ""
-    at_once = f"{split.typical_requests:,} requests of {min(request.typical_tokens, split.longest):,} tokens at once"
-    return f"Recommended: {shape}{flags}, {why}: {at_once}{limit}{idle}."
+    typical = min(request.typical_tokens, split.longest)
+    at_once = f"{split.all_typical_requests:,} requests of {typical:,} tokens at once"
+    return f"Recommended: {shape}, {why}: {at_once}{limit}{idle}."
+
+
+def _why_nothing(splits: tuple[Split, ...], deployment: PlannedDeployment, request: PlanRequest) -> str:
+    """Why no split fits, and what would."""
+    most_divided = max(splits, key=lambda split: split.ranks)
+    return f"Nothing fits: {most_divided.problem.rstrip('.')}. {_what_would_fit(deployment, request)}"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' * (count != 1)}"
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def _what_would_fit(model: PlannedModel, request: PlanRequest) -> str:
+def _what_would_fit(deployment: PlannedDeployment, request: PlanRequest) -> str:
     """What would fit instead: fewer bits on the same devices, or more devices of the first kind."""
+    served, draft = deployment.served, deployment.draft
     proposals = []
-    smaller = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}.get(model.made, ())
-    for form in smaller if model.checkpoint is None else ():
-        changed = model._replace(made=form)
+    smaller = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}.get(served.made, ())
+    for form in smaller if served.checkpoint is None and served.tensors is None else ():
+        changed = deployment._replace(
+            served=served._replace(made=form), draft=None if draft is None else draft._replace(made=form)
+        )
         fitting = [split for one in request.devices for split in _splits(changed, one, request) if split.fits]
         if fitting:
             split = fitting[0]
             proposals.append(f"--quantize {form} with {_ranks(split.ranks)} on {split.device}")
             break
     first = request.devices[0]
-    more = [split for split in _splits(model, first._replace(number=MAX_RANKS), request) if split.fits]
-    if more and more[0].ranks > first.number:
-        proposals.append(f"{more[0].ranks}x{first.name}")
+    free = request._replace(settings=replace(request.settings, num_shard=None), replicas=None)
+    more = [split for split in _splits(deployment, first._replace(number=MAX_RANKS), free) if split.fits]
+    wanted = request.replicas or 1
+    if more and more[0].ranks * wanted > first.number:
+        proposals.append(f"{more[0].ranks * wanted}x{first.name}")
     if not proposals:
         return "No smaller type and no number of these devices among which the model can be divided would be enough."
     return f"What would fit: {', or '.join(proposals)}."
 
 
 def _form_in_words(model: PlannedModel) -> str:
+    if model.tensors is not None:
+        return "as stored in GGUF"
     if model.checkpoint is not None:
         return f"{model.checkpoint.method} as stored"
     return "as stored" if model.made is None else f"quantized at load to {model.made}"

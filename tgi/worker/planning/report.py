@@ -11,9 +11,12 @@ NOTE = (
     "estimate, which the worker replaces at start by what it measures."
 )
 HEADINGS = (
-    *("device", "ranks", "replicas", "weights GB", "reserve GB", "KV B/token", "KV tokens", "longest"),
-    *("longest at once", "typical at once"),
+    *("device", "ranks", "replicas", "weights GB", "reserve GB", "KV B/token", "KV tokens", "context"),
+    *("longest", "typical", "KV tokens", "longest", "typical"),
 )
+# Titles above the headings, each with the number of columns that it is for.
+TITLES = (("", 3), ("each device", 3), ("each replica: requests", 4), ("all replicas: requests", 3))
+GAP = "  "
 
 
 def describe(plan: Plan) -> str:
@@ -22,27 +25,47 @@ def describe(plan: Plan) -> str:
         f"{plan.model}: {plan.parameters / 1e9:.2f} billion parameters, {plan.dtype}, weights {plan.weights}, context "
         f"{plan.context:,} tokens"
     )
+    if plan.draft_parameters:
+        head += f"; with a draft model of {plan.draft_parameters / 1e9:.2f} billion parameters"
+    if plan.adapters:
+        head += f"; with {plan.adapters} LoRA adapter{'s' * (plan.adapters != 1)}"
     table = [HEADINGS, *(_row(split) for split in plan.splits)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [_line(row, widths) for row in table]
+    lines = [_titles(widths), *(_line(row, widths) for row in table)]
     explained = (
-        "Bytes are of each device, tokens of each replica, requests at once of all replicas together: of the longest "
-        f"possible length, and of {plan.typical_tokens:,} tokens. {NOTE}"
+        "Weights include a draft model and adapters. Requests are those that fit at once: of the whole context, and of "
+        f"{plan.typical_tokens:,} tokens. {NOTE}"
     )
     problems = [f"{split.device} does not fit: {split.problem.rstrip('.')}." for split in plan.splits if not split.fits]
     told = [fill(text, WIDTH, break_long_words=False) for text in (explained, *problems, plan.recommendation)]
-    return "\n".join([head, "", *lines, "", *told[:-1], "", told[-1]])
+    return "\n".join([head, "", *lines, "", *told[:-1], "", told[-1], *plan.commands])
+
+
+def _titles(widths: list[int]) -> str:
+    """The line above the headings. Widens columns that are narrower than their title."""
+    parts, first = [], 0
+    for title, count in TITLES:
+        own = widths[first : first + count]
+        width = sum(own) + len(GAP) * (count - 1)
+        widths[first] += max(0, len(title) - width)
+        parts.append(title.rjust(max(width, len(title))))
+        first += count
+    return GAP.join(parts).rstrip()
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = zip(row, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
+    return GAP.join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])
 
 
 def _row(split: Split) -> Sequence[str]:
-    size = (f"{split.weight_bytes / 1e9:.2f}", f"{split.reserve_bytes / 1e9:.2f}", f"{split.kv_token_bytes:,}")
+    weights = split.weight_bytes + split.adapter_bytes
+    size = (f"{weights / 1e9:.2f}", f"{split.reserve_bytes / 1e9:.2f}", f"{split.kv_token_bytes:,}")
     first = (split.device, str(split.ranks), str(split.replicas), *size)
     if not split.fits:
-        return (*first, "-", "-", "-", "-")
-    counts = split.kv_tokens, split.longest, split.longest_requests, split.typical_requests
+        return (*first, *["-"] * (len(HEADINGS) - len(first)))
+    counts = (
+        *(split.kv_tokens, split.longest, split.longest_requests, split.typical_requests),
+        *(split.all_kv_tokens, split.all_longest_requests, split.all_typical_requests),
+    )
     return (*first, *(f"{count:,}" for count in counts))

@@ -9,6 +9,8 @@ from tgi.microkernel.errors import UserError
 # Separate files of older checkpoints, and the method that each implies.
 SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
+GGUF_METHOD = "gguf"  # the quant_method that hub/gguf/convert.py declares
+
 
 class QuantizationConfig(NamedTuple):
     """The entries of a quantization config and the path of its file. Its methods raise UserError for an entry that is

@@ -9,7 +9,7 @@ from tgi.microkernel.settings import QUANTIZED_AT_LOAD
 from tgi.worker.checkpoint import Checkpoint
 from tgi.worker.quantization.awq import AwqFormat
 from tgi.worker.quantization.compressed_tensors import CompressedTensorsFormat
-from tgi.worker.quantization.config import find_config
+from tgi.worker.quantization.config import GGUF_METHOD, find_config
 from tgi.worker.quantization.fp8 import Fp8Format
 from tgi.worker.quantization.gptq import GptqFormat
 from tgi.worker.quantization.quantize import WeightQuantizer, quantize_weight
@@ -31,7 +31,6 @@ FORMATS: dict[str, type[GptqFormat] | type[AwqFormat] | type[CompressedTensorsFo
     "fp8": Fp8Format,
     "fbgemm-fp8": Fp8Format,
 }
-GGUF_METHOD = "gguf"  # the quant_method that hub/gguf/convert.py declares
 
 # The values of --quantize that name a checkpoint format, and the formats that each accepts. marlin is a kernel for two
 # formats; fp8 is also made from plain weights.

@@ -7,8 +7,11 @@ cannot represent exactly is dequantized at load.
 
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
+from tgi.hub.weight_files import StoredTensor
+from tgi.microkernel.errors import UserError
 from tgi.worker.quantization.config import QuantizationConfig
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the names of the first and the last layer in checkpoints
@@ -61,8 +64,68 @@ def weight_bytes(form: WeightForm | None, outputs: int, inputs: range, of_inputs
     return outputs * (each + (len(inputs) // FACTOR_GROUP if form.factors else 0))
 
 
+def common_form(forms: Sequence[WeightForm | None], inputs: int) -> WeightForm | None:
+    """The form of stacked weights with these forms and so many inputs, as of `stack_weights`; None: it is plain."""
+    given = [form for form in forms if form is not None]
+    if len(given) < len(forms) or len(set(given)) == 1:
+        return given[0] if len(given) == len(forms) else None
+    if FLOAT8 in given:
+        return None
+    groups = [form.group or inputs for form in given]
+    group = min(groups)
+    if any(one % group for one in groups):
+        return None
+    return WeightForm(
+        bits=max(8 if form.factors else form.bits for form in given),
+        scale_bytes=max(form.scale_bytes for form in given),
+        group=None if group == inputs else group,
+        shifts=any(form.shifts for form in given),
+    )
+
+
+class StoredForms(Protocol):
+    """The forms of the layers of a checkpoint."""
+
+    def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
+        """The form of the weight [outputs, inputs] of a layer; None: it is plain, in the files or after loading."""
+
+    def plain_bytes(self, name: str) -> int | None:
+        """Bytes of a number of a plain weight in the files; None: as the config says."""
+
+
+class PackedForms:
+    """StoredForms of weights in the bits of a GGUF file, from the types and shapes of the tensors that its import
+    writes. `exact`: scales are not rounded to float16; a weight whose scales float16 cannot hold is not told apart."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], exact: bool) -> None:
+        self._tensors = tensors
+        self._exact = exact
+
+    def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
+        """See StoredForms. Raises UserError if the columns of the weight are incomplete."""
+        columns = {end: self._tensors.get(f"{name}.weight.{end}") for end in ("codes", "scales", "shifts")}
+        codes, scales, shifts = columns.values()
+        if codes is None:
+            return None
+        if scales is None or len(scales.shape) != 2 or not scales.shape[1]:
+            raise UserError(f"The quantized weight {name!r} has no scales that fit it. Fetch the model again.")
+        wide = self._exact and any(column is not None and column.dtype != "F16" for column in (scales, shifts))
+        group = inputs // scales.shape[1]
+        return WeightForm(
+            bits=8 if codes.dtype == "I8" else 4,
+            scale_bytes=4 if wide else 2,
+            group=None if group == inputs else group,
+            shifts=shifts is not None,
+        )
+
+    def plain_bytes(self, name: str) -> int | None:
+        """See StoredForms."""
+        stored = self._tensors.get(f"{name}.weight")
+        return None if stored is None else 4 if stored.dtype == "F32" else 2
+
+
 class CheckpointForms:
-    """The forms of the layers of a quantized checkpoint, from its config. Raises UserError for a config from which they
+    """StoredForms of a quantized checkpoint, from its config. Raises UserError for a config from which they
     cannot be told. `float8`: the device multiplies 8-bit floats, else these are dequantized at load."""
 
     def __init__(self, config: QuantizationConfig, float8: bool) -> None:
@@ -82,7 +145,7 @@ class CheckpointForms:
             )
 
     def of_layer(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
-        """The form of the weight [outputs, inputs] of a layer; None: it is plain, in the files or after loading."""
+        """See StoredForms."""
         config, method = self._config, self._config.method
         head = method == "compressed-tensors" or config.values.get("lm_head")
         if name == EMBEDDING or (name == HEAD and not head):
@@ -108,6 +171,10 @@ class CheckpointForms:
         if config.values.get("desc_act") and size not in (-1, inputs):
             return None  # groups are scattered over the inputs
         return self._affine(config.integer("bits"), size, inputs, not config.values.get("sym", True))
+
+    def plain_bytes(self, name: str) -> int | None:
+        """See StoredForms."""
+        return None
 
     def _compressed(self, name: str, outputs: int, inputs: int) -> WeightForm | None:
         meant = (weights for targets, weights in self._schemes if _are_for(targets, name))

@@ -1,0 +1,101 @@
+"""The projections of a decoder that adapters may change: names, shapes, and their parts on a rank, without torch."""
+
+from typing import NamedTuple
+
+from tgi.microkernel.errors import UserError
+from tgi.worker.decoder_config import DecoderConfig
+from tgi.worker.distributed.sharding import Shard
+from tgi.worker.lora.config import LoraConfig
+
+# The projections of a layer, by their names in decoder_config.py. The projections of a group have the same input, and
+# those in one inner tuple are one matrix.
+PROJECTION_GROUPS = {
+    "attention": (("query", "key", "value"),),
+    "output": (("output",),),
+    "inner": (("gate",), ("up",)),
+    "down": (("down",),),
+}
+PROJECTIONS = tuple(name for group in PROJECTION_GROUPS.values() for matrix in group for name in matrix)
+PANEL = 32  # our CPU kernels pad the sizes of an adapter's matrices to multiples of it
+
+
+class ProjectionShape(NamedTuple):
+    """The shape of a projection."""
+
+    inputs: int
+    outputs: int
+
+
+ProjectionShapes = dict[str, ProjectionShape]  # by the PROJECTIONS that a model has
+Module = tuple[int, tuple[str, ...]]  # the layer, and the PROJECTIONS that are one matrix in the checkpoint
+
+
+class ProjectionParts(NamedTuple):
+    """The part of each projection that a rank has, by its name; projections that are not named are whole."""
+
+    outputs: dict[str, range]
+    inputs: dict[str, range]
+
+
+def projection_shapes(config: DecoderConfig) -> ProjectionShapes:
+    """The shapes of the projections of a model with this config."""
+    heads, kv_heads = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, inner = config.hidden, config.intermediate
+    found = {
+        "query": ProjectionShape(hidden, heads),
+        "key": ProjectionShape(hidden, kv_heads),
+        "value": ProjectionShape(hidden, kv_heads),
+        "output": ProjectionShape(heads, hidden),
+        "gate": ProjectionShape(hidden, inner),
+        "up": ProjectionShape(hidden, inner),
+        "down": ProjectionShape(inner, hidden),
+    }
+    return found if config.gated else {name: shape for name, shape in found.items() if name != "gate"}
+
+
+def projection_parts(config: DecoderConfig, shard: Shard) -> ProjectionParts:
+    """The parts of the projections of a whole model that the rank of a shard has."""
+    queries, keys = (
+        range(heads.start * config.head_dim, heads.stop * config.head_dim) for heads in (shard.heads, shard.kv_heads)
+    )
+    outputs = {"query": queries, "key": keys, "value": keys, "gate": shard.inner, "up": shard.inner}
+    return ProjectionParts(outputs, inputs={"output": queries, "down": shard.inner})
+
+
+def adaptable_modules(config: DecoderConfig) -> dict[str, Module]:
+    """The modules that adapters may change, by their names in checkpoints."""
+    found: dict[str, Module] = {}
+    for number, layer in enumerate(config.layers):
+        for projection in PROJECTIONS:
+            inner = projection in ("gate", "up", "down")
+            if projection not in projection_shapes(config) or (inner and layer.routed):
+                continue
+            name = f"model.layers.{number}.{getattr(config.names, projection)}"
+            _, others = found.get(name, (number, ()))
+            found[name] = number, (*others, projection)
+    return found
+
+
+def padded(size: int) -> int:
+    """The next multiple of PANEL."""
+    return -(-size // PANEL) * PANEL
+
+
+def adapter_bytes(adapter: LoraConfig, config: DecoderConfig, shard: Shard, itemsize: int, packed: bool) -> int:
+    """Bytes of the matrices of an adapter on the rank of a shard, in numbers of `itemsize` bytes; `packed`: on our own
+    CPU kernels. Raises UserError if the adapter changes no projection of the model."""
+    shapes, parts = projection_shapes(config), projection_parts(config, shard)
+    numbers = 0
+    for name, (layer, projections) in adaptable_modules(config).items():
+        if not adapter.targets(name, layer):
+            continue
+        for projection in projections:
+            shape, rank = shapes[projection], adapter.rank(name)
+            inputs = len(parts.inputs.get(projection, range(shape.inputs)))
+            outputs = len(parts.outputs.get(projection, range(shape.outputs)))
+            if packed:
+                inputs, outputs, rank = padded(inputs), padded(outputs), padded(rank)
+            numbers += rank * (inputs + outputs)
+    if numbers == 0:
+        raise UserError(f"{adapter.path} names no projection of the model. Is the adapter made for this model?")
+    return numbers * itemsize
