@@ -8,6 +8,7 @@ MEASUREMENTS = {
     "serving": ("serving", "a server over HTTP: start, TTFT, inter-token latency, tokens/s, CPU time and memory"),
     "front-ends": ("front_ends", "throughput of one, two, three front ends that each get a share of a core"),
     "latency": ("latency", "what front end, tokenizer and scheduler add to each token of a stream"),
+    "links": ("links", "what a delay between the hosts of a deployment adds to a stream"),
     "flood": ("flood", "time to first token of a client beside another one that floods the server"),
     "turns": ("turns", "time to first token of a chat's second turn behind long histories"),
     "speculation": ("speculation", "requests to a server with --speculate and to one without"),

@@ -5,4 +5,5 @@ Read chaos.py first.
 - chaos: starts a server, disturbs its processes under load, compares every answer, prints the verdict
 - features: the requests, with every feature of the API, and what of an answer is compared
 - client: one HTTP request over its own connection, with retries and resumption
+- network: hosts on an emulated network with delay, loss and cuts: tests/live/test_network.py, `scripts/bench links`
 """

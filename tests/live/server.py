@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,8 @@ from typing import Any
 import httpx
 import psutil
 
+from scripts.reliability.network import Host
+from tests.network import HostTransport
 from tgi.microkernel import rundir
 
 TIMEOUT_SECONDS = 120
@@ -52,8 +55,11 @@ class Server:
     """Starts commands of `tgi` that share one run directory. Leaving its `with` block kills them by pid and fails if a
     process of the tree outlives its supervisor."""
 
-    def __init__(self, run_directory: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
-        """`arguments`: of every command. `env`: changes to the environment of every command."""
+    def __init__(
+        self, run_directory: Path, *arguments: str, env: dict[str, str] | None = None, host: Host | None = None
+    ) -> None:
+        """`arguments`: of every command. `env`: changes to the environment of every command. `host`: where commands
+        and client run, if not here."""
         self.port = free_port()
         self.run_directory = run_directory
         self.url = f"{'https' if '--ssl-certfile' in arguments else 'http'}://127.0.0.1:{self.port}"
@@ -62,7 +68,10 @@ class Server:
         self.commands: dict[str, subprocess.Popen[str]] = {}
         self.output: dict[str, list[str]] = {}  # per command: the lines of stdout and stderr so far
         self._readers: dict[str, threading.Thread] = {}
-        self.client = httpx.Client(base_url=self.url, **CLIENT_OPTIONS)
+        self.client = httpx.Client(
+            base_url=self.url, transport=None if host is None else HostTransport(host), **CLIENT_OPTIONS
+        )
+        self._popen = subprocess.Popen if host is None else partial(host.run, subprocess.Popen)
 
     def start(self, command: str = "up", *arguments: str) -> "Server":
         """Starts `tgi COMMAND`."""
@@ -72,7 +81,7 @@ class Server:
 
     def launch(self, name: str, command: list[str], env: dict[str, str], cwd: Path | None = None) -> "Server":
         """Starts any command as the server, or as a part of it."""
-        process = subprocess.Popen(
+        process: subprocess.Popen[str] = self._popen(
             command,
             env=env,
             cwd=cwd,

@@ -10,7 +10,6 @@ import pytest
 
 from tests.live.server import TIMEOUT_SECONDS, Server, free_port
 from tests.live.test_operating import succeed
-from tests.microkernel.tcp import cable
 from tgi.microkernel import rundir
 from tgi.microkernel.discovery import nth_address
 
@@ -124,22 +123,6 @@ def test_a_worker_serves_one_scheduler(hosts: Hosts) -> None:
     server.start("worker", *SCRIPTED)
     server.commands["worker"].wait(TIMEOUT_SECONDS)
     assert "a worker serves one scheduler" in server.output_text()
-
-
-def test_streams_survive_a_cut_cable(hosts: Hosts) -> None:
-    with cable(int(hosts.address.rpartition(":")[2])) as line:
-        through_cable = f"tcp://127.0.0.1:{line.port}"
-        with hosts.start_first() as first, hosts.other("second", through_cable).start("worker", *SCRIPTED):
-            first.wait_until_ready()
-            expected = streamed(first, "A prompt", 60)
-
-            def pull() -> None:
-                line.is_cut = True
-                first.wait_until(lambda: not first.is_healthy(), "the cut is noticed")
-                line.is_cut = False
-
-            events = first.stream_all([("A prompt", {"max_new_tokens": 60})] * 3, pull, 5)
-            assert [[event["token"]["id"] for event in stream] for stream in events] == [expected] * 3
 
 
 def test_host_without_the_right_keys_is_told(hosts: Hosts) -> None:

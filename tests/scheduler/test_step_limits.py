@@ -3,6 +3,7 @@
 import pytest
 
 from tests.scheduler.simulation import Simulation
+from tests.scheduler.timed_worker import TimedWorker
 from tgi.microkernel.link import PeerSilent
 from tgi.scheduler.estimators import HANG_SECONDS, LATE_SECONDS, UNSEEN_RATIO, SizeClass, StepLimits
 from tgi.scheduler.scheduler import SchedulerConfig
@@ -77,6 +78,31 @@ def test_the_next_step_is_planned_before_the_soonest_end() -> None:
     assert limits.plan_ahead_after(DECODE) == pytest.approx(0.007 + 0.05 * 0.088, abs=1e-4)
     limits.record(DECODE, 0.009)
     assert limits.plan_ahead_after(DECODE) == 0
+
+
+def test_the_way_to_the_worker_lets_the_next_step_be_planned_earlier() -> None:
+    limits = StepLimits()
+    limits.record(DECODE, 0.1)
+    limits.record_way(0.02)
+    assert limits.plan_ahead_after(DECODE) == pytest.approx(0.055)
+    limits.record_way(0.01)
+    assert limits.plan_ahead_after(DECODE) == pytest.approx(0.065)
+    limits.record_way(1.0)
+    assert limits.plan_ahead_after(DECODE) == 0
+    limits.worker_lost()
+    assert limits.plan_ahead_after(DECODE) == pytest.approx(0.075)
+
+
+@pytest.mark.parametrize("latency", [0.0005, 0.002, 0.005, 0.008])
+def test_a_slow_link_leaves_no_worker_idle(latency: float) -> None:
+    """As long as a step takes longer than its way to the worker and back."""
+    sim = Simulation(FakeWorkerConfig(), SchedulerConfig())
+    sim.worker_up()
+    sim.add([1, 2, 3], 100)
+    worker = TimedWorker(sim, lambda step: 0.02, latency)
+    worker.run(1.9)
+    assert worker.busy_seconds > 1.8
+    assert worker.idle_seconds < 2.5 * latency  # after the first step
 
 
 def test_a_late_step_makes_the_status_unhealthy_until_it_is_answered() -> None:

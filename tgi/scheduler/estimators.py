@@ -76,8 +76,11 @@ HANG_SECONDS = 8.0
 SHORTER_STEP_WEIGHT = LONGER_STEP_WEIGHT = 0.05
 MAX_GROWTH = 2
 # The next step is planned when the one that is computed ends in this share of its least time, and in no less than the
-# seconds: the worker has it in time, and what arrives before takes part in it.
+# seconds, and earlier by the time on the way to the worker and back: the worker has it in time, and what arrives before
+# takes part in it.
 PLAN_AHEAD_SHARE, PLAN_AHEAD_SECONDS = 0.25, 0.005
+# Weight of the newest time on the way, if it is longer; shorter ones count at once.
+LONGER_WAY_WEIGHT = 0.25
 # A shorter delay is not worth another turn of the scheduler's loop beside the worker's threads (a stream of the demo
 # model with steps of 7 ms on two cores lost 8 %).
 MIN_DELAY_SECONDS = 0.005
@@ -102,6 +105,7 @@ class StepLimits:
     def __init__(self) -> None:
         self._expected: dict[SizeClass, float] = {}
         self._least: dict[SizeClass, float] = {}
+        self._way: float | None = None  # of a step to the worker and of its result back
         self._new_worker = True  # no step of this worker was observed
 
     def record(self, size: SizeClass, seconds: float) -> None:
@@ -121,15 +125,21 @@ class StepLimits:
         # A step in which the worker was suspended says nothing about the next one.
         self._expected[size] = seconds if known is None else min(seconds, MAX_GROWTH * known)
 
+    def record_way(self, seconds: float) -> None:
+        """Adds the time that a step and its result have been on their way: the worker computed it at once."""
+        known = self._way
+        self._way = seconds if known is None or seconds < known else known + LONGER_WAY_WEIGHT * (seconds - known)
+
     def worker_lost(self) -> None:
-        """The next worker's first step may take longer."""
+        """The next worker's first step may take longer, and it may be elsewhere."""
         self._new_worker = True
+        self._way = None
 
     def plan_ahead_after(self, size: SizeClass) -> float:
         """Seconds from the begin of a step of this size until the next one should be planned; 0: at once."""
         least = self._least.get(size, 0.0)
         ahead = PLAN_AHEAD_SHARE * least
-        delay = least - (ahead if ahead > PLAN_AHEAD_SECONDS else PLAN_AHEAD_SECONDS)
+        delay = least - (ahead if ahead > PLAN_AHEAD_SECONDS else PLAN_AHEAD_SECONDS) - (self._way or 0.0)
         return delay if delay >= MIN_DELAY_SECONDS else 0.0
 
     def late_after(self, size: SizeClass) -> float | None:

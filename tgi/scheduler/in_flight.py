@@ -143,19 +143,21 @@ class StepPipeline:
         self.next_number += 1
         self._steps.append(step)
 
-    def pop_answered(self, result: StepResult, now: float) -> tuple[InFlightStep, float] | None:
+    def pop_answered(self, result: StepResult, now: float) -> tuple[InFlightStep, float, bool] | None:
         """Removes the oldest step, which this result should answer. Returns it with its seconds of execution, counted
-        from the later of its sending and the previous answer; None if the result belongs to a former epoch."""
+        from the later of its sending and the previous answer, and whether it was sent while no other was in flight;
+        None if the result belongs to a former epoch."""
         if result.epoch != self.epoch or not self._steps:
             self._abandoned.discard((result.epoch, result.number))
             return None
         step = self._steps.popleft()
-        seconds = now - max(self._progress_at, step.sent_at)
+        sent_at, progress_at = step.sent_at, self._progress_at
+        was_alone = progress_at <= sent_at
         if self._steps:
             self._begin(self._steps[0], now)
         else:
             self._progress_at, self.plan_ahead_at = now, 0.0
-        return step, seconds
+        return step, now - (sent_at if was_alone else progress_at), was_alone
 
     def _begin(self, step: InFlightStep, now: float) -> None:
         """The worker computes this step from now on."""

@@ -411,7 +411,7 @@ class Scheduler:
     def _handle_result(self, result: StepResult, now: float) -> None:
         if (answered := self.pipeline.pop_answered(result, now)) is None:
             return
-        step, seconds = answered
+        step, seconds, was_alone = answered
         planner = self._planner
         assert planner is not None
         vocab_size = planner.limits.vocab_size
@@ -429,6 +429,8 @@ class Scheduler:
             return
         self._prefill_budget.record_step(step.decode_rows, step.prefill_tokens, result.forward_us)
         self._step_limits.record(step.size, seconds)
+        if was_alone and 0 < result.forward_us < 1e6 * seconds:
+            self._step_limits.record_way(seconds - result.forward_us / 1e6)
         self._progress.record()
         if self._speculation is not None:
             self._speculation.record_step(step, result, now)
