@@ -20,8 +20,11 @@ WORKER_CONFIG = FakeWorkerConfig(
 )
 
 
-def running_simulation(requests: int = 8, new: int = 20, worker_config: FakeWorkerConfig = WORKER_CONFIG) -> Simulation:
+def running_simulation(
+    requests: int = 8, new: int = 20, worker_config: FakeWorkerConfig = WORKER_CONFIG, named: bool = False
+) -> Simulation:
     made = Simulation(worker_config, tokenizers=2)
+    made.names_requests = named
     made.worker_up()
     for n in range(requests):
         made.add([n, 2, 3], new, tokenizer=n % 2, seed=n if n % 2 else None)
@@ -158,6 +161,43 @@ def test_a_request_that_crashes_the_worker_in_decode_is_found() -> None:
     for request in sim.requests:
         if request is not culprit:
             assert_as_if_alone(request, WORKER_CONFIG)
+
+
+def suspects(sim: Simulation, later: float = 0.0) -> set[int]:
+    """The first ids of the prompts of those that the tokenizers are told of."""
+    told = split_fingerprints(sim.scheduler.suspects(sim.now + later))
+    return {request.prompt[0] for request in sim.requests if fingerprint_of(request) in told}
+
+
+def test_tokenizers_are_told_which_requests_may_have_ended_the_worker() -> None:
+    """They send the others to another replica."""
+    sim = running_simulation(requests=3, new=40, named=True)
+    for outside in (True, False):
+        for _ in range(OUTSIDE_PROGRESS):
+            sim.step()
+        sim.worker_down(outside)
+        waiting = sim.add([9, 2, 3])
+        assert suspects(sim) == {0, 1, 2}  # as long as the cause is unknown
+        sim.worker_up()
+        assert suspects(sim) == (set() if outside else {0, 1, 2})
+        sim.cancel(waiting)
+    sim.run()
+    assert suspects(sim) == set()
+
+
+def test_a_request_is_told_of_after_its_conviction() -> None:
+    """It would crash the workers of other replicas."""
+    sim = running_simulation(requests=2, named=True)
+    sim.poison.add(0)
+    sim.run()
+    assert suspects(sim) == {0}
+
+
+def test_a_step_in_flight_is_suspected_while_it_is_overdue() -> None:
+    sim = running_simulation(requests=2, named=True)
+    sim.step()
+    sim.plan()
+    assert (suspects(sim), suspects(sim, later=3600)) == (set(), {0, 1})
 
 
 def test_waiting_requests_are_not_blamed() -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tgi.microkernel.codec import unpack_uint32
 from tgi.microkernel.flight_recorder import Event, FlightRecorder
-from tgi.microkernel.link import PeerDisconnected, PeerId
+from tgi.microkernel.link import PeerDisconnected, PeerId, Place
 from tgi.microkernel.protocol import (
     ROLES,
     AdapterUpdated,
@@ -22,6 +22,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     UpdateAdapter,
 )
+from tgi.microkernel.work_register import split_fingerprints
 
 if TYPE_CHECKING:
     from tests.simulation.processes import SchedulerProcess, SimulatedProcess, TokenizerProcess
@@ -42,6 +43,9 @@ FIRST_BEAT_SECONDS = 3.0
 LATER_SECONDS = 3.0
 # Most requests that may overtake one: later ones of its client, and, if it is its client's only one, those of others.
 MAX_OVERTAKEN, MAX_PASSED = 20, 60
+# A worker that dies is noticed at once, one that stops after the stall limit of 2 s if it computes and after four beats
+# if not. A message and the turns of two loops may each be half a second late.
+STRANDED_SECONDS = 6.0
 # A process that is stopped is found after four ticks of its neighbour, each half a second and up to a busy turn later.
 SILENT_SECONDS = 5.0
 
@@ -135,7 +139,7 @@ class HealthCheck:
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation = simulation
         self._disturbed_at = 0.0
-        self._dropped_at = 0.0
+        self.dropped_at = 0.0
         self._unwatched: set[str] = set()  # roles that have stopped before their neighbours may have had a beat
         self._changed_at: dict[str, float] = {}  # by role
         self._down_since: dict[str, float] = {}  # by role without a running process
@@ -154,7 +158,7 @@ class HealthCheck:
         if role:
             self._changed_at[role] = self._disturbed_at
         else:
-            self._dropped_at = self._disturbed_at
+            self.dropped_at = self._disturbed_at
         for processes in (simulation.tokenizers, simulation.schedulers, simulation.workers):
             if any(one.running for one in processes):
                 self._down_since.pop(processes[0].role, None)
@@ -166,7 +170,7 @@ class HealthCheck:
 
     def _must_be_noticed(self, role: str, since: float) -> bool:
         now, above = self._simulation.clock.now, ROLES[: ROLES.index(role)]
-        latest = max([since, self._dropped_at, *(self._changed_at.get(one, 0.0) for one in above)])
+        latest = max([since, self.dropped_at, *(self._changed_at.get(one, 0.0) for one in above)])
         if now - latest > UNHEALTHY_SECONDS and role not in self._unwatched:
             return True
         return now - since > DISTURBED_UNHEALTHY_SECONDS
@@ -193,6 +197,68 @@ class HealthCheck:
                     f"{self._disturbed_at:.3f} s"
                 )
         simulation.clock.after(HEALTH_SECONDS, self._look)
+
+
+class StrandedCheck:
+    """No request waits at a replica whose worker computes nothing for long, while another replica computes: only what
+    may have ended or stopped that worker stays."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._simulation = simulation
+        self.samples = 0  # of replicas that computed nothing for long while another one did
+
+    def start(self) -> None:
+        self._simulation.clock.after(HEALTH_SECONDS, self._look)
+
+    def _look(self) -> None:
+        simulation = self._simulation
+        simulation.clock.after(HEALTH_SECONDS, self._look)
+        if simulation.clock.now - simulation.health.dropped_at < STRANDED_SECONDS:
+            return
+        replicas = list(zip(simulation.schedulers, simulation.workers, strict=True))
+        if not any(self._runs(scheduler) and self._runs(worker) for scheduler, worker in replicas):
+            return
+        for scheduler, worker in replicas:
+            if self._runs(scheduler) and not worker.running and self._is_settled(worker):
+                self._check(scheduler)
+
+    def _runs(self, process: "SimulatedProcess") -> bool:
+        return process.running and self._is_settled(process)
+
+    def _is_settled(self, process: "SimulatedProcess") -> bool:
+        return self._simulation.clock.now - process.changed_at > STRANDED_SECONDS
+
+    def _check(self, scheduler: "SchedulerProcess") -> None:
+        assert scheduler.scheduler is not None
+        suspects = split_fingerprints(scheduler.scheduler.suspects(self._simulation.clock.now))
+        place = Place("", scheduler.replica)
+        self.samples += 1
+        for tokenizer in filter(self._runs, self._simulation.tokenizers):
+            assert tokenizer.pool is not None
+            for request in tokenizer.pool._schedulers[place].requests.values():
+                free = request.in_progress and not request.stays and not request.generate.sampling.adapter
+                if free and request.generate.fingerprint not in suspects:
+                    self._simulation.fail(f"{request.generate} of {tokenizer.name} is stranded at {scheduler.name}")
+
+
+class CrashesAtOneReplica:
+    """A request that crashes workers ends those of one replica only, unless schedulers or what is above them have been
+    disturbed since it crashed the first one."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._simulation = simulation
+        self.counts: Counter[bytes] = Counter()  # of workers that each request has ended, by fingerprint
+        self._first: dict[bytes, tuple[int, float]] = {}  # the replica of the first of them, and when it was
+
+    def worker_crashed(self, replica: int, guilty: set[bytes]) -> None:
+        simulation = self._simulation
+        above = (*simulation.front_ends, *simulation.tokenizers, *simulation.schedulers)
+        disturbed_at = max(simulation.health.dropped_at, *(one.changed_at for one in above))
+        for name in guilty:
+            self.counts[name] += 1
+            first, since = self._first.setdefault(name, (replica, simulation.clock.now))
+            if replica != first and since > disturbed_at:
+                simulation.fail(f"{name.hex()} has crashed workers of the replicas {first} and {replica}")
 
 
 class StoppedUpstreamCheck:

@@ -195,6 +195,8 @@ def nothing_is_silent(original: Any) -> Any:
 
 STOPS_ABOVE_THE_SCHEDULER = FaultConfig(2.0, mean_stop_seconds=6.0, weights=(0, 1, 0, 0, 0), role_weights=(1, 1, 0, 0))
 STOPPED_WORKERS = FaultConfig(3.0, mean_stop_seconds=20.0, weights=(0, 1, 0, 0, 0), role_weights=(0, 0, 0, 1))
+RARELY_STOPPED_WORKERS = STOPPED_WORKERS._replace(mean_seconds=20.0)
+POISONED_WORKERS: dict[str, Any] = {"poison_share": 0.02, "poison_roles": ("worker",), "clients": 10}
 NO_FAULTS = FaultConfig(1e9)
 WORKER_KILLS = FaultConfig(0.3, weights=(1, 0, 0, 0, 0), role_weights=(0, 0, 0, 1))
 SCHEDULER_KILLS = WORKER_KILLS._replace(role_weights=(0, 0, 1, 0))
@@ -240,6 +242,12 @@ PLANTED_BUGS = {
     "tokenizer ignores cancels": PlantedBug(TokenizerPool, "handle", ignoring(Cancel), seed=1),
     "tokenizer does not resubmit": PlantedBug(
         TokenizerPool, "_resubmit", does_nothing, seed=0, faults=SCHEDULER_KILLS, patience=60.0
+    ),
+    "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
+        TokenizerPool, "_move_stranded", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
+    ),
+    "scheduler does not tell its suspects": PlantedBug(
+        Scheduler, "suspects", answers(b""), seed=0, replicas=3, faults=NO_FAULTS, **POISONED_WORKERS
     ),
     "tokenizer keeps the requests of a lost front end": PlantedBug(
         TokenizerPool, "_cancel_at_scheduler", answers(True), seed=1

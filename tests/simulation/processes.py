@@ -86,6 +86,7 @@ class SimulatedProcess:
         self.links: list[Link] = []
         self.last_exit: LastExit | None = None
         self.work_register = WorkRegister()
+        self.changed_at = 0.0  # when it last began to run, or ceased to
         self._busy_until = 0.0
         self._scheduled = False
         self._runnable = False  # something happened while it was stopped
@@ -108,7 +109,7 @@ class SimulatedProcess:
         self._busy_until = self.clock.now
         self.work_register = WorkRegister()
         self.simulation.trace(self.name, "starts")
-        self.simulation.health.disturbed(self.role)
+        self._changed()
         self._start()
         self.wake()
 
@@ -119,7 +120,7 @@ class SimulatedProcess:
         self.simulation.trace(self.name, "dies:", cause)
         self.simulation.workload.process_ends(self)
         self.alive = self.stopped = False
-        self.simulation.health.disturbed(self.role)
+        self._changed()
         for link in self.links:
             link.socket.close()
         self.links = []
@@ -143,7 +144,7 @@ class SimulatedProcess:
         if self.alive and not self.stopped:
             self.simulation.trace(self.name, "is stopped")
             self.stopped = True
-            self.simulation.health.disturbed(self.role)
+            self._changed()
             self.simulation.supervisor.process_stopped(self)
 
     def resume(self) -> None:
@@ -151,10 +152,14 @@ class SimulatedProcess:
         if self.stopped:
             self.simulation.trace(self.name, "continues")
             self.stopped = False
-            self.simulation.health.disturbed(self.role)
+            self._changed()
             if self._runnable:
                 self._runnable = False
                 self.wake()
+
+    def _changed(self) -> None:
+        self.changed_at = self.clock.now
+        self.simulation.health.disturbed(self.role)
 
     def _start(self) -> None:
         raise NotImplementedError
@@ -759,6 +764,14 @@ class WorkerProcess(SimulatedProcess):
         self._ready_at = self.clock.now + self.simulation.loading_seconds()
         self._updates = None
         self._worker_loop.progress("loading weights", 0)
+
+    def kill(self, cause: str, outside: bool = True) -> None:
+        scheduler = self.simulation.schedulers[self.replica].scheduler
+        if self.alive and not outside and scheduler is not None:
+            in_hand = {one for step in scheduler.pipeline.steps for one in step.requests}
+            guilty = {one.fingerprint for one in in_hand if is_poison("worker", one.token_ids[:1].tobytes())}
+            self.simulation.crashes.worker_crashed(self.replica, guilty)
+        super().kill(cause, outside)
 
     def _ended(self) -> None:
         self._worker_loop = None

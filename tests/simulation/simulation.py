@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tests.simulation.clock import VirtualClock
 from tests.simulation.faults import FaultConfig, FaultInjector
-from tests.simulation.invariants import HealthCheck, StoppedUpstreamCheck
+from tests.simulation.invariants import CrashesAtOneReplica, HealthCheck, StoppedUpstreamCheck, StrandedCheck
 from tests.simulation.network import Network
 from tests.simulation.processes import (
     SETTINGS_ADAPTERS,
@@ -146,6 +146,8 @@ class Simulation:
         self.health = HealthCheck(self)
         self.overtaken: Counter[str] = Counter()  # the most that AdmissionOrder has counted
         self.stopped_upstream = StoppedUpstreamCheck(self)
+        self.stranded = StrandedCheck(self)
+        self.crashes = CrashesAtOneReplica(self)
         self._failure: SimulationFailed | None = None
         self._trace: deque[tuple[float, tuple[Any, ...]]] = deque(maxlen=TRACE_ENTRIES)
 
@@ -196,6 +198,7 @@ class Simulation:
             self.faults.start()
             self.health.start()
             self.stopped_upstream.start()
+            self.stranded.start()
             while not self.workload.finished:
                 self._run_next()
             self.faults.end()

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from tests.tokenizer.harness import API, LIMITS, PoolHarness, end_messages, hello, ids_of, streamed_output
 from tgi.microkernel.codec import FLOAT32, INT32, UINT32, pack_column
 from tgi.microkernel.link import PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
@@ -22,7 +24,7 @@ from tgi.microkernel.protocol import (
     UpdateAdapter,
 )
 from tgi.microkernel.sampling_params import SamplingParams
-from tgi.tokenizer.schedulers import SUCCESSOR_SECONDS
+from tgi.tokenizer.schedulers import MOVED_PROGRESS, SUCCESSOR_SECONDS, SUSPECT_SECONDS
 
 READY = Status(True, True, "", 100, LIMITS)
 LOADING = Status(False, True, "loading weights", 40, LIMITS)
@@ -242,6 +244,83 @@ def test_progress_of_one_replica_is_progress() -> None:
     assert beat.progress_age_ms is not None
     assert beat.progress_age_ms < 200
     assert beat.limit_ms == 3000
+
+
+def test_requests_of_a_lost_worker_go_on_at_another_replica() -> None:
+    harness = ReplicaHarness()
+    peer, add = harness.send(1)
+    harness.tokens(peer, add.rid, "abc")
+    harness.pool.handle(peer, LOADING)
+    assert harness.received_by(peer) == [Cancel(add.rid)]
+    (again,) = harness.received_by(other(peer))
+    assert again.resume_ids == pack_column(INT32, ids_of("abc"))
+    harness.pool.handle(peer, End(add.rid, FinishReason.CANCELLED))
+    harness.pool.handle(peer, READY)
+    assert harness.received_by(peer) == harness.received_by(other(peer)) == []  # nothing returns
+
+
+@pytest.mark.parametrize("status", [LOADING, READY._replace(healthy=False)])
+def test_suspects_wait_for_the_worker_that_they_may_have_ended(status: Status) -> None:
+    name = b"poisoned"
+    harness = ReplicaHarness()
+    peer, _ = harness.send(1, name=name)
+    harness.pool.handle(peer, status._replace(suspects=name))
+    assert harness.status().suspects == b""
+    assert harness.received_by(peer) == harness.received_by(other(peer)) == []
+    harness.pool.handle(API, Generate(2, "Hello", SamplingParams(5), 20, fingerprint=name))  # the same request again
+    assert [one.fingerprint for one in harness.received_by(peer)] == [name]
+    harness.now += SUSPECT_SECONDS
+    harness.pool.beat()
+    assert len(harness.received_by(other(peer))) == 2
+
+
+def test_a_request_is_free_to_go_when_its_scheduler_does_not_suspect_it_any_more() -> None:
+    name = b"harmless"
+    harness = ReplicaHarness()
+    peer, _ = harness.send(1, name=name)
+    harness.pool.handle(peer, LOADING._replace(suspects=name))
+    assert harness.received_by(other(peer)) == []
+    harness.pool.handle(peer, LOADING)
+    assert [one.fingerprint for one in harness.received_by(other(peer))] == [name]
+
+
+@pytest.mark.parametrize("tokens", [MOVED_PROGRESS - 1, MOVED_PROGRESS])
+def test_a_request_that_was_in_hand_at_two_losses_stays_unless_it_has_progressed(tokens: int) -> None:
+    """Deaths from outside convict a request that is in hand at all of them: one scheduler has to see them."""
+    name = b"doubtful"
+    harness = ReplicaHarness()
+    peer, _ = harness.send(1, name=name)
+    for status in (LOADING._replace(suspects=name), LOADING):
+        harness.pool.handle(peer, status)
+    (again,) = harness.received_by(other(peer))
+    harness.tokens(other(peer), again.rid, "a" * tokens)
+    harness.pool.handle(peer, READY)
+    harness.received_by(peer)
+    for status in (LOADING._replace(suspects=name), LOADING):
+        harness.pool.handle(other(peer), status)
+    assert bool(harness.received_by(peer)) == (tokens == MOVED_PROGRESS)
+
+
+def test_requests_stay_where_no_other_replica_computes() -> None:
+    harness = ReplicaHarness()
+    peer, _ = harness.send(1)
+    harness.pool.handle(other(peer), LOADING)
+    harness.pool.handle(peer, LOADING)
+    assert harness.received_by(peer) == harness.received_by(other(peer)) == []
+    harness.pool.handle(other(peer), READY)
+    assert len(harness.received_by(other(peer))) == 1
+
+
+def test_a_request_goes_only_where_its_adapter_is() -> None:
+    harness = ReplicaHarness()
+    adapter = LoadedAdapter("name", "/path", b"digest")
+    harness.pool.handle(A, READY._replace(adapters=[adapter]))
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5, adapter="name"), 20))
+    (add,) = harness.received_by(A)
+    harness.pool.handle(A, LOADING._replace(adapters=[adapter]))
+    assert harness.received_by(B) == []
+    harness.pool.handle(B, READY._replace(adapters=[adapter]))
+    assert [one.sampling for one in harness.received_by(B)] == [add.sampling]
 
 
 # --- other hosts ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ it, or of another process, begins a new row.
 """
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -230,6 +230,11 @@ class CrashIsolation(Generic[Key]):
             del self.suspects[key]
 
     # --- trial --------------------------------------------------------------------------------------------------------
+
+    @property
+    def dangerous(self) -> Iterator[Key]:
+        """The suspects on trial, also those that are not here now, and those that were convicted."""
+        return (key for key, suspect in self.suspects.items() if suspect.group >= 0 or suspect.convicted)
 
     @property
     def on_trial(self) -> bool:

@@ -192,6 +192,9 @@ class Status(NamedTuple):
 
     `ready`: a request that is sent down now would be computed. `healthy` is false while work is in flight and no step
     has finished within the limit. `stage` and `percent` describe start-up ("loading weights", 40).
+
+    From a scheduler: `suspects` are the fingerprints of requests that may have ended or stopped its worker. They are
+    tried there, so that they do not end the workers of other replicas. `draining`: it takes no new requests.
     """
 
     ready: bool
@@ -204,6 +207,8 @@ class Status(NamedTuple):
     predicted_wait_ms: int = 0  # predicted queue time of a request that arrives now
     mean_end_interval_ms: int = 0  # recent mean time between the ends of two requests
     adapters: list[LoadedAdapter] = []  # those that requests may name, in their order of loading
+    suspects: bytes = b""  # 8 bytes each
+    draining: bool = False
 
 
 # --- the life of a request --------------------------------------------------------------------------------------------

@@ -291,6 +291,17 @@ class Scheduler:
         """Whether a request would be computed now."""
         return self.worker.status.ready
 
+    def suspects(self, now: float) -> bytes:
+        """The fingerprints of the requests that no other replica may compute: those on trial or convicted, and those
+        that a worker had in hand that has died of an unknown cause, or that has not answered in time."""
+        isolation, lost = self._isolation, self._lost_worker
+        suspects = dict.fromkeys(isolation.dangerous) if isolation.suspects else {}
+        if lost is not None:
+            suspects |= dict.fromkeys(lost.in_hand)
+        if self.pipeline.is_stalled(now):
+            suspects |= dict.fromkeys(requests_in_hand(self.pipeline.steps))
+        return b"".join(one for one in suspects if len(one) == FINGERPRINT_BYTES)
+
     def check(self) -> None:
         """Raises AssertionError if slots, pages, queue and requests contradict each other. For tests."""
         known = self._tokenizers.requests
@@ -679,4 +690,5 @@ class Scheduler:
             percent=status.percent,
             limits=worker.limits,
             adapters=worker.adapters.loaded,
+            suspects=self.suspects(now),
         )

@@ -15,6 +15,7 @@ from tgi.microkernel.protocol import (
     Tokens,
     limits_out_of_range,
 )
+from tgi.microkernel.work_register import FINGERPRINT_BYTES
 
 MAX_INT32 = 2**31 - 1
 RANGES = {
@@ -60,3 +61,5 @@ def check_status(status: Status) -> None:
     """From the scheduler."""
     if status.limits is not None and (fault := limits_out_of_range(status.limits)):
         raise ProtocolError(fault)
+    if len(status.suspects) % FINGERPRINT_BYTES:
+        raise ProtocolError("`suspects` is not a column of fingerprints")

@@ -191,6 +191,7 @@ class TokenizerPool:
 
     def beat(self) -> Beat:
         """How the work progresses, here or in a scheduler. To be called every BEAT_SECONDS."""
+        self._move_stranded()  # suspects, after their time
         now, limit_ms = self._clock(), 0
         for replica in self._schedulers:
             limit_ms = max(limit_ms, replica.beat.limit_ms)
@@ -332,7 +333,6 @@ class TokenizerPool:
         self._schedulers.connect(replica, scheduler, hello, self._clock())
         for update in self._adapters.pending_updates(replica.place):
             self._send(scheduler, update)
-        self._move_from_silent()
 
     def _submit(self, request: TokenizerRequestState, replica: SchedulerReplica) -> None:
         """Sends a live request to a scheduler, with the ids generated so far."""
@@ -390,38 +390,30 @@ class TokenizerPool:
 
     def _on_scheduler_silent(self, scheduler: PeerId, silent: PeerSilent) -> None:
         self._set_silent(scheduler, True)
-        self._move_from_silent()
 
     def _on_scheduler_responds(self, scheduler: PeerId, responds: PeerResponds) -> None:
         self._set_silent(scheduler, False)
-        self._move_from_silent()
 
     def _set_silent(self, scheduler: PeerId, silent: bool) -> None:
         log.warning("%s %s", scheduler, "does not respond" if silent else "responds again")
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
             replica.silent = silent
         self._publish_status()
+        self._move_stranded()
 
-    def _move_from_silent(self) -> None:
-        """Sends the requests of silent schedulers to another one, if there is one, and cancels them where they were: if
-        such a scheduler responds again, what it sends for them is dropped. What it has in hand stays there, since that
-        may be what it hangs in."""
-        if not self._schedulers.any_responds:
-            return
-        for replica in self._schedulers:
-            if not replica.silent or replica.peer is None:
-                continue
-            suspects = self._schedulers.suspects(replica, replica.peer)
-            for request in list(replica.requests.values()):
-                if request.stage is not RequestStage.LIVE or request.finish_reason or request.fingerprint in suspects:
-                    continue
-                self._send(replica.peer, Cancel(request.rid))
-                replica.moved.add(request.rid)
-                del replica.requests[request.rid], self._requests[request.rid]
-                self._last_rid += 1
-                request.rid, request.scheduler = self._last_rid, None
-                self._requests[request.rid] = self._unsent[request.rid] = request
-                self._stamp(Event.SCHEDULER_LOST, request, replica.place.replica)
+    def _move_stranded(self) -> None:
+        """Sends the requests of replicas that do not compute to those that do, and cancels them where they were: what
+        is still sent for them from there is dropped. A request moves only to a replica that computes, so it moves again
+        only if that one fails, too."""
+        for replica, request in self._schedulers.stranded(self._clock()):
+            assert replica.peer is not None
+            self._send(replica.peer, Cancel(request.rid))
+            replica.moved.add(request.rid)
+            del replica.requests[request.rid], self._requests[request.rid]
+            self._last_rid += 1
+            request.rid, request.scheduler = self._last_rid, None
+            self._requests[request.rid] = self._unsent[request.rid] = request
+            self._stamp(Event.SCHEDULER_LOST, request, replica.place.replica)
 
     def _on_scheduler_beat(self, scheduler: PeerId, beat: Beat) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
@@ -433,6 +425,7 @@ class TokenizerPool:
             return
         self._schedulers.set_status(replica, status)
         self._publish_status()
+        self._move_stranded()
         if status.limits is None or self._schedulers.limits is None:
             return
         if self._limits is None:

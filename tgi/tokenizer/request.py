@@ -56,7 +56,7 @@ class TokenizerRequestState:
         "_detokenizer", "_hidden_ids", "_min_new_tokens", "_stop_filter", "_stop_matcher", "_stop_token_ids",
         "answer_parser", "api", "fingerprint", "finish_reason", "generate", "generated_ids", "held_characters",
         "is_chat", "last_texts", "max_new_tokens", "prompt", "prompt_tokens_stream", "received", "rid", "scheduler",
-        "stage", "stop_ids", "submitted", "token_hidden", "validation_us", "visible_texts",
+        "stage", "stays", "stop_ids", "submitted", "suspected_at", "token_hidden", "validation_us", "visible_texts",
     )  # fmt: skip
 
     def __init__(self, rid: int, api: PeerId, generate: Generate, received: float) -> None:
@@ -68,6 +68,8 @@ class TokenizerRequestState:
         self.submitted = received
         self.stage = RequestStage.ENCODING
         self.scheduler: Place | None = None  # that has it
+        self.suspected_at: int | None = None  # the ids that it had when it was last among a replica's suspects
+        self.stays = False  # it was among those of two replicas with hardly an id in between
         self.is_chat = bool(generate.chat)
         self.prompt = EncodedPrompt(b"", 0, 0)
         self.max_new_tokens = 0
@@ -151,6 +153,11 @@ class TokenizerRequestState:
         if self.prompt_tokens_stream is not None:
             yield from self.prompt_tokens_stream.first_token_message()
         self._finish_if_prompt_only()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether ids are still to be generated for a client."""
+        return self.stage is RequestStage.LIVE and self.finish_reason is None
 
     def prompt_logprob_messages(self, logprobs: PromptLogprobs) -> Iterator[PromptTokens]:
         """The next prompt tokens for the api, with the scheduler's logprobs."""

@@ -19,8 +19,13 @@ LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the 
 # How long requests that a scheduler had in hand when it died wait for its successor, which tries them alone. After that
 # another replica gets them.
 SUCCESSOR_SECONDS = 30.0
+# How long the suspects of a replica that does not compute stay there: longer than a worker loads.
+SUSPECT_SECONDS = 600.0
 # Suspicions that are remembered: the latest ones.
 MAX_SUSPICIONS = 4096
+# A request that was in hand at a worker's loss at one replica, and then at another one before it had got this many more
+# tokens, stays at the second: a scheduler convicts by what it has seen itself.
+MOVED_PROGRESS = 8
 # What requests were promised. Other limits of replicas may be lower than those of the first one.
 MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
 
@@ -34,7 +39,10 @@ class SchedulerReplica:
         self.peer: PeerId | None = None  # None while no process is connected
         self.lost_boot = b""  # of the process that has died last
         self.silent = False  # it is connected, and sends no beats any more
-        self.status = NO_SCHEDULER
+        self.status = NO_SCHEDULER  # without `suspects` and `draining`, which follow
+        self.worker_suspects: set[int] = set()  # may have ended or stopped its worker; tried here
+        self.unable_since: float | None = None  # while it does not compute
+        self.draining = False
         self.beat = Beat(None)
         self.unfit = False  # its limits differ from those of the others
         self.requests: dict[int, TokenizerRequestState] = {}  # by rid, until its End has come
@@ -48,6 +56,11 @@ class SchedulerReplica:
     def can_compute(self) -> bool:
         """Whether a request sent to it now would be computed, by what is known of it."""
         return self.status.ready and self.status.healthy and not self.silent
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it takes new requests, when it is connected."""
+        return not self.unfit and not self.draining
 
     @property
     def shown_status(self) -> Status:
@@ -66,12 +79,24 @@ class SchedulerReplica:
     def set_status(self, status: Status) -> None:
         """Takes what the scheduler reports. While no worker is ready, there is no prefix cache."""
         self.set_load(status.queued + status.running)
+        self._set_suspects(status.suspects)
+        self.draining = status.draining
         if not status.ready:
             self.prefixes.clear()
         if status.limits is not None:
             self.slots = status.limits.max_batch_size
             self.prefixes.capacity = status.limits.pages * status.limits.page_size // BLOCK_TOKENS
-        self.status = status
+        self.status = status._replace(suspects=b"", draining=False)
+
+    def _set_suspects(self, column: bytes) -> None:
+        """Takes the suspects. Notes how far a request has come that has become one."""
+        before, self.worker_suspects = self.worker_suspects, _numbers(column)
+        if appeared := self.worker_suspects - before:
+            for request in self.requests.values():
+                if request.fingerprint in appeared:
+                    tokens, last = len(request.generated_ids), request.suspected_at
+                    request.stays = last is not None and tokens - last < MOVED_PROGRESS
+                    request.suspected_at = tokens
 
     def has_adapter(self, digest: bytes) -> bool:
         """Whether it has loaded this adapter; b"": none is needed."""
@@ -112,11 +137,6 @@ class Schedulers:
         """Whether requests can be sent at all."""
         return any(replica.peer is not None for replica in self)
 
-    @property
-    def any_responds(self) -> bool:
-        """Whether a replica is connected and not silent."""
-        return any(replica.peer is not None and not replica.silent and not replica.unfit for replica in self)
-
     def at(self, place: Place) -> SchedulerReplica:
         """The replica at this place, which is a new one if there was none."""
         return self._replicas.setdefault(place, SchedulerReplica(place, self._tokenizers))
@@ -129,7 +149,7 @@ class Schedulers:
         report = hello.last_exit
         if report is not None and replica.lost_boot and report.boot == replica.lost_boot:
             self._suspicions = {name: one for name, one in self._suspicions.items() if one[0] is not replica}
-            self._suspect(replica, map(fingerprint_number, split_fingerprints(report.in_hand)), now)
+            self._suspect(replica, _numbers(report.in_hand), now)
         replica.lost_boot = b""
 
     def replica_of(self, peer: PeerId) -> SchedulerReplica | None:
@@ -141,7 +161,7 @@ class Schedulers:
         if replica.peer is not None:
             del self._connected[replica.peer]
         replica.peer, replica.silent, replica.beat, replica.unfit = None, False, Beat(None), False
-        replica.requests, replica.moved = {}, set()
+        replica.requests, replica.moved, replica.draining = {}, set(), False
         replica.set_load(0)
         replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
 
@@ -175,12 +195,15 @@ class Schedulers:
             if now < until:
                 return None
             del self._suspicions[request.fingerprint]
-        usable = [replica for replica in self if replica.peer is not None and not replica.unfit]
+        for replica in self:
+            if request.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
+                return replica if replica.peer is not None else None
+        digest = request.generate.sampling.adapter_digest
+        ranks = {replica: _rank(replica, digest) for replica in self if replica.takes_requests}
+        best = min(ranks.values(), default=None)
+        usable = [replica for replica, rank in ranks.items() if rank == best and replica.peer is not None]
         if len(usable) < 2:
             return usable[0] if usable else None
-        digest = request.generate.sampling.adapter_digest
-        best = min(_rank(replica, digest) for replica in usable)
-        usable = [replica for replica in usable if _rank(replica, digest) == best]
         prompt = prompt_keys(request.prompt.ids, digest)
         candidates = [Candidate(one.number, one.load, one.prefixes.matched_tokens(prompt), one.slots) for one in usable]
         number = choose_replica(candidates, prompt.beginning)
@@ -188,13 +211,44 @@ class Schedulers:
         chosen.prefixes.record(prompt)
         return chosen
 
+    def stranded(self, now: float) -> list[tuple[SchedulerReplica, TokenizerRequestState]]:
+        """The requests at replicas that do not compute that another replica would compute now, with the replicas where
+        they are. What a replica may have been stopped by stays there: the work in hand of a silent scheduler, and what
+        a scheduler suspects of its worker's end."""
+        able = [replica for replica in self if replica.takes_requests and replica.can_compute]
+        found = []
+        for replica in self:
+            if replica.can_compute:
+                replica.unable_since = None
+                continue
+            if replica.unable_since is None:
+                replica.unable_since = now
+            if replica.peer is None or not able:
+                continue
+            requests = [one for one in replica.requests.values() if one.in_progress]
+            staying = self.suspects(replica, replica.peer) if replica.silent else set()
+            if self._tries_suspects(replica, now):
+                staying |= replica.worker_suspects | {one.fingerprint for one in requests if one.stays}
+            found += [
+                (replica, one)
+                for one in requests
+                if one.fingerprint not in staying
+                and any(other.has_adapter(one.generate.sampling.adapter_digest) for other in able)
+            ]
+        return found
+
+    def _tries_suspects(self, replica: SchedulerReplica, now: float) -> bool:
+        """Whether the suspects of a replica have to wait until it tries them."""
+        since = now if replica.unable_since is None else replica.unable_since
+        return replica.takes_requests and now < since + SUSPECT_SECONDS
+
     # --- crashes ------------------------------------------------------------------------------------------------------
 
     def suspects(self, replica: SchedulerReplica, peer: PeerId) -> set[int]:
         """The fingerprints of requests that may have stopped or ended this scheduler of the replica: what it has, or
         had, in hand. If that is not known, those that have lost a scheduler so before; the others are remembered."""
         if (in_hand := self._work_in_hand(peer)) is not None:
-            return {*map(fingerprint_number, split_fingerprints(in_hand))}
+            return _numbers(in_hand)
         present = {one.fingerprint for one in replica.requests.values() if one.fingerprint}
         suspects = present & self._lost_once.keys()
         self._lost_once |= dict.fromkeys(present)
@@ -250,11 +304,17 @@ class Schedulers:
         )
 
 
+def _numbers(fingerprints: bytes) -> set[int]:
+    return {*map(fingerprint_number, split_fingerprints(fingerprints))}
+
+
 def _drop_oldest(remembered: dict[int, Any]) -> None:
     while len(remembered) > MAX_SUSPICIONS:
         del remembered[next(iter(remembered))]
 
 
-def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[bool, bool, bool]:
-    """Replicas of the lowest rank are equally able to compute a request."""
-    return replica.silent, not replica.can_compute, not replica.has_adapter(adapter_digest)
+def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[int, bool, bool, bool]:
+    """Replicas of the lowest rank are equally able to compute a request. One that is ready and lacks its adapter would
+    let it fail; one that is not ready may still load it."""
+    lacks = 0 if replica.has_adapter(adapter_digest) else 2 if replica.status.ready else 1
+    return lacks, replica.peer is None, replica.silent, not replica.can_compute
