@@ -223,6 +223,11 @@ def _role_command(role: str, help: str) -> None:
     def command(**flags: Any) -> None:
         from tgi.server import run_server
 
+        if flags["listen"] is not None and role != "scheduler":  # as a variable it may be meant for another command
+            raise UserError(
+                f"`tgi {role}` runs no scheduler, whose address --listen is. Tokenizers listen at --tokenizer-listen.",
+                code=2,
+            )
         run_server(load_settings(flags), (role,))
 
 
@@ -462,13 +467,15 @@ def keys() -> None:
 def keys_new(directory: Path) -> None:
     """Make the keys of a deployment on several hosts, in DIRECTORY.
 
-    Copy host.key to the other hosts. Keep scheduler.key on the host of the scheduler.
+    Copy to each host only the file that it needs. Keep scheduler.key on the hosts of schedulers.
     """
     from tgi.microkernel import curve
 
-    scheduler, host = curve.create_keys(directory)
-    click.echo(f"{scheduler}  for the scheduler: tgi up --listen tcp://ADDRESS:PORT --keys {scheduler}")
-    click.echo(f"{host}  copy to other hosts: tgi worker --connect tcp://HOST:PORT --keys {host.name}")
+    scheduler, host, tokenizer, api = curve.create_keys(directory)
+    click.echo(f"{scheduler}  for schedulers: tgi up --listen tcp://ADDRESS:PORT --keys {scheduler}")
+    click.echo(f"{host}  copy to hosts with workers: tgi worker --connect tcp://HOST:PORT --keys {host.name}")
+    click.echo(f"{tokenizer}  copy to hosts with tokenizers: tgi tokenizer --connect … --keys {tokenizer.name}")
+    click.echo(f"{api}  copy to hosts with front ends alone: tgi api --connect tcp://HOST:PORT --keys {api.name}")
 
 
 # Settings of `tgi plan`.

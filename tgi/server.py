@@ -112,8 +112,8 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
         raise UserError("`tgi worker --worker remote` has nothing to run. Leave out --worker remote.")
     if settings.connect and "scheduler" in roles:
         raise UserError(
-            "--connect names the scheduler of another host, but this command runs a scheduler. Start single roles "
-            "here: `tgi worker`, or `tgi api` and `tgi tokenizer`."
+            "--connect names processes of other hosts, but this command runs a scheduler. Start single roles here: "
+            "`tgi worker`, `tgi tokenizer` or `tgi api`."
         )
     if settings.rank and tuple(roles) != ("worker",):
         raise UserError("--rank is for `tgi worker`: a server, or another role, has no further rank of a worker.")
@@ -121,8 +121,12 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
         curve.load_group_keys(settings.keys or "")
     if settings.listen is not None and "scheduler" in roles:
         curve.load_scheduler_keys(settings.keys or "")
+    if settings.tokenizer_listen is not None and "tokenizer" in roles:
+        curve.load_tokenizer_keys(settings.keys or "")
     if settings.connect and {"tokenizer", "worker"} & set(roles):
         curve.load_host_keys(settings.keys or "")
+    if settings.connect and "api" in roles:
+        curve.load_api_keys(settings.keys or "")
     if settings.connect and "worker" in roles:
         _check_workers_schedulers(settings)
 

@@ -156,7 +156,7 @@ def test_hostile_messages_of_a_peer_with_keys(attacked: tuple[Server, Hosts], ro
         peer = context.socket(zmq.DEALER)
         peer.linger = 0
         peer.sndtimeo = 1000
-        curve.use_host_keys(peer, keys)
+        curve.use_connecting_keys(peer, keys)
         peer.connect(hosts.address)
         peer.send(encode(Hello(PROTOCOL, role, 0, os.urandom(8), site="hostile")))
         for frames in hostile_frames(chance):

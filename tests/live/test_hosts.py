@@ -1,11 +1,13 @@
 """Several hosts: processes with run directories of their own that only an encrypted TCP connection joins."""
 
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.live.server import TIMEOUT_SECONDS, Server, free_port
@@ -13,6 +15,9 @@ from tests.live.test_operating import succeed
 from tgi.microkernel import rundir
 from tgi.microkernel.discovery import nth_address
 
+KEY_FILES = {"tokenizer": "tokenizer.key", "worker": "host.key"}
+# What a host with front ends alone need not have: the imports of the packages fail there.
+WITHOUT_MODELS = {"PYTHONPATH": str(Path(__file__).parent / "no_models")}
 SCRIPTED = ("--worker", "scripted", "--scripted-step-us", "20000")
 
 
@@ -33,19 +38,43 @@ class Hosts:
         keys = str(self.keys / "scheduler.key")
         return self.first.start("up", "--worker", "remote", "--listen", self.address, "--keys", keys, *arguments)
 
-    def other(self, name: str, address: str | None = None) -> Server:
-        """A host that has been given a copy of the hosts' file."""
-        link = ("--connect", address or self.address, "--keys", str(self.keys / "host.key"))
-        return Server(self.directory / name, *self._model, *link)
+    def other(self, name: str, address: str | None = None) -> "Host":
+        """A host with processes that connect to schedulers."""
+        return Host(self, name, address or self.address)
+
+    def front_end(self, name: str, address: str, **env: str) -> Server:
+        """A host with a front end alone, which connects to tokenizers at this address."""
+        link = ("--connect", address, "--keys", str(self.keys / "api.key"))
+        return Server(self.directory / name, *self._model, *link, env=env)
 
     def port(self, number: int) -> str:
         """The address at which the scheduler with this number listens."""
         return nth_address(self.address, number)
 
 
+class Host(Server):
+    """A host that connects to schedulers, with the key file of its processes. It may have front ends, too."""
+
+    def __init__(self, hosts: Hosts, name: str, address: str) -> None:
+        super().__init__(hosts.directory / name, *hosts._model)
+        self._address, self._keys = address, hosts.keys
+
+    def start(self, command: str = "up", *arguments: str) -> "Host":
+        link = ("--connect", self._address, "--keys", str(self._keys / KEY_FILES.get(command, "")))
+        super().start(command, *(link if command in KEY_FILES else ()), *arguments)
+        return self
+
+
 @pytest.fixture
 def hosts(tiny_llama: Path, tmp_path: Path) -> Hosts:
     return Hosts(tmp_path, str(tiny_llama))
+
+
+def answers(server: Server) -> bool:
+    try:
+        return server.client.get("/health").status_code == 503
+    except httpx.TransportError:
+        return False
 
 
 def states(server: Server) -> list[str]:
@@ -118,6 +147,57 @@ def test_replicas_with_workers_and_front_ends_on_other_hosts(hosts: Hosts) -> No
             assert running == [8, 8]
 
 
+def test_every_role_on_a_host_of_its_own(hosts: Hosts) -> None:
+    """Two front ends share the tokenizers of another host, which use the scheduler of a third one. A stream is resumed
+    at the other front end."""
+    keys = str(hosts.keys)  # the directory with all files: each process takes its own
+    tokenizers = f"tcp://127.0.0.1:{free_port()}"
+    room = f"{tokenizers}-{nth_address(tokenizers, 3).rpartition(':')[2]}"
+    scheduler = Server(hosts.directory / "first", *hosts._model)
+    with (
+        scheduler.start("scheduler", "--listen", hosts.address, "--keys", keys),
+        hosts.other("second").start("worker", *SCRIPTED),
+        hosts.other("third") as middle,
+        hosts.front_end("fourth", room, **WITHOUT_MODELS).start("api", "--resume-window", "60") as front,
+        hosts.front_end("fifth", room, **WITHOUT_MODELS).start("api", "--resume-window", "60") as other,
+    ):
+        front.wait_until(lambda: answers(front), "it answers before there are tokenizers")
+        assert front.client.get("/health").headers["x-startup-stage"] == "starting tokenizers"
+        middle.start("tokenizer", "--tokenizer-listen", tokenizers, "--validation-workers", "2")
+        for one in (front, other):
+            one.wait_until_ready()
+        expected = streamed(front, "A prompt", 60)
+        assert streamed(other, "A prompt", 60) == expected
+        for act in (lambda: middle.kill("tokenizer-0"), lambda: succeed(middle, "restart", "tokenizer")):
+            events = front.stream_all([("A prompt", {"max_new_tokens": 60})] * 3, act, 5)
+            assert tokens_of(events) == [expected] * 3
+        assert front.client.get("/info").json()["max_total_tokens"] > 0
+        assert succeed(middle, "scale", "tokenizer", "3").endswith("running: tokenizer-0, tokenizer-1, tokenizer-2\n")
+        assert resumed_elsewhere(front, other, 60) == expected
+        middle.stop(signal.SIGTERM)
+        front.wait_until(lambda: not front.is_healthy(), "it misses the tokenizers")
+        assert front.client.get("/health").headers["x-startup-stage"] == "starting tokenizers"
+
+
+def resumed_elsewhere(server: Server, other: Server, tokens: int) -> list[int]:
+    """The ids of a stream that breaks off at one front end and is resumed at the other one."""
+    body = {"inputs": "A prompt", "parameters": {"max_new_tokens": tokens}}
+    ids, last = [], ""
+    headers: dict[str, str] = {}
+    for one, count in ((server, 10), (other, tokens)):
+        with one.client.stream("POST", "/generate_stream", json=body, headers=headers) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                if line.startswith("id: "):
+                    last = line.removeprefix("id: ")
+                elif line.startswith("data: "):
+                    ids.append(json.loads(line.removeprefix("data: "))["token"]["id"])
+                    if len(ids) == count:
+                        break
+        headers = {"Last-Event-ID": last}
+    return ids
+
+
 def test_a_worker_serves_one_scheduler(hosts: Hosts) -> None:
     server = hosts.other("second", f"{hosts.address},{hosts.port(1)}")
     server.start("worker", *SCRIPTED)
@@ -128,7 +208,7 @@ def test_a_worker_serves_one_scheduler(hosts: Hosts) -> None:
 def test_host_without_the_right_keys_is_told(hosts: Hosts) -> None:
     keys = hosts.directory / "foreign"
     subprocess.run([sys.executable, "-m", "tgi", "keys", "new", str(keys)], capture_output=True, check=True)
-    stranger = Server(hosts.directory / "second", "--model-id", hosts._model[1], "--connect", hosts.address)
+    stranger = hosts.other("second")
     with hosts.start_first() as first, stranger:
         stranger.start("worker", *SCRIPTED, "--keys", str(keys / "host.key"))
         stranger.wait_until(lambda: "keys are those of another deployment" in stranger.output_text(), "it is told")

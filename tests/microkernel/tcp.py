@@ -59,7 +59,7 @@ class Deployment:
     """The keys of one deployment, and links with them."""
 
     def __init__(self, directory: Path, port: int) -> None:
-        scheduler, host = curve.create_keys(directory)
+        scheduler, host, *_ = curve.create_keys(directory)
         self.scheduler_keys = curve.load_scheduler_keys(scheduler)
         self.host_keys = curve.load_host_keys(host)
         self.address = f"tcp://127.0.0.1:{port}"
@@ -71,7 +71,9 @@ class Deployment:
         self.made.append(link)
         return LoopedLink(link)
 
-    def connect(self, own_hello: Hello, port: int | None = None, keys: curve.HostKeys | None = None) -> LoopedLink:
+    def connect(
+        self, own_hello: Hello, port: int | None = None, keys: curve.ConnectingKeys | None = None
+    ) -> LoopedLink:
         address = self.address if port is None else f"tcp://127.0.0.1:{port}"
         link = Link.connect(address, own_hello, keys or self.host_keys)
         self.made.append(link)

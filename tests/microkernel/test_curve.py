@@ -34,9 +34,12 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 def test_keys_are_written_for_their_owner_alone(tmp_path: Path) -> None:
     files = curve.create_keys(tmp_path / "new" / "keys")
-    assert [file.stat().st_mode & 0o777 for file in files] == [0o600, 0o600]
+    assert [file.name for file in files] == ["scheduler.key", "host.key", "tokenizer.key", "api.key"]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600] * 4
     assert files[0].parent.stat().st_mode & 0o777 == 0o700
-    assert json.loads(files[0].read_text())["secret"] not in files[1].read_text()
+    for file in files:
+        secret = json.loads(file.read_text())["secret"]
+        assert [secret in other.read_text() for other in files] == [file is other for other in files]
     before = [file.read_bytes() for file in files]
     files[0].unlink()
     with pytest.raises(UserError, match="never overwritten"):
@@ -47,7 +50,7 @@ def test_keys_are_written_for_their_owner_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610])
 def test_key_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -> None:
-    scheduler, host = curve.create_keys(tmp_path / "keys")
+    scheduler, host, *_ = curve.create_keys(tmp_path / "keys")
     scheduler.chmod(mode)
     host.chmod(mode)
     with pytest.raises(UserError, match="chmod 600"):
@@ -57,7 +60,7 @@ def test_key_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -
 
 
 def test_wrong_key_files_are_refused_with_advice(tmp_path: Path) -> None:
-    scheduler, host = curve.create_keys(tmp_path / "keys")
+    scheduler, host, *_ = curve.create_keys(tmp_path / "keys")
     with pytest.raises(UserError, match=r"that of a host; --listen needs that of a scheduler.* scheduler\.key"):
         curve.load_scheduler_keys(host)
     with pytest.raises(UserError, match=r"that of a scheduler; --connect needs that of a host.* host\.key"):
@@ -68,6 +71,45 @@ def test_wrong_key_files_are_refused_with_advice(tmp_path: Path) -> None:
         host.write_text(content)
         with pytest.raises(UserError, match="not one that"):
             curve.load_host_keys(host)
+
+
+def test_a_directory_stands_for_the_file_that_is_needed(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    scheduler, host, tokenizer, api = curve.create_keys(directory)
+    assert curve.load_scheduler_keys(directory) == curve.load_scheduler_keys(scheduler)
+    assert curve.load_tokenizer_keys(directory) == curve.load_tokenizer_keys(tokenizer)
+    assert curve.load_api_keys(directory) == curve.load_api_keys(api)
+    assert curve.load_host_keys(directory) == curve.load_host_keys(host)
+    host.unlink()
+    assert curve.load_host_keys(directory) == curve.load_host_keys(tokenizer)
+    tokenizer.unlink()
+    with pytest.raises(UserError, match=r"host\.key cannot be read"):
+        curve.load_host_keys(directory)
+
+
+def test_each_file_serves_its_purpose_only(tmp_path: Path) -> None:
+    scheduler, host, tokenizer, api = curve.create_keys(tmp_path / "keys")
+    for load, right in (
+        (curve.load_scheduler_keys, (scheduler,)),
+        (curve.load_tokenizer_keys, (tokenizer,)),
+        (curve.load_host_keys, (host, tokenizer)),
+        (curve.load_api_keys, (api,)),
+    ):
+        for file in (scheduler, host, tokenizer, api):
+            if file in right:
+                load(file)
+            else:
+                with pytest.raises(UserError, match=r"is that of a .* needs that of a"):
+                    load(file)
+
+
+def test_files_of_a_deployment_without_tokenizer_keys_serve_as_before(tmp_path: Path) -> None:
+    scheduler, host, *_ = curve.create_keys(tmp_path / "keys")
+    content = json.loads(scheduler.read_text())
+    content["accepted"] = content["accepted"][:1]
+    scheduler.write_text(json.dumps(content))
+    assert len(curve.load_scheduler_keys(scheduler).accepted) == 1
+    assert zmq.curve_public(curve.load_host_keys(host).secret) in curve.load_scheduler_keys(scheduler).accepted
 
 
 # --- who is admitted --------------------------------------------------------------------------------------------------
@@ -110,9 +152,9 @@ def strangers(deployment: Deployment, tmp_path: Path) -> dict[str, "zmq.Socket[b
     context = zmq.Context.instance()
     made = {name: context.socket(zmq.DEALER) for name in ("null", "plain", "foreign", "unknown key", "wrong server")}
     made["plain"].plain_username, made["plain"].plain_password = b"admin", b"admin"
-    curve.use_host_keys(made["foreign"], foreign)
-    curve.use_host_keys(made["unknown key"], deployment.host_keys._replace(secret=foreign.secret))
-    curve.use_host_keys(made["wrong server"], deployment.host_keys._replace(scheduler=foreign.scheduler))
+    curve.use_connecting_keys(made["foreign"], foreign)
+    curve.use_connecting_keys(made["unknown key"], deployment.host_keys._replace(secret=foreign.secret))
+    curve.use_connecting_keys(made["wrong server"], deployment.host_keys._replace(server=foreign.server))
     for one in made.values():
         one.probe_router = 1
         one.linger = 0
@@ -151,6 +193,56 @@ def test_an_impostor_of_the_scheduler_gets_nothing(deployment: Deployment, tmp_p
     deployment.scheduler_keys = impostor
     low, up = deployment.bind(), deployment.connect(hello("worker"))
     assert not until(lambda: low.received or up.received, low, up, seconds=1.5)
+
+
+@pytest.fixture
+def tokenizer_keys(deployment: Deployment, tmp_path: Path) -> tuple[curve.ListeningKeys, curve.ConnectingKeys]:
+    """Of its tokenizers and front ends."""
+    return curve.load_tokenizer_keys(tmp_path / "keys"), curve.load_api_keys(tmp_path / "keys")
+
+
+Keys = tuple[curve.ListeningKeys, curve.ConnectingKeys]
+
+
+def test_keys_of_front_ends_open_tokenizers_only(deployment: Deployment, tokenizer_keys: Keys) -> None:
+    listening, connecting = tokenizer_keys
+    low = LoopedLink(Link.bind(deployment.address, hello("tokenizer"), listening))
+    deployment.made.append(low.link)
+    front = deployment.connect(hello("api"), keys=connecting)
+    assert until(lambda: low.link.peers and front.link.peers, low, front)
+    for keys in (deployment.host_keys, deployment.host_keys._replace(server=connecting.server)):
+        up = deployment.connect(hello("api"), keys=keys)
+        assert not until(lambda up=up: up.link.peers, low, front, up, seconds=1.0)
+    low.link.close()
+    low, server = deployment.bind(), connecting._replace(server=deployment.host_keys.server)
+    up = deployment.connect(hello("tokenizer"), keys=server)
+    assert not until(lambda: low.received or up.received, low, up, seconds=1.5)
+
+
+def test_an_impostor_of_the_tokenizer_gets_nothing(deployment: Deployment, tokenizer_keys: Keys) -> None:
+    """Neither a front end's file nor that of a host with a worker contains the tokenizers' secret."""
+    listening, connecting = tokenizer_keys
+    for secret in (connecting.secret, deployment.host_keys.secret):
+        low = LoopedLink(Link.bind(deployment.address, hello("tokenizer"), listening._replace(secret=secret)))
+        up = deployment.connect(hello("api"), keys=connecting)
+        assert not until(lambda low=low, up=up: low.received or up.received, low, up, seconds=1.0)
+        low.link.close()
+        up.link.close()
+
+
+def test_a_front_end_cannot_claim_to_be_a_scheduler(
+    deployment: Deployment, tokenizer_keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    listening, connecting = tokenizer_keys
+    low = LoopedLink(Link.bind(deployment.address, hello("tokenizer"), listening))
+    deployment.made.append(low.link)
+    for role in ("scheduler", "tokenizer", "worker", "stream"):
+        up = deployment.connect(hello("api"), keys=connecting)
+        up.link.own_hello, up.link._incompatibility = hello(role), lambda hello: ""  # type: ignore[method-assign]
+        caplog.clear()
+        assert until(lambda up=up, role=role: f"{role}-0" in caplog.text, low, up)
+        low.link._complains_at = 0.0
+    assert not low.received
 
 
 def test_replayed_connection_is_rejected(deployment: Deployment) -> None:
@@ -280,7 +372,7 @@ def test_identity_cannot_be_taken_over(deployment: Deployment, tmp_path: Path, o
     for identity in (low.link._routes[victim], f"worker-0-{victim.boot.hex()}".encode()):
         thief = zmq.Context.instance().socket(zmq.DEALER)
         if over == "tcp":
-            curve.use_host_keys(thief, deployment.host_keys)
+            curve.use_connecting_keys(thief, deployment.host_keys)
         thief.linger = 0
         with contextlib.suppress(zmq.ZMQError):  # libzmq refuses ids that begin with a zero byte
             thief.routing_id = identity

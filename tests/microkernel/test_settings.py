@@ -296,6 +296,15 @@ def test_each_replica_listens_at_a_port_of_its_own() -> None:
         load_settings(given | {"listen": "tcp://0.0.0.0:65534"}, {})
 
 
+def test_each_tokenizer_listens_at_a_port_of_its_own() -> None:
+    given: dict[str, Any] = {"validation_workers": 2, "keys": "x"}
+    load_settings(given | {"tokenizer_listen": "tcp://0.0.0.0:65534"}, {})
+    with pytest.raises(UserError, match="the last tokenizer would listen at port 65536"):
+        load_settings(given | {"tokenizer_listen": "tcp://0.0.0.0:65535"}, {})
+    with pytest.raises(UserError, match="`tokenizer_listen` is set without `keys`"):
+        load_settings({"tokenizer_listen": "tcp://0.0.0.0:1"}, {})
+
+
 def test_addresses_of_other_hosts() -> None:
     environ = {
         "TGI_CONNECT": "tcp://10.0.0.1:3100-3102, tcp://[2001:db8::1]:65535,tcp://name.example:7",

@@ -517,7 +517,7 @@ class TokenizerProcess(SimulatedProcess):
         assert self.pool is not None
         self.poll_links()
         executors: Any = self._executors
-        tokenizer_main.run_once(self.pool, self._streams, self.front, self.backs, executors)
+        tokenizer_main.run_once(self.pool, self._streams, [self.front], self.backs, executors)
         if self.beat_due:
             self.exchange_beats(self.pool.beat())
         if (deadline := self.pool.deadline()) is not None:

@@ -9,8 +9,8 @@ import pytest
 
 from tests.scheduler.simulated_tokenizers import SubmittedRequest
 from tests.scheduler.simulation import Simulation
-from tests.tokenizer.harness import API, LIMITS
-from tgi.microkernel.link import PeerId
+from tests.tokenizer.harness import API, LIMITS, hello
+from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import Generate, Status
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.tokenizer.encoder import EncodedPrompt
@@ -98,7 +98,8 @@ class RoutedLoad:
             one.worker_up()
         for view in self.views:
             for number in range(replicas):
-                view.connect(PeerId("scheduler", number, b"boot"))
+                peer = PeerId("scheduler", number, b"boot")
+                view.connect(view.at(Place("", number)), peer, hello(peer), 0.0)
         self._choose = choose
         self.loads: list[list[int]] = []
         self._report()
@@ -124,7 +125,7 @@ class RoutedLoad:
                 request = TokenizerRequestState(rid, API, Generate(rid, "", SamplingParams(5)), 0.0)
                 request.set_prompt(EncodedPrompt(ids(*prompt), len(prompt), 0))
                 number = self._choose([view], request)
-                view[number].requests[rid] = request
+                view[Place("", number)].requests[rid] = request
                 live.append((self.replicas[number].add(prompt, random.randint(4, 30)), view, number, rid))
                 sent += 1
             for one in self.replicas:
@@ -132,7 +133,7 @@ class RoutedLoad:
             for entry in [one for one in live if one[0].end is not None]:
                 live.remove(entry)
                 ended.append(entry[0].end)
-                del entry[1][entry[2]].requests[entry[3]]
+                del entry[1][Place("", entry[2])].requests[entry[3]]
             turn += 1
             if turn % 10 == 0:
                 self._report()

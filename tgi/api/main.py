@@ -1,5 +1,5 @@
 """The api process: one HTTP server on the shared port, and the links to all tokenizers, which it finds in the run
-directory."""
+directory or on other hosts."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ from tgi.api.service import Service
 from tgi.api.tls import ServerCertificate
 from tgi.api.tokenizers import TokenizerConnection
 from tgi.microkernel import tracing
+from tgi.microkernel.discovery import Discovery, DownstreamLinks
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link
@@ -144,20 +145,26 @@ async def reload_files(service: Service) -> None:
 
 
 async def follow_tokenizers(router: Router, process: Process) -> None:
-    """Keeps the router's links equal to the sockets of tokenizers in the run directory.
+    """Keeps the router's links equal to the sockets of tokenizers in the run directory, or to what --connect names.
 
     A tokenizer that ends leaves its socket, which the process that replaces it binds again; the supervisor removes that
     of one that is not replaced.
     """
-    links: dict[str, TokenizerConnection] = {}
+
+    def find() -> list[str]:
+        return [process.link_address(name) for name in process.tokenizer_sockets()]
+
+    elsewhere = process.settings.connect
+    links = DownstreamLinks(
+        Discovery(elsewhere).addresses if elsewhere else find, partial(process.connect_link, hello=process.hello())
+    )
+    tokenizers: dict[Link, TokenizerConnection] = {}
     while True:
-        found = process.tokenizer_sockets()
-        for name in found - links.keys():
-            links[name] = router.add_tokenizer(Link.connect(process.link_address(name), process.hello()))
-        for name in links.keys() - found:
-            if links[name].peer is None:
-                router.remove_tokenizer(links.pop(name))
-        connected = any(tokenizer.peer is not None for tokenizer in links.values())
+        added, removed = links.follow()
+        tokenizers |= {link: router.add_tokenizer(link) for link in added}
+        for link in removed:
+            router.remove_tokenizer(tokenizers.pop(link))
+        connected = any(tokenizer.peer is not None for tokenizer in tokenizers.values())
         await asyncio.sleep(SEARCH_SECONDS if connected else FIRST_SEARCH_SECONDS)
 
 

@@ -56,8 +56,14 @@ class LiveRequest:
         self.on_trial = False  # a tokenizer works on it only while it has nothing else in hand
         self.span: Span | None = None  # of the HTTP request, if tracing is on
 
-    def tokenizer_rank(self, replica: int) -> int:
-        """The lower, the rather this tokenizer gets the request; equal for all: the one with the fewest requests."""
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter that it needs, or ""."""
+        return ""
+
+    def tokenizer_rank(self, number: int) -> int:
+        """The lower, the rather the tokenizer with this number of its place gets the request; equal for all: the one
+        with the fewest requests."""
         return 0
 
     def to_message(self, rid: int) -> tuple[Any, ...]:
@@ -136,9 +142,14 @@ class Generation(LiveRequest):
         self.first_token_time: float | None = None
         self.latest_token_time = self.arrival_time
 
-    def tokenizer_rank(self, replica: int) -> int:
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter that it needs, or ""."""
+        return self.message.sampling.adapter
+
+    def tokenizer_rank(self, number: int) -> int:
         """By `resume_key`, so that every front end finds the tokenizer that keeps the stream."""
-        return crc32(b"%d" % replica, crc32(self.message.resume_key)) if self.message.resume_key else 0
+        return crc32(b"%d" % number, crc32(self.message.resume_key)) if self.message.resume_key else 0
 
     def to_message(self, rid: int) -> Generate:
         """The message that submits this request, under `rid`."""

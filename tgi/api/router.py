@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tgi.api import request_metrics
 from tgi.api.admission import Admission
@@ -15,9 +15,9 @@ from tgi.api.token_delivery import TokenDelivery
 from tgi.api.tokenizers import TokenizerConnection, choose_tokenizer
 from tgi.microkernel import metrics
 from tgi.microkernel.codec import ITEM_BYTES
-from tgi.microkernel.crash_isolation import CrashIsolation
+from tgi.microkernel.crash_isolation import CrashIsolation, UnreportedDeaths
 from tgi.microkernel.flight_recorder import NO_RECORDER, Event, FlightRecorder
-from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent
+from tgi.microkernel.link import Link, PeerDisconnected, PeerId, PeerResponds, PeerSilent, Place
 from tgi.microkernel.liveness import BEAT_SECONDS
 from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import (
@@ -75,6 +75,7 @@ class Router:
         self.quarantine = quarantine
         self._work_in_hand = work_in_hand
         self._isolation: CrashIsolation[bytes] = CrashIsolation()  # of requests that crash tokenizers
+        self._unreported: UnreportedDeaths[bytes] = UnreportedDeaths()  # of tokenizers on other hosts
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
@@ -176,6 +177,7 @@ class Router:
 
     def remove_tokenizer(self, tokenizer: TokenizerConnection) -> None:
         """Closes the link to a tokenizer that is not connected, so that no request is assigned to it."""
+        self._exchange_messages(tokenizer)  # that it is lost may not have been handled yet
         assert tokenizer.peer is None
         self.tokenizers.remove(tokenizer)
         self._close_link(tokenizer)
@@ -287,7 +289,7 @@ class Router:
                 self._apply_status(message)
             case Hello():
                 log.debug("%s is connected", peer)
-                tokenizer.peer = peer
+                tokenizer.peer, tokenizer.number = peer, Place(message.site, peer.replica).number
                 self.defaults = message.sampling_defaults
                 self._read_exit_report(tokenizer, message)
                 self._on_tokenizer_available()
@@ -310,8 +312,12 @@ class Router:
         if status.limits is not None and self.limits is None:
             self.limits = status.limits
             metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
-        if status.limits is not None and status.adapters != [*self.adapters.values()]:
-            self.adapters = {adapter.name: adapter for adapter in status.adapters}
+        if status.limits is not None:
+            reported = [one.status.adapters for one in self.tokenizers if one.status is not None]
+            adapters: dict[str, LoadedAdapter] = {}
+            for adapter in itertools.chain.from_iterable(reported):
+                adapters.setdefault(adapter.name, adapter)
+            self.adapters = adapters
         self.health.status_received.wake()
 
     # --- assignments ---
@@ -372,7 +378,7 @@ class Router:
         requests, tokenizer.requests = tokenizer.requests, {}
         tokenizer.moved = {}
         active = [request for request in requests.values() if request.active]
-        in_hand = frozenset() if planned else frozenset(split_fingerprints(self._work_in_hand(peer) or b""))
+        in_hand = set() if planned else self._suspects(peer, active)
         suspects = tokenizer.kept_back[peer.boot] = [one for one in active if one.fingerprint in in_hand]
         level = logging.DEBUG if planned else logging.WARNING
         sent = len(active) - len(suspects)
@@ -401,7 +407,7 @@ class Router:
         for tokenizer in self.tokenizers:
             if not tokenizer.silent or tokenizer.peer is None or not tokenizer.requests:
                 continue
-            in_hand = frozenset(split_fingerprints(self._work_in_hand(tokenizer.peer) or b""))
+            in_hand = self._suspects(tokenizer.peer, tokenizer.requests.values())
             requests = {rid: one for rid, one in tokenizer.requests.items() if one.fingerprint not in in_hand}
             if not requests:
                 continue
@@ -435,6 +441,13 @@ class Router:
         self._exchange_with_all_soon()
 
     # --- crashes ---
+
+    def _suspects(self, peer: PeerId, requests: Iterable[LiveRequest]) -> set[bytes]:
+        """The fingerprints of those requests of a tokenizer that may have stopped or ended it: what it has, or had, in
+        hand, as far as that is known."""
+        if (in_hand := self._work_in_hand(peer)) is not None:
+            return set(split_fingerprints(in_hand))
+        return self._unreported.suspects(one.fingerprint for one in requests if one.fingerprint)
 
     def _read_exit_report(self, tokenizer: TokenizerConnection, hello: Hello) -> None:
         """A tokenizer has connected. If it tells how its predecessor died, the requests that this had in hand are
@@ -475,8 +488,10 @@ class Router:
         """A strike is cleared by an answer of the pipeline, not by a disconnect: the same request may come back."""
         if end.reason == FinishReason.QUARANTINED:
             self._refuse(request.fingerprint, end.message)
-        elif self._isolation.suspects and end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
-            self._isolation.discard(request.fingerprint, well=True)
+        elif end.reason not in (FinishReason.CANCELLED, FinishReason.FAILED):
+            self._unreported.clear(request.fingerprint)
+            if self._isolation.suspects:
+                self._isolation.discard(request.fingerprint, well=True)
 
 
 def is_superseded(request: LiveRequest, end: End) -> bool:

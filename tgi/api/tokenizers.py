@@ -14,6 +14,7 @@ class TokenizerConnection:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.peer: PeerId | None = None  # None while no process is connected
+        self.number = 0  # of its place: equal for all front ends
         self.status: Status | None = None
         self.beat = Beat(None)
         self.silent = False  # it is connected, and sends no beats any more
@@ -33,6 +34,10 @@ class TokenizerConnection:
         status = self.status
         return status is not None and status.ready and status.healthy and status.limits is not None and not self.silent
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether the schedulers of this tokenizer have an adapter; "": none is needed."""
+        return not name or (self.status is not None and any(one.name == name for one in self.status.adapters))
+
     @property
     def stuck(self) -> bool:
         """Whether its work makes no progress."""
@@ -47,7 +52,8 @@ def choose_tokenizer(tokenizers: list[TokenizerConnection], request: LiveRequest
         key=lambda tokenizer: (
             not (tokenizer.status is not None and tokenizer.status.ready),
             tokenizer.stuck,
-            0 if tokenizer.peer is None else request.tokenizer_rank(tokenizer.peer.replica),
+            not tokenizer.has_adapter(request.adapter),
+            request.tokenizer_rank(tokenizer.number),
             len(tokenizer.requests),
         ),
         default=None,

@@ -1,7 +1,8 @@
 """Links between hosts: the key files, and the guard of a socket that listens on TCP. CURVE encrypts and authenticates.
 
-A deployment has two key pairs, made by `tgi keys new`. The scheduler's proves to the hosts that it is their scheduler;
-the hosts' is the only one that the scheduler accepts. The file of a host does not contain the scheduler's secret.
+A deployment has four key pairs, made by `tgi keys new`, each in a file of its own: that of the schedulers, which accept
+those of the hosts with workers and of the tokenizers; and that of the front ends, which the tokenizers accept. Who
+connects knows the public key of whom it connects to. So no file lets its holder pretend to be a process downstream.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ from tgi.microkernel.errors import UserError
 
 log = logging.getLogger(__name__)
 
-SCHEDULER_FILE, HOST_FILE = "scheduler.key", "host.key"
+# The kinds of key files: whose they are, in words.
+SCHEDULER, HOST, TOKENIZER, API = "scheduler", "host", "tokenizer", "api"
+OWNERS = {SCHEDULER: "scheduler", HOST: "host", TOKENIZER: "tokenizer", API: "front end"}
 KEY_CHARACTERS = 40  # of a Curve25519 key in Z85
 
 # libzmq asks at this address who may connect, for all sockets of a context.
@@ -42,66 +45,95 @@ COMPLAINT_SECONDS = 10.0
 # --- key files --------------------------------------------------------------------------------------------------------
 
 
-class SchedulerKeys(NamedTuple):
-    """The content of the scheduler's file."""
+class ListeningKeys(NamedTuple):
+    """The keys of a socket that others connect to."""
 
     secret: bytes
-    accepted: frozenset[bytes]  # public keys of hosts
+    accepted: frozenset[bytes]  # public keys of those who may connect
 
 
-class HostKeys(NamedTuple):
-    """The content of a host's file."""
+class ConnectingKeys(NamedTuple):
+    """The keys of a socket that connects."""
 
     secret: bytes
-    scheduler: bytes  # the scheduler's public key
+    server: bytes  # the public key of the process to which it connects
 
 
-def create_keys(directory: Path) -> tuple[Path, Path]:
-    """Creates the files of a new deployment: the scheduler's and the hosts'. Raises UserError if one exists."""
+def create_keys(directory: Path) -> list[Path]:
+    """Creates the files of a new deployment, in the order of OWNERS. Raises UserError if one exists."""
     _require_curve()
-    scheduler, scheduler_secret = zmq.curve_keypair()
-    host, host_secret = zmq.curve_keypair()
-    files = (directory / SCHEDULER_FILE, directory / HOST_FILE)
-    contents: tuple[dict[str, Any], dict[str, Any]] = (
-        {"for": "scheduler", "secret": scheduler_secret.decode(), "accepted": [host.decode()]},
-        {"for": "host", "secret": host_secret.decode(), "scheduler": scheduler.decode()},
-    )
+    pairs = {kind: zmq.curve_keypair() for kind in OWNERS}
+    public = {kind: pair[0].decode() for kind, pair in pairs.items()}
+    contents: dict[str, dict[str, Any]] = {
+        SCHEDULER: {"accepted": [public[HOST], public[TOKENIZER]]},
+        HOST: {SCHEDULER: public[SCHEDULER]},
+        TOKENIZER: {SCHEDULER: public[SCHEDULER], "accepted": [public[API]]},
+        API: {TOKENIZER: public[TOKENIZER]},
+    }
+    files = [directory / _file_name(kind) for kind in contents]
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if exists := next((file for file in files if os.path.lexists(file)), None):
             raise UserError(f"{exists} exists, and keys are never overwritten. Name another directory, or remove it.")
-        for file, content in zip(files, contents, strict=True):
+        for file, (kind, content) in zip(files, contents.items(), strict=True):
             with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-                out.write(json.dumps(content, indent=2) + "\n")
+                out.write(json.dumps({"for": kind, "secret": pairs[kind][1].decode(), **content}, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"Cannot write keys to {directory}: {error.strerror}. Name another directory.") from error
     return files
 
 
-def load_scheduler_keys(file: str | Path) -> SchedulerKeys:
-    """The keys of --listen. Raises UserError if the file cannot be used or other users can read it."""
-    content = _read(Path(file).expanduser(), "scheduler", "--listen", SCHEDULER_FILE)
+def load_scheduler_keys(keys: str | Path) -> ListeningKeys:
+    """The keys of --listen. `keys` is the file, or the directory that contains it. Raises UserError if the file cannot
+    be used or other users can read it."""
+    return _listening_keys(*_read(keys, "--listen", SCHEDULER))
+
+
+def load_tokenizer_keys(keys: str | Path) -> ListeningKeys:
+    """The keys of --tokenizer-listen, as `load_scheduler_keys`."""
+    return _listening_keys(*_read(keys, "--tokenizer-listen", TOKENIZER))
+
+
+def load_host_keys(keys: str | Path) -> ConnectingKeys:
+    """The keys of --connect for workers and tokenizers, as `load_scheduler_keys`."""
+    return _connecting_keys(*_read(keys, "--connect", HOST, TOKENIZER), SCHEDULER)
+
+
+def load_api_keys(keys: str | Path) -> ConnectingKeys:
+    """The keys of --connect for front ends, as `load_scheduler_keys`."""
+    return _connecting_keys(*_read(keys, "--connect of front ends", API), TOKENIZER)
+
+
+def load_group_keys(keys: str | Path) -> tuple[ListeningKeys, ConnectingKeys]:
+    """The keys of --group, for the first rank and for those that connect to it. Each host may run any rank, so the key
+    of the hosts, which all of them have, is at both ends. Raises UserError as `load_host_keys`."""
+    file, content = _read(keys, "--group", HOST)
+    secret = _key(content.get("secret"), file)
+    public = zmq.curve_public(secret)
+    return ListeningKeys(secret, frozenset((public,))), ConnectingKeys(secret, public)
+
+
+def _listening_keys(file: Path, content: dict[str, Any]) -> ListeningKeys:
     accepted = content.get("accepted")
     if not isinstance(accepted, list) or not accepted:
         raise _damaged(file)
-    return SchedulerKeys(_key(content.get("secret"), file), frozenset(_key(one, file) for one in accepted))
+    return ListeningKeys(_key(content.get("secret"), file), frozenset(_key(one, file) for one in accepted))
 
 
-def load_host_keys(file: str | Path) -> HostKeys:
-    """The keys of --connect. Raises UserError if the file cannot be used or other users can read it."""
-    content = _read(Path(file).expanduser(), "host", "--connect", HOST_FILE)
-    return HostKeys(_key(content.get("secret"), file), _key(content.get("scheduler"), file))
+def _connecting_keys(file: Path, content: dict[str, Any], server: str) -> ConnectingKeys:
+    return ConnectingKeys(_key(content.get("secret"), file), _key(content.get(server), file))
 
 
-def load_group_keys(file: str | Path) -> tuple[SchedulerKeys, HostKeys]:
-    """The keys of --group, for the first rank and for those that connect to it. Each host may run any rank, so the key
-    of the hosts, which all of them have, is at both ends. Raises UserError as `load_host_keys`."""
-    secret = _key(_read(Path(file).expanduser(), "host", "--group", HOST_FILE).get("secret"), file)
-    public = zmq.curve_public(secret)
-    return SchedulerKeys(secret, frozenset((public,))), HostKeys(secret, public)
+def _file_name(kind: str) -> str:
+    return f"{kind}.key"
 
 
-def _read(file: Path, kind: str, flag: str, usual_name: str) -> dict[str, Any]:
+def _read(keys: str | Path, flag: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
+    """A file of one of these kinds, and its content; in a directory that of the first kind that is there."""
+    file = Path(keys).expanduser()
+    if file.is_dir():
+        found = (file / _file_name(kind) for kind in kinds)
+        file = next((one for one in found if os.path.lexists(one)), file / _file_name(kinds[0]))
     _require_curve()
     try:
         with file.open("rb") as opened:
@@ -119,14 +151,14 @@ def _read(file: Path, kind: str, flag: str, usual_name: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise _damaged(file) from error
-    if not isinstance(content, dict) or content.get("for") not in ("scheduler", "host"):
+    if not isinstance(content, dict) or content.get("for") not in OWNERS:
         raise _damaged(file)
-    if content["for"] != kind:
+    if content["for"] not in kinds:
         raise UserError(
-            f"The key file {file} is that of a {content['for']}; {flag} needs that of a {kind}, which `tgi keys new` "
-            f"has named {usual_name}."
+            f"The key file {file} is that of a {OWNERS[content['for']]}; {flag} needs that of a {OWNERS[kinds[0]]}, "
+            f"which `tgi keys new` has named {_file_name(kinds[0])}."
         )
-    return content
+    return file, content
 
 
 def _key(value: object, file: str | Path) -> bytes:
@@ -154,9 +186,9 @@ def _require_curve() -> None:
 # --- sockets ----------------------------------------------------------------------------------------------------------
 
 
-def use_host_keys(socket: "zmq.Socket[bytes]", keys: HostKeys) -> None:
-    """Makes a socket that will connect accept only the scheduler that has the secret key."""
-    socket.curve_serverkey = keys.scheduler
+def use_connecting_keys(socket: "zmq.Socket[bytes]", keys: ConnectingKeys) -> None:
+    """Makes a socket that will connect accept only a process that has the secret key."""
+    socket.curve_serverkey = keys.server
     socket.curve_secretkey = keys.secret
     socket.curve_publickey = zmq.curve_public(keys.secret)
 
@@ -168,7 +200,7 @@ class ConnectionGuard:
     the context's I/O thread does all work that strangers cause.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", address: str, keys: SchedulerKeys) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", address: str, keys: ListeningKeys) -> None:
         """To be called before the socket is bound to `address`."""
         self.connections: dict[int, None] = {}  # the open ones, by file descriptor, the oldest first
         self._address = address

@@ -18,7 +18,13 @@ from zlib import crc32
 import zmq
 
 from tgi.microkernel.codec import MAX_FRAME_BYTES
-from tgi.microkernel.curve import HANDSHAKE_MILLISECONDS, ConnectionGuard, HostKeys, SchedulerKeys, use_host_keys
+from tgi.microkernel.curve import (
+    HANDSHAKE_MILLISECONDS,
+    ConnectingKeys,
+    ConnectionGuard,
+    ListeningKeys,
+    use_connecting_keys,
+)
 from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.liveness import SilenceDetector
 from tgi.microkernel.protocol import PROTOCOL, ROLES, Beat, Goodbye, Hello, LinkRejected, Ping, decode, encode
@@ -47,6 +53,18 @@ HANDSHAKE_FAILURES = (
 )
 
 _PING = encode(Ping())
+
+
+# The roles of the peers of a link, by the own role and whether the link binds. So keys of front ends do not admit a
+# process that claims to be a scheduler.
+_PEER_ROLES = {
+    ("api", False): ("tokenizer",),
+    ("tokenizer", True): ("api",),
+    ("tokenizer", False): ("scheduler",),
+    ("scheduler", True): ("tokenizer", "worker"),
+    ("worker", False): ("scheduler", "worker"),  # further ranks connect to the first one
+    ("worker", True): ("worker",),
+}
 
 
 class PeerId(NamedTuple):
@@ -141,7 +159,7 @@ class Link:
         self._release.atexit = False
 
     @classmethod
-    def bind(cls, address: str, own_hello: Hello, keys: SchedulerKeys | None = None) -> "Link":
+    def bind(cls, address: str, own_hello: Hello, keys: ListeningKeys | None = None) -> "Link":
         """A link of the stable side; a TCP address needs keys. Raises UserError if the address cannot be used."""
         socket = _socket(zmq.ROUTER, address, keys)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -155,11 +173,11 @@ class Link:
         return link
 
     @classmethod
-    def connect(cls, address: str, own_hello: Hello, keys: HostKeys | None = None) -> "Link":
+    def connect(cls, address: str, own_hello: Hello, keys: ConnectingKeys | None = None) -> "Link":
         """A link of the connecting side; a TCP address needs keys. The other end need not exist yet."""
         socket = _socket(zmq.DEALER, address, keys)
         if keys is not None:
-            use_host_keys(socket, keys)
+            use_connecting_keys(socket, keys)
         socket.setsockopt(zmq.PROBE_ROUTER, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -274,8 +292,8 @@ class Link:
             if event & HANDSHAKE_FAILURES:
                 self._complain(
                     logging.ERROR,
-                    f"{self.address} has ended the handshake: it is busy, it is no scheduler, or its keys are those of "
-                    "another deployment. Give --keys a copy of the host.key that `tgi keys new` made with its file.",
+                    f"{self.address} has ended the handshake: it is busy, it is a process of another role, or its "
+                    "keys are those of another deployment. Give --keys a file that `tgi keys new` made with its own.",
                 )
             found = True
         return found
@@ -345,6 +363,9 @@ class Link:
 
     def _incompatibility(self, hello: Hello) -> str:
         """Why this peer is rejected, or "" if it is compatible."""
+        wanted = _PEER_ROLES.get((self.own_hello.role, self._binds))
+        if wanted is not None and hello.role not in wanted:
+            return f"a {self.own_hello.role} has no link of this kind to a {hello.role}"
         if hello.protocol != PROTOCOL:
             return f"protocol {hello.protocol} against {PROTOCOL}; run the same version of tgi on both sides"
         if hello.model and self.own_hello.model and hello.model != self.own_hello.model:
@@ -407,7 +428,7 @@ def _release(socket: "zmq.Socket[bytes]", event_sources: "list[zmq.Socket[bytes]
         socket.context.term()
 
 
-def _socket(kind: int, address: str, keys: SchedulerKeys | HostKeys | None) -> "zmq.Socket[bytes]":
+def _socket(kind: int, address: str, keys: ListeningKeys | ConnectingKeys | None) -> "zmq.Socket[bytes]":
     """A socket with the options of all links. Raises UserError for an address that cannot be used."""
     url = urlsplit(address)
     if url.scheme == "ipc" and len(path := address.removeprefix("ipc://").encode()) > MAX_SOCKET_PATH:
@@ -417,7 +438,7 @@ def _socket(kind: int, address: str, keys: SchedulerKeys | HostKeys | None) -> "
         )
     if url.scheme == "tcp" and keys is None:
         raise UserError(f"{address} cannot be used without keys: links over TCP are encrypted. Give --keys FILE.")
-    context = zmq.Context() if isinstance(keys, SchedulerKeys) else zmq.Context.instance()
+    context = zmq.Context() if isinstance(keys, ListeningKeys) else zmq.Context.instance()
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for live connections only: a dead one must not accept messages
     socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, since a full queue drops silently; the roles bound what is in flight

@@ -133,8 +133,8 @@ class Process:
 
     def connect_link(self, address: str, hello: Hello) -> Link:
         """A link to a process of the role downstream, in the run directory or on another host."""
-        keys = curve.load_host_keys(self.settings.keys or "") if address.startswith("tcp:") else None
-        return Link.connect(address, hello, keys)
+        load = curve.load_api_keys if self.role == "api" else curve.load_host_keys
+        return Link.connect(address, hello, load(self.settings.keys or "") if address.startswith("tcp:") else None)
 
     def watch_link(self, link: Link) -> None:
         """Lets `wait` poll this link."""

@@ -111,8 +111,11 @@ def reload(supervisor: Supervisor, settings: Settings, drain_first: bool) -> Ope
     if others := supervisor.other_supervisors():
         pids = ", ".join(map(str, sorted(others)))
         raise UserError(f"Other supervisors run processes of this server (pids {pids}): end them before `tgi reload`.")
-    if supervisor.settings.listen is not None:
-        raise UserError("A server with --listen cannot be reloaded: processes of other hosts serve the present model.")
+    if supervisor.settings.listen is not None or supervisor.settings.tokenizer_listen is not None:
+        raise UserError(
+            "A server with --listen or --tokenizer-listen cannot be reloaded: processes of other hosts serve the "
+            "present model."
+        )
     old = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role)]
     if {spec.role for spec in old} != {*DRAIN_ORDER}:
         raise UserError("Only a server of one `tgi up` can be reloaded: this supervisor does not run all roles.")

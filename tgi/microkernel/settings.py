@@ -494,19 +494,30 @@ class Settings:
         env=("TGI_LISTEN",),
         unset="this host only",
     )
+    tokenizer_listen: str | None = setting(
+        HOSTS,
+        None,
+        "tcp://ADDRESS:PORT at which the first tokenizer also accepts front ends of other hosts; further tokenizers "
+        "listen at the next ports. Needs --keys.",
+        tcp_address,
+        env=("TGI_TOKENIZER_LISTEN",),
+        unset="this host only",
+    )
     connect: tuple[str, ...] = setting(
         HOSTS,
         (),
-        "For tgi worker and tgi tokenizer: tcp://HOST:PORT of a scheduler on another host. For tokenizers a list with "
-        "commas, with ranges of ports (tcp://HOST:3100-3103) and names of several addresses. Needs --keys.",
+        "tcp://HOST:PORT on other hosts: for tgi worker that of its scheduler, for tgi tokenizer those of schedulers, "
+        "for tgi api those of tokenizers. A list with commas, ranges of ports (tcp://HOST:3100-3103) and names of "
+        "several addresses. Needs --keys.",
         tcp_addresses,
         env=("TGI_CONNECT",),
-        unset="the scheduler in the run directory",
+        unset="the processes in the run directory",
     )
     keys: str | None = setting(
         HOSTS,
         None,
-        "Key file from tgi keys new: scheduler.key with --listen, host.key with --connect and --group.",
+        "Key file from tgi keys new: scheduler.key with --listen, tokenizer.key for tokenizers, host.key for workers, "
+        "api.key for front ends; or the directory that contains those that are needed.",
         text,
         env=("TGI_KEYS",),
         unset="none",

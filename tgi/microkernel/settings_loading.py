@@ -138,18 +138,20 @@ def _reject_contradictions(settings: Settings) -> None:
             raise _invalid(f"`api_key`: {error}") from error
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise _invalid("`ssl_keyfile` is set, but no `ssl_certfile` is given. HTTPS needs both, or one file with both.")
-    for name in ("listen", "connect"):
+    for name in ("listen", "tokenizer_listen", "connect"):
         if getattr(settings, name) and settings.keys is None:
             raise _invalid(
                 f"`{name}` is set without `keys`, but links between hosts are always encrypted. Run `tgi keys new` "
-                f"and give --keys {'scheduler.key' if name == 'listen' else 'host.key'}"
+                "and give --keys one of its files, or their directory"
             )
-    last_port = int((settings.listen or ":0").rpartition(":")[2]) + settings.replicas - 1
-    if settings.listen is not None and last_port > 65535:
-        raise _invalid(
-            f"`replicas` is {settings.replicas}, so the last scheduler would listen at port {last_port}, and ports end "
-            "at 65535. Give --listen a lower port."
-        )
+    listening = (("listen", "replicas", "scheduler"), ("tokenizer_listen", "validation_workers", "tokenizer"))
+    for name, number, role in listening:
+        address, processes = getattr(settings, name), getattr(settings, number)
+        if address is not None and (last := int(address.rpartition(":")[2]) + processes - 1) > 65535:
+            raise _invalid(
+                f"`{number}` is {processes}, so the last {role} would listen at port {last}, and ports end at 65535. "
+                f"Give {flag(name)} a lower port."
+            )
     _reject_contradictory_ranks(settings)
     if settings.worker == "remote" and settings.listen is None:
         raise _invalid("`worker` is remote, but no worker can connect without --listen tcp://ADDRESS:PORT")

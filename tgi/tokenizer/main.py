@@ -7,14 +7,14 @@ import time
 from functools import partial
 
 from tgi.hub.model_config import read_model_config
-from tgi.microkernel import tracing
-from tgi.microkernel.discovery import Discovery, DownstreamLinks
+from tgi.microkernel import curve, tracing
+from tgi.microkernel.discovery import Discovery, DownstreamLinks, nth_address
 from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, Place
 from tgi.microkernel.process import Process, work_in_hand
 from tgi.microkernel.progress import CHAT_TEMPLATE
 from tgi.microkernel.protocol import Hello
-from tgi.microkernel.rundir import scheduler_socket
+from tgi.microkernel.rundir import scheduler_socket, tokenizer_socket
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
 from tgi.tokenizer.pool import TokenizerPool
@@ -28,7 +28,8 @@ IDLE_SECONDS = 60.0
 
 
 def main(process: Process) -> None:
-    """Serves apis on "tok-<replica>.front" and connects to the schedulers, at "sched-<index>.front" or on other hosts.
+    """Serves apis on "tok-<replica>.front", and with --tokenizer-listen over TCP. Connects to the schedulers at
+    "sched-<index>.front", or with --connect to those of other hosts.
 
     Returns when the process is told to stop and all requests have ended, or when it is told to hand over: then the
     front ends submit its requests to other tokenizers.
@@ -49,11 +50,13 @@ def main(process: Process) -> None:
         tokenizers=process.settings.validation_workers,
     )
     hello = process.hello(config.fingerprint)
-    defaults = process.settings.sampling_defaults
-    api_link = Link.bind(
-        process.link_address(f"tok-{process.replica}.front"), hello._replace(sampling_defaults=defaults)
-    )
-    process.watch_link(api_link)
+    api_hello = hello._replace(sampling_defaults=process.settings.sampling_defaults)
+    api_links = [Link.bind(process.link_address(tokenizer_socket(process.replica)), api_hello)]
+    if (listen := process.settings.tokenizer_listen) is not None:
+        keys = curve.load_tokenizer_keys(process.settings.keys or "")
+        api_links.append(Link.bind(nth_address(listen, process.replica), api_hello, keys))
+    for link in api_links:
+        process.watch_link(link)
     schedulers = SchedulerLinks(process, hello)
     schedulers.follow(pool)
     gc.collect()
@@ -68,13 +71,13 @@ def main(process: Process) -> None:
             streams.drop_detached()
         deadline = pool.deadline()
         process.wait(IDLE_SECONDS if deadline is None else deadline - time.monotonic())
-        run_once(pool, streams, api_link, schedulers.links, executors)
+        run_once(pool, streams, api_links, schedulers.links, executors)
         if executors.longest_seconds() > process.settings.hang_timeout:
             process.begin_work(0.0, "a text")  # the supervisor ends this process: a thread cannot be ended
         if process.beat_due:
             process.exchange_beats(pool.beat())
             schedulers.follow(pool)
-    for link in (api_link, *schedulers.links):
+    for link in (*api_links, *schedulers.links):
         link.say_goodbye()
         link.close()
     executors.shutdown()
@@ -112,6 +115,8 @@ class SchedulerLinks:
         for link in added:
             self._process.watch_link(link)
         for link in removed:
+            for peer, message in link.receive():  # that it is lost may not have been handled yet
+                pool.handle(peer, message)
             if link in self._places:
                 pool.remove_scheduler(self._places.pop(link))
             self._process.unwatch_link(link)
@@ -120,14 +125,19 @@ class SchedulerLinks:
 
 
 def run_once(
-    pool: TokenizerPool, streams: ResumableStreams, api_link: Link, scheduler_links: list[Link], executors: JobExecutors
+    pool: TokenizerPool,
+    streams: ResumableStreams,
+    api_links: list[Link],
+    scheduler_links: list[Link],
+    executors: JobExecutors,
 ) -> None:
     """One iteration of the loop: handles all received messages and completed jobs, then sends what they produced."""
     for link in scheduler_links:
         for peer, message in link.receive():
             pool.handle(peer, message)
-    for peer, message in api_link.receive():
-        streams.receive(peer, message)
+    for link in api_links:
+        for peer, message in link.receive():
+            streams.receive(peer, message)
     streams.drop_expired()
     for job, result in executors.completed_jobs():
         pool.complete_job(job.key, result)
@@ -135,8 +145,7 @@ def run_once(
         pool.run_trials()
     executors.start_jobs(pool.jobs)
     for peer, message in streams.forward(pool.drain_outgoing()):
-        for link in scheduler_links if peer.role == "scheduler" else (api_link,):
+        for link in scheduler_links if peer.role == "scheduler" else api_links:
             link.send(peer, message)  # dropped by a link that has no such peer
-    api_link.flush()
-    for link in scheduler_links:
+    for link in (*api_links, *scheduler_links):
         link.flush()

@@ -3,8 +3,8 @@ request, and what the front ends are told of all together. Sans-IO."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
+from tgi.microkernel.crash_isolation import UnreportedDeaths
 from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import Beat, DeploymentLimits, Hello, LoadedAdapter, Status, limits_shortfall
 from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
@@ -117,9 +117,7 @@ class Schedulers:
         # By fingerprint: the replica whose scheduler died with the request in hand, and until when that waits for the
         # successor. So a request that crashes schedulers is tried at one replica and does not end one after the other.
         self._suspicions: dict[int, tuple[SchedulerReplica, float]] = {}
-        # Fingerprints of requests that a scheduler had when it died with unknown work in hand. They have gone on at
-        # another one at once; when that dies, too, they wait until a successor tells what its predecessor had in hand.
-        self._lost_once: dict[int, None] = {}
+        self._unreported: UnreportedDeaths[int] = UnreportedDeaths()  # of schedulers on other hosts
 
     def __getitem__(self, place: Place) -> SchedulerReplica:
         return self._replicas[place]
@@ -246,14 +244,10 @@ class Schedulers:
 
     def suspects(self, replica: SchedulerReplica, peer: PeerId) -> set[int]:
         """The fingerprints of requests that may have stopped or ended this scheduler of the replica: what it has, or
-        had, in hand. If that is not known, those that have lost a scheduler so before; the others are remembered."""
+        had, in hand, as far as that is known."""
         if (in_hand := self._work_in_hand(peer)) is not None:
             return _numbers(in_hand)
-        present = {one.fingerprint for one in replica.requests.values() if one.fingerprint}
-        suspects = present & self._lost_once.keys()
-        self._lost_once |= dict.fromkeys(present)
-        _drop_oldest(self._lost_once)
-        return suspects
+        return self._unreported.suspects(one.fingerprint for one in replica.requests.values() if one.fingerprint)
 
     def record_death(self, replica: SchedulerReplica, peer: PeerId, now: float) -> None:
         """The scheduler of this replica has died: the suspects wait for its successor. To be called before
@@ -265,12 +259,13 @@ class Schedulers:
         for fingerprint in fingerprints:
             self._suspicions.pop(fingerprint, None)
             self._suspicions[fingerprint] = replica, now + SUCCESSOR_SECONDS
-        _drop_oldest(self._suspicions)
+        while len(self._suspicions) > MAX_SUSPICIONS:
+            del self._suspicions[next(iter(self._suspicions))]
 
     def clear_suspicion(self, fingerprint: int) -> None:
         """A request has ended well."""
         self._suspicions.pop(fingerprint, None)
-        self._lost_once.pop(fingerprint, None)
+        self._unreported.clear(fingerprint)
 
     # --- for the front ends -------------------------------------------------------------------------------------------
 
@@ -306,11 +301,6 @@ class Schedulers:
 
 def _numbers(fingerprints: bytes) -> set[int]:
     return {*map(fingerprint_number, split_fingerprints(fingerprints))}
-
-
-def _drop_oldest(remembered: dict[int, Any]) -> None:
-    while len(remembered) > MAX_SUSPICIONS:
-        del remembered[next(iter(remembered))]
 
 
 def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[int, bool, bool, bool]:

@@ -1,0 +1,1 @@
+raise ImportError("a host with front ends alone has no tokenizers")
