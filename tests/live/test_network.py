@@ -42,10 +42,9 @@ class Deployment:
         )
         self._address = f"tcp://{net['scheduler'].address}:{PORT}"
         self._model = ("--model-id", model_id)
-        connect = ("--connect", self._address, "--keys", str(directory / "keys" / "host.key"))
-        self.front = self._server("front", *connect)
-        self.scheduler = self._server("scheduler")
-        self.worker, self.spare = self._server("worker", *connect), self._server("spare", *connect)
+        self._connect = ("--connect", self._address, "--keys", str(directory / "keys" / "host.key"))
+        self.front, self.scheduler = self._server("front"), self._server("scheduler")
+        self.worker, self.spare = self._server("worker", *self._connect), self._server("spare", *self._connect)
 
     def _server(self, name: str, *arguments: str) -> Server:
         return Server(self.directory / name, *self._model, *arguments, host=self.network[name])
@@ -53,9 +52,12 @@ class Deployment:
     def start(self) -> "Deployment":
         keys = str(self.directory / "keys" / "scheduler.key")
         self.scheduler.start("scheduler", "--listen", self._address, "--keys", keys)
-        start_front(self.front)
+        self.start_front()
         start_worker(self.worker)
         return self
+
+    def start_front(self) -> None:
+        self.front.start("tokenizer", *self._connect).start("api")
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Deployment"]:
@@ -70,10 +72,6 @@ class Deployment:
         """The token ids of concurrent streams; `act` is called when each has had 5."""
         requests = [(prompt, {"max_new_tokens": TOKENS}) for prompt in PROMPTS]
         return [ids_of(events) for events in self.front.stream_all(requests, act, 5)]
-
-
-def start_front(server: Server) -> None:
-    server.start("tokenizer").start("api")
 
 
 def start_worker(server: Server) -> None:
@@ -234,7 +232,7 @@ def test_requests_of_front_ends_whose_host_vanishes_are_cancelled(
             list(lines)
     deployment.scheduler.wait_until(lambda: not deployment.scheduler_works(), "the scheduler has cancelled all")
     deployment.network.reset()
-    start_front(front)
+    deployment.start_front()
     front.wait_until_ready()
     assert deployment.streams() == expected
 
