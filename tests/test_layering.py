@@ -27,6 +27,7 @@ ONLY_IN = {
     "zmq": {"microkernel"},
     "msgpack": {"microkernel"},
     "opentelemetry": {"microkernel/otlp.py"},
+    "ray": {"worker/placement/driver.py", "worker/placement/rank_actor.py"},
 }
 
 

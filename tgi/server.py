@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import logging
+import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +32,9 @@ from tgi.microkernel.terminal import ControllingTerminal
 
 logger = logging.getLogger(__name__)
 
+# The first scheduler listens for Ray's nodes at the port of the server and this.
+RAY_PORT_OFFSET = 100
+
 # The packages of requirements/worker.txt.
 WORKER_PACKAGES = ("torch", "safetensors", "numpy", "transformers", "gguf")
 
@@ -44,7 +49,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
     # Until the supervisor handles signals. A SIGHUP that reloads files has nothing to do yet.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, lambda *args: signal.default_int_handler(*args) if terminal.has_hung_up() else None)
-    if "worker" in roles and settings.worker == "torch":
+    computes = "worker" in roles and settings.ray is None  # on this host
+    if computes and settings.worker == "torch":
         interpreter.require_packages(WORKER_PACKAGES, "The worker")
     tracing.check_tracing(settings)
     if "api" in roles and settings.ssl_certfile is not None:
@@ -78,6 +84,8 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
             metrics_server = metrics.MetricsServer(
                 settings.hostname, settings.prometheus_port, settings.run_dir / "metrics"
             )
+    if settings.ray is not None and settings.listen is None:
+        settings = _with_link_for_ray(settings)
     _announce(settings)  # after checks that may reject the start, whose error is then the only output
     if "api" in roles and settings.compute_type is None:
         settings = replace(settings, compute_type=compute_type(settings))
@@ -115,6 +123,10 @@ def _check_hosts(settings: Settings, roles: Sequence[str]) -> None:
             "--connect names processes of other hosts, but this command runs a scheduler. Start single roles here: "
             "`tgi worker`, `tgi tokenizer` or `tgi api`."
         )
+    if settings.ray is not None and not {"scheduler", "worker"} <= {*roles}:
+        raise UserError("--ray is for `tgi up`, whose workers it places. A single role runs where it is started.")
+    if settings.ray is not None and settings.listen is not None:
+        curve.host_file(settings.keys or "")
     if settings.rank and tuple(roles) != ("worker",):
         raise UserError("--rank is for `tgi worker`: a server, or another role, has no further rank of a worker.")
     if settings.group is not None and "worker" in roles:
@@ -148,6 +160,29 @@ def _check_workers_schedulers(settings: Settings) -> None:
                     f"The name {name} of --connect has {len(found)} addresses ({', '.join(found)}), and a worker "
                     "serves one scheduler. Name one of them, or the name of one host."
                 )
+
+
+def _with_link_for_ray(settings: Settings) -> Settings:
+    """Has the schedulers listen for the workers on Ray's nodes, with keys of this server alone."""
+    directory = settings.run_dir / "keys"
+    shutil.rmtree(directory, ignore_errors=True)  # of an earlier server
+    curve.create_keys(directory)
+    host = _address_towards(settings.ray or "")
+    port = settings.port + RAY_PORT_OFFSET
+    return replace(settings, listen=f"tcp://{f'[{host}]' if ':' in host else host}:{port}", keys=str(directory))
+
+
+def _address_towards(ray: str) -> str:
+    """The address of this host on the network of a Ray cluster; all addresses if that is not known."""
+    named = os.environ.get("RAY_ADDRESS", "") if ray == "auto" else ray
+    url = urlsplit(f"//{named}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(url.hostname, url.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return "0.0.0.0"
 
 
 def reloaded_settings(settings: Settings, given: Mapping[str, Any], drain_first: bool) -> Settings:
@@ -207,7 +242,7 @@ def _with_model(settings: Settings, roles: Sequence[str], progress: Progress) ->
         code=settings.trust_remote_code,
         progress=progress.show_stage,
     )
-    has_worker = "worker" in roles  # no other role reads the weights
+    has_worker = "worker" in roles and settings.ray is None  # no other role reads the weights
     directory = fetch(
         settings.model_id, settings.revision, weights=has_worker and settings.weights_cache_override is None
     )

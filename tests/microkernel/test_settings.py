@@ -16,6 +16,8 @@ from tgi.microkernel.settings_loading import (
     load_settings,
     non_default_settings,
     replica_devices,
+    to_environment,
+    worker_settings,
 )
 
 # TGI's names without a flag, and those that are read for a flag: variable, text, setting, value.
@@ -109,6 +111,21 @@ UNREADABLE = [
     ("WATERMARK_DELTA", "inf", "'inf' is not a number"),
 ]
 # fmt: on
+
+
+def test_settings_of_a_worker_on_another_host_travel_as_variables() -> None:
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "cuda_graphs": (1, 2),
+        "lora_adapters": "a=/a,b",
+        "prefix_caching": False,
+    }
+    server = replace(DEFAULTS, port=1, api_key=("secret",), replicas=2, worker="scripted", cpu="avx2", **given)
+    connect: dict[str, Any] = {"connect": ("tcp://192.0.2.1:1", "tcp://192.0.2.2:2"), "keys": "k", "num_shard": 1}
+    variables = to_environment(worker_settings(server, connect))
+    read = load_settings({}, variables)
+    assert read == replace(DEFAULTS, run_dir=read.run_dir, worker="scripted", cpu="avx2", **given, **connect)
+    assert "secret" not in " ".join(variables.values())
 
 
 @pytest.mark.parametrize(

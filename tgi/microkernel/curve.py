@@ -113,6 +113,14 @@ def load_group_keys(keys: str | Path) -> tuple[ListeningKeys, ConnectingKeys]:
     return ListeningKeys(secret, frozenset((public,))), ConnectingKeys(secret, public)
 
 
+def host_file(keys: str | Path) -> Path:
+    """The hosts' file, in the directory `keys` or next to the file `keys`. Raises UserError if it cannot be used."""
+    path = Path(keys).expanduser()
+    file = (path if path.is_dir() else path.parent) / _file_name(HOST)
+    _read(file, "--ray", HOST)
+    return file
+
+
 def _listening_keys(file: Path, content: dict[str, Any]) -> ListeningKeys:
     accepted = content.get("accepted")
     if not isinstance(accepted, list) or not accepted:

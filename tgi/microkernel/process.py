@@ -333,7 +333,7 @@ def run_role() -> None:
     cannot fix."""
     role, replica, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
     name = rundir.process_name(role, replica, rank)
-    _die_with_parent(int(os.environ[PARENT_PID]))
+    die_with_parent(int(os.environ[PARENT_PID]))
     _name_process(f"tgi {name.replace('-', ' ')}")
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # with `stty tostop` a log line of a background group would stop it
     faulthandler.enable()
@@ -404,11 +404,11 @@ def _last_exit(text: str) -> LastExit | None:
     return LastExit(bytes.fromhex(boot), cause, outside, bytes.fromhex(in_hand), lived_ms)
 
 
-def _die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its supervisor ends (Linux; elsewhere it notices the closed pipe)."""
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends (Linux; elsewhere a child notices the closed pipe)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the supervisor ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 

@@ -540,6 +540,22 @@ class Settings:
         env=("TGI_RANK",),
     )
 
+    ray: str | None = setting(
+        HOSTS,
+        None,
+        "For tgi up: HOST:PORT of a Ray cluster on whose devices the workers run; auto: the cluster of this host.",
+        text,
+        env=("TGI_RAY",),
+        unset="workers run on this host",
+    )
+    ray_cpus: int = setting(
+        HOSTS,
+        1,
+        "Cores that Ray reserves for each rank that computes on CPU, which is also the number of its threads.",
+        count,
+        env=("TGI_RAY_CPUS",),
+    )
+
     # Compatibility
     kserve: bool = setting(COMPATIBILITY, False, "Serve KServe's v2 routes too.", boolean, env=("TGI_KSERVE",))
     aip_predict_route: str | None = setting(
@@ -662,6 +678,10 @@ RELOADED_MODEL = (
     "rope_scaling", "rope_factor", "quantize", "kv_cache_dtype", "lora_adapters", "speculate", "draft_model_id",
     "draft_model_revision",
 )  # fmt: skip
+# The settings of a worker that a `tgi worker` on another host is given.
+WORKER_GROUPS = (MODEL, LIMITS, PERFORMANCE, QUANTIZATION, ADAPTERS, SPECULATION)
+WORKER_OPERATIONS = ("json_output", "log_level", "start_timeout", "hang_timeout", "worker", "scripted_step_us")
+NOT_OF_WORKERS = ("sharded", "num_shard", "replicas")  # what they say is said by the number of the commands
 RELOADED_LIMITS = (
     "max_input_tokens", "max_total_tokens", "max_batch_size", "max_batch_prefill_tokens", "max_batch_total_tokens",
     "memory_fraction", "cuda_memory_fraction",

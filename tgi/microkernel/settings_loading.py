@@ -19,8 +19,11 @@ from tgi.microkernel.settings import (
     DEFAULT_SPECULATED_TOKENS,
     DEFAULTS,
     MAX_SPECULATED_TOKENS,
+    NOT_OF_WORKERS,
     OPTIONS,
     RELOADED_MODEL,
+    WORKER_GROUPS,
+    WORKER_OPERATIONS,
     Settings,
 )
 
@@ -64,6 +67,26 @@ def with_reloaded(settings: Settings, given: Mapping[str, Any]) -> Settings:
     _reject_contradictions(settings)
     _reject_unsupported(settings)
     return replace(settings, speculate=_default_speculate(settings))
+
+
+def worker_settings(settings: Settings, chosen: Mapping[str, Any]) -> Settings:
+    """The settings of a `tgi worker` that is started on another host, with these in addition; others are defaults."""
+    own = {
+        name: getattr(settings, name)
+        for name, option in OPTIONS.items()
+        if name in WORKER_OPERATIONS or (option.group in WORKER_GROUPS and name not in NOT_OF_WORKERS)
+    }
+    return replace(DEFAULTS, **(own | {**chosen}))
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """Environment variables from which `load_settings` reads these settings. Defaults are left out."""
+    found = {}
+    for name, value in _non_defaults(settings).items():
+        option = OPTIONS[name]
+        values = value if isinstance(value, tuple) else (value,)
+        found[option.variables(name)[0]] = (option.separator or ",").join(map(str, values))
+    return found
 
 
 def non_default_settings(settings: Settings) -> dict[str, Any]:
@@ -153,6 +176,8 @@ def _reject_contradictions(settings: Settings) -> None:
                 f"Give {flag(name)} a lower port."
             )
     _reject_contradictory_ranks(settings)
+    if settings.ray is not None and (settings.connect or settings.group or settings.worker == "remote"):
+        raise _invalid("`ray` places the workers, so it excludes `connect`, `group` and a remote worker")
     if settings.worker == "remote" and settings.listen is None:
         raise _invalid("`worker` is remote, but no worker can connect without --listen tcp://ADDRESS:PORT")
     for name in ("aip_predict_route", "aip_health_route"):
@@ -166,11 +191,8 @@ def _reject_contradictory_ranks(settings: Settings) -> None:
         if settings.rank:
             raise _invalid("`rank` is set without `group`. Give --group tcp://HOST:PORT, the address of rank 0")
         return
-    if settings.keys is None or settings.listen is not None:
-        raise _invalid(
-            "`group` needs the hosts' keys: run `tgi keys new` and give --keys host.key. A server with --listen, which "
-            "needs --keys scheduler.key, starts with --worker remote; rank 0 is a `tgi worker` that connects to it"
-        )
+    if settings.keys is None:
+        raise _invalid("`group` is set without `keys`. Run `tgi keys new` and give --keys host.key")
     if settings.rank >= (ranks := settings.num_shard or 1) or ranks < 2:
         raise _invalid(f"`rank` must be < `num_shard`, of at least 2, with `group`. Given: {settings.rank} and {ranks}")
     if settings.replicas > 1:
@@ -232,7 +254,12 @@ def count_shards(settings: Settings, environ: Mapping[str, str]) -> int:
     elif sharded and count is not None and count <= 1:
         raise UserError("Invalid argument: `sharded` is true but `num_shard` <= 1")
     if count is None:
-        by_default = settings.sharded is None and settings.device != "cpu" and settings.worker == "torch"
+        by_default = (
+            settings.sharded is None
+            and settings.ray is None
+            and settings.device != "cpu"
+            and settings.worker == "torch"
+        )
         return (
             max(1, count_visible_devices(environ) // settings.replicas) if by_default and _names_devices(environ) else 1
         )

@@ -8,6 +8,8 @@ Read main.py first, then engine/loop.py and engine/engine.py.
 - models, layers, attention: the forward pass
 - quantization: weights of few bits
 - lora: adapters
+- distributed: tensor parallelism
+- placement: ranks on a Ray cluster
 - planning: `tgi plan`, which needs no torch
 - cpu_kernels, gpu_kernels: our own compute kernels
 - fake_worker: a worker without a model, for tests and benchmarks

@@ -42,6 +42,11 @@ NO_RUNTIME_ADAPTERS = (
 def main(process: Process) -> None:
     """Runs until SIGTERM. Raises UserError where the model or the settings do not allow a start; exits with status 1 if
     the device is lost."""
+    if process.settings.ray is not None:
+        from tgi.worker.placement.driver import serve_on_ray
+
+        serve_on_ray(process)
+        return
     if process.rank:
         serve_child_rank(process, partial(_start_torch_engine, process, lambda stage, percent: None))
         return
