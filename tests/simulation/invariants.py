@@ -186,6 +186,7 @@ class HealthCheck:
                 self.longest["well"] = max(self.longest["well"], now - self._disturbed_at)
         down = [role for role, since in self._down_since.items() if self._must_be_noticed(role, since)]
         well = all(one.running for one in simulation.processes) and now - self._disturbed_at > config.healthy_after
+        well &= not any(one.drains for one in simulation.schedulers)
         for front_end in simulation.front_ends:
             if front_end.running and front_end.healthy and down:
                 simulation.fail(f"{front_end.name} is healthy, but no {down[0]} runs for long")

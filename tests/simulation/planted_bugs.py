@@ -23,6 +23,7 @@ from tgi.tokenizer.output_processor import OutputProcessor
 from tgi.tokenizer.pool import TokenizerPool
 from tgi.tokenizer.request import RequestStage, TokenizerRequestState
 from tgi.tokenizer.resumable_streams import ResumableStream
+from tgi.tokenizer.schedulers import SchedulerReplica
 from tgi.worker.engine.loop import WorkerLoop
 
 # Of a run, which ends as soon as the bug is found.
@@ -245,6 +246,15 @@ PLANTED_BUGS = {
     ),
     "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
         TokenizerPool, "_move_stranded", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
+    ),
+    "tokenizer sends requests to a replica that drains": PlantedBug(
+        SchedulerReplica,
+        "takes_requests",
+        lambda original: lambda self: not self.unfit,
+        seed=3,
+        replicas=2,
+        step_seconds=0.05,
+        faults=NO_FAULTS._replace(mean_seconds=2.0, weights=(0, 0, 0, 0, 1), role_weights=(0, 0, 1, 0)),
     ),
     "scheduler does not tell its suspects": PlantedBug(
         Scheduler, "suspects", answers(b""), seed=0, replicas=3, faults=NO_FAULTS, **POISONED_WORKERS

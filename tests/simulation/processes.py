@@ -65,6 +65,11 @@ ADAPTERS = Path(__file__).with_name("adapters")
 SETTINGS_ADAPTERS = ("amber", "blue")
 
 
+# A scheduler that is replaced may finish its requests for this long. Soon all tokenizers know that it drains: a frame
+# and the turns of two loops may each be half a second late.
+DRAIN_SECONDS, DRAINING_KNOWN_SECONDS = 5.0, 2.5
+
+
 def is_poison(role: str, ids: bytes) -> bool:
     """Whether a prompt (an int32 column) has this effect."""
     return ids[:ITEM_BYTES] == pack_column(INT32, [POISON[role]])
@@ -600,6 +605,33 @@ class SchedulerProcess(SimulatedProcess):
         self.scheduler.handle(inherited, PeerId(*self.hello()[1:4]), self.clock.now)
         self._metrics = UnpublishedMetrics()
         self._turns = 0
+        self._draining_since = float("inf")
+
+    def hand_over(self) -> None:
+        """With several replicas it is drained first."""
+        if self.scheduler is None or len(self.simulation.schedulers) == 1 or self.scheduler.draining:
+            super().hand_over()
+        elif self.running:
+            self.simulation.trace(self.name, "drains")
+            self.scheduler.draining, self._draining_since = True, self.clock.now
+            self.wake()
+            self.clock.after(DRAIN_SECONDS, self._end_drain, self.lives)
+
+    def _end_drain(self, life: int) -> None:
+        if life == self.lives:
+            self.hand_over()
+
+    @property
+    def drains(self) -> bool:
+        """Whether it takes no new requests."""
+        return self.scheduler is not None and self.scheduler.draining
+
+    def check_add(self, tokenizer: PeerId) -> None:
+        """A scheduler that drains gets no new requests when the tokenizers know it."""
+        now, simulation = self.clock.now, self.simulation
+        changes = self.changed_at, simulation.tokenizers[tokenizer.replica].changed_at, simulation.health.dropped_at
+        if now - max(self._draining_since, *changes) > DRAINING_KNOWN_SECONDS:
+            simulation.fail(f"{self.name} drains, and {tokenizer} sends it a new request")
 
     def _ended(self) -> None:
         self.scheduler = None
@@ -612,6 +644,9 @@ class SchedulerProcess(SimulatedProcess):
     def _run(self) -> None:
         scheduler = self.scheduler
         assert scheduler is not None
+        if scheduler.draining and not scheduler.computes:
+            self._say_goodbye()
+            raise Killed("drained")
         self.poll_links()
         scheduler_main.run_once(scheduler, self._links, self._metrics, None)
         if self.beat_due:
@@ -647,6 +682,8 @@ class CheckedScheduler(Scheduler):
         process.simulation.trace(process.name, "<-", source, message)
         if isinstance(message, Add) and is_poison("scheduler", message.prompt_ids):
             raise Crashed("a poisonous prompt")
+        if isinstance(message, Add):
+            process.check_add(source)
         if source.role == "tokenizer":
             process.ends.received(source, message)
         super().handle(message, source, now)

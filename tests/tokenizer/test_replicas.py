@@ -323,6 +323,28 @@ def test_a_request_goes_only_where_its_adapter_is() -> None:
     assert [one.sampling for one in harness.received_by(B)] == [add.sampling]
 
 
+def test_a_draining_replica_finishes_its_requests_and_gets_no_new_ones() -> None:
+    harness = ReplicaHarness()
+    peer, add = harness.send(1)
+    harness.pool.handle(peer, READY._replace(draining=True))
+    assert {harness.send(rid)[0] for rid in range(2, 8)} == {other(peer)}
+    assert harness.status() == READY
+    harness.pool.handle(peer, End(add.rid, FinishReason.LENGTH))
+    assert len(end_messages(harness.received_by(API))) == 1
+    harness.pool.handle(other(peer), PeerDisconnected())
+    assert harness.received_by(peer) == []  # its requests wait for the successor
+    assert not harness.status().ready
+    assert len(harness.connect(other(peer)._replace(boot=b"next"))) == 6
+
+
+def test_requests_of_a_draining_replica_without_a_worker_go_on_at_another() -> None:
+    harness = ReplicaHarness()
+    peer, add = harness.send(1)
+    harness.pool.handle(peer, LOADING._replace(draining=True))
+    assert harness.received_by(peer) == [Cancel(add.rid)]
+    assert len(harness.received_by(other(peer))) == 1
+
+
 # --- other hosts ------------------------------------------------------------------------------------------------------
 
 

@@ -45,14 +45,15 @@ def restart(supervisor: Supervisor, target: str) -> Operation:
     """Replaces the processes of a role, or one process (`api-0`), one after the other.
 
     A front end or tokenizer is retired when a new one is ready: the front end finishes its requests, the requests of a
-    tokenizer go on at another one. Scheduler and worker end before the new one starts, and requests wait for it.
+    tokenizer go on at another one. Scheduler and worker end before the new one starts, and requests wait for it; with
+    several replicas a scheduler finishes its requests first, and those of a worker go on at another replica.
     """
     specs = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role) if target in (role, spec.name)]
     if not specs:
         raise UserError(f"This server has no process {target}; `tgi ps` lists them.")
     for spec in specs:
         if spec.role in SINGLE_ROLES:
-            yield from _replace(supervisor, spec)
+            yield from _replace(supervisor, spec, spec.role == "scheduler" and supervisor.settings.replicas > 1)
         else:
             (new,) = _start(supervisor, [spec.role])
             yield from _confirm(supervisor, [new])
@@ -80,7 +81,8 @@ def scale(supervisor: Supervisor, role: str, count: int) -> Operation:
 
 
 def _scale_replicas(supervisor: Supervisor, count: int) -> Operation:
-    """`scale` for schedulers, each with a worker of its own. The requests of one that is retired go on at another."""
+    """`scale` for schedulers, each with a worker of its own. One that is retired gets no new requests and finishes its
+    own; what is left after graceful_termination_timeout goes on at another one."""
     roles = SINGLE_ROLES[:1] if supervisor.settings.worker == "remote" else SINGLE_ROLES
     if any(len(supervisor.processes(role)) != supervisor.settings.replicas for role in roles):
         raise UserError("Only a supervisor that runs schedulers and workers can change the number of replicas.")
@@ -95,8 +97,10 @@ def _scale_replicas(supervisor: Supervisor, count: int) -> Operation:
     while supervisor.settings.replicas > count:
         last = supervisor.settings.replicas - 1
         supervisor.set_replicas(last)
-        for role in roles:
-            yield from _retire(supervisor, [spec for spec in supervisor.processes(role) if spec.index == last])
+        retired = [[spec for spec in supervisor.processes(role) if spec.index == last] for role in roles]
+        yield from _drain(supervisor, retired[0])  # the scheduler
+        for specs in retired:
+            yield from _retire(supervisor, specs)
     names = ", ".join(spec.name for role in roles for spec in supervisor.processes(role))
     return f"running: {names}"
 
@@ -189,15 +193,32 @@ def _retire(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
         yield f"draining: {', '.join(left)}"
 
 
+def _drain(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
+    """Has processes finish their requests and end, and waits for that for graceful_termination_timeout."""
+    for spec in specs:
+        supervisor.retire(spec, drain=True)
+    deadline = time.monotonic() + supervisor.settings.graceful_termination_timeout
+    while time.monotonic() < deadline and (left := [one.name for one in specs if not supervisor.has_retired(one)]):
+        yield f"draining: {', '.join(left)}"
+
+
 def _retire_in_order(supervisor: Supervisor, specs: list[ProcessSpec]) -> Waiting:
     """`_retire` for the processes of a pipeline, role by role, so that each can finish its requests."""
     for role in DRAIN_ORDER:
         yield from _retire(supervisor, [spec for spec in specs if spec.role == role])
 
 
-def _replace(supervisor: Supervisor, spec: ProcessSpec) -> Waiting:
-    """Has a process hand over to a new one of the same name, and waits until that is ready."""
-    old = supervisor.replace(spec)
+def _replace(supervisor: Supervisor, spec: ProcessSpec, drain: bool) -> Waiting:
+    """Has a process hand over to a new one of the same name, and waits until that is ready. With `drain` it finishes
+    its requests first, as far as graceful_termination_timeout allows."""
+    old = supervisor.replace(spec, drain)
+    if drain:
+        deadline = time.monotonic() + supervisor.settings.graceful_termination_timeout
+        while (state := supervisor.state(spec)) is not None and state.pid == old:
+            if time.monotonic() > deadline:
+                supervisor.replace(spec)
+                break
+            yield f"draining: {spec.name}"
     deadline = time.monotonic() + supervisor.settings.start_timeout
     while (state := supervisor.state(spec)) is None or state.pid == old or state.state != "ready":
         if time.monotonic() > deadline:

@@ -331,14 +331,14 @@ class Supervisor:
         """From now on a process that was added is restarted like the others."""
         self._trials.pop(spec.name, None)
 
-    def retire(self, spec: ProcessSpec) -> None:
+    def retire(self, spec: ProcessSpec, drain: bool = False) -> None:
         """Tells a process to hand over, and forgets it when it has ended. One that was added and not confirmed, which
-        has no requests, is killed."""
+        has no requests, is killed. With `drain` it finishes its requests first; a second call ends that."""
         on_trial = self._trials.pop(spec.name, None) is not None
         if spec not in self._specs:
             return  # it has ended by itself
         self._retiring.add(spec.name)
-        if self._hand_over(spec) is None:
+        if self._hand_over(spec, drain) is None:
             self._forget(spec)
         elif on_trial:
             self._children[spec.name].signal(signal.SIGKILL)
@@ -347,10 +347,10 @@ class Supervisor:
         """Whether a process that was told to end has ended."""
         return spec.name not in self._retiring
 
-    def replace(self, spec: ProcessSpec) -> int | None:
-        """Tells a process to hand over to one that is started when it has ended. Returns its pid, None if it does not
-        run now."""
-        pid = self._hand_over(spec)
+    def replace(self, spec: ProcessSpec, drain: bool = False) -> int | None:
+        """Tells a process to hand over to one that is started when it has ended. `drain` as in `retire`. Returns its
+        pid, None if it does not run now."""
+        pid = self._hand_over(spec, drain)
         if pid is not None:
             self._replacing.add(spec.name)
         return pid
@@ -386,14 +386,14 @@ class Supervisor:
 
     # --- internals ---
 
-    def _hand_over(self, spec: ProcessSpec) -> int | None:
-        """Tells a process to hand over. Returns its pid, None if it does not run now."""
+    def _hand_over(self, spec: ProcessSpec, drain: bool) -> int | None:
+        """Tells a process to hand over, or to drain. Returns its pid, None if it does not run now."""
         child = self._children.get(spec.name)
         if child is None:
             return None
         patience = self.settings.graceful_termination_timeout + HAND_OVER_MARGIN_SECONDS
         self._kill_at[spec.name] = time.monotonic() + patience
-        child.signal(HAND_OVER)
+        child.signal(signal.SIGTERM if drain else HAND_OVER)
         return child.pid
 
     def _forget(self, spec: ProcessSpec) -> None:

@@ -27,8 +27,8 @@ GC_THRESHOLD = 50_000
 
 
 def main(process: Process) -> None:
-    """Runs until SIGTERM, then until the running requests have ended or the supervisor's grace period is over. If it is
-    told to hand over, the tokenizers submit its requests to the next scheduler."""
+    """Runs until SIGTERM, then until its requests have ended or the supervisor's grace period is over. If it is told to
+    hand over, the tokenizers submit its requests to another scheduler."""
     settings = process.settings
     front, back = (
         Link.bind(process.link_address(scheduler_socket(settings.replica_index, side)), process.hello())
@@ -63,8 +63,9 @@ def main(process: Process) -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     try:
-        while not process.stopping or (scheduler.running and not process.handing_over):
+        while not process.stopping or (scheduler.computes and not process.handing_over):
             now = time.monotonic()
+            scheduler.draining = process.stopping
             process.publish_state(*_process_state(process, scheduler))
             suspects.write_changes(scheduler)
             process.wait(scheduler.deadline(now) - now)

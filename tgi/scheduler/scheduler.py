@@ -110,6 +110,7 @@ class Scheduler:
         self._generations: dict[int, Request] = {}  # by generation_id: the latest submission
         self._wait_estimator = WaitEstimator()
         self._progress = ProgressClock()
+        self.draining = False  # it is to end when its requests have ended; tokenizers send new ones elsewhere
         self.next_plan_at: float | None = None  # when the next step is due, if `plan` was called too early
 
     # --- input --------------------------------------------------------------------------------------------------------
@@ -275,6 +276,11 @@ class Scheduler:
     def running(self) -> int:
         """Requests that hold a slot of the worker."""
         return len(self._planner.batch) if self._planner else 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether it has requests that end if it goes on."""
+        return self.running > 0 or (self.ready and self.queued > 0)
 
     @property
     def pages_used(self) -> int:
@@ -691,4 +697,5 @@ class Scheduler:
             limits=worker.limits,
             adapters=worker.adapters.loaded,
             suspects=self.suspects(now),
+            draining=self.draining,
         )

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 NO_SCHEDULER = Status(False, True, "waiting for the scheduler", 0)
 SCHEDULER_SILENT = "the scheduler does not respond"
+SCHEDULER_DRAINS = "the scheduler finishes its requests and ends"
 LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the others", 0)
 # How long requests that a scheduler had in hand when it died wait for its successor, which tries them alone. After that
 # another replica gets them.
@@ -64,7 +65,9 @@ class SchedulerReplica:
 
     @property
     def shown_status(self) -> Status:
-        """The status for front ends: unhealthy while the scheduler is silent."""
+        """The status for front ends: unhealthy while the scheduler is silent, not ready while it takes no requests."""
+        if self.draining:
+            return self.status._replace(ready=False, stage=SCHEDULER_DRAINS)
         return self.status._replace(healthy=False, stage=SCHEDULER_SILENT) if self.silent else self.status
 
     @property
