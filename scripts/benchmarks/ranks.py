@@ -1,10 +1,12 @@
 """Decode steps of a model on one rank, and divided among several ranks on CPU.
 
-    scripts/bench ranks [--ranks 2] [--model-id DIR] [--rows 1,8,32] [--rounds 40] [--quantize int8]
+    scripts/bench ranks [--ranks 2] [--model-id DIR] [--rows 1,8,32] [--rounds 5] [--quantize int8] [--clock cpu]
 
 Prints medians in milliseconds, in turn over the rounds: one rank with all cores; one rank with the cores that one of
 several ranks has; several ranks; and the collective operations of such a step alone, while all ranks are ready for
-them. The floor of several ranks is the time of one with as many cores, divided by their number.
+them. The floor of several ranks is the time of one with as many cores, divided by their number. With `--clock cpu` the
+times are the processor time of the first rank, of all its threads and with the polling for other ranks: less precise on
+an idle machine, but comparable on a busy one.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from tgi.worker.models.loader import build_model, read_model_spec
 
 PROMPT = 64  # tokens
 PAGES = 512
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Load(NamedTuple):
@@ -62,42 +65,44 @@ def load(call: RankCall, directory: Path, quantize: str | None, threads: int, wh
     _loads[threads if whole else -threads] = Load(engine, communicator, spec.decoder.hidden, len(spec.decoder.layers))
 
 
-def steps(call: RankCall, key: int, rows: int, number: int) -> list[float]:
+def steps(call: RankCall, key: int, rows: int, number: int, clock: str) -> list[float]:
     """Milliseconds of some decode steps of that many rows."""
     engine = _loads[key].engine
     engine.reset()
     requests = Requests(engine, range(rows), PROMPT, number)
     for step in requests.prompts():
         collected(engine, engine.launch(step))
-    times = []
+    now, times = CLOCKS[clock], []
     for step in requests.steps(number):
-        began = time.perf_counter()
+        began = now()
         collected(engine, engine.launch(step))
-        times.append(1e3 * (time.perf_counter() - began))
+        times.append(1e3 * (now() - began))
     return times
 
 
-def collectives(call: RankCall, key: int, rows: int, number: int) -> list[float]:
-    """Milliseconds of the collective operations of some steps."""
+def collectives(call: RankCall, key: int, rows: int, number: int, clock: str) -> list[float]:
+    """Milliseconds of the collective operations of some greedy steps."""
     engine, communicator, hidden, layers = _loads[key]
     assert communicator is not None
     x = torch.zeros(rows, hidden, dtype=engine._model.kv.dtype)
-    width = -(-engine.limits.vocab_size // communicator.ranks)
-    logits = torch.zeros(rows, width)
+    # Of each block of 32 logits three numbers.
+    width = 3 * -(-engine.limits.vocab_size // communicator.ranks // 32) * rows
+    blocks = torch.zeros(1, width)
 
-    times = []
+    now, times = CLOCKS[clock], []
     for _ in range(number):
-        began = time.perf_counter()
+        began = now()
         for _ in range(2 * layers + 1):
             communicator.all_reduce(x)
-        communicator.all_gather(logits, [width] * communicator.ranks)
-        times.append(1e3 * (time.perf_counter() - began))
+        communicator.all_gather(blocks, [width] * communicator.ranks)
+        times.append(1e3 * (now() - began))
     return times
 
 
-def measure(ranks: Ranks, function: str, key: int, rows: int, number: int) -> list[float]:
+def measure(ranks: Ranks, function: str, key: int, rows: int, options: argparse.Namespace) -> list[float]:
     """The times of the first rank."""
-    found: list[float] = ranks.call(f"scripts.benchmarks.ranks.{function}", key, rows, number)[0]
+    arguments = key, rows, options.steps, options.clock
+    found: list[float] = ranks.call(f"scripts.benchmarks.ranks.{function}", *arguments)[0]
     return found
 
 
@@ -110,6 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--steps", type=count, default=40, help="of a round")
     parser.add_argument("--quantize")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     directory, cores = model_directory(options.model_id), usable_cores()
     each = max(1, cores // options.ranks)
@@ -123,10 +129,10 @@ def main() -> None:
         for rows in options.rows:
             found: dict[str, list[float]] = {"all": [], "one": [], "divided": [], "collectives": []}
             for _ in range(options.rounds):
-                found["all"] += measure(ranks.first, "steps", cores, rows, options.steps)
-                found["one"] += measure(ranks.first, "steps", each, rows, options.steps)
-                found["divided"] += measure(ranks, "steps", -each, rows, options.steps)
-                found["collectives"] += measure(ranks, "collectives", -each, rows, options.steps)
+                found["all"] += measure(ranks.first, "steps", cores, rows, options)
+                found["one"] += measure(ranks.first, "steps", each, rows, options)
+                found["divided"] += measure(ranks, "steps", -each, rows, options)
+                found["collectives"] += measure(ranks, "collectives", -each, rows, options)
             medians = {name: statistics.median(times) for name, times in found.items()}
             figures = (*medians.values(), medians["one"] / options.ranks)
             print(f"| {rows} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")

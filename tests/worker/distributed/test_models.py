@@ -1,11 +1,13 @@
 """Every family of DecoderModel on several ranks against one rank, on torch's kernels and on our own."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
 from tests.models import model as make
@@ -14,6 +16,7 @@ from tests.worker.cpu_kernels.available import our_kernels
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Gptq, write
+from tests.worker.test_decode_fast_path import CountingFastPath
 from tgi.microkernel.sampling_params import SamplingParams
 from tgi.worker.attention import build_attention
 from tgi.worker.lora.registry import load_adapters
@@ -50,7 +53,7 @@ def load(directory: Path, native: bool, dtype: str, quantize: str | None, call: 
 
 def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
     """Of three prompts in one batch, of each alone, and of a decode step after them; and the greedy logprobs."""
-    model = load(*options, call)
+    model, native = load(*options, call), options[1]
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 512, (length,), generator=generator).tolist() for length in LENGTHS]
     pages = [list(range(4 * row, 4 * row + 4)) for row in range(len(prompts))]
@@ -62,6 +65,10 @@ def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
         decoded = model.forward(make_batch(second, attention.page_size), attention)
         greedy = model.forward_greedy(make_batch(second, attention.page_size), attention)
         assert greedy.ids.tolist() == decoded.argmax(-1).tolist()
+        if native:  # the ranks exchange block maxima, which are those of the joined logits
+            kernels = model.kv.cpu_kernels
+            assert kernels is not None
+            assert all(torch.equal(*both) for both in zip(greedy, kernels.greedy_tokens(decoded), strict=True))
         alone = [model.forward(make_batch([row], attention.page_size), attention) for row in first]
     return [together, torch.cat(alone), decoded, greedy.logprobs]
 
@@ -102,6 +109,27 @@ def test_an_uneven_division(native: bool, two: Ranks) -> None:
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_vocabulary_that_ends_within_a_block(tie: bool, native: bool, two: Ranks, four: Ranks) -> None:
+    directory = make("llama", vocab=530, tie=tie)
+    check(two, directory, native)
+    check(four, directory, native)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_of_equal_logits_the_lowest_id_is_taken(native: bool, two: Ranks, tmp_path: Path) -> None:
+    """Tokens of both ranks have the same weight, and others its negative, so that one of the two kinds is highest."""
+    directory = Path(shutil.copytree(make("llama"), tmp_path / "model"))
+    weights = load_file(directory / "model.safetensors")
+    head, chosen = torch.zeros_like(weights["lm_head.weight"]), weights["lm_head.weight"][100].clone()
+    head[[7, 33, 290, 511]], head[[40, 255, 256, 270]] = chosen, -chosen
+    save_file(weights | {"lm_head.weight": head}, directory / "model.safetensors", {"format": "pt"})
+    check(two, directory, native)
+    _, _, decoded, _ = logits(None, directory, native, "float32", None)
+    assert set(decoded.argmax(-1).tolist()) <= {7, 40}
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 def test_bfloat16(native: bool, two: Ranks) -> None:
     check(two, make("llama"), native, "bfloat16")
 
@@ -139,3 +167,28 @@ def test_sampling_adapters_and_drafts(native: bool, two: Ranks, tmp_path: Path) 
     assert [one.ids for one in first] == [one.ids for one in expected]
     for mine, one in zip(first, expected, strict=True):
         assert mine.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def streaks(call: RankCall, directory: Path, quantize: str | None) -> tuple[list[Drawn], list[Drawn], int]:
+    """Tokens of greedy and sampled requests, first by steps that build a batch, then by an engine with the decode fast
+    path, and the number of its fast steps."""
+    model = load(directory, True, "auto", quantize, call)
+    batched, engine = make_engine(model, pages=64), make_engine(model, pages=64)
+    CountingFastPath(batched, never=True)
+    watched = CountingFastPath(engine)
+    drawn: list[list[Drawn]] = [[], []]
+    for samplings in ([SamplingParams(0)] * 3, [SamplingParams(0), SamplingParams(3, do_sample=True)]):
+        prompts = [[7, 9, 30, 41, 5], [8] * 20, [100, 3]][: len(samplings)]
+        for found, one in zip(drawn, (batched, engine), strict=True):
+            found += drive(one, prompts, 40, samplings, 23, 12)
+    return drawn[0], drawn[1], watched.fast_steps
+
+
+@pytest.mark.parametrize(("kind", "tie", "quantize"), [("llama", True, "int4"), ("gemma2", False, None)])
+def test_the_decode_fast_path(kind: str, tie: bool, quantize: str | None, two: Ranks) -> None:
+    directory = make(kind, tie=tie, dtype="bfloat16", hidden=128, intermediate=192)
+    first, second = two.call(f"{__name__}.streaks", directory, quantize)
+    assert first == second
+    batched, fast, steps = first
+    assert fast == batched
+    assert steps > 10

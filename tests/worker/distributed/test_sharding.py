@@ -50,6 +50,15 @@ def test_models_that_cannot_be_divided_are_rejected(ranks: int, heads: int, kv_h
         shards(ranks, heads, kv_heads, intermediate)
 
 
+def test_a_vocabulary_is_divided_in_whole_blocks_of_maxima() -> None:
+    assert LLAMA is not None
+    config = replace(LLAMA, vocab_size=530)
+    found = [shard_decoder(config, rank, 2).vocabulary for rank in range(2)]
+    assert found == [range(256), range(256, 530)]
+    with pytest.raises(UserError, match="A vocabulary of 530 tokens cannot be divided among 18 ranks"):
+        shard_decoder(replace(config, heads=18, kv_heads=18), 0, 18)
+
+
 def test_attention_whose_norm_needs_all_heads_is_not_divided() -> None:
     assert LLAMA is not None
     config = replace(LLAMA, query_key_norm="all")

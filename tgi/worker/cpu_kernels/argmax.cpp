@@ -13,20 +13,18 @@ struct ReduceJob final : Job {
 
     void run(int64_t chunk, int64_t) const override {
         const int64_t first = chunk * LANES, rows = std::min(block_maxima.rows - first, LANES);
-        const auto each = [&](const void* column, int64_t panel) {
-            return load_first((const float*)column + panel * block_maxima.rows + first, rows);
-        };
+        const auto each = [&](const void* line) { return load_first((const float*)line + first, rows); };
         Float most = broadcast(LOWEST), sums[4] = {};
         Int at = as_int(zeros());
         for (int64_t panel = 0; panel < block_maxima.panels; panel++) {
-            const Float here = each(block_maxima.highest, panel);
-            at = select(here > most, as_int(each(block_maxima.at, panel)), at);
+            const Float here = each(block_maxima.highest(panel));
+            at = select(here > most, as_int(each(block_maxima.at(panel))), at);
             most = max(here, most);
         }
         const Float base = BlockMaxima::finite(most);
         for (int64_t panel = 0; panel < block_maxima.panels; panel++) {
-            const Float part = exp_nonpositive(each(block_maxima.highest, panel) - base);
-            sums[panel % 4] = fma(part, each(block_maxima.sums, panel), sums[panel % 4]);
+            const Float part = exp_nonpositive(each(block_maxima.highest(panel)) - base);
+            sums[panel % 4] = fma(part, each(block_maxima.sums(panel)), sums[panel % 4]);
         }
         alignas(64) float total[LANES];
         alignas(64) int32_t ids[LANES];

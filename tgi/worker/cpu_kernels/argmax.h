@@ -27,35 +27,38 @@ struct GreedyTokens {
 inline Float exp_nonpositive(Float x) { return exp2(x * broadcast(1.44269504f)); }
 
 // For each block of a row: the highest logit, its lowest index in the row, and the sum over the block of e^(logit -
-// highest).
+// highest). Each is a line of all rows, and the three lines of a block follow each other, so consecutive blocks are
+// consecutive memory. Of several ranks each sets the blocks of its part of the vocabulary.
 struct BlockMaxima {
-    // `memory` has BYTES for each block and row.
-    BlockMaxima(void* memory, int64_t rows, int64_t panels)
-        : highest((float*)memory), sums(highest + rows * panels), at((int32_t*)(sums + rows * panels)), rows(rows),
-          panels(panels) {}
+    // `memory` has BYTES for each of the `panels` blocks and row. `first` is the number of the first block that is set.
+    BlockMaxima(void* memory, int64_t rows, int64_t panels, int64_t first = 0)
+        : memory((float*)memory), rows(rows), panels(panels), first(first) {}
 
-    static constexpr int64_t BYTES = sizeof(float) + sizeof(float) + sizeof(int32_t);
+    static constexpr int64_t LINES = 3, BYTES = LINES * sizeof(float);
 
-    // Sets a block of a row. Elements behind the last logit are LOWEST.
+    float* highest(int64_t block) const { return memory + LINES * block * rows; }
+    float* sums(int64_t block) const { return highest(block) + rows; }
+    int32_t* at(int64_t block) const { return (int32_t*)(highest(block) + 2 * rows); }
+
+    // Sets the block of a panel of a row. Elements behind the last logit are LOWEST.
     void set(int64_t row, int64_t panel, Float left, Float right) const {
         // The maximum is its second operand if one is NaN.
         left = max(left, broadcast(LOWEST)), right = max(right, broadcast(LOWEST));
         const float most = reduce_max(max(left, right));
         const Float all = broadcast(most), base = finite(all);
         const uint32_t equal = bits_of(left == all) | bits_of(right == all) << LANES;
-        const int64_t to = panel * rows + row;
-        highest[to] = most;
-        sums[to] = reduce_add(exp_nonpositive(left - base) + exp_nonpositive(right - base));
-        at[to] = panel * PANEL + __builtin_ctz(equal);
+        const int64_t block = first + panel;
+        highest(block)[row] = most;
+        sums(block)[row] = reduce_add(exp_nonpositive(left - base) + exp_nonpositive(right - base));
+        at(block)[row] = block * PANEL + __builtin_ctz(equal);
     }
 
     // The number that is subtracted from logits: the highest, or 0 where that is LOWEST, so that the exponentials are
     // 0.
     static Float finite(Float most) { return select(most == broadcast(LOWEST), zeros(), most); }
 
-    float *highest, *sums;  // [panels, rows]
-    int32_t* at;
-    int64_t rows, panels;
+    float* memory;  // [panels][LINES][rows]
+    int64_t rows, panels, first;
 };
 
 // Reduces the blocks of all rows.

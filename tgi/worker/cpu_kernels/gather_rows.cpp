@@ -23,7 +23,11 @@ struct GatherRowsJob final : Job {
 
     void run(int64_t chunk, int64_t) const override {
         const int64_t last = std::min((chunk + 1) * CHUNK, call.count);
-        for (int64_t n = chunk * CHUNK; n < last; n++) one(call.ids[n], call.y + n * w.inputs);
+        for (int64_t n = chunk * CHUNK; n < last; n++) {
+            const int64_t id = call.ids[n] - call.first;
+            if (id >= 0 && id < w.outputs) one(id, call.y + n * w.inputs);
+            else memset(call.y + n * w.inputs, 0, w.inputs * sizeof(Element));
+        }
     }
 
     void one(int64_t id, Element* y) const {

@@ -6,9 +6,10 @@ namespace tgi {
 
 struct GatherRowsCall {
     PackedWeight weight;
-    const int64_t* ids;  // [count], below weight.outputs
+    const int64_t* ids;  // [count]
     Element* y;  // [count][inputs]
     int64_t count;
+    int64_t first;  // the id of the weight's first row; an id without a row gets zeros
 };
 
 void gather_rows(ThreadPool& pool, const GatherRowsCall& call);

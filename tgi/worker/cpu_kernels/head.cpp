@@ -22,10 +22,28 @@ void logits(ThreadPool& pool, const HeadCall& call, float* wide) {
     linear(pool, all);
 }
 
-void greedy_head(ThreadPool& pool, const HeadCall& call, const BlockMaxima& block_maxima, const GreedyTokens& best) {
+void greedy_head(ThreadPool& pool, const HeadCall& call, void* room, const GreedyTokens& best) {
     LinearCall noted = linear_call(call);
+    if (!call.shards || !call.shards->group) {
+        const BlockMaxima block_maxima(room, call.rows, call.weight.panels());
+        noted.block_maxima = &block_maxima;
+        linear(pool, noted);
+        reduce_blocks(pool, block_maxima, best);
+        return;
+    }
+    RankGroup& group = *call.shards->group;
+    std::vector<int64_t> bytes;  // of the blocks of each rank
+    int64_t panels = 0, first = 0;
+    for (const int64_t outputs : call.shards->outputs) {
+        if ((int64_t)bytes.size() == group.rank()) first = panels;
+        const int64_t own = (outputs + PANEL - 1) / PANEL;
+        bytes.push_back(own * call.rows * BlockMaxima::BYTES);
+        panels += own;
+    }
+    const BlockMaxima block_maxima(room, call.rows, panels, first);
     noted.block_maxima = &block_maxima;
     linear(pool, noted);
+    group.all_gather((const uint8_t*)block_maxima.highest(first), 1, bytes.data(), (uint8_t*)room);
     reduce_blocks(pool, block_maxima, best);
 }
 

@@ -76,9 +76,8 @@ void tgi_linear(ThreadPool* pool, const Element* x, const uint8_t* weight, int64
 }
 
 void tgi_gather_rows(ThreadPool* pool, const uint8_t* weight, int64_t form, const int64_t* ids, Element* y,
-    int64_t count, int64_t inputs,
-              int64_t outputs) {
-    gather_rows(*pool, {{weight, outputs, inputs, WeightFormat(form)}, ids, y, count});
+    int64_t count, int64_t inputs, int64_t outputs, int64_t first) {
+    gather_rows(*pool, {{weight, outputs, inputs, WeightFormat(form)}, ids, y, count, first});
 }
 
 // Bytes of BlockMaxima for each panel of a row.
@@ -98,10 +97,11 @@ void tgi_logits(ThreadPool* pool, const Element* x, const uint8_t* weight, int64
 
 void tgi_greedy_head(ThreadPool* pool, const Element* x, const uint8_t* weight, int64_t form, const float* bias,
     float scale, float cap,
-              int64_t rows, int64_t inputs, int64_t outputs, void* room, int64_t* at, float* highest, float* logprobs) {
+              int64_t rows, int64_t inputs, int64_t outputs, RankGroup* group, const int64_t* shards, int64_t ranks,
+                  void* room, int64_t* at, float* highest, float* logprobs) {
+    const VocabularyShards all{group, std::vector<int64_t>(shards, shards + ranks)};
     const PackedWeight packed{weight, outputs, inputs, WeightFormat(form)};
-    greedy_head(*pool, {x, packed, bias, {scale, cap}, rows}, BlockMaxima(room, rows, packed.panels()), {at, highest,
-        logprobs});
+    greedy_head(*pool, {x, packed, bias, {scale, cap}, rows, &all}, room, {at, highest, logprobs});
 }
 
 void tgi_read_memory(ThreadPool* pool, const void* at, int64_t bytes, int64_t* sum) { *sum = read_memory(*pool, at,
@@ -145,8 +145,8 @@ void tgi_rank_group_free(RankGroup* group) { delete group; }
 
 void tgi_all_reduce(RankGroup* group, ThreadPool* pool, Element* x, int64_t size) { group->all_reduce(*pool, x, size); }
 
-void tgi_all_gather(RankGroup* group, const uint8_t* own, uint8_t* const* parts, const int64_t* bytes) {
-    group->all_gather(own, parts, bytes);
+void tgi_all_gather(RankGroup* group, const uint8_t* own, int64_t rows, const int64_t* widths, uint8_t* joined) {
+    group->all_gather(own, rows, widths, joined);
 }
 
 Program* tgi_program(const int64_t* widths, int64_t buffers) {
@@ -186,11 +186,11 @@ void tgi_program_all_reduce(Program* program, int64_t x, RankGroup* group) { pro
 
 void tgi_program_head(Program* program, int64_t x, int64_t y, const float* scales, const float* shifts, int64_t size,
                       int64_t centred, float epsilon, const uint8_t* weight, int64_t form, const float* bias,
-                          int64_t outputs,
-                      float scale, float cap) {
+                          int64_t outputs, float scale, float cap, RankGroup* group, const int64_t* shards,
+                              int64_t ranks) {
     const PackedWeight packed{weight, outputs, size, WeightFormat(form)};
     program->head(x, y, {nullptr, scales, shifts, nullptr, 0, 0, 1, size, centred != 0, epsilon},
-                  {nullptr, packed, bias, {scale, cap}, 0});
+                  {nullptr, packed, bias, {scale, cap}, 0}, {group, std::vector<int64_t>(shards, shards + ranks)});
 }
 
 void tgi_program_run(Program* program, ThreadPool* pool, Element* rows, const int64_t* positions,

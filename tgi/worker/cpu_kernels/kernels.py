@@ -44,12 +44,15 @@ _SIGNATURES = {
     "tgi_pack_grouped": (*[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int64),
     "tgi_pack_integer": (*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64),
     "tgi_linear": (c_void_p, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 5),
-    "tgi_gather_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 3),
+    "tgi_gather_rows": (c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4),
     "tgi_norm": (*[c_void_p] * 4, *[c_int64] * 4, c_float),
     "tgi_rope": (*[c_void_p] * 3, *[c_int64] * 6),
     "tgi_argmax": (*[c_void_p] * 5, c_int64, c_int64),
     "tgi_logits": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, c_void_p),
-    "tgi_greedy_head": (c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3, *[c_void_p] * 4),
+    "tgi_greedy_head": (
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_float, c_float, *[c_int64] * 3),
+        *(c_void_p, c_void_p, c_int64, *[c_void_p] * 4),
+    ),
     "tgi_read_memory": (c_void_p, c_int64, c_void_p),
     "tgi_fma_peak": (c_int64, c_void_p),
     "tgi_lora": (*[c_void_p] * 7, *[c_int64] * 4),
@@ -123,6 +126,25 @@ class LoraTiles(NamedTuple):
     tokens: Tensor  # [S] sorted by adapter
     bounds: Tensor  # [tiles + 1]: tile t has tokens[bounds[t]] to tokens[bounds[t + 1] - 1]
     owners: Tensor  # [tiles]: number of the tile's adapter
+
+
+class VocabularyShards(NamedTuple):
+    """How the output head is divided among ranks: all but the last have multiples of PANEL."""
+
+    group: int | None = None  # SharedMemoryCommunicator.handle; None: this is the only rank
+    outputs: tuple[int, ...] = ()  # logits of each rank
+
+    @property
+    def arguments(self) -> tuple[int | None, object, int]:
+        """As functions of the library take them."""
+        return self.group, (c_int64 * len(self.outputs))(*self.outputs), len(self.outputs)
+
+    def panels(self, outputs: int) -> int:
+        """Panels of all ranks, of which this one has so many outputs."""
+        return sum(-(-each // PANEL) for each in self.outputs or (outputs,))
+
+
+WHOLE_VOCABULARY = VocabularyShards()
 
 
 class CpuKernels:
@@ -249,20 +271,21 @@ class CpuKernels:
         )  # fmt: skip
         return y
 
-    def gather_rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        """Embedding rows: the rows `ids` (int64 [n], all below its outputs) of a weight, [n, inputs]. Exactly as picked
-        from the tensor that was packed, or from `dequantized` of a quantized weight, in this library's type."""
+    def gather_rows(self, weight: PackedWeight, ids: Tensor, first: int = 0) -> Tensor:
+        """Embedding rows: the rows `ids` (int64 [n]) of a weight, whose first row has the id `first`: [n, inputs].
+        Exactly as picked from the tensor that was packed, or from `dequantized` of a quantized weight, in the type of
+        this library; zeros for an id that the weight does not have."""
         ids = ids.contiguous()
         y = torch.empty(len(ids), weight.inputs, dtype=self.dtype)
-        self.row_gatherer(weight, ids, y)()
+        self.row_gatherer(weight, ids, y, first)()
         return y
 
-    def row_gatherer(self, weight: PackedWeight, ids: Tensor, y: Tensor) -> Callable[[], None]:
+    def row_gatherer(self, weight: PackedWeight, ids: Tensor, y: Tensor, first: int = 0) -> Callable[[], None]:
         """A function that writes the rows whose numbers are in `ids` at the time of the call to `y` [n, inputs]. The
         caller keeps both tensors alive."""
         memory, outputs, inputs, form = weight
         addresses = memory.data_ptr(), form, ids.data_ptr(), y.data_ptr()
-        return partial(self._gather_rows, *addresses, len(ids), inputs, outputs)
+        return partial(self._gather_rows, *addresses, len(ids), inputs, outputs, first)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, centred: bool) -> Tensor:
         """RMS norm of x [rows, size] or [rows, parts, size] over its last dimension; layer norm if `centred`. `weight`
@@ -288,7 +311,7 @@ class CpuKernels:
     def greedy_tokens(self, logits: Tensor) -> GreedyTokens:
         """The greedy tokens of logits float32 [n, vocabulary]. NaN counts as minus infinity."""
         rows, size = logits.shape
-        best, peaks = GreedyTokens.empty(rows), self.block_maxima_memory(rows, size)
+        best, peaks = GreedyTokens.empty(rows), self.block_maxima_memory(rows, -(-size // PANEL))
         self._argmax(logits.data_ptr(), peaks.data_ptr(), *map(_address, best), rows, size)
         return best
 
@@ -313,21 +336,27 @@ class CpuKernels:
         return y
 
     def greedy_head(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, scale: float, cap: float | None
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None,
+        scale: float,
+        cap: float | None,
+        shards: VocabularyShards = WHOLE_VOCABULARY,
     ) -> GreedyTokens:
-        """`greedy_tokens` of these `logits`, bit for bit, without storing the logits."""
+        """`greedy_tokens` of these `logits`, those of all ranks, bit for bit, without storing the logits."""
         x = x.contiguous()
         rows, (memory, outputs, inputs, form) = len(x), weight
-        best, peaks = GreedyTokens.empty(rows), self.block_maxima_memory(rows, outputs)
+        best, peaks = GreedyTokens.empty(rows), self.block_maxima_memory(rows, shards.panels(outputs))
         self._greedy_head(
             x.data_ptr(), memory.data_ptr(), form, _address(bias), scale, cap or 0.0, rows, inputs, outputs,
-            peaks.data_ptr(), *map(_address, best),
+            *shards.arguments, peaks.data_ptr(), *map(_address, best),
         )  # fmt: skip
         return best
 
-    def block_maxima_memory(self, rows: int, size: int) -> Tensor:
-        """Scratch memory in which the greedy tokens of logits [rows, size] are found."""
-        return self._block_maxima_buffer.allocate(self._block_maximum_bytes * rows * -(-size // PANEL))
+    def block_maxima_memory(self, rows: int, panels: int) -> Tensor:
+        """Scratch memory in which the greedy tokens of rows of so many panels of logits are found."""
+        return self._block_maxima_buffer.allocate(self._block_maximum_bytes * rows * panels)
 
     def read_memory(self, memory: Tensor) -> int:
         """Reads a tensor of any dtype, of a multiple of 64 bytes, to measure the memory bandwidth. Returns the sum of

@@ -104,7 +104,7 @@ void Program::all_reduce(Buffer x, RankGroup& group) {
     });
 }
 
-void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
+void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head, VocabularyShards shards) {
     operations_.push_back([=, width = widths_[x], product = weights_.size()](const Run& run) mutable {
         if (!run.inputs.greedy_rows) return;
         const GreedyRows& greedy_rows = *run.inputs.greedy_rows;
@@ -114,8 +114,8 @@ void Program::head(Buffer x, Buffer y, NormCall norm, HeadCall head) {
         norm.x = norm.y = rows, norm.rows = greedy_rows.count, norm.step = width;
         tgi::norm(run.pool, norm);
         head.x = rows, head.rows = greedy_rows.count, head.next = run.next_weight(product);
-        tgi::greedy_head(run.pool, head, BlockMaxima(greedy_rows.room, greedy_rows.count, head.weight.panels()),
-            greedy_rows.best);
+        head.shards = &shards;
+        tgi::greedy_head(run.pool, head, greedy_rows.room, greedy_rows.best);
     });
     weights_.push_back(head.weight);
 }

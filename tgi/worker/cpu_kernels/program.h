@@ -72,7 +72,7 @@ class Program {
     void all_reduce(Buffer x, RankGroup& group);  // x = the sum of x over all ranks
 
     // Of the tokens of `greedy_rows`, if not null; y is scratch
-    void head(Buffer x, Buffer y, NormCall norm, HeadCall head);
+    void head(Buffer x, Buffer y, NormCall norm, HeadCall head, VocabularyShards shards);
 
     // `clock`, if not null, is an array to which the seconds of each operation are added.
     void run(ThreadPool& pool, const StepInputs& inputs, double* clock);

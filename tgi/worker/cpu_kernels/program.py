@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tgi.worker.cpu_kernels.kernels import AttentionRows, CpuKernels, LoraTiles, PackedWeight
+from tgi.worker.cpu_kernels.kernels import AttentionRows, CpuKernels, LoraTiles, PackedWeight, VocabularyShards
 from tgi.worker.greedy import GreedyTokens
 
 # Argument types of the functions in interface.cpp, without the program, the first argument of all.
@@ -26,7 +26,7 @@ _SIGNATURES = {
     "tgi_program_all_reduce": (c_int64, c_void_p),
     "tgi_program_head": (
         *(c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
-        *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float),
+        *(c_void_p, c_int64, c_void_p, c_int64, c_float, c_float, c_void_p, c_void_p, c_int64),
     ),
     "tgi_program_run": (*[c_void_p] * 5, c_int64, *[c_void_p] * 5, c_int64, c_int64, c_void_p, c_void_p),
 }
@@ -83,7 +83,7 @@ class Program:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = (c_void_p, *arguments), None
-        self._outputs = 0  # logits of a token
+        self._panels = 0  # of the logits of a token
         self.operations: list[str] = []  # names, in the order of execution
         self.clock: Tensor | None = None  # float64 [operations]: each run adds the seconds of each operation
         self._library = library
@@ -161,16 +161,18 @@ class Program:
         bias: Tensor | None,
         scale: float,
         cap: float | None,
+        shards: VocabularyShards,
     ) -> None:
         """CpuKernels.greedy_head of the tokens in `draw_at` of `prepare`, normed as by CpuKernels.norm; y is
         scratch."""
         scales, shifts, epsilon, centred = norm
-        memory, self._outputs, inputs, form = weight
+        memory, outputs, inputs, form = weight
+        self._panels = shards.panels(outputs)
         assert self._widths[x] == self._widths[y] == inputs
         addresses = [None if one is None else one.data_ptr() for one in (scales, shifts, memory, bias)]
         self._record(
-            "head", x, y, *addresses[:2], inputs, centred, epsilon, addresses[2], form, addresses[3], self._outputs,
-            scale, cap or 0.0,
+            "head", x, y, *addresses[:2], inputs, centred, epsilon, addresses[2], form, addresses[3], outputs,
+            scale, cap or 0.0, *shards.arguments,
         )  # fmt: skip
 
     def prepare(
@@ -194,7 +196,7 @@ class Program:
         if draw_at is not None:
             best, peaks = (
                 GreedyTokens.empty(len(draw_at)),
-                self._kernels.block_maxima_memory(len(draw_at), self._outputs),
+                self._kernels.block_maxima_memory(len(draw_at), self._panels),
             )
             columns = (column.data_ptr() for column in (peaks, *best))
             drawing = _GreedyRows(draw_at.data_ptr(), len(draw_at), *columns)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 #if defined(__linux__)
@@ -83,15 +84,26 @@ void RankGroup::all_reduce(ThreadPool& pool, Element* x, int64_t size) {
     }
 }
 
-void RankGroup::all_gather(const uint8_t* own, uint8_t* const* parts, const int64_t* bytes) {
-    const int64_t most = *std::max_element(bytes, bytes + ranks_);
+void RankGroup::all_gather(const uint8_t* own, int64_t rows, const int64_t* widths, uint8_t* joined) {
+    const int64_t most = rows * *std::max_element(widths, widths + ranks_);
+    const int64_t stride = std::accumulate(widths, widths + ranks_, int64_t(0));
     for (int64_t at = 0; at < most; at += BLOCK_BYTES) {
-        const auto here = [&](int64_t rank) { return std::clamp<int64_t>(bytes[rank] - at, 0, BLOCK_BYTES); };
+        const auto here = [&](int64_t rank) { return std::clamp<int64_t>(rows * widths[rank] - at, 0, BLOCK_BYTES); };
         round_++;
         std::memcpy(block(rank_), own + at, here(rank_));
         announce();
-        wait_for_all();
-        for (int64_t rank = 0; rank < ranks_; rank++) std::memcpy(parts[rank] + at, block(rank), here(rank));
+        uint8_t* column = joined;
+        for (int64_t rank = 0; rank < ranks_; column += widths[rank++]) {
+            if (rank != rank_) wait_for(announcements_[rank]);
+            if (rank == rank_ && own == column) continue;
+            const uint8_t* from = block(rank);
+            for (int64_t next = at, end = at + here(rank); next < end;) {
+                const int64_t row = next / widths[rank], inside = next % widths[rank];
+                const int64_t count = std::min(widths[rank] - inside, end - next);
+                std::memcpy(column + row * stride + inside, from, count);
+                next += count, from += count;
+            }
+        }
     }
 }
 

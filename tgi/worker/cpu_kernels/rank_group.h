@@ -23,8 +23,11 @@ class RankGroup {
     // Replaces x by its sum over all ranks, in float32 and in the order of the ranks, rounded once.
     void all_reduce(ThreadPool& pool, Element* x, int64_t size);
 
-    // Copies the bytes of every rank to parts[rank]; bytes[rank] are the sizes.
-    void all_gather(const uint8_t* own, uint8_t* const* parts, const int64_t* bytes);
+    // Joins the columns of all ranks: rank r has widths[r] bytes in each row, [rows, widths[r]], and every rank gets
+    // [rows, the sum of widths]. `own` may be its place in `joined`, if there is one row.
+    void all_gather(const uint8_t* own, int64_t rows, const int64_t* widths, uint8_t* joined);
+
+    int64_t rank() const { return rank_; }
 
   private:
     // One cache line for each rank, so that ranks do not take lines from each other.

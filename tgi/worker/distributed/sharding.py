@@ -15,6 +15,8 @@ from tgi.worker.decoder_config import DecoderConfig
 # Inner columns are divided in blocks of the largest of these sizes that leaves each rank one: quantized weights have
 # scales for groups of inputs, and kernels compute tiles.
 BLOCKS = (128, 64, 32, 16, 8, 4, 2, 1)
+# The vocabulary is divided in blocks of this size, for which CPU kernels find maxima (cpu_kernels/argmax.h).
+VOCABULARY_BLOCK = 32
 
 
 class Shard(NamedTuple):
@@ -48,7 +50,7 @@ def shard_decoder(config: DecoderConfig, rank: int, ranks: int) -> Shard:
         kv_heads=kv_heads,
         inner=_shard_columns(config.intermediate, rank, ranks),
         expert_inner=range(0) if experts is None else _shard_columns(experts.intermediate, rank, ranks),
-        vocabulary=_share(config.vocab_size, rank, ranks),
+        vocabulary=_shard_vocabulary(config.vocab_size, rank, ranks),
         divides_attention=divided,
     )
 
@@ -92,6 +94,17 @@ def _shard_columns(columns: int, rank: int, ranks: int) -> range:
     block = next(size for size in BLOCKS if columns % size == 0 and columns // size >= ranks)
     blocks = _share(columns // block, rank, ranks)
     return range(blocks.start * block, blocks.stop * block)
+
+
+def _shard_vocabulary(tokens: int, rank: int, ranks: int) -> range:
+    """The tokens of a rank."""
+    blocks = _share(-(-tokens // VOCABULARY_BLOCK), rank, ranks)
+    if not blocks:
+        raise UserError(
+            f"A vocabulary of {tokens} tokens cannot be divided among {ranks} ranks in blocks of {VOCABULARY_BLOCK}. "
+            "Lower --num-shard."
+        )
+    return range(blocks.start * VOCABULARY_BLOCK, min(tokens, blocks.stop * VOCABULARY_BLOCK))
 
 
 def _share(count: int, rank: int, ranks: int) -> range:

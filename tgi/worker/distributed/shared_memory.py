@@ -11,6 +11,7 @@ from ctypes import c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from tgi.worker.cpu_kernels.arena import ScratchBuffer
 from tgi.worker.cpu_kernels.kernels import CpuKernels
 from tgi.worker.distributed.communicator import Communicator
 
@@ -31,10 +32,10 @@ class SharedMemoryCommunicator:
         library.tgi_rank_group.restype = c_void_p
         library.tgi_rank_group_free.argtypes, library.tgi_rank_group_free.restype = (c_void_p,), None
         library.tgi_all_reduce.argtypes = (c_void_p, c_void_p, c_void_p, c_int64)
-        library.tgi_all_gather.argtypes = (c_void_p,) * 4
+        library.tgi_all_gather.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
         library.tgi_all_reduce.restype = library.tgi_all_gather.restype = None
         self.rank, self.ranks = others.rank, others.ranks
-        self._kernels, self._others = kernels, others
+        self._kernels, self._others, self._joined = kernels, others, ScratchBuffer()
         size = library.tgi_rank_group_bytes(self.ranks)
         if os.fstat(memory).st_size < size:
             os.ftruncate(memory, size)
@@ -52,13 +53,12 @@ class SharedMemoryCommunicator:
         self._kernels.library.tgi_all_reduce(self.handle, self._kernels.thread_pool, x.data_ptr(), x.numel())
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """See Communicator."""
-        x = x.contiguous()
-        parts = [torch.empty(len(x), width, dtype=x.dtype) for width in widths]
-        addresses = (c_void_p * self.ranks)(*(part.data_ptr() for part in parts))
-        sizes = (c_int64 * self.ranks)(*(part.nbytes for part in parts))
-        self._kernels.library.tgi_all_gather(self.handle, x.data_ptr(), addresses, sizes)
-        return torch.cat(parts, 1)
+        """See Communicator. The memory of the result is reused by the next call once no tensor refers to it."""
+        x, size = x.contiguous(), x.dtype.itemsize
+        joined = self._joined.allocate(len(x) * sum(widths) * size).view(x.dtype).view(len(x), -1)
+        sizes = (c_int64 * self.ranks)(*(width * size for width in widths))
+        self._kernels.library.tgi_all_gather(self.handle, x.data_ptr(), len(x), sizes, joined.data_ptr())
+        return joined
 
     def minimum(self, *numbers: int) -> list[int]:
         """See Communicator."""

@@ -10,15 +10,19 @@ from tgi.worker.quantization.weight import Weight, as_plain
 
 
 class Embedding:
-    """Rows of a weight [vocab, hidden], converted to `dtype` at lookup.
+    """Rows of a weight [vocab, hidden], converted to `dtype` at lookup. Of several ranks each has the rows of some
+    tokens, and zeros for the others.
 
     The weight is either a tensor, usually mapped from the checkpoint file, of which only the rows looked up are read;
     or a linear layer (a tied output head) in the packed layout of the CPU kernels.
     """
 
-    def __init__(self, weight: Weight | Linear, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight | Linear, dtype: torch.dtype, local: range | None = None) -> None:
+        """`local`: the tokens of this rank; None: all."""
         self._weight = weight
         self._dtype = dtype
+        self._local = local
+        self._first = 0 if local is None else local.start
 
     @property
     def shared(self) -> bool:
@@ -28,13 +32,20 @@ class Embedding:
     def __call__(self, tokens: Tensor) -> Tensor:
         """[tokens, hidden] for ids [tokens] below vocab."""
         if isinstance(self._weight, Linear):
-            return self._weight.lookup(tokens)
-        if isinstance(self._weight, Tensor):
-            return self._weight.index_select(0, tokens).to(self._dtype)
-        return as_plain(self._weight.rows(tokens), self._dtype)
+            return self._weight.lookup(tokens, self._first)
+        if self._local is None:
+            return self._rows(tokens)
+        elsewhere = (tokens < self._local.start) | (tokens >= self._local.stop)
+        return self._rows((tokens - self._first).masked_fill_(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)
 
     def prepare_lookup(self, tokens: Tensor, out: Tensor) -> Callable[[], object]:
         """A call that writes the embeddings of the current contents of `tokens` to `out`."""
         if isinstance(self._weight, Linear):
-            return self._weight.prepare_lookup(tokens, out)
+            return self._weight.prepare_lookup(tokens, out, self._first)
         return lambda: out.copy_(self(tokens))
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        assert not isinstance(self._weight, Linear)
+        if isinstance(self._weight, Tensor):
+            return self._weight.index_select(0, numbers).to(self._dtype)
+        return as_plain(self._weight.rows(numbers), self._dtype)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.activations import ACTIVATIONS
-from tgi.worker.cpu_kernels.kernels import EPILOGUES, CpuKernels
+from tgi.worker.cpu_kernels.kernels import EPILOGUES, WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
@@ -164,21 +164,30 @@ class Linear:
             y = y * scale
         return y if cap is None else torch.tanh(y / cap) * cap
 
-    def greedy_tokens(self, x: Tensor, scale: float = 1.0, cap: float | None = None) -> GreedyTokens:
-        """The greedy tokens of `logits`, bit for bit. Our CPU kernels do not materialize the logits."""
+    def greedy_tokens(
+        self,
+        x: Tensor,
+        scale: float = 1.0,
+        cap: float | None = None,
+        shards: VocabularyShards = WHOLE_VOCABULARY,
+    ) -> GreedyTokens:
+        """The greedy tokens of `logits`, bit for bit. Our CPU kernels do not materialize the logits, and may have
+        `shards` of several ranks."""
         if self._kernels is not None:
-            return self._kernels.greedy_head(x, self._weight, self._bias, scale, cap)
+            return self._kernels.greedy_head(x, self._weight, self._bias, scale, cap, shards)
+        assert shards is WHOLE_VOCABULARY
         return find_greedy_tokens(self.logits(x, scale, cap))
 
-    def lookup(self, outputs: Tensor) -> Tensor:
-        """Rows of the weight, as an embedding: [n, inputs] for int64 [n]. Our CPU kernels only."""
+    def lookup(self, outputs: Tensor, first: int = 0) -> Tensor:
+        """Rows of the weight, as an embedding: [n, inputs] for int64 [n]; zeros for those that it does not have. The
+        first row has the number `first`. Our CPU kernels only."""
         assert self._kernels is not None
-        return self._kernels.gather_rows(self._weight, outputs)
+        return self._kernels.gather_rows(self._weight, outputs, first)
 
-    def prepare_lookup(self, outputs: Tensor, out: Tensor) -> Callable[[], object]:
+    def prepare_lookup(self, outputs: Tensor, out: Tensor, first: int = 0) -> Callable[[], object]:
         """A call that writes `lookup` of the current contents of `outputs` to `out`. Our CPU kernels only."""
         assert self._kernels is not None
-        return self._kernels.row_gatherer(self._weight, outputs, out)
+        return self._kernels.row_gatherer(self._weight, outputs, out, first)
 
     def without_epilogue(self) -> "Linear":
         """A layer of the same weight without the epilogue; a gated layer returns the outputs of both weights.
@@ -202,10 +211,19 @@ class Linear:
         """
         program.linear(x, y, self._weight, self._bias, EPILOGUES[self.epilogue], other, delta)
 
-    def append_greedy_to(self, program: Program, x: int, y: int, norm: Norm, scale: float, cap: float | None) -> None:
+    def append_greedy_to(
+        self,
+        program: Program,
+        x: int,
+        y: int,
+        norm: Norm,
+        scale: float,
+        cap: float | None,
+        shards: VocabularyShards = WHOLE_VOCABULARY,
+    ) -> None:
         """Appends `greedy_tokens` of the normalized rows of buffer x to a program; y is scratch of x's width."""
         arguments = norm.weight, norm.bias, norm.epsilon, norm.centred
-        program.head(x, y, arguments, self._weight, self._bias, scale, cap)
+        program.head(x, y, arguments, self._weight, self._bias, scale, cap, shards)
 
     def _onednn(self, x: Tensor, other: Tensor | None) -> Tensor:
         name, algorithm = _UNARY[self.epilogue]

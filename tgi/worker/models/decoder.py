@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tgi.worker.attention.cpu_kernels import CpuKernelAttention
 from tgi.worker.attention.interface import AttentionBackend, ForwardBatch, KVCacheSpec
-from tgi.worker.cpu_kernels.kernels import CpuKernels
+from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, CpuKernels, VocabularyShards
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
 from tgi.worker.distributed.sharding import Shard, local_config, shard_decoder, whole_model
+from tgi.worker.distributed.shared_memory import SharedMemoryCommunicator
 from tgi.worker.gpu_kernels.kernels import GpuKernels
 from tgi.worker.greedy import GreedyTokens, find_greedy_tokens
 from tgi.worker.layers.linear import Linear, choose_row_counts
@@ -78,7 +79,11 @@ class DecoderModel:
             len(shard_decoder(self._whole_config, rank, self._shard.ranks).vocabulary)
             for rank in range(self._shard.ranks)
         ]
-        self._program = write_program(config, weights, self._rotaries, self.kv, communicator)
+        self._vocabulary_shards = WHOLE_VOCABULARY
+        if isinstance(communicator, SharedMemoryCommunicator):
+            self._vocabulary_shards = VocabularyShards(communicator.handle, tuple(self._vocabulary_widths))
+        shards = self._vocabulary_shards
+        self._program = write_program(config, weights, self._rotaries, self.kv, communicator, shards)
         # Rounded to the model's dtype, as transformers does.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         linears = [linear for layer in weights.layers for linear in _linears(layer)]
@@ -99,18 +104,20 @@ class DecoderModel:
         hidden, greedy = self._run_layers(batch, attention, reader, batch.logits_indices)
         if greedy is not None:
             return greedy
-        if self._communicator is not None:
-            logits, kernels = self._logits(hidden, batch.logits_indices), self.kv.cpu_kernels
-            return find_greedy_tokens(logits) if kernels is None else kernels.greedy_tokens(logits)
-        return self._weights.head.greedy_tokens(self._head_input(hidden, batch.logits_indices), *self._logits_options)
+        if self._communicator is not None and self._vocabulary_shards is WHOLE_VOCABULARY:
+            return find_greedy_tokens(self._logits(hidden, batch.logits_indices))
+        x = self._head_input(hidden, batch.logits_indices)
+        return self._weights.head.greedy_tokens(x, *self._logits_options, self._vocabulary_shards)
 
     def prepare_decode(self, batch: ForwardBatch, attention: AttentionBackend) -> PreparedDecode | None:
         """See Model."""
         program = self._program
-        if program is None or not isinstance(attention, CpuKernelAttention) or self._communicator is not None:
+        if program is None or not isinstance(attention, CpuKernelAttention):
             return None
         hidden = torch.empty(len(batch.tokens), self._config.hidden, dtype=self.kv.dtype)
         calls = [self._weights.embedding.prepare_lookup(batch.tokens, hidden)]
+        if self._communicator is not None:
+            calls.append(partial(self._communicator.all_reduce, hidden))
         if self._embedding_scale != 1.0:
             calls.append(partial(hidden.mul_, self._embedding_scale))
         angles = self._angles(batch.positions, batch.page_table.shape[1] * attention.page_size)
@@ -171,7 +178,7 @@ class DecoderModel:
                     attention.kv_form,
                     plan.rows,
                     adapted,
-                    logits_indices if self._communicator is None else None,
+                    logits_indices,
                 )
             )
         else:
@@ -196,13 +203,9 @@ class DecoderModel:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """The embeddings [rows, hidden] of the tokens. Each comes from the rank that has it; the others add zeros."""
-        if self._communicator is None:
-            return self._weights.embedding(tokens)
-        first, count = self._shard.vocabulary.start, len(self._shard.vocabulary)
-        elsewhere = (tokens < first) | (tokens >= first + count)
-        hidden = self._weights.embedding((tokens - first).masked_fill_(elsewhere, 0))
-        hidden.masked_fill_(elsewhere[:, None], 0.0)
-        self._communicator.all_reduce(hidden)
+        hidden = self._weights.embedding(tokens)
+        if self._communicator is not None:
+            self._communicator.all_reduce(hidden)
         return hidden
 
     def _angles(self, positions: Tensor, longest: int) -> list[tuple[Tensor, Tensor]]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tgi.worker.attention.interface import AttentionBackend, KVCacheSpec
+from tgi.worker.cpu_kernels.kernels import WHOLE_VOCABULARY, VocabularyShards
 from tgi.worker.cpu_kernels.program import LoraTarget, Program
 from tgi.worker.decoder_config import DecoderConfig
 from tgi.worker.distributed.communicator import Communicator
@@ -208,8 +209,9 @@ def write_program(
     rotaries: Sequence[RotaryEmbedding],
     kv: KVCacheSpec,
     communicator: Communicator | None = None,
+    shards: VocabularyShards = WHOLE_VOCABULARY,
 ) -> Program | None:
-    """The layers and, on a single rank, the output head as a program for our CPU kernels.
+    """The layers and the output head, of several ranks the `shards`, as a program for our CPU kernels.
 
     None if a program is impossible: without our CPU kernels; with several ranks that do not share memory; with experts,
     since the tokens of an expert are known only at run time; and if a parallel layer has no norm, since its MLP would
@@ -235,9 +237,8 @@ def write_program(
     for number, layer in enumerate(layers):
         operations = ProgramOperations(program, config, rotaries, kv, number, communicator)
         run_layer(layer, config.parallel, operations, ProgramBuffer.HIDDEN)
-    if communicator is None:
-        scoring = config.logit_scale, config.logit_cap
-        weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring)
+    scoring = config.logit_scale, config.logit_cap
+    weights.head.append_greedy_to(program, ProgramBuffer.HIDDEN, ProgramBuffer.NORMED, weights.norm, *scoring, shards)
     return program
 
 

@@ -37,7 +37,12 @@ class StoredMatrix(NamedTuple):
 
 def stored_embedding(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Embedding:
     """The embedding as stored: a lookup reads from the mapped file."""
-    return Embedding(_embedding_weight(source, config, shard, dtype), dtype)
+    return Embedding(_embedding_weight(source, config, shard, dtype), dtype, _local_tokens(shard))
+
+
+def _local_tokens(shard: Shard) -> range | None:
+    """Embedding.local of a rank."""
+    return None if shard.ranks == 1 else shard.vocabulary
 
 
 def _embedding_weight(source: WeightSource, config: DecoderConfig, shard: Shard, dtype: torch.dtype) -> Weight:
@@ -82,7 +87,8 @@ class DecoderWeightLoader:
             head = self._build(self._to_device(embedding_weight), None, "none")
         else:
             head = self._linear(False, config.hidden, StoredMatrix(HEAD, config.vocab_size, self._shard.vocabulary))
-        embedding = Embedding(head if tied and self._kernels is not None else embedding_weight, self._dtype)
+        rows = head if tied and self._kernels is not None else embedding_weight
+        embedding = Embedding(rows, self._dtype, _local_tokens(self._shard))
         norm = self._norm("model.norm", config.hidden)
         if not tied and self._device.type != "cpu":  # on CPU the embedding stays in the mapped file
             self._count(embedding_weight)
