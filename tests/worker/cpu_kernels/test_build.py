@@ -27,6 +27,7 @@ def capable_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo.write_text(f"model name : new\nflags\t\t: sse {' '.join(BY_NAME['amx'].features)}\n")
     monkeypatch.setattr(host_cpu, "CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(host_cpu, "_system_permits_amx", lambda: True)
     monkeypatch.delenv(host_cpu.CPU_VARIABLE, raising=False)
     monkeypatch.setenv("CXX", "c++")
 
@@ -50,16 +51,22 @@ def test_a_library_is_compiled_once(calls: Path) -> None:
     assert path.read_bytes() == calls.with_suffix("").read_bytes()
     assert build_library("bfloat16") == path
     *compiled, linked = calls.read_text().splitlines()
-    sources = [source.name for source in build.SOURCES.glob("*.cpp")]
+    units = [unit.name for unit in build.translation_units(calls.parent)]
     expected = " ".join((*build.FLAGS, *BY_NAME["amx"].flags, "-DTGI_ELEMENT_BF16"))
     assert all(call.startswith(f"{expected} -c ") for call in compiled)
-    assert sorted(Path(call.split()[-3]).name for call in compiled) == sorted(sources)
+    assert sorted(Path(call.split()[-3]).name for call in compiled) == sorted(units)
     assert linked.startswith(f"{expected} -shared ")
     assert sorted(one.suffix for one in path.parent.iterdir()) == [".lock", ".so"]
     assert {stage for stage, _ in reported} == {"compiling the CPU kernels for amx and bfloat16"}
-    assert [percent for _, percent in reported] == [100 * done // len(sources) for done in range(len(sources) + 1)]
+    assert [percent for _, percent in reported] == [100 * done // len(units) for done in range(len(units) + 1)]
     assert build_library("bfloat16", "-g") != path
-    assert len(calls.read_text().splitlines()) == 2 * (len(sources) + 1)
+    assert len(calls.read_text().splitlines()) == 2 * (len(units) + 1)
+
+
+def test_each_source_file_is_compiled_once(tmp_path: Path) -> None:
+    *alone, others = build.translation_units(tmp_path)
+    included = [line.removeprefix('#include "').removesuffix('"') for line in others.read_text().splitlines()]
+    assert sorted([*map(str, alone), *included]) == sorted(map(str, build.SOURCES.glob("*.cpp")))
 
 
 def test_concurrent_builds_compile_once(calls: Path) -> None:

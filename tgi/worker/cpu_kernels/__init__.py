@@ -24,4 +24,6 @@ C++ sources, from the bottom up (interface.cpp lists all functions that Python c
 - attention.cpp with kv_cache.h, attention_tile.h and online_softmax.h: paged attention,
 - norm, rope, lora, gather_rows: the other operations of a layer,
 - program: the recorded layers; quantize_weights: see quantizer; memory_read, fma_peak: measurements.
+
+Most of these files are compiled together (see build.ALONE), so names in their anonymous namespaces differ.
 """

@@ -32,7 +32,10 @@ PACKAGED = SOURCES / "lib"  # the libraries of an installed wheel
 # Clang would turn a * b + c into a fused multiply-add where both stand in one expression.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-w")
 COMPILERS = ("c++", "g++", "clang++")
-BUILD_TIMEOUT = 600.0  # seconds for a source file; the longest takes 6 on an idle core
+BUILD_TIMEOUT = 600.0  # seconds for one call of the compiler; the longest takes 6 on an idle core
+# Source files that take the compiler seconds each. The others take it less than their headers do, so one call compiles
+# all of them: together they take as long as one of these.
+ALONE = ("attention.cpp", "linear_groups4.cpp", "linear_groups8.cpp", "linear_integers.cpp", "linear_numbers.cpp")
 ABANDONED = 3600.0  # seconds after which an unfinished build has no owner
 
 
@@ -104,15 +107,15 @@ def compiler_command() -> list[str]:
 def compile_library(
     compiler: list[str], flags: list[str], path: Path, jobs: int, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Compiles the source files, up to `jobs` at once, and links them. The library is moved to `path`
-    when it is complete, so that no other process loads a part of it. `progress` is called with a percentage, on the
-    calling thread. Raises KernelsUnavailable."""
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: source.stat().st_size, reverse=True)  # the longest first
+    """Compiles the source files, up to `jobs` calls of the compiler at once, and links them. The library is moved to
+    `path` when it is complete, so that no other process loads a part of it. `progress` is called with a percentage, on
+    the calling thread. Raises KernelsUnavailable."""
     with _scratch_directory(path.parent) as scratch, ThreadPoolExecutor(jobs) as pool:
-        objects = [scratch / f"{source.stem}.o" for source in sources]
+        units = translation_units(scratch)
+        objects = [scratch / f"{unit.stem}.o" for unit in units]
         running = [
-            pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", str(to)])
-            for source, to in zip(sources, objects, strict=True)
+            pool.submit(_run, [*compiler, *flags, "-c", str(unit), "-o", str(to)])
+            for unit, to in zip(units, objects, strict=True)
         ]
         report = progress or (lambda percent: None)
         report(0)
@@ -125,6 +128,14 @@ def compile_library(
         unfinished = scratch / path.name
         _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(unfinished)])
         os.replace(unfinished, path)
+
+
+def translation_units(scratch: Path) -> list[Path]:
+    """The files to compile: those of ALONE, and one that includes all others, which is written to `scratch`."""
+    others = scratch / "others.cpp"
+    names = sorted(source.name for source in SOURCES.glob("*.cpp") if source.name not in ALONE)
+    others.write_text("".join(f'#include "{SOURCES / name}"\n' for name in names))
+    return [*(SOURCES / name for name in ALONE), others]
 
 
 def _flags(chosen: InstructionSet, element: str) -> list[str]:

@@ -8,7 +8,7 @@
 namespace tgi {
 namespace {
 
-constexpr int64_t CHUNK = 8;  // rows of a chunk
+constexpr int64_t CHUNK_ROWS = 8;  // rows of a chunk
 
 struct WholeVector {
     template <class T>
@@ -35,8 +35,8 @@ struct NormJob final : Job {
     explicit NormJob(const NormCall& call) : call(call) {}
 
     void run(int64_t chunk, int64_t) const override {
-        const int64_t last = (chunk + 1) * CHUNK < call.rows ? (chunk + 1) * CHUNK : call.rows;
-        for (int64_t row = chunk * CHUNK; row < last; row++)
+        const int64_t last = (chunk + 1) * CHUNK_ROWS < call.rows ? (chunk + 1) * CHUNK_ROWS : call.rows;
+        for (int64_t row = chunk * CHUNK_ROWS; row < last; row++)
             for (int64_t part = 0; part < call.parts; part++) one(row * call.step + part * call.size, part * call.size);
     }
 
@@ -78,6 +78,6 @@ struct NormJob final : Job {
 
 }  // namespace
 
-void norm(ThreadPool& pool, const NormCall& call) { pool.run(NormJob(call), (call.rows + CHUNK - 1) / CHUNK); }
+void norm(ThreadPool& pool, const NormCall& call) { pool.run(NormJob(call), (call.rows + CHUNK_ROWS - 1) / CHUNK_ROWS); }
 
 }  // namespace tgi
