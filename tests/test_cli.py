@@ -1,10 +1,13 @@
 """The command line: flags of TGI's launcher on all commands that run roles, help, and error messages."""
 
+import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import termios
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -179,6 +182,49 @@ def test_ps_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = CliRunner().invoke(main, ["ps"])
     assert (result.stdout, result.stderr, result.exit_code) == ("", "You have no running tgi server.\n", 0)
     assert json.loads(CliRunner().invoke(main, ["ps", "--json"]).stdout) == []
+
+
+def test_top_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TGI_RUN", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    result = CliRunner().invoke(main, ["top", "--once"])
+    assert (result.stdout, result.exit_code) == ("You have no running tgi server.\n", 0)
+    assert json.loads(CliRunner().invoke(main, ["top", "--json"]).stdout) == []
+    result = CliRunner().invoke(main, ["top"])
+    assert (result.stdout, result.exit_code) == ("", 2)
+    assert result.stderr == "Error: `tgi top` needs a terminal. Print one frame with --once, or --json.\n"
+
+
+@pytest.mark.parametrize(("key", "code"), [(b"q", 0), (b"\x03", 130), (b"", 128 + signal.SIGTERM)])
+def test_top_ends_and_restores_the_terminal(key: bytes, code: int, tmp_path: Path) -> None:
+    """By q, Ctrl-C and SIGTERM."""
+    environment = os.environ | {"TGI_RUN": str(tmp_path / "run"), "XDG_RUNTIME_DIR": str(tmp_path), "TERM": "xterm"}
+    outer, inner = os.openpty()
+    before = termios.tcgetattr(inner)
+    command = [sys.executable, "-m", "tgi", "top", "--seconds", "60"]
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that the terminal turns its key into SIGINT
+
+    process = subprocess.Popen(
+        command, env=environment, stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+        preexec_fn=take_terminal,
+    )  # fmt: skip
+    shown = b""
+    while b"no running tgi server" not in shown:
+        shown += os.read(outer, 4096)
+    assert termios.tcgetattr(inner)[3] & termios.ICANON == 0
+    os.write(outer, b"x")  # another key shows the next frame
+    if key:
+        os.write(outer, key)
+    else:
+        process.terminate()
+    assert process.wait(60) == code
+    assert termios.tcgetattr(inner) == before
+    while not shown.endswith(b"\x1b[?25h\x1b[?1049l"):
+        shown += os.read(outer, 4096)
+    os.close(outer)
+    os.close(inner)
 
 
 def test_launcher_has_tgi_s_name() -> None:

@@ -1,5 +1,5 @@
-"""The command `tgi`: up, one command per role, ps, restart, scale, reload, down, why, keys, import, download-weights,
-plan, replay, print-schema and watermark.
+"""The command `tgi`: up, one command per role, ps, top, restart, scale, reload, down, why, keys, import,
+download-weights, plan, replay, print-schema and watermark.
 
 Settings become options of a command in `settings_options`; UserErrors are printed without a traceback.
 """
@@ -25,7 +25,7 @@ from tgi.microkernel.settings_loading import load_settings
 
 # The headings of `tgi --help`, with their commands.
 SECTIONS = {
-    "Server": ("up", "ps", "restart", "scale", "reload", "down", "why", "keys"),
+    "Server": ("up", "ps", "top", "restart", "scale", "reload", "down", "why", "keys"),
     "Single roles": ("api", "tokenizer", "scheduler", "worker"),
     "Models": ("plan", "download-weights", "import"),
     "Tools": ("replay", "print-schema", "watermark"),
@@ -246,23 +246,24 @@ def ps(as_json: bool) -> None:
     """List the running servers of this user.
 
     Shows pid, state, boot id and memory of each process, the seconds since its latest beat and since it has finished a
-    part of its work, and what it works on; and the requests in quarantine: they have crashed processes.
+    part of its work, and what it works on, also those of the hosts that are connected; and the requests in quarantine:
+    they have crashed processes.
     """
     from tgi.microkernel import rundir
     from tgi.microkernel.quarantine import Quarantine
+    from tgi.process_views import Deployment, table
 
-    rows = [row for run in rundir.user_run_dirs() for row in _processes(run)]
+    deployments = [one for one in map(Deployment, rundir.user_run_dirs()) if one.refresh()]
+    rows = [row for deployment in deployments for row in deployment.rows()]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     if not rows:
         click.echo("You have no running tgi server.", err=True)
         return
-    columns = ("run", "name", "pid", "state", "stage", "boot", "memory_mb", "beat_age", "progress_age", "work")
-    table = [columns, *(tuple("" if row[column] is None else str(row[column]) for column in columns) for row in rows)]
-    widths = [max(len(line[k]) for line in table) for k in range(len(columns))]
-    for line in table:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    columns = ("run", "host", "name", "pid", "state", "stage", "boot", "memory_mb", "beat_age", "progress_age", "work")
+    for line in table(rows, columns):
+        click.echo(line)
     for run in dict.fromkeys(row["run"] for row in rows):
         quarantine = Quarantine(Path(run))
         for entry in quarantine.entries():
@@ -270,39 +271,23 @@ def ps(as_json: bool) -> None:
             click.echo(f"{run}: request {entry.fingerprint} in quarantine for {minutes} minutes: {entry.reason}")
 
 
-def _processes(run: Path) -> list[dict[str, Any]]:
-    """One row per running process of a run directory, supervisors first."""
-    import psutil
+@main.command()
+@click.option("--once", is_flag=True, help="Print one frame; needs no terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--seconds", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Between two frames.")
+def top(once: bool, as_json: bool, seconds: float) -> None:
+    """Show the running servers of this user, refreshed.
 
-    from tgi.microkernel import rundir
-    from tgi.microkernel.process import read_progress
+    Per deployment: requests, tokens per second, KV cache, prefix cache, time to first token. Per process, of all hosts
+    that are connected: state, CPU, memory, the seconds since its latest beat and since it has finished a part of its
+    work, and what it works on. Ends with q or Ctrl-C.
+    """
+    from tgi.process_views import print_frame, show_frames
 
-    def row(name: str, pid: int, state: str, stage: str, boot: str, percent: int) -> dict[str, Any] | None:
-        try:
-            memory = psutil.Process(pid).memory_info().rss
-        except psutil.NoSuchProcess:
-            return None
-        report = read_progress(run, name)
-        return {
-            "run": str(run), "name": name, "pid": pid, "state": state, "stage": stage, "percent": percent,
-            "boot": boot, "memory_mb": round(memory / 2**20, 1),
-            "beat_age": report and round(report.silent_seconds, 1),
-            "progress_age": report and report.progress_age and round(report.progress_age, 1),
-            "work": report.work if report else "",
-        }  # fmt: skip
-
-    roles: dict[int, dict[str, None]] = {}  # of each supervisor, an ordered set
-    for claim, pid in rundir.lock_holders(run).items():
-        roles.setdefault(pid, {})[_role(claim)] = None
-    rows = [row("supervisor", pid, "running", "+".join(names), "", 100) for pid, names in roles.items()]
-    if roles:
-        rows += [row(s.name, s.pid, s.state, s.stage, s.boot, s.percent) for s in rundir.read_states(run)]
-    return [entry for entry in rows if entry]
-
-
-def _role(process: str) -> str:
-    """The role of a process ("api" of "api-0"), or of a supervisor that has all its processes."""
-    return process.rpartition("-")[0] or process
+    if once or as_json:
+        print_frame(as_json)
+    else:
+        show_frames(seconds)
 
 
 def port_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -394,9 +379,9 @@ def _supervisors_of(run: Path, process: str) -> list[int]:
     from tgi.microkernel import rundir
 
     holders = rundir.lock_holders(run)
-    single = _role(process) in rundir.SINGLE_ROLES
-    names = {process} if not single else {_role(process)}
-    found = [pid for claim, pid in holders.items() if names & {claim, _role(claim)}]
+    single = rundir.role_of(process) in rundir.SINGLE_ROLES
+    names = {process} if not single else {rundir.role_of(process)}
+    found = [pid for claim, pid in holders.items() if names & {claim, rundir.role_of(claim)}]
     if not found:
         raise UserError(f"There is no process {process} in {run}: `tgi ps` lists them.")
     return list(dict.fromkeys(found))

@@ -23,6 +23,7 @@ from tgi.microkernel import curve, flight_recorder, interpreter, log, metrics, r
 from tgi.microkernel.discovery import resolve_name
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import named_adapters
+from tgi.microkernel.process_table import ReportPublisher
 from tgi.microkernel.progress import Progress, abbreviated_path
 from tgi.microkernel.protocol import ROLES
 from tgi.microkernel.settings import GENERATION_CONFIGS, Settings
@@ -102,9 +103,15 @@ def run_server(settings: Settings, roles: Sequence[str]) -> None:
         for role, replica, lock in reversed(claims)
         for index in range(settings.replicas if role in rundir.SINGLE_ROLES else 1)
     ]
-    supervisor = Supervisor(
-        settings, specs, terminal, lambda: progress.show_process_states(spec.name for spec in specs)
-    )
+    has_other_hosts = settings.listen or settings.tokenizer_listen or settings.connect or settings.group
+    publisher = ReportPublisher(settings.run_dir) if has_other_hosts else None
+
+    def on_tick() -> None:
+        progress.show_process_states(spec.name for spec in specs)
+        if publisher is not None:
+            publisher.publish_if_due()
+
+    supervisor = Supervisor(settings, specs, terminal, on_tick)
     try:
         supervisor.run(partial(rollout.start_operation, supervisor))
     finally:

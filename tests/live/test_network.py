@@ -1,5 +1,5 @@
-"""Three hosts on an emulated network: front ends with tokenizers, scheduler, worker. Delay, loss, and cuts of each
-link that heal or stay: streams continue exactly, or end as documented."""
+"""A host for each role on an emulated network. Delay, loss, and cuts of each link that heal or stay: streams continue
+exactly, or end as documented."""
 
 import contextlib
 import json
@@ -20,48 +20,61 @@ from tests.live.server import Server, still_running
 from tests.network import network
 from tgi.microkernel.process import read_progress
 
-PORT = 3100
+PORT, TOKENIZER_PORT = 3100, 3200
 TOKENS = 40
 PROMPTS = ("A prompt", "Another prompt", "One more")
 # A connection without answers to heartbeats is closed after 3 to 4 s.
 SHORT_CUT_SECONDS = 1.0
 # Between the moment when a cut is noticed at one end and the repair: more than the other end may be later.
 LATER_SECONDS = 1.5
-LINKS = (("front", "scheduler"), ("scheduler", "worker"))
+LINKS = (("front", "tokenizer"), ("tokenizer", "scheduler"), ("scheduler", "worker"))
+HOSTS = ("front", "tokenizer", "scheduler", "worker", "spare")
 DIRECTIONS = [direction for one, other in LINKS for direction in ((one, other), (other, one))]
 
 
 class Deployment:
-    """The servers of the hosts `front`, `scheduler`, `worker` and `spare` of a network. The last one has no process."""
+    """The servers of the hosts of a network, one for each role. `spare` has no process: a worker or tokenizers can be
+    started there instead of those of another host."""
 
     def __init__(self, net: Network, directory: Path, model_id: str) -> None:
         self.network = net
-        self.directory = directory
-        subprocess.run(
-            [sys.executable, "-m", "tgi", "keys", "new", str(directory / "keys")], capture_output=True, check=True
-        )
-        self._address = f"tcp://{net['scheduler'].address}:{PORT}"
+        self._directory = directory
+        self._keys = directory / "keys"
+        command = [sys.executable, "-m", "tgi", "keys", "new", str(self._keys)]
+        subprocess.run(command, capture_output=True, check=True)
         self._model = ("--model-id", model_id)
-        self._connect = ("--connect", self._address, "--keys", str(directory / "keys" / "host.key"))
-        self.front, self.scheduler = self._server("front"), self._server("scheduler")
-        self.worker, self.spare = self._server("worker", *self._connect), self._server("spare", *self._connect)
+        self.front, self.tokenizer, self.scheduler, self.worker, self.spare = map(self._server, HOSTS)
 
-    def _server(self, name: str, *arguments: str) -> Server:
-        return Server(self.directory / name, *self._model, *arguments, host=self.network[name])
+    def _server(self, name: str) -> Server:
+        arguments = (*self._model, "--keys", str(self._keys))
+        return Server(self._directory / name, *arguments, host=self.network[name])
+
+    def _address(self, name: str, port: int) -> str:
+        return f"tcp://{self.network[name].address}:{port}"
 
     def start(self) -> "Deployment":
-        keys = str(self.directory / "keys" / "scheduler.key")
-        self.scheduler.start("scheduler", "--listen", self._address, "--keys", keys)
+        self.scheduler.start("scheduler", "--listen", self._address("scheduler", PORT))
         self.start_front()
-        start_worker(self.worker)
+        self.start_tokenizers(self.tokenizer)
+        self.start_worker(self.worker)
         return self
 
     def start_front(self) -> None:
-        self.front.start("tokenizer", *self._connect).start("api")
+        tokenizers = [f"{self._address(name, TOKENIZER_PORT)}-{TOKENIZER_PORT + 1}" for name in ("tokenizer", "spare")]
+        self.front.start("api", "--connect", ",".join(tokenizers))
+
+    def start_tokenizers(self, server: Server) -> None:
+        name = "spare" if server is self.spare else "tokenizer"
+        listen = ("--tokenizer-listen", self._address(name, TOKENIZER_PORT))
+        server.start("tokenizer", "--connect", self._address("scheduler", PORT), *listen)
+
+    def start_worker(self, server: Server) -> None:
+        connect = ("--connect", self._address("scheduler", PORT))
+        server.start("worker", *connect, "--worker", "scripted", "--scripted-step-us", "20000")
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Deployment"]:
-        with self.front, self.scheduler, self.worker, self.spare:
+        with self.front, self.tokenizer, self.scheduler, self.worker, self.spare:
             yield self.start()
 
     def scheduler_works(self) -> bool:
@@ -72,10 +85,6 @@ class Deployment:
         """The token ids of concurrent streams; `act` is called when each has had 5."""
         requests = [(prompt, {"max_new_tokens": TOKENS}) for prompt in PROMPTS]
         return [ids_of(events) for events in self.front.stream_all(requests, act, 5)]
-
-
-def start_worker(server: Server) -> None:
-    server.start("worker", "--worker", "scripted", "--scripted-step-us", "20000")
 
 
 def kill_host(server: Server) -> None:
@@ -98,7 +107,7 @@ def ids_of(events: list[dict[str, Any]]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def running(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with network("front", "scheduler", "worker", "spare") as net:
+    with network(*HOSTS) as net:
         made = Deployment(net, tmp_path_factory.mktemp("network"), str(tiny_llama))
         with made.running():
             yield made
@@ -200,25 +209,30 @@ def test_requests_end_at_their_timeout_behind_a_cut_that_stays(
     assert deployment.streams() == expected
 
 
-def test_streams_continue_at_another_worker_when_a_host_vanishes(
-    deployment: Deployment, expected: list[list[int]]
+@pytest.mark.parametrize("role", ["worker", "tokenizer"])
+def test_streams_continue_elsewhere_when_a_host_vanishes(
+    deployment: Deployment, expected: list[list[int]], role: str
 ) -> None:
     """All its processes are killed, and no packet tells."""
+    lost: Server = getattr(deployment, role)
+    start = deployment.start_worker if role == "worker" else deployment.start_tokenizers
 
     def vanish() -> None:
-        deployment.network.change_between("scheduler", "worker", cut=True)
-        kill_host(deployment.worker)
-        start_worker(deployment.spare)
+        for link in LINKS:
+            if role in link:
+                deployment.network.change_between(*link, cut=True)
+        kill_host(lost)
+        start(deployment.spare)
 
     try:
         assert deployment.streams(vanish) == expected
     finally:
         kill_host(deployment.spare)
         deployment.network.reset()
-        start_worker(deployment.worker)
+        start(lost)
 
 
-def test_requests_of_front_ends_whose_host_vanishes_are_cancelled(
+def test_requests_of_a_front_end_whose_host_vanishes_are_cancelled(
     deployment: Deployment, expected: list[list[int]]
 ) -> None:
     body = {"inputs": "A prompt", "parameters": {"max_new_tokens": 1000}}
@@ -226,7 +240,7 @@ def test_requests_of_front_ends_whose_host_vanishes_are_cancelled(
     with front.client.stream("POST", "/generate_stream", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
-        deployment.network.change_between("front", "scheduler", cut=True)
+        deployment.network.change_between("front", "tokenizer", cut=True)
         kill_host(front)
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
@@ -239,7 +253,7 @@ def test_requests_of_front_ends_whose_host_vanishes_are_cancelled(
 
 def test_hosts_start_on_a_network_that_comes_and_goes(tiny_llama: Path, tmp_path: Path) -> None:
     """Connections are cut in all stages of the handshakes, then the network stays."""
-    with network("front", "scheduler", "worker", "spare") as net:
+    with network(*HOSTS) as net:
         deployment = Deployment(net, tmp_path, str(tiny_llama))
         for link in LINKS:
             net.change_between(*link, delay=0.05, cut=True)

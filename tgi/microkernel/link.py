@@ -27,7 +27,18 @@ from tgi.microkernel.curve import (
 )
 from tgi.microkernel.errors import ProtocolError, UserError
 from tgi.microkernel.liveness import SilenceDetector
-from tgi.microkernel.protocol import PROTOCOL, ROLES, Beat, Goodbye, Hello, LinkRejected, Ping, decode, encode
+from tgi.microkernel.protocol import (
+    PROTOCOL,
+    ROLES,
+    Beat,
+    Goodbye,
+    Hello,
+    HostReports,
+    LinkRejected,
+    Ping,
+    decode,
+    encode,
+)
 from tgi.microkernel.rundir import MAX_SOCKET_PATH
 
 log = logging.getLogger(__name__)
@@ -135,6 +146,8 @@ class Link:
         self._heard: set[bytes] = set()  # routes that have sent something since the last exchange_beats
         self.address = address
         self.own_hello = own_hello
+        self.is_between_hosts = address.startswith("tcp:")
+        self._host_reports: dict[PeerId, HostReports] = {}  # the latest of each peer, until they are taken
         self.peers: dict[PeerId, Hello] = {}  # those with a session
         # zmq identity of each peer, also of a silent one without a session; b"" towards a ROUTER
         self._routes: dict[PeerId, bytes] = {}
@@ -275,6 +288,18 @@ class Link:
                 self._events.append((peer, PeerSilent()))
         self._events.extend((peer, PeerResponds()) for peer in responding)
 
+    def send_host_reports(self, message: HostReports) -> None:
+        """Queues a message for every peer that understands it."""
+        frame = encode(message)
+        for peer, hello in self.peers.items():
+            if hello.host_reports:
+                self._outbox.setdefault(peer, []).append(frame)
+
+    def take_host_reports(self) -> list[HostReports]:
+        """What has been received since the last call: the latest of each peer."""
+        received, self._host_reports = [*self._host_reports.values()], {}
+        return received
+
     def say_goodbye(self) -> None:
         """Queues a Goodbye for every peer. For a process that was told to end, before `close`."""
         self.broadcast(Goodbye())
@@ -322,6 +347,9 @@ class Link:
                 self._silence.watch(peer)
                 if peer.role not in self._upstream_roles:  # else it tells only that the peer runs
                     yield peer, message
+            elif kind is HostReports:
+                if self.is_between_hosts:
+                    self._host_reports[peer] = message
             elif kind is not Ping:
                 yield peer, message
         elif not isinstance(message, Ping | Goodbye):

@@ -119,7 +119,7 @@ def site_id(path: Path) -> str:
 def _directories(path: Path) -> list[Path]:
     """The directories that must be private: the run directory, its subdirectories, and user_base_dir() if it is the
     parent."""
-    own = [path / name for name in ("", "state", "metrics", "flight")]
+    own = [path / name for name in ("", "state", "metrics", "flight", "hosts")]
     return [*([user_base_dir()] if path.parent == user_base_dir() else []), *own]
 
 
@@ -140,6 +140,11 @@ def _reject_exposed(directory: Path) -> None:
 def process_name(role: str, replica: int, rank: int = 0) -> str:
     """The name of a process, such as `api-0`, or `worker-0.1` for the second rank of a worker."""
     return f"{role}-{replica}.{rank}" if rank else f"{role}-{replica}"
+
+
+def role_of(process: str) -> str:
+    """The role of a process ("api" of "api-0"), or of a supervisor that has all its processes."""
+    return process.rpartition("-")[0] or process
 
 
 @dataclass(frozen=True)
