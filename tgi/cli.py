@@ -228,6 +228,8 @@ def _role_command(role: str, help: str) -> None:
                 f"`tgi {role}` runs no scheduler, whose address --listen is. Tokenizers listen at --tokenizer-listen.",
                 code=2,
             )
+        if flags["tokenizer_listen"] is not None and role != "tokenizer":
+            raise UserError(f"`tgi {role}` runs no tokenizer, whose address --tokenizer-listen is.", code=2)
         run_server(load_settings(flags), (role,))
 
 

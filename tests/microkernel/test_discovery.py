@@ -74,6 +74,42 @@ def test_an_address_that_is_found_no_more_is_kept_while_its_process_is_connected
     assert follower.follow() == (0, 1)
 
 
+def test_a_removed_link_accepts_no_process_that_has_just_connected(deployment: Deployment) -> None:
+    follower = Follower(deployment, deployment.address)
+    low = deployment.bind()
+    (link,) = follower.links.links.values()
+    poll_until(link, low)
+    follower.found = set()
+    _, (removed,) = follower.links.follow()
+    assert removed is link
+    assert list(link.receive()) == []  # the Hello that has waited
+    assert not link.peers
+    link.close()
+
+
+def test_a_process_found_redundant_ends_the_session_with_its_predecessor(deployment: Deployment) -> None:
+    """The loss of the predecessor's connection is noticed only when the next Hello has been received."""
+    addresses = [f"tcp://127.0.0.{host}:{deployment.port}" for host in (1, 2)]
+    follower = Follower(deployment, addresses[0])
+    low = deployment.bind(f"tcp://0.0.0.0:{deployment.port}")
+    assert until(follower.connected, low, *follower.looped.values())
+    (first,) = follower.links.links.values()
+    low.link.close()
+    low = deployment.bind(f"tcp://0.0.0.0:{deployment.port}")
+    follower.found = set(addresses)
+    follower.follow()
+    second = follower.links.links[addresses[1]]
+    assert until(lambda: second.peers, low, follower.looped[second])
+    poll_until(first, low)
+    assert [type(message).__name__ for _, message in first.receive()] == ["PeerDisconnected"]
+    assert (first.redundant_peer, dict(first.peers)) == (*second.peers, {})
+
+
+def poll_until(link: Link, *others: LoopedLink) -> None:
+    """Runs the others until this link has a message, and leaves it there."""
+    assert until(lambda: link.socket.poll(0), *others)
+
+
 def test_expected_addresses_are_kept_until_they_have_been_found(tmp_path: Path) -> None:
     found: set[str] = set()
     expected = [f"ipc://{tmp_path / name}" for name in "ab"]
@@ -98,13 +134,14 @@ class Resolver:
     """Stands for the resolver of the system: answers a name as the test says."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, list[str] | OSError] = {}
+        self.answers: dict[str, list[str] | Exception] = {}
         self.asked = threading.Semaphore(0)
 
     def __call__(self, name: str, *_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-        self.asked.release()
+        if name == "name":
+            self.asked.release()
         answer = self.answers.get(name, socket.gaierror(socket.EAI_NONAME, "unknown"))
-        if isinstance(answer, OSError):
+        if isinstance(answer, Exception):
             raise answer
         kinds = [(socket.AF_INET6 if ":" in host else socket.AF_INET, host) for host in answer]
         return [(kind, socket.SOCK_STREAM, 6, "", (host, 0)) for kind, host in kinds]
@@ -113,7 +150,10 @@ class Resolver:
 def test_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     resolver = Resolver()
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
-    discovery = Discovery(["tcp://10.0.0.9:1", "tcp://name:3100", "tcp://name:3101"], seconds=0.001)
+    resolver.answers["not..aname"] = UnicodeError("label empty or too long")  # as the system's
+    discovery = Discovery(
+        ["tcp://10.0.0.9:1", "tcp://not..aname:1", "tcp://name:3100", "tcp://name:3101"], seconds=0.001
+    )
 
     def after(answer: list[str] | OSError) -> set[str]:
         resolver.answers["name"] = answer
@@ -130,4 +170,4 @@ def test_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert after(["2001:db8::1"]) == {"tcp://[2001:db8::1]:3100", "tcp://[2001:db8::1]:3101"}
     assert after(socket.gaierror(socket.EAI_NONAME, "unknown")) == set()
     discovery.close()
-    assert len([record for record in caplog.records if "cannot be resolved" in record.message]) == 3
+    assert len([record for record in caplog.records if "cannot be resolved" in record.message]) == 4

@@ -8,7 +8,7 @@ import pytest
 
 from tgi.microkernel.errors import UserError
 from tgi.microkernel.lora_adapters import named_adapters
-from tgi.microkernel.options import HIDDEN, resolve_value, tcp_addresses
+from tgi.microkernel.options import HIDDEN, resolve_value, tcp_address, tcp_addresses
 from tgi.microkernel.settings import DEFAULTS, OPTIONS, Settings
 from tgi.microkernel.settings_loading import (
     count_visible_devices,
@@ -341,8 +341,10 @@ def test_addresses_of_other_hosts() -> None:
         "tcp://a:65535-65536",
         "tcp://a:1,",
     )
-    for text in (*wrong, "ipc://a:1", "tcp://a b:1", "tcp://*:1", "tcp://::1:1"):
-        with pytest.raises(ValueError, match="is not an address"):
-            tcp_addresses(text)
+    hosts = ("tcp://a b:1", "tcp://*:1", "tcp://::1:1", "tcp://[:::::]:1", "tcp://[1.2.3.4]:1", "tcp://a?b:1")
+    for text in (*wrong, "ipc://a:1", *hosts):
+        for parse in (tcp_address, tcp_addresses):
+            with pytest.raises(ValueError, match="is not an address"):
+                parse(text)
     with pytest.raises(UserError, match="`connect` is set without `keys`"):
         load_settings({}, {"TGI_CONNECT": "tcp://a:1"})

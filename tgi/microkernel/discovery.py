@@ -83,7 +83,10 @@ class Discovery:
 def resolve_name(name: str) -> list[str]:
     """The addresses of a name: those of IPv4, or those of IPv6 if it has no other, since the two kinds usually belong
     to the same machines. Raises OSError."""
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # the name has an empty or too long part
+        raise socket.gaierror(socket.EAI_NONAME, f"no name of a host ({error})") from error
     families = {family for family, *_ in found}
     chosen = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
     return sorted({str(place[0]) for family, _, _, _, place in found if family == chosen})
@@ -130,6 +133,7 @@ class DownstreamLinks:
                 log.info("%s is the address of %s, which is connected at another one", address, link.redundant_peer)
                 self._redundant[address] = link.redundant_peer
             if link.redundant_peer is not None or (address not in found and not link.peers):
+                link.has_other_link = _accept_none  # what connects until it is closed
                 removed.append(self.links.pop(address))
         connected = {peer for link in self.links.values() for peer in link.peers}
         self._redundant = {at: peer for at, peer in self._redundant.items() if at in found and peer in connected}
@@ -143,3 +147,7 @@ class DownstreamLinks:
     def _has_other_link(self, peer: PeerId, this: Link) -> bool:
         """Whether a process that has sent its Hello over this link is connected over another one."""
         return any(peer in link.peers for link in self.links.values() if link is not this)
+
+
+def _accept_none(peer: PeerId, link: Link) -> bool:
+    return True

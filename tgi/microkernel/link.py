@@ -367,6 +367,8 @@ class Link:
             self._drain_monitor()  # events of the previous connection
             if self.has_other_link(peer, self):
                 self.redundant_peer = peer  # without an answer, its session over the other link goes on
+                for previous in list(self._routes):
+                    self._disconnect(previous)
                 return
         place = (hello.role, hello.replica, hello.site)
         for old in [other for other, its in self.peers.items() if (its.role, its.replica, its.site) == place]:

@@ -6,6 +6,7 @@ from dataclasses import field
 from ipaddress import ip_address, ip_network
 from math import inf
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 HIDDEN = "(hidden)"  # shown instead of a secret
 OPTION = "option"  # the key of a dataclass field's metadata
@@ -196,7 +197,7 @@ def network(value: str) -> str:
 def tcp_address(value: str) -> str:
     """The address of a link between hosts: tcp://HOST:PORT, an IPv6 address in brackets."""
     found = _TCP_ADDRESS.fullmatch(value.strip())
-    if found is None or found.group(3) is not None or not 0 < int(found.group(2)) <= 65535:
+    if found is None or found[3] is not None or not 0 < int(found[2]) <= 65535 or not _is_host(found[1]):
         raise ValueError(f"{value!r} is not an address such as tcp://192.0.2.1:3100 or tcp://[2001:db8::1]:3100")
     return value.strip()
 
@@ -209,13 +210,23 @@ def tcp_addresses(value: str) -> tuple[str, ...]:
         found = _TCP_ADDRESS.fullmatch(part.strip())
         host, first, last = found.groups() if found else ("", "0", None)
         ports = range(int(first), int(last or first) + 1)
-        if not 0 < len(ports) <= MAX_PORTS or not 0 < ports[0] <= ports[-1] <= 65535:
+        if not 0 < len(ports) <= MAX_PORTS or not 0 < ports[0] <= ports[-1] <= 65535 or not _is_host(host):
             raise ValueError(
                 f"{part.strip()!r} is not an address such as tcp://192.0.2.1:3100, tcp://[2001:db8::1]:3100, or, for "
                 f"at most {MAX_PORTS} ports, tcp://192.0.2.1:3100-3103"
             )
         addresses += [f"{host}:{port}" for port in ports]
     return tuple(dict.fromkeys(addresses))
+
+
+def _is_host(url: str) -> bool:
+    """Whether a port may follow, and what stands in brackets, if anything, is an IPv6 address. Names are resolved
+    later."""
+    try:
+        parts = urlsplit(f"{url}:1")
+        return bool(parts.hostname) and parts.port == 1
+    except ValueError:
+        return False
 
 
 def endpoint(value: str) -> str:
