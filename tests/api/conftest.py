@@ -94,6 +94,7 @@ class FakeTokenizer:
         self.answer = answer
         self.defaults = SamplingDefaults()  # sent by the next start
         self.last_exit: LastExit | None = None  # the same
+        self.site = ""  # the same
         self.boot = b""
         self.received: queue.Queue[Any] = queue.Queue()
         self._todo: queue.Queue[list[Any] | None] = queue.Queue()
@@ -131,6 +132,7 @@ class FakeTokenizer:
             self.boot,
             sampling_defaults=self.defaults,
             last_exit=self.last_exit,
+            site=self.site,
         )
         link = Link.bind(self.address, hello)
         try:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import Front, Stream, events, request, silent, texts, word
+from tests.api.conftest import FakeTokenizer, Front, Stream, events, request, silent, texts, word
+from tests.api.test_hostile_clients import until
 from tgi.api import sse
 from tgi.api.requests import Generation
 from tgi.microkernel.codec import FLOAT32, INT32, pack_column, unpack_int32
@@ -324,6 +325,35 @@ def test_requests_in_hand_wait_until_it_is_known_how_the_tokenizer_ended(serve: 
     assert (message.inputs, message.alone) == (held.inputs, True)
     for stream in streams:
         stream.disconnect()
+
+
+def test_a_request_that_ends_tokenizers_of_other_hosts_ends_at_most_two(serve: Any) -> None:
+    """What they had in hand is not known before a successor reports it."""
+    front = serve(silent, validation_workers=3)
+    front.router._work_in_hand = lambda peer: None
+    stream = Stream(front, "/generate")
+    tokenizers = front.tokenizers
+
+    connections = front.router.tokenizers
+
+    def holder(*ended: FakeTokenizer) -> FakeTokenizer:
+        """The tokenizer that has the request now, after the loss of others."""
+        until(lambda: all(connections[one.replica].peer is None for one in ended))
+        until(lambda: any(connection.requests for connection in connections))
+        (number,) = (number for number, one in enumerate(connections) if one.requests)
+        return tokenizers[number]  # type: ignore[no-any-return]
+
+    first = holder()
+    first.stop()
+    second = holder(first)
+    name, boot = second.next(Generate).fingerprint, second.boot
+    second.stop()
+    until(lambda: connections[second.replica].peer is None)
+    assert not any(connection.requests for connection in connections)
+    second.last_exit = LastExit(boot, "was killed by SIGSEGV", False, name)
+    second.start()
+    assert holder(first).next(Generate).alone
+    stream.disconnect()
 
 
 def test_the_quarantine_of_the_scheduler_is_kept_by_front_ends(serve: Any) -> None:

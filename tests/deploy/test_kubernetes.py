@@ -168,13 +168,16 @@ def test_selectors_find_pods_and_ports(shape: str) -> None:
         assert annotations["prometheus.io/path"] == "/metrics"
 
 
-def test_front_ends_connect_to_the_scheduler() -> None:
+def test_front_ends_connect_to_all_schedulers() -> None:
     (tokenizer,) = [one for one in containers("front-ends") if command_of(one) == ["tgi", "tokenizer"]]
     host, port = environment_of(tokenizer)["TGI_CONNECT"].removeprefix("tcp://").split(":")
     (service,) = [one for one in objects("Service", "front-ends") if one["metadata"]["name"] == host]
     assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
     assert tokenizer["restartPolicy"] == "Always"  # a sidecar, which ends after the front end
     (server,) = [one for one in containers("front-ends") if "TGI_LISTEN" in environment_of(one)]
+    # The name of a headless Service has the addresses of the pods, and translates no ports.
+    assert service["spec"]["clusterIP"] == "None"
+    assert environment_of(server)["TGI_LISTEN"].endswith(f":{port}")
     same = {"MODEL_ID", "MAX_CONCURRENT_REQUESTS", "GRACEFUL_TERMINATION_TIMEOUT"}
     theirs = {name: value for one in programs("front-ends") for name, value in environment_of(one).items()}
     assert {name: theirs[name] for name in same} == {name: environment_of(server)[name] for name in same}

@@ -14,6 +14,7 @@ import pytest
 
 from tests.live.server import TIMEOUT_SECONDS, Server, free_port
 from tests.live.test_operating import succeed
+from tests.microkernel.tcp import cable
 from tgi.microkernel import rundir
 from tgi.microkernel.discovery import nth_address
 
@@ -153,23 +154,31 @@ def test_every_role_on_a_host_of_its_own(hosts: Hosts) -> None:
     """Two front ends share the tokenizers of another host, which use the scheduler of a third one. A stream is resumed
     at the other front end."""
     keys = str(hosts.keys)  # the directory with all files: each process takes its own
-    tokenizers = f"tcp://127.0.0.1:{free_port()}"
-    room = f"{tokenizers}-{nth_address(tokenizers, 3).rpartition(':')[2]}"
+    port = free_port()
+    tokenizers = f"tcp://127.0.0.1:{port}"
+    room = f"{tokenizers}-{port + 3}"
     scheduler = Server(hosts.directory / "first", *hosts._model)
     with (
+        cable(port) as line,
         scheduler.start("scheduler", "--listen", hosts.address, "--keys", keys),
         hosts.other("second").start("worker", *SCRIPTED),
         hosts.other("third") as middle,
         hosts.front_end("fourth", room, **WITHOUT_MODELS).start("api", "--resume-window", "60") as front,
-        hosts.front_end("fifth", room, **WITHOUT_MODELS).start("api", "--resume-window", "60") as other,
+        hosts.front_end("fifth", f"tcp://127.0.0.1:{line.port},tcp://127.0.0.1:{port + 1}-{port + 3}") as other,
     ):
+        other.start("api", "--resume-window", "60")
         front.wait_until(lambda: answers(front), "it answers before there are tokenizers")
         assert front.client.get("/health").headers["x-startup-stage"] == "starting tokenizers"
         middle.start("tokenizer", "--tokenizer-listen", tokenizers, "--validation-workers", "2")
         for one in (front, other):
             one.wait_until_ready()
         expected = streamed(front, "A prompt", 60)
-        assert streamed(other, "A prompt", 60) == expected
+
+        def cut() -> None:
+            line.is_cut = True
+
+        assert tokens_of(other.stream_all([("A prompt", {"max_new_tokens": 60})] * 2, cut, 5)) == [expected] * 2
+        line.is_cut = False
         for act in (lambda: middle.kill("tokenizer-0"), lambda: succeed(middle, "restart", "tokenizer")):
             events = front.stream_all([("A prompt", {"max_new_tokens": 60})] * 3, act, 5)
             assert tokens_of(events) == [expected] * 3

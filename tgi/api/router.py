@@ -79,6 +79,7 @@ class Router:
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
+        self._adapters: dict[str, list[LoadedAdapter]] = {}  # as the tokenizers of each host have reported last
         self.tokenizers = [TokenizerConnection(link) for link in links]
         self.health = Health(self.tokenizers, stall_limit)
         self.admission = Admission(permits, token_rates, self.health)
@@ -286,10 +287,10 @@ class Router:
                     request.prompt_columns.extend(message)
             case Status():
                 tokenizer.status = message
-                self._apply_status(message)
+                self._apply_status(message, tokenizer.place.site)
             case Hello():
                 log.debug("%s is connected", peer)
-                tokenizer.peer, tokenizer.number = peer, Place(message.site, peer.replica).number
+                tokenizer.peer, tokenizer.place = peer, Place(message.site, peer.replica)
                 self.defaults = message.sampling_defaults
                 self._read_exit_report(tokenizer, message)
                 self._on_tokenizer_available()
@@ -308,16 +309,19 @@ class Router:
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
-    def _apply_status(self, status: Status) -> None:
+    def _apply_status(self, status: Status, site: str) -> None:
+        """`site`: of the tokenizer that reports it. Those of one host have the same schedulers."""
         if status.limits is not None and self.limits is None:
             self.limits = status.limits
             metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         if status.limits is not None:
-            reported = [one.status.adapters for one in self.tokenizers if one.status is not None]
-            adapters: dict[str, LoadedAdapter] = {}
-            for adapter in itertools.chain.from_iterable(reported):
-                adapters.setdefault(adapter.name, adapter)
-            self.adapters = adapters
+            present = {tokenizer.place.site for tokenizer in self.tokenizers}
+            self._adapters = {name: one for name, one in self._adapters.items() if name in present}
+            self._adapters[site] = status.adapters
+            found: dict[str, LoadedAdapter] = {}
+            for adapter in itertools.chain.from_iterable(self._adapters.values()):
+                found.setdefault(adapter.name, adapter)
+            self.adapters = found
         self.health.status_received.wake()
 
     # --- assignments ---

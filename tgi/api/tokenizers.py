@@ -1,7 +1,7 @@
 """The tokenizers of this front end: what is known of each, and which one gets a request."""
 
 from tgi.api.requests import LiveRequest
-from tgi.microkernel.link import Link, PeerId
+from tgi.microkernel.link import Link, PeerId, Place
 from tgi.microkernel.protocol import Beat, Status
 
 # A tokenizer whose work has made no progress for this long gets no new request if there is another.
@@ -14,7 +14,7 @@ class TokenizerConnection:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.peer: PeerId | None = None  # None while no process is connected
-        self.number = 0  # of its place: equal for all front ends
+        self.place = Place("", 0)  # of its process
         self.status: Status | None = None
         self.beat = Beat(None)
         self.silent = False  # it is connected, and sends no beats any more
@@ -53,7 +53,7 @@ def choose_tokenizer(tokenizers: list[TokenizerConnection], request: LiveRequest
             not (tokenizer.status is not None and tokenizer.status.ready),
             tokenizer.stuck,
             not tokenizer.has_adapter(request.adapter),
-            request.tokenizer_rank(tokenizer.number),
+            request.tokenizer_rank(tokenizer.place.number),
             len(tokenizer.requests),
         ),
         default=None,

@@ -201,3 +201,20 @@ def test_an_update_is_resubmitted_after_each_tokenizer_loss(serve_adapters: Any)
         tokenizer.start()
     tokenizer.send(AdapterUpdated(tokenizer.next(UpdateAdapter).rid))
     assert stream.read_rest().status == 200
+
+
+# Tokenizers of several hosts
+
+
+def test_adapters_of_all_hosts_are_listed_and_requests_go_where_they_are(serve: Any) -> None:
+    front = serve(standard, up=False, validation_workers=2)
+    for tokenizer, adapter in zip(front.tokenizers, (POEMS, CODE), strict=True):
+        tokenizer.site = f"host of {adapter.name}"
+        tokenizer.start(READY._replace(adapters=[adapter]))
+    front.until_ready()
+    assert {model["id"] for model in json.loads(front.get("/v1/models").body)["data"]} == {"m", "poems", "org/code"}
+    for _ in range(3):
+        for tokenizer, name in zip(front.tokenizers, ("poems", "org/code"), strict=True):
+            body = json.dumps({"inputs": "x", "parameters": {"adapter_id": name}})
+            assert front.post("/generate", body).status == 200
+            assert tokenizer.next(Generate).sampling.adapter == name
