@@ -79,6 +79,8 @@ LONGEST_FILES = (
     "live/test_hostile_hosts",
     "live/test_memory",
     "live/test_crash_isolation",
+    "live/test_ray",
+    "live/test_host_ranks",
     "worker/gpu_kernels/test_compiling",
     "live/test_starting",
     "clients/",

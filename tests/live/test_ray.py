@@ -83,7 +83,9 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes with a core each."""
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray-") as directory:  # short: Ray's sockets lie in it
+    with tempfile.TemporaryDirectory(
+        dir="/tmp", prefix="ray-", ignore_cleanup_errors=True
+    ) as directory:  # short: Ray's sockets lie in it
         made = Cluster(directory)
         try:
             made.add()
@@ -135,9 +137,6 @@ def test_replicas(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
 
         check_streams(server, expected, lose_a_node)
         server.wait_until(lambda: len(cluster.ranks()) == 2, "Ray has placed both again")
-        ranks = cluster.ranks()
-        check_streams(server, expected, lambda: server.kill("worker-1"))  # which has placed a replica
-        server.wait_until(lambda: len({*cluster.ranks()} - {*ranks}) == 1, "that replica is placed anew")
         command = [sys.executable, "-m", "tgi", "scale", "replica", "1"]
         subprocess.run(command, env=server.environment, check=True)
         assert len(cluster.ranks()) == 1
@@ -145,6 +144,21 @@ def test_replicas(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
         server.stop()
         assert cluster.ranks() == []
         assert cluster.left() == 0
+
+
+def test_a_stream_that_loses_its_worker_again_and_again(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:
+    """No request is to blame for the loss of an actor, however often it happens to the only one that runs."""
+    scripted = "--worker", "scripted", "--scripted-step-us", "30000"
+    with Server(tmp_path / "run", "--model-id", str(tiny_llama), "--ray", cluster.address, *scripted) as server:
+        server.start().wait_until_ready()
+        expected = token_ids(list(server.stream("A prompt", max_new_tokens=60)))
+        found = []
+        for number, event in enumerate(server.stream("A prompt", max_new_tokens=60), 1):
+            found.append(event["token"]["id"])
+            if number in (10, 30, 50):
+                server.kill("worker-0")  # whose actors Ray then removes
+        assert found == expected
+        assert server.output_text().count("was killed by SIGKILL") == 3
 
 
 def test_an_error_of_a_rank_ends_the_server(cluster: Cluster, tiny_llama: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,8 +21,8 @@ from tgi import __version__
 from tgi.microkernel import curve
 from tgi.microkernel.discovery import nth_address
 from tgi.microkernel.errors import UserError
-from tgi.microkernel.process import HAND_OVER, Process
-from tgi.microkernel.protocol import Beat
+from tgi.microkernel.process import HAND_OVER, Process, last_exit_text
+from tgi.microkernel.protocol import Beat, LastExit
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.settings_loading import to_environment, worker_settings
 from tgi.worker.placement.rank_actor import RankActor, RankReport
@@ -142,6 +143,27 @@ class Rank:
         return "starting" if state is None else state.stage or state.state
 
 
+class LastWorker:
+    """The worker process of the first rank that served last, in a file that outlives this process. If its actor is
+    gone, Ray, a node or this process ended it, and no request did: the next worker tells the scheduler so."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = path.read_text().split() if path.exists() else []  # incarnation of the actor, boot id
+
+    def store(self, incarnation: str, boot: str) -> None:
+        """To be called while it serves."""
+        if self._known != [incarnation, boot]:
+            self._known = [incarnation, boot]
+            self._path.write_text(f"{incarnation} {boot}")
+
+    def exit_before(self, incarnation: str) -> str:
+        """The report on it for a worker of this actor; "" if it is not known how it ended."""
+        if len(self._known) != 2 or self._known[0] == incarnation:
+            return ""
+        return last_exit_text(LastExit(bytes.fromhex(self._known[1]), "was lost with its Ray actor", outside=True))
+
+
 class Placement:
     """The placement group of a worker, with an actor in each of its bundles."""
 
@@ -173,7 +195,7 @@ class Placement:
         ]
         self._keys = curve.host_file(settings.keys or "").read_text()
         self._scheduler = _scheduler_address(settings, ray.util.get_node_ip_address())
-        self._shown = ""
+        self._last_worker = LastWorker(settings.run_dir / f"{process.name}.ray")
         self._began_waiting = self._complained_at = time.monotonic()
 
     def advance(self, now: float) -> None:
@@ -254,7 +276,8 @@ class Placement:
         elif rank.sent_order != order and now >= rank.start_at:
             address = f"[{first.host}]" if ":" in first.host else first.host
             environment = self._environment(rank.number, f"tcp://{address}:{first.port}")
-            rank.start = rank.actor.start.remote(order, environment, self._keys)
+            last_exit = self._last_worker.exit_before(report.incarnation) if rank is self._ranks[0] else ""
+            rank.start = rank.actor.start.remote(order, environment, self._keys, last_exit)
             rank.sent_order = order
             rank.report = report._replace(order=order, state=None, exit_code=None)
 
@@ -274,8 +297,8 @@ class Placement:
             first = self._ranks[0].report
             if first is not None and first.state is not None:
                 self._process.facts = first.state.facts
+                self._last_worker.store(first.incarnation, first.state.boot)
             self._process.publish_state("ready", "ready", 100)
-            self._shown = ""
             return
         unplaced = [rank for rank in waiting if rank.report is None]
         state = "ready" if all(rank.has_served for rank in self._ranks) else "starting"

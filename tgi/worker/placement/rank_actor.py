@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from tgi import __version__
 from tgi.microkernel import interpreter, rundir
-from tgi.microkernel.process import PARENT_PID
+from tgi.microkernel.process import LAST_EXIT, PARENT_PID
 from tgi.microkernel.settings import OPTIONS
 
 # The child of an actor: asks the kernel to be killed with the actor, then runs the command line.
@@ -72,9 +72,10 @@ class RankActor:
         self._directory = Path(f"{DIRECTORY}{os.getpid()}")  # short: sockets lie in it, whose paths have a limit
         self._directory.mkdir(mode=0o700)
 
-    def start(self, order: str, settings: Mapping[str, str], keys: str) -> None:
+    def start(self, order: str, settings: Mapping[str, str], keys: str, last_exit: str) -> None:
         """Runs `tgi worker` with these settings, by environment variable, and the content of the hosts' key file. Ends
-        the command that runs."""
+        the command that runs. `last_exit`: how the worker before this one has ended, if that is known, for the first
+        process of the command; the command itself knows how those after it ended."""
         self._end()
         self._order = order
         directory = self._directory / "run"
@@ -87,7 +88,7 @@ class RankActor:
         own = {PARENT_PID: str(os.getpid()), "TGI_RUN": str(directory), "TGI_KEYS": str(key_file)}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD, "worker"],
-            env=environment | dict(settings) | own,
+            env=environment | dict(settings) | own | ({LAST_EXIT: last_exit} if last_exit else {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
