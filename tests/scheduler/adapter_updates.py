@@ -39,6 +39,7 @@ class AdapterUpdates:
         self.errors: list[str] = []  # of the answers
         self.preloaded: dict[str, Path] = {}  # what each worker loads at start
         self.wanted: dict[str, str] = {}  # name and path of each that should be loaded once all is answered
+        self.latest: dict[str, int] = {}  # by name: the stamp of the latest change that this scheduler has been sent
         self.dropped: set[str] = set()  # paths that were once wanted and then not
 
     def preload(self, name: str, content: str) -> None:
@@ -51,16 +52,22 @@ class AdapterUpdates:
     def request_update(self, name: str, content: str | None, tokenizer: int = 0) -> None:
         """Requests an adapter of this content under this name, or its removal."""
         self._rids += 1
-        self._send(tokenizer, UpdateAdapter(self._rids, name, str(directory(content)) if content else ""))
+        path = str(directory(content)) if content else ""
+        self._send(tokenizer, UpdateAdapter(self._rids, name, path, stamp=self._rids))
 
     def _send(self, tokenizer: int, update: UpdateAdapter) -> None:
         self.pending[tokenizer, update.rid] = update
+        if update.stamp >= self.latest.get(update.name, 0):  # else a later change holds
+            self._expect(update)
+        self._sim.handle(update, self._sim.tokenizers[tokenizer].peer)
+
+    def _expect(self, update: UpdateAdapter) -> None:
+        self.latest[update.name] = update.stamp
         before = self.wanted.pop(update.name, update.path)
         if before != update.path:
             self.dropped.add(before)
         if update.path:
             self.wanted[update.name] = update.path
-        self._sim.handle(update, self._sim.tokenizers[tokenizer].peer)
 
     def request_again(self, tokenizer: int) -> None:
         """Sends this tokenizer's unanswered updates again."""
@@ -92,6 +99,7 @@ class AdapterUpdates:
     def scheduler_restarted(self) -> None:
         """The new scheduler knows only the adapters that the worker has."""
         self.queued_updates.clear()
+        self.latest.clear()
         before = set(self.wanted.values())
         if self._sim.worker is None:
             self.wanted = {name: str(path) for name, path in self.preloaded.items()}

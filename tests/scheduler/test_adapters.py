@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.scheduler.adapter_updates import directory
 from tests.scheduler.simulation import Simulation, assert_as_if_alone
-from tgi.microkernel.protocol import AdapterUpdated, FinishReason
+from tgi.microkernel.protocol import AdapterUpdated, FinishReason, UpdateAdapter
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(
@@ -35,6 +36,35 @@ def test_an_update_is_applied_and_reported_before_it_is_answered(sim: Simulation
     sim.adapters.apply_next_update()
     assert names(sim) == ["second"]
     assert not sim.adapters.pending
+
+
+def test_of_two_changes_the_later_one_holds_in_whatever_order_they_come(sim: Simulation) -> None:
+    early, late = (UpdateAdapter(rid, "name", str(directory(content)), stamp) for rid, content, stamp in
+                   ((1, "one", 10), (2, "two", 11)))  # fmt: skip
+    for update in (late, early):
+        sim.handle(update, sim.tokenizers[0].peer)
+    sim.adapters.pending |= {(0, 1): early, (0, 2): late}
+    while sim.adapters.apply_next_update():
+        pass
+    (loaded,) = (one for one in sim.adapters.loaded() if one.name == "name")
+    assert loaded.path == late.path
+    assert sim.scheduler.worker.adapters.changes == {"name": late._replace(rid=0)}
+
+
+def test_a_change_that_a_tokenizer_tells_is_carried_out_before_the_worker_is_ready(sim: Simulation) -> None:
+    """A scheduler that is added, or whose predecessor died with its worker, has only the adapters of the start."""
+    changes = [UpdateAdapter(0, "first", "", 10), UpdateAdapter(0, "second", str(directory("two")), 11)]
+    sim.worker_down()
+    sim.restart_scheduler()
+    for change in changes * 2:
+        sim.handle(change, sim.tokenizers[0].peer)
+    sim.worker_up()
+    assert not sim.scheduler.ready
+    while sim.adapters.apply_next_update():
+        pass
+    assert sim.scheduler.ready
+    assert names(sim) == ["second"]
+    assert [*sim.scheduler.worker.adapters.changes.values()] == changes
 
 
 def test_requests_with_different_adapters_share_steps_and_no_pages(sim: Simulation) -> None:

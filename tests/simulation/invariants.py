@@ -63,6 +63,8 @@ class EndsPerAdd:
         self.open: dict[PeerId, dict[int, type]] = {}  # by rid: what was asked
 
     def received(self, peer: PeerId, message: Any) -> None:
+        if isinstance(message, UpdateAdapter) and not message.rid:
+            return  # a change that the scheduler is told of
         if isinstance(message, Add | Generate | Tokenize | UpdateAdapter):
             self._require(message.rid not in self.open[peer], peer, message, "this rid is in use")
             self.open[peer][message.rid] = type(message)

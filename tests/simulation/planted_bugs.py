@@ -247,6 +247,16 @@ PLANTED_BUGS = {
     "tokenizer leaves requests at a replica whose worker does not compute": PlantedBug(
         TokenizerPool, "_move_stranded", does_nothing, seed=3, replicas=2, tokenizers=1, faults=RARELY_STOPPED_WORKERS
     ),
+    "tokenizer does not tell a new scheduler of adapters": PlantedBug(
+        TokenizerPool,
+        "_tell_changes",
+        does_nothing,
+        seed=0,
+        adapter_share=0.1,
+        replicas=2,
+        faults=WORKER_KILLS._replace(role_weights=(0, 0, 1, 1)),
+        restart_seconds=0.5,
+    ),
     "tokenizer sends requests to a replica that drains": PlantedBug(
         SchedulerReplica,
         "takes_requests",

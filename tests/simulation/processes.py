@@ -29,6 +29,7 @@ from tgi.microkernel.protocol import (
     Step,
     StepResult,
     SuspectRecord,
+    UpdateAdapter,
 )
 from tgi.microkernel.rundir import scheduler_socket
 from tgi.microkernel.sampling_params import SamplingParams
@@ -103,6 +104,11 @@ class SimulatedProcess:
         """Whether it does its work."""
         return self.alive and not self.stopped
 
+    @property
+    def had_been_ready(self) -> bool:
+        """Whether it has told its neighbours how its predecessor ended."""
+        return True
+
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -129,7 +135,9 @@ class SimulatedProcess:
         for link in self.links:
             link.socket.close()
         self.links = []
-        self.last_exit = LastExit(self.hello().boot, cause, outside, self.work_register.in_hand())
+        in_hand = self.work_register.in_hand()
+        if self.had_been_ready or in_hand or self.last_exit is None:  # as ChildProcess.exit_report
+            self.last_exit = LastExit(self.hello().boot, cause, outside, in_hand)
         self._ended()
         self.simulation.supervisor.process_ended(self)
 
@@ -510,6 +518,11 @@ class TokenizerProcess(SimulatedProcess):
         self._streams = ResumableStreams(self.pool.handle, lambda: self.clock.now)
         self._executors = SimulatedExecutors(self)
 
+    @property
+    def loaded_adapters(self) -> list[UpdateAdapter]:
+        """The adapters that it would have a scheduler load that lacks them."""
+        return [one for one in self.pool._adapters.changes.values() if one.path] if self.pool is not None else []
+
     def scheduler_work_in_hand(self, peer: PeerId) -> bytes:
         """As process.work_in_hand."""
         scheduler = self.simulation.schedulers[peer.replica]
@@ -812,6 +825,10 @@ class WorkerProcess(SimulatedProcess):
 
     def _ended(self) -> None:
         self._worker_loop = None
+
+    @property
+    def had_been_ready(self) -> bool:
+        return self._updates is not None
 
     @property
     def loaded_adapters(self) -> list[LoadedAdapter]:

@@ -230,7 +230,10 @@ class Simulation:
         """Nothing is left of the requests in any process, and all know the same adapters."""
         adapters = sorted({one.name for worker in self.workers for one in worker.loaded_adapters})
         lasting = {*SETTINGS_ADAPTERS} | ({ADDED_ADAPTER} if self.workload.adapter_added_at is not None else set())
-        self._require(lasting <= {*adapters}, f"the worker has lost adapters: it has {adapters}")
+        for worker in self.workers:
+            names = {one.name for one in worker.loaded_adapters}
+            self._require(lasting <= names, f"{worker.name} has lost adapters: it has {names}")
+            self._require(names == {*adapters}, f"{worker.name} has the adapters {names}, others {adapters}")
         for front_end in self.front_ends:
             assert front_end.router is not None
             self._require(front_end.router.in_flight == 0, f"{front_end.name} has active requests")

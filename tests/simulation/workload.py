@@ -566,17 +566,12 @@ class Workload:
             self.adapter_added_at = self.simulation.clock.now
 
     def process_ends(self, process: SimulatedProcess) -> None:
-        """ADDED_ADAPTER is lost only by the end of the scheduler while no worker has it (docs/adapters.md), or of the
-        worker before the scheduler has asked it."""
-        if self.adapter_added_at is None:
-            return
-        if not self._added_adapter_is_known():
-            self.simulation.fail(f"neither the scheduler nor the worker knows the adapter {ADDED_ADAPTER}")
-        if not self._added_adapter_is_known(without=process):
+        """ADDED_ADAPTER is lost only with the last process that knows it, but for those above the tokenizers."""
+        if self.adapter_added_at is not None and not self._added_adapter_is_known(without=process):
             self.adapter_added_at = None
 
     def _added_adapter_is_known(self, without: SimulatedProcess | None = None) -> bool:
-        processes = [*self.simulation.schedulers, *self.simulation.workers]
+        processes = [*self.simulation.tokenizers, *self.simulation.schedulers, *self.simulation.workers]
         known = [adapter.name for one in processes if one is not without for adapter in one.loaded_adapters]
         return ADDED_ADAPTER in known
 

@@ -222,6 +222,57 @@ def test_an_adapter_is_updated_at_all_replicas() -> None:
     assert not harness.pool._adapters._pending
 
 
+def test_a_scheduler_that_is_new_is_told_of_changes_of_adapters_once_and_before_its_requests() -> None:
+    harness = ReplicaHarness()
+    changes = [UpdateAdapter(0, "new", "/new", 5), UpdateAdapter(0, "old", "", 6)]
+    harness.pool.handle(A, READY._replace(adapter_changes=changes))
+    assert harness.received_by(B) == changes
+    assert harness.status().adapter_changes == []
+    for _ in range(2):
+        harness.pool.handle(B, READY)  # it could not load the first one
+    assert harness.received_by(B) == []
+    later = UpdateAdapter(0, "new", "/newer", 7)
+    harness.pool.handle(B, READY._replace(adapter_changes=[later, changes[1]]))
+    assert harness.received_by(A) == [later]
+    peer, add = harness.send(1)
+    harness.pool.handle(A, PeerDisconnected())
+    harness.pool.handle(B, PeerDisconnected())
+    told = harness.connect(peer._replace(boot=b"next"))
+    assert {one.name: one for one in told[:2]} == {"new": later, "old": changes[1]}
+    assert [one.rid for one in told[2:]] == [add.rid]
+
+
+@pytest.mark.parametrize("previous", ["", "/before"])
+def test_a_change_that_one_replica_cannot_make_is_taken_back_at_the_others(previous: str) -> None:
+    harness = ReplicaHarness()
+    before = [LoadedAdapter("name", previous, b"digest")] if previous else []
+    for peer in (A, B):
+        harness.pool.handle(peer, READY._replace(adapters=before))
+    harness.pool.handle(API, UpdateAdapter(7, "name", "/path"))
+    (update,), _ = harness.received_by(A), harness.received_by(B)
+    carried_out = update._replace(rid=0)
+    harness.pool.handle(A, READY._replace(adapter_changes=[carried_out]))
+    harness.pool.handle(A, AdapterUpdated(update.rid))
+    harness.pool.handle(B, AdapterUpdated(update.rid, "no memory"))
+    assert AdapterUpdated(7, "no memory") in harness.received_by(API)
+    (taken_back,) = harness.received_by(A)
+    assert (taken_back.rid, taken_back.name, taken_back.path) == (0, "name", previous)
+    assert taken_back.replaces(carried_out)
+
+
+def test_requests_may_name_an_adapter_while_it_is_loaded_again() -> None:
+    harness = ReplicaHarness()
+    adapter = LoadedAdapter("name", "/path", b"digest")
+    for peer in (A, B):
+        harness.pool.handle(peer, READY._replace(adapters=[adapter]))
+    for peer in (A, B):  # scheduler and worker have both died
+        harness.pool.handle(peer, PeerDisconnected())
+        harness.connect(peer._replace(boot=b"next"), LOADING)
+    assert harness.status().adapters == [adapter]
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5, adapter="name"), 20))
+    assert end_messages(harness.received_by(API)) == []
+
+
 def test_a_retired_replica_is_awaited_no_more() -> None:
     harness = ReplicaHarness()
     harness.pool.handle(API, UpdateAdapter(7, "name", "/path"))

@@ -235,6 +235,41 @@ class LoadedAdapter(NamedTuple):
     digest: bytes
 
 
+class UpdateAdapter(NamedTuple):
+    """Loads the LoRA adapter in directory `path` under this name, or unloads it if `path` is empty.
+
+    Forwarded hop by hop to the worker; answered by AdapterUpdated under the same rid. Idempotent: loading the same
+    content under the same name does nothing, so the request may be repeated after a restart. Requests that run with an
+    unloaded adapter finish with it.
+
+    A tokenizer stamps each change, so that all schedulers come to the same state: of two changes of a name the later
+    one holds. With rid 0 it tells a scheduler of a change that it may not know, which is not answered.
+    """
+
+    rid: int
+    name: str
+    path: str
+    stamp: int = 0  # microseconds since 1970, and later than that of each change that the tokenizer knew; 0: none yet
+
+    def replaces(self, other: "UpdateAdapter | None") -> bool:
+        """Whether this is a later change of the same name."""
+        return other is None or (self.stamp, self.path) > (other.stamp, other.path)
+
+
+# Changes of adapters that are remembered. Of more, those that unload are forgotten first.
+MAX_ADAPTER_CHANGES = 256
+
+
+def record_change(changes: dict[str, UpdateAdapter], change: UpdateAdapter) -> bool:
+    """Remembers a change under its name. Returns False if a later one is known, or the same."""
+    if not change.replaces(changes.get(change.name)):
+        return False
+    changes[change.name] = change._replace(rid=0)
+    if len(changes) > MAX_ADAPTER_CHANGES:
+        del changes[min(changes, key=lambda name: (changes[name].path != "", changes[name].stamp))]
+    return True
+
+
 class Status(NamedTuple):
     """The state of the processes below the sender. Sent up at each change; each hop forwards the worst that it knows.
 
@@ -243,6 +278,7 @@ class Status(NamedTuple):
 
     From a scheduler: `suspects` are the fingerprints of requests that may have ended or stopped its worker. They are
     tried there, so that they do not end the workers of other replicas. `draining`: it takes no new requests.
+    `adapter_changes` are those that it has carried out.
     """
 
     ready: bool
@@ -257,6 +293,9 @@ class Status(NamedTuple):
     adapters: list[LoadedAdapter] = []  # those that requests may name, in their order of loading
     suspects: bytes = b""  # 8 bytes each
     draining: bool = False
+    adapter_changes: list[
+        UpdateAdapter
+    ] = []  # from a scheduler: the latest change of each name, without those at start
 
 
 # --- the life of a request --------------------------------------------------------------------------------------------
@@ -424,19 +463,6 @@ class GroupFormed(NamedTuple):
     local_rank: int
     local_ranks: int
     error: str = ""
-
-
-class UpdateAdapter(NamedTuple):
-    """Loads the LoRA adapter in directory `path` under this name, or unloads it if `path` is empty.
-
-    Forwarded hop by hop to the worker; answered by AdapterUpdated under the same rid. Idempotent: loading the same
-    content under the same name does nothing, so the request may be repeated after a restart. Requests that run with an
-    unloaded adapter finish with it.
-    """
-
-    rid: int
-    name: str
-    path: str
 
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import logging
 
 from tgi.microkernel.link import PeerId
-from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
+from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
 
 log = logging.getLogger(__name__)
 
@@ -12,7 +12,8 @@ class WorkerAdapters:
     """Keeps each requested update until a worker has answered it.
 
     A restarted worker loads the adapters that the settings name. It is then sent the updates that restore the adapters
-    of its predecessor (`restoring` is true until all are answered), and the updates that were not answered yet.
+    of its predecessor, and the changes that tokenizers know from the scheduler before this one or from other replicas
+    (`restoring` is true until all are answered), and the updates that were not answered yet.
 
     Updates are sent while no step is in flight, and no step is sent before them. So the worker has the adapters that it
     was known to have when a step was planned until that step is computed.
@@ -20,6 +21,8 @@ class WorkerAdapters:
 
     def __init__(self) -> None:
         self.loaded: list[LoadedAdapter] = []  # what tokenizers are told: as the worker has it, or is to have it again
+        self.changes: dict[str, UpdateAdapter] = {}  # by name: the latest that a worker has carried out
+        self._untried: dict[str, UpdateAdapter] = {}  # by name: those told by tokenizers, until a worker is ready
         self._reported: list[LoadedAdapter] = []  # as the worker reported them
         self._requested: dict[int, tuple[PeerId, UpdateAdapter]] = {}  # by our rid: who requested what
         self._restoring: dict[int, UpdateAdapter] = {}  # by our rid
@@ -51,10 +54,30 @@ class WorkerAdapters:
 
     def request_update(self, tokenizer: PeerId, update: UpdateAdapter) -> None:
         """Stores an update that a tokenizer requests, and queues it for the worker."""
+        if not update.rid:
+            self._restore(update)
+            return
+        for other in (*self.changes.values(), *(pending for _, pending in self._requested.values())):
+            if other.name == update.name and other.replaces(update):
+                update = update._replace(path=other.path, stamp=other.stamp)  # it came late: this changes nothing
         rid = self._next_rid()
         self._requested[rid] = (tokenizer, update)
         if self._worker_ready:
             self._add_unsent({rid: update})
+
+    def _restore(self, change: UpdateAdapter) -> None:
+        """Carries out a change that this scheduler may not know."""
+        pending = [*self._restoring.values(), *(update for _, update in self._requested.values())]
+        if any(change._replace(rid=one.rid) == one for one in pending) or not change.replaces(
+            self.changes.get(change.name)
+        ):
+            return
+        if not self._worker_ready:
+            record_change(self._untried, change)
+            return
+        rid = self._next_rid()
+        self._restoring[rid] = change
+        self._add_unsent({rid: change})
 
     def _next_rid(self) -> int:
         self._last_rid += 1
@@ -65,8 +88,12 @@ class WorkerAdapters:
         updates: dict[int, UpdateAdapter] = {}
         if not self._worker_ready:
             self._worker_ready = True
-            if self._known:
-                self._restoring = {self._next_rid(): update for update in _updates_between(loaded, self.loaded)}
+            restored = _updates_between(loaded, self.loaded) if self._known else []
+            restored = [one for one in restored if one.name not in self._untried] + [*self._untried.values()]
+            self._restoring = {self._next_rid(): update for update in restored}
+            self._untried = {}
+            if not self._known:
+                self.loaded = loaded
             updates = self._restoring | {rid: update for rid, (_, update) in self._requested.items()}
         self._reported, self._known = loaded, True
         self._refresh_loaded()
@@ -88,13 +115,17 @@ class WorkerAdapters:
         self._changing.pop(answer.rid, None)
         if (update := self._restoring.pop(answer.rid, None)) is not None:
             if answer.error:
-                log.error("The restarted worker could not load adapter %s again: %s", update.name, answer.error)
+                log.error("The worker could not load adapter %s again: %s", update.name, answer.error)
+            elif update.stamp:
+                record_change(self.changes, update)
             self._refresh_loaded()
             return None
         if (requested := self._requested.pop(answer.rid, None)) is None:
             log.debug("dropped the answer to an adapter update: the tokenizer that requested it is gone")
             return None
         tokenizer, update = requested
+        if not answer.error:
+            record_change(self.changes, update)
         return tokenizer, answer._replace(rid=update.rid)
 
     def _refresh_loaded(self) -> None:
@@ -104,6 +135,9 @@ class WorkerAdapters:
     def worker_lost(self) -> None:
         """Updates that the worker has not answered are sent to the next one."""
         self._worker_ready = False
+        for change in self._restoring.values():
+            if change.stamp:
+                record_change(self._untried, change)
         self._restoring = {}
         self._changing = {}
         self._unsent = []

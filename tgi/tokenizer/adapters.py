@@ -1,9 +1,10 @@
 """The loaded LoRA adapters that requests may name, and the pending requests to load or unload adapters."""
 
+import time
 from typing import NamedTuple
 
 from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter
+from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
 from tgi.tokenizer.request import TokenizerRequestState
 
 
@@ -12,6 +13,7 @@ class PendingUpdate(NamedTuple):
 
     api: PeerId
     update: UpdateAdapter  # with the api's rid
+    previous: str  # the path of the adapter that had the name; "": none had it
     answers: dict[Place, AdapterUpdated]  # by the place of the scheduler
 
 
@@ -20,6 +22,7 @@ class AdapterDirectory:
 
     def __init__(self) -> None:
         self.loaded: list[LoadedAdapter] = []
+        self.changes: dict[str, UpdateAdapter] = {}  # by name: the latest that schedulers have carried out
         self._digests: dict[str, bytes] = {}
         self._pending: dict[int, PendingUpdate] = {}  # by the tokenizer's rid
 
@@ -50,8 +53,24 @@ class AdapterDirectory:
 
     def add_update(self, rid: int, api: PeerId, update: UpdateAdapter) -> UpdateAdapter:
         """Records an api's update. Returns it with the tokenizer's rid, for the schedulers."""
-        self._pending[rid] = PendingUpdate(api, update, {})
+        previous = next((adapter.path for adapter in self.loaded if adapter.name == update.name), "")
+        update = update._replace(stamp=self._next_stamp())
+        self._pending[rid] = PendingUpdate(api, update, previous, {})
         return update._replace(rid=rid)
+
+    def _next_stamp(self) -> int:
+        known = (*self.changes.values(), *(pending.update for pending in self._pending.values()))
+        return max(int(1e6 * time.time()), 1 + max((change.stamp for change in known), default=0))
+
+    def record_changes(self, changes: list[UpdateAdapter]) -> None:
+        """Takes the changes that a scheduler has carried out."""
+        for change in changes:
+            record_change(self.changes, change)
+
+    def missing_changes(self, known: list[UpdateAdapter]) -> list[UpdateAdapter]:
+        """The changes that a scheduler lacks that knows these."""
+        theirs = {change.name: change for change in known}
+        return [change for change in self.changes.values() if change.replaces(theirs.get(change.name))]
 
     def pending_updates(self, scheduler: Place) -> list[UpdateAdapter]:
         """The updates that this scheduler has not answered, for one that has just connected."""
@@ -64,12 +83,15 @@ class AdapterDirectory:
 
     def completed_updates(self, schedulers: set[Place]) -> list[tuple[PeerId, AdapterUpdated]]:
         """Removes the updates that all these schedulers have answered. Returns the apis and the answers for them: an
-        error, if one has failed."""
+        error, if one has failed. Then the change is to be taken back where it has not."""
         completed = []
-        for rid, (api, update, answers) in list(self._pending.items()):
+        for rid, (api, update, previous, answers) in list(self._pending.items()):
             if answers and schedulers <= answers.keys():
+                failed = next((one for one in answers.values() if one.error), None)
+                if failed is not None and any(not one.error for one in answers.values()):
+                    record_change(self.changes, update._replace(path=previous, stamp=self._next_stamp()))
                 del self._pending[rid]
-                answer = next((one for one in answers.values() if one.error), next(iter(answers.values())))
+                answer = failed or next(iter(answers.values()))
                 completed.append((api, answer._replace(rid=update.rid)))
         return completed
 

@@ -212,7 +212,7 @@ class TokenizerPool:
 
     def _on_api_hello(self, api: PeerId, hello: Hello) -> None:
         self._apis[api] = {}
-        self._send(api, self._schedulers.status)
+        self._send(api, self._status)
 
     def _on_api_gone(self, api: PeerId, gone: PeerDisconnected) -> None:
         for request in list(self._apis.get(api, {}).values()):
@@ -331,8 +331,18 @@ class TokenizerPool:
         if replica.peer is not None:  # its connection, at another address, has not been noticed as lost yet
             self._on_scheduler_gone(replica.peer, PeerDisconnected())
         self._schedulers.connect(replica, scheduler, hello, self._clock())
+        self._tell_changes()  # before its requests, which may need these adapters
         for update in self._adapters.pending_updates(replica.place):
             self._send(scheduler, update)
+
+    def _tell_changes(self) -> None:
+        """Tells each scheduler once of the changes of adapters that it does not know: it was added later, or is new."""
+        for replica in self._schedulers:
+            if replica.peer is not None:
+                for change in self._adapters.missing_changes(replica.adapter_changes):
+                    if change not in replica.told_changes:
+                        replica.told_changes.add(change)
+                        self._send(replica.peer, change)
 
     def _submit(self, request: TokenizerRequestState, replica: SchedulerReplica) -> None:
         """Sends a live request to a scheduler, with the ids generated so far."""
@@ -384,8 +394,7 @@ class TokenizerPool:
     def remove_scheduler(self, place: Place) -> None:
         """A scheduler was retired: nothing waits for it any more. Does nothing if it is connected."""
         self._schedulers.remove(place)
-        for api, updated in self._adapters.completed_updates(self._schedulers.places):
-            self._send(api, updated)
+        self._answer_adapter_updates()
         self._publish_status()
 
     def _on_scheduler_silent(self, scheduler: PeerId, silent: PeerSilent) -> None:
@@ -424,6 +433,10 @@ class TokenizerPool:
         if (replica := self._schedulers.replica_of(scheduler)) is None:
             return
         self._schedulers.set_status(replica, status)
+        self._adapters.record_changes(status.adapter_changes)
+        self._tell_changes()
+        if status.limits is not None and (self._schedulers.status.ready or not self._adapters.loaded):
+            self._adapters.set_loaded(self._schedulers.adapters)  # else they are loaded again soon
         self._publish_status()
         self._move_stranded()
         if status.limits is None or self._schedulers.limits is None:
@@ -431,7 +444,6 @@ class TokenizerPool:
         if self._limits is None:
             metrics.set_length_limits(status.limits.max_input_tokens, status.limits.max_total_tokens)
         self._limits = self._schedulers.limits
-        self._adapters.set_loaded(self._schedulers.adapters)
         for request in list(self._requests.values()):
             if request.stage is RequestStage.HELD:
                 self._units[0] = request.fingerprint
@@ -441,8 +453,12 @@ class TokenizerPool:
     def _on_adapter_updated(self, scheduler: PeerId, updated: AdapterUpdated) -> None:
         if (replica := self._schedulers.replica_of(scheduler)) is not None:
             self._adapters.record_answer(replica.place, updated)
+        self._answer_adapter_updates()
+
+    def _answer_adapter_updates(self) -> None:
         for api, answer in self._adapters.completed_updates(self._schedulers.places):
             self._send(api, answer)
+        self._tell_changes()
 
     def _on_prompt_logprobs(self, scheduler: PeerId, logprobs: PromptLogprobs) -> None:
         check_prompt_logprobs(logprobs)
@@ -559,9 +575,14 @@ class TokenizerPool:
         del self._requests[request.rid]
 
     def _publish_status(self) -> None:
-        status = self._schedulers.status
+        status = self._status
         for api in self._apis:
             self._send(api, status)
+
+    @property
+    def _status(self) -> Status:
+        """The status for the front ends."""
+        return self._schedulers.status._replace(adapters=self._adapters.loaded)
 
     def _discard_messages(self, peer: PeerId) -> None:
         """Removes the queued messages for a peer that has disconnected: if it connects again before they are sent, they

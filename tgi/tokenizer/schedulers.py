@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tgi.microkernel.crash_isolation import UnreportedDeaths
 from tgi.microkernel.link import PeerId, Place
-from tgi.microkernel.protocol import Beat, DeploymentLimits, Hello, LoadedAdapter, Status, limits_shortfall
+from tgi.microkernel.protocol import (
+    Beat,
+    DeploymentLimits,
+    Hello,
+    LoadedAdapter,
+    Status,
+    UpdateAdapter,
+    limits_shortfall,
+)
 from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
 from tgi.tokenizer.replica_choice import BLOCK_TOKENS, Candidate, PrefixHistory, choose_replica, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
@@ -40,10 +48,12 @@ class SchedulerReplica:
         self.peer: PeerId | None = None  # None while no process is connected
         self.lost_boot = b""  # of the process that has died last
         self.silent = False  # it is connected, and sends no beats any more
-        self.status = NO_SCHEDULER  # without `suspects` and `draining`, which follow
+        self.status = NO_SCHEDULER  # without the last three fields, which follow
         self.worker_suspects: set[int] = set()  # may have ended or stopped its worker; tried here
         self.unable_since: float | None = None  # while it does not compute
         self.draining = False
+        self.adapter_changes: list[UpdateAdapter] = []  # that it has carried out
+        self.told_changes: set[UpdateAdapter] = set()  # those that it was told of by this process
         self.beat = Beat(None)
         self.unfit = False  # its limits differ from those of the others
         self.requests: dict[int, TokenizerRequestState] = {}  # by rid, until its End has come
@@ -83,13 +93,13 @@ class SchedulerReplica:
         """Takes what the scheduler reports. While no worker is ready, there is no prefix cache."""
         self.set_load(status.queued + status.running)
         self._set_suspects(status.suspects)
-        self.draining = status.draining
+        self.draining, self.adapter_changes = status.draining, status.adapter_changes
         if not status.ready:
             self.prefixes.clear()
         if status.limits is not None:
             self.slots = status.limits.max_batch_size
             self.prefixes.capacity = status.limits.pages * status.limits.page_size // BLOCK_TOKENS
-        self.status = status._replace(suspects=b"", draining=False)
+        self.status = status._replace(suspects=b"", draining=False, adapter_changes=[])
 
     def _set_suspects(self, column: bytes) -> None:
         """Takes the suspects. Notes how far a request has come that has become one."""
@@ -163,6 +173,7 @@ class Schedulers:
             del self._connected[replica.peer]
         replica.peer, replica.silent, replica.beat, replica.unfit = None, False, Beat(None), False
         replica.requests, replica.moved, replica.draining = {}, set(), False
+        replica.adapter_changes, replica.told_changes = [], set()
         replica.set_load(0)
         replica.status = NO_SCHEDULER._replace(limits=self.limits, adapters=replica.status.adapters)
 
