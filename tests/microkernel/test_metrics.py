@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tgi.microkernel import metrics
-from tgi.microkernel.metric_store import FILE_BYTES, Distribution, MetricStore, SampleFile
+from tgi.microkernel.metric_store import Distribution, MetricStore, SampleFile
 from tgi.microkernel.metrics import DURATION, SERIES
 
 WRITER = """
@@ -187,21 +187,6 @@ def test_process_with_a_reused_pid_continues_to_count(here: Path) -> None:
     metrics.use_directory(here)
     metrics.tgi_request_count.inc()
     assert samples(metrics.render())["tgi_request_count"] == 6
-
-
-def test_a_file_grows_with_its_entries(here: Path) -> None:
-    """Numbers that were there before go on counting, also in a file that is opened again."""
-    labels = [f"{number:04} " + "long " * 20 for number in range(1500)]
-    for _ in range(2):
-        for label in labels:
-            metrics.tgi_request_failure.labels(err=label).inc()
-    (file,) = here.glob("sums_*.db")
-    assert file.stat().st_size == 4 * FILE_BYTES
-    metrics.use_directory(here)
-    for label in labels:
-        metrics.tgi_request_failure.labels(err=label).inc()
-    found = samples(metrics.render())
-    assert found == {f'tgi_request_failure{{err="{label}"}}': 3 for label in labels}
 
 
 @pytest.mark.parametrize("label", ['a"b', "a\\b", "a\nb", "a\u2028b", "\ud800", "é" * 5000, "{},=", ""])

@@ -1,6 +1,6 @@
 """Samples of metrics: each process writes its own to memory-mapped files, and readers add up those of all processes.
 
-A process has two files of keys and doubles (`SampleFile`), one for sums and one for gauges. A key is
+A process has two files (prometheus_client's MmapedDict: keys and doubles), one for sums and one for gauges. A key is
 JSON: [series, label values, part]. The part of a counter or a gauge is null. A distribution has the part "sum", and one
 part per bucket that was hit (its upper bound) or, in a summary, per distinct value.
 
@@ -27,6 +27,8 @@ from math import fsum, inf, nextafter
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.mmap_dict import MmapedDict
+
 from tgi.microkernel.mapped_file import map_file
 
 log = logging.getLogger(__name__)
@@ -40,9 +42,8 @@ Parts = dict[Any, float]
 
 # Initial size of a file; it doubles when it is full.
 FILE_BYTES = 1 << 16
-LENGTH = struct.Struct("i")
-VALUE = struct.Struct("d")
-HEAD_BYTES = VALUE.size  # the bytes in use, as a LENGTH, and padding
+# What an entry of a file needs besides its key, at most.
+ENTRY_BYTES = 32
 
 
 class MetricStore:
@@ -59,76 +60,53 @@ class MetricStore:
         try:
             if kind not in self._files:
                 self._files[kind] = SampleFile(self.directory / f"{kind}_{os.getpid()}.db")
-            position = self._files[kind].position(key)
+            self._files[kind].reserve(key)
         except OSError as error:
             if not self._complained:
                 self._complained = True
                 log.error("metrics are missing: cannot write to %s: %s", self.directory, error.strerror)
-            return StoredNumber(None, 0)
-        return StoredNumber(self._files[kind], position)
+            return StoredNumber(None, key)
+        return StoredNumber(self._files[kind].numbers, key)
 
 
 class SampleFile:
-    """A metric file that is open for writing: HEAD_BYTES, then entries. An entry is the length of its key, the key,
-    spaces up to a multiple of 8 bytes, and the value. An entry is complete before the bytes in use include it."""
+    """A metric file that is open for writing, with disk space for its entries."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the disk is full, ValueError if the file is there and damaged."""
+        """Raises OSError if the disk is full."""
+        map_file(path, FILE_BYTES).close()
+        numbers: Any = MmapedDict(str(path))  # type: ignore[no-untyped-call]
+        self.numbers = numbers
         self._path = path
-        self._map(FILE_BYTES)
-        (used,) = LENGTH.unpack_from(self._bytes)
-        self._used = max(HEAD_BYTES, used)
-        self._reserve(self._used)
-        self._positions = {key: position for key, _, position in _entries(self._bytes[: self._used])}
+        self._size = path.stat().st_size
+        self._used = ENTRY_BYTES  # the head
+        for key, *_ in self.numbers.read_all_values():
+            self._used += ENTRY_BYTES + len(key)
 
-    def position(self, key: str) -> int:
-        """Where the number of this key is, which is 0 if it is new. Raises OSError if the disk is full."""
-        position = self._positions.get(key)
-        if position is None:
-            head = LENGTH.pack(len(encoded := key.encode())) + encoded
-            entry = head.ljust(-len(head) % VALUE.size + len(head)) + VALUE.pack(0.0)
-            self._reserve(self._used + len(entry))
-            self._bytes[self._used : self._used + len(entry)] = entry
-            self._used += len(entry)
-            self._bytes[: LENGTH.size] = LENGTH.pack(self._used)
-            position = self._positions[key] = self._used - VALUE.size
-        return position
-
-    def read(self, position: int) -> float:
-        """The number at this position."""
-        return self._values[position // VALUE.size]
-
-    def write(self, position: int, value: float) -> None:
-        """Sets the number at this position, with one store of 8 bytes: a reader never sees a part of it."""
-        self._values[position // VALUE.size] = value
-
-    def _reserve(self, used: int) -> None:
-        size = len(self._bytes)
-        while size < used:
-            size *= 2
-        if size > len(self._bytes):
-            self._map(size)
-
-    def _map(self, size: int) -> None:
-        self._bytes = map_file(self._path, size)
-        self._values = memoryview(self._bytes).cast("d")
+    def reserve(self, key: str) -> None:
+        """Allocates the space for another entry. Raises OSError if the disk is full."""
+        used = self._used + ENTRY_BYTES + len(key)
+        if used > self._size:
+            map_file(self._path, 2 * self._size).close()
+            self._size *= 2
+        self._used = used
 
 
 class StoredNumber:
     """A double in a file. Keeps a copy, since reading the file is slow."""
 
-    __slots__ = ("_file", "_position", "_value")
+    __slots__ = ("_file", "_key", "_value")
 
-    def __init__(self, file: SampleFile | None, position: int) -> None:
-        """`file`: None if the number is not stored."""
-        self._file, self._position = file, position
-        self._value = 0.0 if file is None else file.read(position)
+    def __init__(self, file: Any, key: str) -> None:
+        """`file`: a MmapedDict; None: the number is not stored."""
+        self._file, self._key = file, key
+        self._value: float = 0.0 if file is None else file.read_value(key)[0]
 
     def set(self, value: float) -> None:
         """Sets the value."""
         self._value = value
         if self._file is not None:
-            self._file.write(self._position, value)
+            self._file.write_value(self._key, value, 0.0)
 
     def add(self, amount: float) -> None:
         """Adds to the value."""
@@ -262,7 +240,9 @@ def _fold(files: list[Path], into: Path) -> None:
     draft.unlink(missing_ok=True)  # left by a supervisor that was killed
     written = SampleFile(draft)
     for key, values in _collected([into, *files]).items():
-        written.write(written.position(key), _at_least(values))
+        written.reserve(key)
+        written.numbers.write_value(key, _at_least(values), 0.0)
+    written.numbers.close()
     draft.replace(into)
     for path in files:
         path.unlink()
@@ -301,32 +281,15 @@ def _collected(files: Iterable[Path]) -> dict[str, list[float]]:
 def _numbers(path: Path) -> Iterator[tuple[str, float]]:
     """The entries of one file, whose process may be writing, or have died during a write."""
     try:
-        data = path.read_bytes()
-        if not data:
+        if path.stat().st_size == 0:
             return  # just created
-        (used,) = LENGTH.unpack_from(data)
-        for key, value, _ in _entries(data[:used]):
+        for key, value, _, _ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
             _parse(key)
             yield key, value
     except FileNotFoundError:
         return  # the process has just ended
-    except (OSError, ValueError, TypeError, struct.error) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, struct.error) as error:
         log.warning("The rest of %s cannot be read and is missing from the metrics: %s", path, error)
-
-
-def _entries(data: bytes) -> Iterator[tuple[str, float, int]]:
-    """Key, value and the value's position of each entry. `data`: the part of a file that is in use. Raises ValueError
-    or struct.error if it is damaged."""
-    start = HEAD_BYTES
-    while start < len(data):
-        (length,) = LENGTH.unpack_from(data, start)
-        if length < 0:
-            raise ValueError(f"a key has the length {length}")
-        end = start + LENGTH.size + length
-        position = end + -end % VALUE.size
-        (value,) = VALUE.unpack_from(data, position)
-        yield data[start + LENGTH.size : end].decode(), value, position
-        start = position + VALUE.size
 
 
 @lru_cache(maxsize=1 << 14)
