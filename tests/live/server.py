@@ -101,7 +101,7 @@ class Server:
 
     def wait_until_ready(self) -> "Server":
         """Waits until /health is 200."""
-        self.wait_until(self.is_healthy, "the server is ready")
+        self.wait_until(self.is_healthy, "the server is ready", poll_seconds=0.05)
         return self
 
     def is_healthy(self) -> bool:
@@ -110,7 +110,7 @@ class Server:
         except httpx.TransportError:
             return False
 
-    def wait_until(self, condition: Callable[[], object], description: str) -> None:
+    def wait_until(self, condition: Callable[[], object], description: str, poll_seconds: float = 0.02) -> None:
         """Polls until the condition is true. Fails with the server's output after TIMEOUT_SECONDS, and at once if a
         command has ended."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -118,7 +118,7 @@ class Server:
             ended = [name for name, process in self.commands.items() if process.poll() is not None]
             assert not ended, f"{ended} ended while waiting until {description}\n{self.output_text()}"
             assert time.monotonic() < deadline, f"timed out waiting until {description}\n{self.output_text()}"
-            time.sleep(0.02)
+            time.sleep(poll_seconds)
 
     def output_text(self) -> str:
         """What all commands have printed so far; all of it for commands that have ended."""

@@ -1,12 +1,14 @@
 """The quarantine that the front ends of a run directory share."""
 
+import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tgi.microkernel.quarantine import MAX_ENTRIES, QUARANTINE_SECONDS, Quarantine
+from tgi.microkernel.quarantine import MAX_ENTRIES, QUARANTINE_SECONDS, Quarantine, QuarantinedRequest
 
 
 def test_all_front_ends_refuse_what_one_has_added(tmp_path: Path) -> None:
@@ -47,8 +49,10 @@ def test_the_time_of_day_has_no_effect(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_list_is_bounded_and_a_damaged_file_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     entries = Quarantine(tmp_path)
-    for number in range(MAX_ENTRIES + 1):
-        entries.add(number.to_bytes(8, "big"), "")
+    full = [QuarantinedRequest(number.to_bytes(8, "big").hex(), 1e9, "") for number in range(MAX_ENTRIES)]
+    (tmp_path / "quarantine.json").write_text(json.dumps([asdict(entry) for entry in full]))
+    assert entries.find(bytes(8)) is not None
+    assert entries.add(MAX_ENTRIES.to_bytes(8, "big"), "")
     assert len(entries.entries()) == MAX_ENTRIES
     assert entries.find(bytes(8)) is None
     (tmp_path / "quarantine.json").write_text("[{")

@@ -15,6 +15,7 @@ from tgi.microkernel.codec import INT32, pack_column
 from tgi.microkernel.protocol import Add, FinishReason, Step
 from tgi.scheduler.request import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tgi.scheduler.scheduler import SchedulerConfig
+from tgi.scheduler.waiting_queue import MAX_IDLE_CLIENTS
 from tgi.worker.fake_worker.fake_worker import FakeWorkerConfig
 
 WORKER_CONFIG = FakeWorkerConfig(pages=512, page_size=4, slots=4, max_total_tokens=256, max_batch_prefill_tokens=16)
@@ -202,7 +203,7 @@ def test_a_request_returns_to_the_queue_of_a_client_that_was_forgotten() -> None
     queue = sim.scheduler._queue
     (request,) = queue.waiting()
     queue.remove(request)
-    for n in range(10_000):
+    for n in range(MAX_IDLE_CLIENTS + 1000):
         sim.cancel(sim.add([1], 1, client=str(n)))
     assert "forgotten" not in queue.clients
     for newer in (False, True):
