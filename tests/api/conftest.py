@@ -37,6 +37,7 @@ from tgi.microkernel.protocol import (
     Generate,
     Hello,
     LastExit,
+    ModelSource,
     Status,
     Texts,
     Tokenize,
@@ -95,6 +96,7 @@ class FakeTokenizer:
         self.defaults = SamplingDefaults()  # sent by the next start
         self.last_exit: LastExit | None = None  # the same
         self.site = ""  # the same
+        self.source: ModelSource | None = None  # the same
         self.boot = b""
         self.received: queue.Queue[Any] = queue.Queue()
         self._todo: queue.Queue[list[Any] | None] = queue.Queue()
@@ -133,6 +135,7 @@ class FakeTokenizer:
             sampling_defaults=self.defaults,
             last_exit=self.last_exit,
             site=self.site,
+            source=self.source,
         )
         link = Link.bind(self.address, hello)
         try:

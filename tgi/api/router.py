@@ -31,6 +31,7 @@ from tgi.microkernel.protocol import (
     Generate,
     Hello,
     LoadedAdapter,
+    ModelSource,
     Prompted,
     PromptTokens,
     Status,
@@ -78,6 +79,7 @@ class Router:
         self._unreported: UnreportedDeaths[bytes] = UnreportedDeaths()  # of tokenizers on other hosts
         self.limits: DeploymentLimits | None = None  # known once a worker has been ready
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
+        self.source = ModelSource()  # the same
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
         self._adapters: dict[str, list[LoadedAdapter]] = {}  # as the tokenizers of each host have reported last
         self.tokenizers = [TokenizerConnection(link) for link in links]
@@ -292,6 +294,7 @@ class Router:
                 log.debug("%s is connected", peer)
                 tokenizer.peer, tokenizer.place = peer, Place(message.site, peer.replica)
                 self.defaults = message.sampling_defaults
+                self.source = message.source or self.source
                 self._read_exit_report(tokenizer, message)
                 self._on_tokenizer_available()
             case PeerDisconnected():

@@ -53,6 +53,16 @@ class Service:
         self.clients = Clients(self.settings)
         self.bodies = BodyReader(self.settings.payload_limit, self.settings.read_timeout)
 
+    @property
+    def model_sha(self) -> str | None:
+        """The commit of the model, by the settings or by what tokenizers tell."""
+        return self.settings.model_sha or self.router.source.sha or None
+
+    @property
+    def model_pipeline_tag(self) -> str | None:
+        """The model's task on the Hub, by the settings or by what tokenizers tell."""
+        return self.settings.model_pipeline_tag or self.router.source.pipeline_tag or None
+
     async def read_generation_body(self, req: Request, decoder: BodyDecoder[T]) -> T:
         """As read_body, for requests that need permits: while none is free, a large body is not read. The permit of a
         small one is acquired when it is decoded, since TGI reports invalid requests before it looks for a permit.

@@ -79,6 +79,13 @@ class Inheritance(NamedTuple):
     last_exit: LastExit | None = None
 
 
+class ModelSource(NamedTuple):
+    """What the Hub knows of the served model, "" if it did not come from there."""
+
+    sha: str = ""  # commit
+    pipeline_tag: str = ""
+
+
 class Hello(NamedTuple):
     """The first message in each direction of a connection: identifies the process.
 
@@ -99,6 +106,7 @@ class Hello(NamedTuple):
     site: str = ""  # the id of its run directory: each has its own replica 0 of a role
     last_exit: LastExit | None = None  # None: the first process of its supervisor
     host_reports: bool = False  # it understands HostReports
+    source: ModelSource | None = None  # tokenizers only, for front ends that have no model directory
 
 
 class LinkRejected(NamedTuple):

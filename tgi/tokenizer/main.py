@@ -13,7 +13,7 @@ from tgi.microkernel.flight_recorder import RingRecorder, ring_path
 from tgi.microkernel.link import Link, Place
 from tgi.microkernel.process import Process, work_in_hand
 from tgi.microkernel.progress import CHAT_TEMPLATE
-from tgi.microkernel.protocol import Hello
+from tgi.microkernel.protocol import Hello, ModelSource
 from tgi.microkernel.rundir import scheduler_socket, tokenizer_socket
 from tgi.tokenizer.chat import ChatRenderer
 from tgi.tokenizer.encoding_jobs import JobExecutors
@@ -50,7 +50,9 @@ def main(process: Process) -> None:
         tokenizers=process.settings.validation_workers,
     )
     hello = process.hello(config.fingerprint)
-    api_hello = hello._replace(sampling_defaults=process.settings.sampling_defaults)
+    settings = process.settings
+    source = ModelSource(settings.model_sha or "", settings.model_pipeline_tag or "")
+    api_hello = hello._replace(sampling_defaults=settings.sampling_defaults, source=source)
     api_links = [Link.bind(process.link_address(tokenizer_socket(process.replica)), api_hello)]
     if (listen := process.settings.tokenizer_listen) is not None:
         keys = curve.load_tokenizer_keys(process.settings.keys or "")

@@ -132,12 +132,12 @@ def test_adapters_are_loaded_and_unloaded(serve_adapters: Any) -> None:
     reply = front.post(LOAD, load())
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
     assert reply.body == b'{"id":"new","object":"model","created":0,"owned_by":"m"}'
-    assert front.tokenizers[0].next(UpdateAdapter)[1:] == ("new", "/lora/new")
+    assert front.tokenizers[0].next(UpdateAdapter)[1:3] == ("new", "/lora/new")
     assert front.post("/generate", '{"inputs":"x","parameters":{"adapter_id":"new"}}').status == 200
     assert asked(front) == ("new", new.digest)
     reply = front.post(UNLOAD, '{"lora_name":"new"}')
     assert (reply.status, reply.body) == (200, b'{"id":"new","object":"model","deleted":true}')
-    assert front.tokenizers[0].next(UpdateAdapter)[1:] == ("new", "")
+    assert front.tokenizers[0].next(UpdateAdapter)[1:3] == ("new", "")
     assert front.post("/generate", '{"inputs":"x","parameters":{"adapter_id":"new"}}').status == 422
     again = front.post(UNLOAD, '{"lora_name":"new"}')
     assert (again.status, json.loads(again.body)["error_type"]) == (404, "not_found")
@@ -196,7 +196,7 @@ def test_an_update_is_resubmitted_after_each_tokenizer_loss(serve_adapters: Any)
     tokenizer = front.tokenizers[0]
     stream = Stream(front, LOAD, load())
     for _ in range(5):
-        assert tokenizer.next(UpdateAdapter)[1:] == ("new", "/lora/new")
+        assert tokenizer.next(UpdateAdapter)[1:3] == ("new", "/lora/new")
         tokenizer.stop()
         tokenizer.start()
     tokenizer.send(AdapterUpdated(tokenizer.next(UpdateAdapter).rid))

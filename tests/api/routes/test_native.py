@@ -7,7 +7,7 @@ import pytest
 
 from tests.api.conftest import Front, texts, two_tokens
 from tgi.microkernel import metrics
-from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.protocol import End, FinishReason, Generate, ModelSource
 from tgi.microkernel.sampling_params import SamplingParams
 
 EVENT_1 = (
@@ -267,3 +267,13 @@ def test_root_returns_the_prompt_by_pipeline_tag(serve: Any) -> None:
         info = json.loads(front.get("/info").body)
         assert (info["model_pipeline_tag"], info["model_sha"]) == (tag, "abc")
         front.stop()
+
+
+def test_a_front_end_without_the_model_learns_its_source_from_tokenizers(serve: Any) -> None:
+    front = serve(up=False)
+    front.tokenizers[0].source = ModelSource("abc", "text2text-generation")
+    front.tokenizers[0].start()
+    front.until_ready()
+    info = json.loads(front.get("/info").body)
+    assert (info["model_pipeline_tag"], info["model_sha"]) == ("text2text-generation", "abc")
+    assert front.post("/", '{"inputs":"x","parameters":{}}').body == b'[{"generated_text":" a"}]'

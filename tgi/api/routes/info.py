@@ -35,8 +35,8 @@ class InfoResource(Resource):
         resp.data = msgspec.json.encode(
             Info(
                 model_id=self._service.model_id,
-                model_sha=settings.model_sha,
-                model_pipeline_tag=settings.model_pipeline_tag,
+                model_sha=self._service.model_sha,
+                model_pipeline_tag=self._service.model_pipeline_tag,
                 max_concurrent_requests=settings.max_concurrent_requests,
                 max_best_of=settings.max_best_of,
                 max_stop_sequences=settings.max_stop_sequences,

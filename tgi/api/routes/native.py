@@ -182,7 +182,7 @@ class CompatResource(_NativeResource):
         parameters = request.effective
         with_prompt = parameters.return_full_text
         if with_prompt is None:
-            with_prompt = self._service.settings.model_pipeline_tag in (None, "text-generation")
+            with_prompt = self._service.model_pipeline_tag in (None, "text-generation")
         if request.stream:
             await self._answer_stream(req, resp, request.inputs, parameters, with_prompt)
         else:
