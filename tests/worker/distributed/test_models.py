@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from scripts.benchmarks.rank_processes import RankCall, Ranks, rank_group
 from tests.models import model as make
 from tests.worker.batches import Row, make_batch
-from tests.worker.cpu_kernels.available import our_kernels
+from tests.worker.cpu_kernels.available import VARIANTS, load_variant, our_kernels
 from tests.worker.driving import Drawn, drive, make_engine
 from tests.worker.loras import make_adapter
 from tests.worker.quantization.checkpoints import Gptq, write
@@ -40,9 +40,12 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
-def load(directory: Path, native: bool, dtype: str, quantize: str | None, call: RankCall | None) -> DecoderModel:
-    """The model of a rank, or the whole one."""
-    kernels = our_kernels(read_model_spec(directory, dtype, quantize)) if native else None
+def load(directory: Path, native: bool | str, dtype: str, quantize: str | None, call: RankCall | None) -> DecoderModel:
+    """The model of a rank, or the whole one, on torch's kernels, on our own, or on the variant `native` of these."""
+    if isinstance(native, str):
+        kernels = load_variant(native, 1)
+    else:
+        kernels = our_kernels(read_model_spec(directory, dtype, quantize)) if native else None
     communicator = None if call is None else call.communicator(kernels)
     found = build_model(
         directory, dtype, "cpu", lambda stage, percent: None, False, kernels, quantize, communicator=communicator
@@ -73,7 +76,9 @@ def logits(call: RankCall | None, *options: Any) -> list[torch.Tensor]:
     return [together, torch.cat(alone), decoded, greedy.logprobs]
 
 
-def check(ranks: Ranks, directory: Path, native: bool, dtype: str = "float32", quantize: str | None = None) -> None:
+def check(
+    ranks: Ranks, directory: Path, native: bool | str, dtype: str = "float32", quantize: str | None = None
+) -> None:
     """Asserts that all ranks have the same bits, alone and in a batch, and agree with one rank; in bfloat16, which
     rounds the parts of a sum, as far as that type goes."""
     options = directory, native, dtype, quantize
@@ -100,6 +105,13 @@ def test_four_ranks(native: bool, four: Ranks) -> None:
     """With 4 query heads and 2 KV heads, two ranks have the same KV head."""
     check(four, make("llama"), native)
     check(four, make("qwen3_moe"), native)
+
+
+def test_a_lesser_instruction_set(two: Ranks) -> None:
+    if (variant := "avx2 float32") not in VARIANTS:
+        pytest.skip("a processor of another kind")
+    check(two, make("llama"), variant)
+    check(two, make("gemma2"), variant)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
