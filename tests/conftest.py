@@ -72,6 +72,8 @@ MARKERS = {
 # Run first, so that no process is left with one of them while the others have nothing to do.
 LONGEST_FILES = (
     "live/test_operating",
+    "clients/",
+    "test_wheel",
     "live/test_chaos",
     "simulation/",
     "worker/cpu_kernels/test_neon",
@@ -83,7 +85,10 @@ LONGEST_FILES = (
     "live/test_host_ranks",
     "worker/gpu_kernels/test_compiling",
     "live/test_starting",
-    "clients/",
+    "live/test_models",
+    "worker/cpu_kernels/test_attention",
+    "live/test_load",
+    "live/test_hostile_texts",
     "worker/test_models",
 )
 
