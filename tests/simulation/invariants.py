@@ -216,6 +216,7 @@ class StrandedCheck:
     def _look(self) -> None:
         simulation = self._simulation
         simulation.clock.after(HEALTH_SECONDS, self._look)
+        simulation.workload.look_for_adapter()
         if simulation.clock.now - simulation.health.dropped_at < STRANDED_SECONDS:
             return
         replicas = list(zip(simulation.schedulers, simulation.workers, strict=True))

@@ -441,7 +441,9 @@ class GenerationClient(ClientRequest):
     def _may_lack_adapter(self) -> bool:
         adapter, added_at = self.plan.adapter, self._workload.adapter_added_at
         if adapter == ADDED_ADAPTER:
-            return added_at is None or self.began < added_at + ADAPTER_KNOWN_SECONDS
+            if added_at is None:
+                return True
+            return self.began < max(added_at, self._workload.adapter_absent_at) + ADAPTER_KNOWN_SECONDS
         return adapter == CHANGING_ADAPTER
 
     def _difference(self, index: int, generation: Generation) -> str:
@@ -491,6 +493,7 @@ class Workload:
         self.active: dict[ClientRequest, None] = {}
         self.sent: dict[int, ClientRequest] = {}  # by number
         self.adapter_added_at: float | None = None  # when a client knew that ADDED_ADAPTER is loaded
+        self.adapter_absent_at = 0.0  # when no scheduler or worker was last seen with it: tokenizers have to tell them
         self._planned = 0
         self.ended = 0
 
@@ -569,6 +572,12 @@ class Workload:
         """ADDED_ADAPTER is lost only with the last process that knows it, but for those above the tokenizers."""
         if self.adapter_added_at is not None and not self._added_adapter_is_known(without=process):
             self.adapter_added_at = None
+
+    def look_for_adapter(self) -> None:
+        """To be called four times a second."""
+        processes = [*self.simulation.schedulers, *self.simulation.workers]
+        if not any(adapter.name == ADDED_ADAPTER for one in processes for adapter in one.loaded_adapters):
+            self.adapter_absent_at = self.simulation.clock.now
 
     def _added_adapter_is_known(self, without: SimulatedProcess | None = None) -> bool:
         processes = [*self.simulation.tokenizers, *self.simulation.schedulers, *self.simulation.workers]

@@ -263,11 +263,14 @@ def test_a_change_that_one_replica_cannot_make_is_taken_back_at_the_others(previ
 def test_requests_may_name_an_adapter_while_it_is_loaded_again() -> None:
     harness = ReplicaHarness()
     adapter = LoadedAdapter("name", "/path", b"digest")
+    change = UpdateAdapter(0, "name", "/path", 5)
     for peer in (A, B):
-        harness.pool.handle(peer, READY._replace(adapters=[adapter]))
+        harness.pool.handle(peer, READY._replace(adapters=[adapter], adapter_changes=[change]))
     for peer in (A, B):  # scheduler and worker have both died
         harness.pool.handle(peer, PeerDisconnected())
         harness.connect(peer._replace(boot=b"next"), LOADING)
+    assert harness.status().adapters == [adapter]
+    harness.pool.handle(A._replace(boot=b"next"), READY)  # it has not handled what it was told yet
     assert harness.status().adapters == [adapter]
     harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5, adapter="name"), 20))
     assert end_messages(harness.received_by(API)) == []

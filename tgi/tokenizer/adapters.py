@@ -32,10 +32,17 @@ class AdapterDirectory:
         return not self._pending
 
     def set_loaded(self, loaded: list[LoadedAdapter]) -> None:
-        """Replaces the list of loaded adapters."""
+        """Replaces the list of loaded adapters. One that no scheduler has now stays if the latest change of its name
+        loads it: they are told of that."""
+        names = {adapter.name for adapter in loaded}
+        loaded = loaded + [one for one in self.loaded if one.name not in names and self._is_wanted(one)]
         if loaded != self.loaded:
             self.loaded = loaded
             self._digests = {adapter.name: adapter.digest for adapter in loaded}
+
+    def _is_wanted(self, adapter: LoadedAdapter) -> bool:
+        change = self.changes.get(adapter.name)
+        return change is not None and change.path == adapter.path
 
     def resolve_adapter(self, request: TokenizerRequestState) -> str:
         """Sets the digest of the adapter that a request names. Returns an error for the client, or "".
