@@ -1,5 +1,6 @@
 """The api process, as the supervisor starts it."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,10 +12,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from tests.api.conftest import FakeTokenizer, Reply, request, texts, two_tokens
-from tgi.microkernel import rundir
+from tests.live.server import free_port
+from tests.microkernel.tcp import LoopedLink, hello
+from tgi.api.router import Router
+from tgi.microkernel import curve, rundir
+from tgi.microkernel.link import Link
+from tgi.microkernel.permits import Permits
 from tgi.microkernel.protocol import End, FinishReason, Generate
+from tgi.microkernel.quarantine import Quarantine
 from tgi.microkernel.settings import Settings
 from tgi.microkernel.supervisor import ChildProcess, ProcessSpec, listening_socket
 
@@ -118,3 +126,25 @@ def test_it_exits_when_its_supervisor_has_died(api: Api) -> None:
     api.until_ready()
     api.child.close()
     assert api.until_ended() == 1
+
+
+def test_a_front_end_with_other_keys_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    for directory in ("tokenizers", "front-ends"):
+        curve.create_keys(tmp_path / directory)
+    keys = curve.load_tokenizer_keys(tmp_path / "tokenizers")
+    low = LoopedLink(Link.bind(address, hello("tokenizer"), keys))
+    link = Link.connect(address, hello("api"), curve.load_api_keys(tmp_path / "front-ends"))
+    router = Router([link], Permits(tmp_path / "permits", 1), Quarantine(tmp_path))
+
+    async def until_logged() -> bool:
+        router.attach(asyncio.get_running_loop())
+        end = time.monotonic() + 10
+        while "has ended the handshake" not in caplog.text and time.monotonic() < end:
+            low.turn()
+            await asyncio.sleep(0.002)
+        router.close()
+        low.link.close()
+        return "has ended the handshake" in caplog.text
+
+    assert uvloop.run(until_logged())

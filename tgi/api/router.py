@@ -199,7 +199,7 @@ class Router:
         if self._loop is not None:
             self._loop.add_reader(tokenizer.link.socket.fileno(), self._exchange_messages, tokenizer)
             self._loop.add_reader(tokenizer.link.monitor.fileno(), self._on_monitor_event, tokenizer)
-            self._loop.call_soon(self._exchange_messages, tokenizer)
+            self._loop.call_soon(self._on_monitor_event, tokenizer)  # both are read once, see above
 
     def _close_link(self, tokenizer: TokenizerConnection) -> None:
         if self._loop is not None:

@@ -182,7 +182,9 @@ class Link:
             socket.bind(address)
         except zmq.ZMQError as error:
             link.close()
-            raise UserError(f"Cannot listen on {address}: {error.strerror}. Is another tgi using it?") from error
+            used = error.errno == zmq.EADDRINUSE
+            advice = "Is another tgi using it?" if used else "Give an address of this host, or 0.0.0.0 for all."
+            raise UserError(f"Cannot listen on {address}: {zmq.strerror(error.errno or 0)}. {advice}") from error
         return link
 
     @classmethod
