@@ -1,9 +1,12 @@
 """The command line of scripts/simulate."""
 
 import argparse
+import multiprocessing.connection
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +35,22 @@ class Outcome(NamedTuple):
 def use_metrics_directory() -> None:
     """The product's metrics go to a directory that is of no use later."""
     metrics.use_directory(Path(tempfile.mkdtemp(prefix="tgi-metrics-")))
+
+
+def begin_worker() -> None:
+    """Prepares a process of the pool. It ends with the exploration, however that ends: on Ctrl-C too, which reaches
+    both, and when the exploration is killed, after which it would wait for work for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=end_with, args=[parent.sentinel], daemon=True).start()
+    use_metrics_directory()
+
+
+def end_with(sentinel: int) -> None:
+    """Ends this process when the parent has, which the sentinel tells."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def run_seed(seed: int, requests: int) -> Outcome:
@@ -72,7 +91,7 @@ def explore(first_seed: int, requests: int, jobs: int) -> int:
     failed = []
     seeds = range(first_seed, first_seed + max(1, requests // REQUESTS_PER_SEED))
     reported = began
-    with ProcessPoolExecutor(jobs, initializer=use_metrics_directory, max_tasks_per_child=50) as pool:
+    with ProcessPoolExecutor(jobs, initializer=begin_worker, max_tasks_per_child=50) as pool:
         for finished, outcome in enumerate(pool.map(run_seed, seeds, [REQUESTS_PER_SEED] * len(seeds)), 1):
             ended += outcome.requests
             outcomes.update(outcome.outcomes)

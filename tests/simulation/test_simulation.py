@@ -1,11 +1,14 @@
 """Whole servers from seeds: every answer is exact, whatever goes wrong."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.simulation.planted_bugs import PLANTED_BUGS
@@ -67,3 +70,27 @@ def test_a_seed_repeats_the_same_events() -> None:
         for hash_seed in ("1", "2")
     }  # fmt: skip
     assert len(outputs) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_exploration_that_is_ended_leaves_no_process_behind(how: signal.Signals) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.simulation.main", "--requests", "1000000", "--jobs", "1"]
+    exploration = psutil.Popen(
+        command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        # Its child does not only exist: it computes.
+        while not any(one.cpu_times().user > 1 for one in exploration.children(recursive=True)):
+            assert exploration.poll() is None
+            time.sleep(0.05)
+        children = exploration.children(recursive=True)
+        if how == signal.SIGINT:  # a terminal sends it to all processes
+            os.killpg(exploration.pid, how)
+        else:
+            exploration.send_signal(how)
+        assert exploration.wait(60) != 0
+        assert psutil.wait_procs(children, 60)[1] == []
+    finally:
+        for one in [exploration, *exploration.children(recursive=True)] if exploration.is_running() else []:
+            one.kill()

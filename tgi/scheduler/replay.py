@@ -239,15 +239,17 @@ def _report(requests: Iterable[ReplayedRequest], scheduler: Scheduler) -> Replay
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step: `fixed + row * decode rows + token * prompt tokens`."""
+    """Seconds of a step: `fixed + row * decode rows + token * prompt tokens + position * positions before the rows`."""
 
     fixed: float
     row: float
     token: float
+    position: float = 0.0  # reading the keys and values of one; not fitted
 
     def seconds(self, step: InFlightStep) -> float:
         """The predicted duration of a step."""
-        return self.fixed + self.row * step.decode_rows + self.token * step.prefill_tokens
+        seconds = self.fixed + self.row * step.decode_rows + self.token * step.prefill_tokens
+        return seconds + self.position * sum(unpack_int32(step.message.starts)) if self.position else seconds
 
 
 def fit_step_times(observed: Sequence[tuple[int, int, float]]) -> StepTimes:

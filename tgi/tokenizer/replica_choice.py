@@ -1,103 +1,245 @@
-"""Which of several schedulers gets a request: the one that has most of its prompt in the prefix cache, unless it has
-more than its share of the load. Sans-IO.
+"""Which of several schedulers gets a request: one that has much of its prompt in the prefix cache, and no more than a
+fair share of the load. Sans-IO.
 
 The rule weighs cache against load, as cache-aware routers do (SGLang's router, vLLM's prefix-aware one), in one figure:
-each prompt token that a replica has computed already counts for it, and each request above its fair load (BALANCE times
-the mean, and one) counts REQUEST_TOKENS against it. One without a free slot is chosen only if no replica has one; then
-each request above the mean counts. So a prefix that many requests have in common is computed at as many replicas as it
-takes to share the load. Where the figures are equal, a hash of the beginning of the prompt decides (rendezvous hashing,
-Thaler and Ravishankar 1998): all tokenizers send a new prefix to the same replica without asking each other, and the
-caches hold different prefixes.
+each prompt token that a replica has computed counts for it, and each request above the bound of its load counts
+REQUEST_TOKENS against it. So a prefix that many requests have in common is computed at as many replicas as it takes to
+share the load. The bound is little above the mean, as in consistent hashing with bounded loads (Mirrokni, Thorup,
+Zadimoghaddam 2016). One without a free slot is chosen only if those that were looked at have none.
+
+Candidates are the next replicas on a hash ring, from the first block of the prompt on, and some of those that were sent
+the longest known beginning of it. So all tokenizers send a new prefix to the same replica without asking each other,
+the caches hold different prefixes, and few of them move when replicas come and go. However many replicas there are, a
+few are looked at.
 
 A tokenizer knows the prompts that it has sent itself. The reported load is that of all tokenizers.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from bisect import bisect, insort
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from itertools import islice
+from math import sqrt
 from typing import NamedTuple
 
 from tgi.microkernel.codec import ITEM_BYTES
 
-# Prompts are compared in blocks of this many tokens, the size of a page, up to so many blocks.
-BLOCK_TOKENS, MAX_BLOCKS = 16, 1024
-# A load up to this multiple of the mean is no excess (consistent hashing with bounded loads, Mirrokni et al. 2016).
-BALANCE = 1.25
-# The prompt tokens that are computed again to avoid an excess of one request; and the most that counts for a replica,
+# Prompts are compared in blocks of this many tokens, the size of a page.
+BLOCK_TOKENS = 16
+# The beginnings of a prompt that are compared, in blocks: each is at most a quarter longer than the one before, from 4
+# on. So an index has few keys of a long prompt.
+LENGTHS = (1, 2, 3, *(length << octave for octave in range(9) for length in (4, 5, 6, 7)))
+# The prompt tokens that are computed again to avoid a request above the bound; and the most that counts for a replica,
 # which limits the excess that a long prompt is worth.
-REQUEST_TOKENS, MAX_MATCHED_TOKENS = 32, 512
+REQUEST_TOKENS, MAX_MATCHED_TOKENS = 64, 512
+# A load differs from the mean by chance by about its root. The bound allows that where it is few requests, otherwise
+# this share of the mean.
+FEW_REQUESTS, BALANCE = 3, 0.05
+# Among replicas that know nothing of a prompt, one with more than this multiple of the mean load comes after others.
+NEW_PROMPT_BALANCE = 1.25
 # What it counts that a replica has computed with the adapter of the request.
 ADAPTER_TOKENS = 32
+# The replicas that are looked at: on the ring, until this many within the bound do not know the prompt; and of those
+# that know it. Less than two blocks are not worth it.
+MOST_ON_RING, ENOUGH_ON_RING, MOST_HOLDERS, MIN_MATCHED_TOKENS = 32, 2, 16, 2 * BLOCK_TOKENS
+# Points of a replica on the ring.
+POINTS = 32
+# Bounds of an index: its keys, and the replicas of each.
+MAX_KEYS, MAX_HOLDERS = 1 << 18, 256
 
 
 class PromptKeys(NamedTuple):
-    """A prompt as the histories of the replicas know it."""
+    """A prompt as the index knows it."""
 
-    adapter: int | None  # key of its adapter
-    blocks: "array[int]"  # one key per block, each of which depends on all blocks before it and on the adapter
+    keys: "array[int]"  # one per compared beginning: depends on all its tokens and on the adapter
+    tokens: tuple[int, ...]  # what it counts to have computed each of them, or more of these
     beginning: bytes  # equal for prompts that begin alike, in all processes
+
+
+TOKENS = tuple(BLOCK_TOKENS * length for length in LENGTHS)
+TOKENS_WITH_ADAPTER = (ADAPTER_TOKENS, *(ADAPTER_TOKENS + tokens for tokens in TOKENS))
 
 
 def prompt_keys(ids: bytes, adapter_digest: bytes) -> PromptKeys:
     """The keys of a prompt; `ids` are int32. A block that is not full has no key."""
-    size = ITEM_BYTES * BLOCK_TOKENS
     key = hash(adapter_digest)
-    blocks = array("q")
-    for start in range(0, min(len(ids) - size + 1, MAX_BLOCKS * size), size):
-        key = hash((key, ids[start : start + size]))
-        blocks.append(key)
-    return PromptKeys(hash(adapter_digest) if adapter_digest else None, blocks, adapter_digest or ids[:size])
+    keys = array("q", [key] if adapter_digest else ())
+    begin, most = 0, len(ids)
+    for tokens in TOKENS:
+        end = ITEM_BYTES * tokens
+        if end > most:
+            break
+        key = hash((key, ids[begin:end]))
+        keys.append(key)
+        begin = end
+    if adapter_digest:
+        return PromptKeys(keys, TOKENS_WITH_ADAPTER, adapter_digest)
+    return PromptKeys(keys, TOKENS, ids[: ITEM_BYTES * BLOCK_TOKENS])
 
 
-class PrefixHistory:
-    """The prefixes and adapters of the requests that were sent to one replica: as many blocks as its cache can have."""
+class PrefixIndex:
+    """Which replicas were sent which beginnings of prompts, as far as their caches should still have them.
 
-    def __init__(self, capacity: int = 1 << 16) -> None:
-        self.capacity = capacity  # in blocks
-        self._keys: dict[int, None] = {}  # the least recently used first
+    A cache that evicts what was used least recently keeps a prefix until as many tokens as it can have came after it.
+    So each use of a prefix is stamped with the number of tokens that the replica was sent before.
+    """
 
-    def matched_tokens(self, prompt: PromptKeys) -> int:
-        """How many tokens of the prompt the replica should have computed; its adapter counts as ADAPTER_TOKENS."""
-        matched = ADAPTER_TOKENS if prompt.adapter is not None and prompt.adapter in self._keys else 0
-        for key in prompt.blocks:
-            if key not in self._keys:
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        # By key, the least recently used first: the stamps by replica, the latest last.
+        self._stamps: dict[int, dict[int, int]] = {}
+        self._sent: dict[int, int] = {}  # tokens by replica
+        self._capacity: dict[int, int] = {}  # tokens by replica
+
+    def __len__(self) -> int:
+        return len(self._stamps)
+
+    def set_capacity(self, number: int, tokens: int) -> None:
+        """What the cache of a replica keeps of the prompts that are recorded here."""
+        self._capacity[number] = tokens
+
+    def matches(self, prompt: PromptKeys) -> Iterator[tuple[int, list[int]]]:
+        """The known beginnings of the prompt, the longest first: what it counts to have computed one, and up to
+        MOST_HOLDERS replicas that should have, the least recently used first."""
+        found: list[dict[int, int]] = []
+        for key in prompt.keys:
+            if (stamps := self._stamps.get(key)) is None:
                 break
-            matched += BLOCK_TOKENS
-        return matched
+            found.append(stamps)
+        for level in range(len(found) - 1, -1, -1):
+            holders = (number for number, stamp in found[level].items() if self._keeps(number, stamp))
+            yield prompt.tokens[level], [*islice(holders, MOST_HOLDERS)]
 
-    def record(self, prompt: PromptKeys) -> None:
-        """The prompt is sent to the replica."""
-        keys: Iterable[int] = prompt.blocks if prompt.adapter is None else (*prompt.blocks, prompt.adapter)
-        for key in keys:
-            self._keys.pop(key, None)
-            self._keys[key] = None
-        while len(self._keys) > self.capacity:
-            del self._keys[next(iter(self._keys))]
+    def record(self, prompt: PromptKeys, number: int) -> None:
+        """The prompt is sent to a replica."""
+        keys, tokens, all_stamps = prompt.keys, prompt.tokens, self._stamps
+        sent = self._sent.get(number, 0)
+        matched = 0
+        # A beginning is used whenever its continuation is, so it is the one to forget last.
+        for level in range(len(keys) - 1, -1, -1):
+            stamps = all_stamps.pop(keys[level], None)
+            if stamps is None:
+                stamps = {}
+            stamp = stamps.pop(number, None)
+            if not matched and stamp is not None and self._keeps(number, stamp):
+                matched = tokens[level]
+            if len(stamps) >= MAX_HOLDERS:
+                del stamps[next(iter(stamps))]
+            stamps[number] = sent
+            all_stamps[keys[level]] = stamps
+        self._sent[number] = sent + (tokens[len(keys) - 1] if keys else 0) - matched
+        while len(all_stamps) > self._max_keys:
+            del all_stamps[next(iter(all_stamps))]
 
-    def clear(self) -> None:
-        """The replica has lost its cache."""
-        self._keys.clear()
+    def forget(self, number: int) -> None:
+        """A replica has lost its cache."""
+        self._sent[number] = self._sent.get(number, 0) + self._capacity.get(number, 0) + 1
+
+    def _keeps(self, number: int, stamp: int) -> bool:
+        return self._sent.get(number, 0) - stamp <= self._capacity.get(number, 0)
+
+
+class HashRing:
+    """Consistent hashing (Karger et al. 1997): replicas in an order that depends on a key, in which few keys move when
+    replicas come and go."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, int]] = []  # position, number of the replica; sorted
+        self.numbers: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """A replica has come."""
+        if number not in self.numbers:
+            self.numbers.add(number)
+            for point in range(POINTS):
+                insort(self._points, (_position(number.to_bytes(4, "little"), point), number))
+
+    def remove(self, number: int) -> None:
+        """A replica has gone."""
+        self.numbers.discard(number)
+        self._points = [point for point in self._points if point[1] != number]
+
+    def walk(self, key: bytes) -> Iterator[int]:
+        """The replicas, those that are next to the key first."""
+        points, seen = self._points, set()
+        begin = bisect(points, (_position(key, POINTS), 0))
+        for at in range(begin, begin + len(points)):
+            number = points[at % len(points)][1]
+            if number not in seen:
+                seen.add(number)
+                yield number
+
+
+def _position(key: bytes, point: int) -> int:
+    """Equal in all processes, which `hash` is not."""
+    return int.from_bytes(blake2b(key, digest_size=8, key=point.to_bytes(4, "little")).digest(), "little")
 
 
 class Candidate(NamedTuple):
     """A replica that may get a request."""
 
-    number: int
     load: int  # requests that it has
-    matched_tokens: int
     slots: int  # requests that it computes at once
 
 
-def choose_replica(candidates: Sequence[Candidate], beginning: bytes) -> int:
-    """The number of the best replica for a prompt that begins so."""
-    fair = sum(one.load for one in candidates) / len(candidates)
-    if any(one.load < one.slots for one in candidates):  # else each request in excess waits for a slot
-        fair = 1 + BALANCE * fair
+def load_bound(mean: float) -> float:
+    """The load up to which nothing counts against a replica."""
+    return 1 + mean + min(sqrt(mean), max(FEW_REQUESTS, BALANCE * mean))
 
-    def merit(one: Candidate) -> tuple[bool, float, int, bytes]:
-        excess = max(0.0, one.load - fair)
-        rank = blake2b(beginning, digest_size=8, key=one.number.to_bytes(4, "little")).digest()
-        weight = min(one.matched_tokens, MAX_MATCHED_TOKENS) - REQUEST_TOKENS * excess
-        return one.load < one.slots, weight, one.matched_tokens, rank
 
-    return max(candidates, key=merit).number
+class ReplicaChoice:
+    """Chooses among the replicas on the ring."""
+
+    def __init__(self) -> None:
+        self.ring = HashRing()
+        self.index = PrefixIndex()
+
+    def choose(self, prompt: PromptKeys, mean_load: float, candidate: Callable[[int], Candidate | None]) -> int | None:
+        """The number of the best replica for a prompt, which counts as sent to it. `candidate` returns None for a
+        replica that must not get it. None: none of those that were looked at may."""
+        bound = load_bound(mean_load)
+        known = self._holders(prompt)
+        best: tuple[bool, float, float, int] | None = None
+        chosen: int | None = None
+        enough = ENOUGH_ON_RING
+        ring = islice(self.ring.walk(prompt.beginning), MOST_ON_RING)
+        for order, number in enumerate(_without_repetition(ring, known)):
+            if not enough and number not in known:
+                continue
+            if (one := candidate(number)) is None:
+                continue
+            matched, excess = known.get(number, 0), max(0.0, one.load - bound)
+            if not matched and not excess:
+                enough -= 1
+            merit = (
+                one.load < one.slots,
+                min(matched, MAX_MATCHED_TOKENS) - REQUEST_TOKENS * excess,
+                0.0 if matched else -max(0.0, one.load - NEW_PROMPT_BALANCE * mean_load),
+                -order,  # those that know as much of a prompt in the order of the ring, so that few compute it
+            )
+            if best is None or merit > best:
+                best, chosen = merit, number
+        if chosen is not None:
+            self.index.record(prompt, chosen)
+        return chosen
+
+    def _holders(self, prompt: PromptKeys) -> dict[int, int]:
+        """What counts for replicas that have computed some of the prompt, the most first."""
+        known: dict[int, int] = {}
+        for matched, holders in self.index.matches(prompt):
+            if len(known) >= MOST_HOLDERS or matched < MIN_MATCHED_TOKENS:
+                break
+            for number in holders:
+                known.setdefault(number, matched)
+        return known
+
+
+def _without_repetition(ring: Iterator[int], known: dict[int, int]) -> Iterator[int]:
+    seen = set()
+    for number in ring:
+        seen.add(number)
+        yield number
+    for number in known:
+        if number not in seen:
+            yield number

@@ -16,7 +16,7 @@ from tgi.microkernel.protocol import (
     limits_shortfall,
 )
 from tgi.microkernel.work_register import fingerprint_number, split_fingerprints
-from tgi.tokenizer.replica_choice import BLOCK_TOKENS, Candidate, PrefixHistory, choose_replica, prompt_keys
+from tgi.tokenizer.replica_choice import Candidate, PromptKeys, ReplicaChoice, prompt_keys
 from tgi.tokenizer.request import TokenizerRequestState
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ LIMITS_DIFFER = Status(False, False, "a replica does not meet the limits of the 
 # How long requests that a scheduler had in hand when it died wait for its successor, which tries them alone. After that
 # another replica gets them.
 SUCCESSOR_SECONDS = 30.0
+# The mean load is computed again after one choice per this many replicas.
+MEAN_SHARE = 16
 # How long the suspects of a replica that does not compute stay there: longer than a worker loads.
 SUSPECT_SECONDS = 600.0
 # Suspicions that are remembered: the latest ones.
@@ -37,6 +39,9 @@ MAX_SUSPICIONS = 4096
 MOVED_PROGRESS = 8
 # What requests were promised. Other limits of replicas may be lower than those of the first one.
 MINIMUM_LIMITS = ("max_total_tokens", "max_input_tokens")
+# How able a replica is to compute a request, the best first: see `_rank`.
+Rank = tuple[int, bool, bool, bool]
+ABLE: Rank = (0, False, False, False)
 
 
 class SchedulerReplica:
@@ -58,7 +63,6 @@ class SchedulerReplica:
         self.unfit = False  # its limits differ from those of the others
         self.requests: dict[int, TokenizerRequestState] = {}  # by rid, until its End has come
         self.moved: set[int] = set()  # rids that were cancelled here and have another at another replica
-        self.prefixes = PrefixHistory()
         self.slots = 1  # requests that it computes at once
         self._tokenizers = tokenizers
         self._reported, self._own = 0, 0  # requests of all tokenizers, and of this one, when the status came
@@ -90,15 +94,12 @@ class SchedulerReplica:
         self._reported, self._own = reported, len(self.requests)
 
     def set_status(self, status: Status) -> None:
-        """Takes what the scheduler reports. While no worker is ready, there is no prefix cache."""
+        """Takes what the scheduler reports."""
         self.set_load(status.queued + status.running)
         self._set_suspects(status.suspects)
         self.draining, self.adapter_changes = status.draining, status.adapter_changes
-        if not status.ready:
-            self.prefixes.clear()
         if status.limits is not None:
             self.slots = status.limits.max_batch_size
-            self.prefixes.capacity = status.limits.pages * status.limits.page_size // BLOCK_TOKENS
         self.status = status._replace(suspects=b"", draining=False, adapter_changes=[])
 
     def _set_suspects(self, column: bytes) -> None:
@@ -124,9 +125,13 @@ class Schedulers:
         known, as of processes on other hosts. `tokenizers`: how many share the replicas."""
         self.limits: DeploymentLimits | None = None
         self._replicas: dict[Place, SchedulerReplica] = {}
+        self._by_number: dict[int, SchedulerReplica] = {}
         self._connected: dict[PeerId, SchedulerReplica] = {}
         self._work_in_hand = work_in_hand
         self._tokenizers = tokenizers
+        self._choice = ReplicaChoice()
+        self._mean_load = 0.0
+        self._choices_with_mean = 1 << 32  # since it was computed
         # By fingerprint: the replica whose scheduler died with the request in hand, and until when that waits for the
         # successor. So a request that crashes schedulers is tried at one replica and does not end one after the other.
         self._suspicions: dict[int, tuple[SchedulerReplica, float]] = {}
@@ -150,7 +155,11 @@ class Schedulers:
 
     def at(self, place: Place) -> SchedulerReplica:
         """The replica at this place, which is a new one if there was none."""
-        return self._replicas.setdefault(place, SchedulerReplica(place, self._tokenizers))
+        if place not in self._replicas:
+            replica = self._replicas[place] = SchedulerReplica(place, self._tokenizers)
+            self._by_number[replica.number] = replica
+            self._choice.ring.add(replica.number)
+        return self._replicas[place]
 
     def connect(self, replica: SchedulerReplica, peer: PeerId, hello: Hello, now: float) -> None:
         """The scheduler of this replica has sent its Hello. If that says what its predecessor had in hand at its death,
@@ -180,7 +189,10 @@ class Schedulers:
     def remove(self, place: Place) -> None:
         """A replica was retired. Does nothing if it is connected."""
         if place in self._replicas and self._replicas[place].peer is None:
-            del self._replicas[place]
+            number = self._replicas.pop(place).number
+            self._by_number.pop(number, None)
+            self._choice.ring.remove(number)
+            self._choice.index.forget(number)
             self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].place != place}
 
     def set_status(self, replica: SchedulerReplica, status: Status) -> None:
@@ -194,6 +206,11 @@ class Schedulers:
                 if fault and not replica.unfit:
                     log.error("%s is not used: %s. Give all replicas the same memory and devices.", replica.peer, fault)
                 replica.unfit = bool(fault)
+            # Other tokenizers send it as much as this one.
+            tokens = status.limits.pages * status.limits.page_size // self._tokenizers
+            self._choice.index.set_capacity(replica.number, tokens)
+        if not status.ready:  # without a worker there is no prefix cache
+            self._choice.index.forget(replica.number)
         replica.set_status(LIMITS_DIFFER if replica.unfit else status)
 
     # --- the choice ---------------------------------------------------------------------------------------------------
@@ -211,17 +228,38 @@ class Schedulers:
             if request.fingerprint in replica.worker_suspects and self._tries_suspects(replica, now):
                 return replica if replica.peer is not None else None
         digest = request.generate.sampling.adapter_digest
+        prompt: PromptKeys | None = None
+        if len(self._replicas) > 1:
+            prompt = prompt_keys(request.prompt.ids, digest)
+            if (chosen := self._choose_of_rank(ABLE, digest, prompt)) is not None:
+                return chosen
+        # Perhaps some start, do not respond or lack the adapter. Which are the best?
         ranks = {replica: _rank(replica, digest) for replica in self if replica.takes_requests}
-        best = min(ranks.values(), default=None)
+        best = min(ranks.values(), default=ABLE)
         usable = [replica for replica, rank in ranks.items() if rank == best and replica.peer is not None]
-        if len(usable) < 2:
+        if len(usable) < 2 or prompt is None:
             return usable[0] if usable else None
-        prompt = prompt_keys(request.prompt.ids, digest)
-        candidates = [Candidate(one.number, one.load, one.prefixes.matched_tokens(prompt), one.slots) for one in usable]
-        number = choose_replica(candidates, prompt.beginning)
-        chosen = next(one for one in usable if one.number == number)
-        chosen.prefixes.record(prompt)
-        return chosen
+        # None of them may be among those that are looked at.
+        return self._choose_of_rank(best, digest, prompt) or min(usable, key=lambda replica: replica.load)
+
+    def _choose_of_rank(self, rank: Rank, digest: bytes, prompt: PromptKeys) -> SchedulerReplica | None:
+        """The best of the replicas of this rank; None: none of those that were looked at has it."""
+        mean = self._mean_load
+        if rank != ABLE or self._choices_with_mean * MEAN_SHARE >= len(self._replicas):
+            loads = [one.load for one in self if one.takes_requests and _rank(one, digest) == rank]
+            mean = sum(loads) / len(loads) if loads else 0.0
+            if rank == ABLE:
+                self._mean_load, self._choices_with_mean = mean, 0
+        self._choices_with_mean += 1
+
+        def candidate(number: int) -> Candidate | None:
+            replica = self._by_number.get(number)  # None: it was retired
+            if replica is None or not replica.takes_requests or _rank(replica, digest) != rank:
+                return None
+            return Candidate(replica.load, replica.slots)
+
+        number = self._choice.choose(prompt, mean, candidate)
+        return None if number is None else self._by_number[number]
 
     def stranded(self, now: float) -> list[tuple[SchedulerReplica, TokenizerRequestState]]:
         """The requests at replicas that do not compute that another replica would compute now, with the replicas where
@@ -317,7 +355,7 @@ def _numbers(fingerprints: bytes) -> set[int]:
     return {*map(fingerprint_number, split_fingerprints(fingerprints))}
 
 
-def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> tuple[int, bool, bool, bool]:
+def _rank(replica: SchedulerReplica, adapter_digest: bytes) -> Rank:
     """Replicas of the lowest rank are equally able to compute a request. One that is ready and lacks its adapter would
     let it fail; one that is not ready may still load it."""
     lacks = 0 if replica.has_adapter(adapter_digest) else 2 if replica.status.ready else 1

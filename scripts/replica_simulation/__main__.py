@@ -1,0 +1,116 @@
+"""The command line of `scripts/simulate replicas`, and its report."""
+
+import argparse
+import gc
+import resource
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.replica_simulation.fleet import (
+    Figures,
+    FleetConfig,
+    InTurn,
+    Policy,
+    Product,
+    ShortestQueue,
+    simulate,
+)
+from scripts.replica_simulation.workload import Mix
+from tgi.scheduler.journal import read_journal
+from tgi.scheduler.main import GC_THRESHOLD
+from tgi.scheduler.replay import RecordedRun, StepTimes, fit_step_times
+
+# Assumed, not measured: an 8B model in bfloat16 on an H100 SXM, from its data sheet. A step reads 16 GB of weights at
+# 3.35 TB/s, and some more: 7 ms. A prompt token takes 2 * 8e9 operations at half of 990 TFLOP/s: 32 us. A position has
+# 128 KB of keys and values: 0.04 us. 20 us per row for sampling and the host.
+ASSUMED_H100_8B = StepTimes(fixed=7e-3, row=2e-5, token=3.2e-5, position=3.9e-8)
+
+POLICIES: dict[str, type[Policy]] = {"product": Product, "turns": InTurn, "shortest": ShortestQueue}
+
+HELP = """\
+Simulates many replicas on virtual time: the schedulers and the tokenizers' choice are the product's, the workers take
+the time of a cost model. `product` is that choice; `turns` takes the replicas in turn; `shortest` is a perfect balancer
+without regard to caches, which knows the number of requests at each replica at any time.
+
+"hit rate" is the share of prompt tokens that were found in a prefix cache, and "one cache" what a single cache with the
+pages of all replicas would have found. "load" is the most requests, running and waiting, that a replica has, over the
+mean of all replicas, each averaged over the time from the end of the warm-up (the first fifth of the requests) to the
+last arrival; "work" is the same for computed tokens. "TTFT" is from the choice to the end of the step that draws the
+first token. "choice" is CPU time of this process.
+
+A quarter of the requests have unshared prompts, 40 % are turns of conversations, the others have one of twice as many
+system prompts as replicas, by Zipf's law. Arrivals are Poisson, with twice the rate in bursts, in which every fourth
+request has the same system prompt.
+"""
+
+
+class Row(NamedTuple):
+    """A line of the report."""
+
+    policy: str
+    figures: Figures
+    cpu_seconds: float
+
+    def text(self) -> str:
+        """The columns under HEADER."""
+        one, cpu = self.figures, 1e6 * self.cpu_seconds / self.figures.requests
+        return (
+            f"{self.policy:<9} {one.hit_rate:>8.1%} {one.one_cache_hit_rate:>9.1%} {1e3 * one.first_token(0.5):>8.0f} "
+            f"{1e3 * one.first_token(0.99):>8.0f} {one.load_imbalance:>6.2f} {one.work_imbalance:>6.2f} "
+            f"{sum(one.loads) / len(one.loads):>10.1f} {one.virtual_seconds:>9.1f} "
+            f"{1e6 * one.choice_seconds / one.requests:>10.0f} {cpu:>11.0f}"
+        )
+
+
+HEADER = (
+    f"{'':<9} {'hit rate':>8} {'one cache':>9} {'TTFT p50':>8} {'p99, ms':>8} {'load':>6} {'work':>6} "
+    f"{'mean load':>10} {'virtual s':>9} {'choice, us':>10} {'CPU us/req.':>11}"
+)
+
+
+def main() -> None:
+    """Prints a row per policy."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/simulate replicas", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--replicas", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=8000)
+    parser.add_argument("--tokenizers", type=int, default=8)
+    parser.add_argument("--load", type=float, default=0.7, help="share of the capacity with one cache and full batches")
+    parser.add_argument("--slots", type=int, default=128, help="requests that a replica computes at once")
+    parser.add_argument("--pages", type=int, default=4096, help="of 16 tokens, of each replica")
+    parser.add_argument("--prefill-tokens", type=int, default=2048, help="prompt tokens of a step, at most")
+    parser.add_argument("--policies", default="product,turns,shortest", help="comma separated")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        help="step times of this journal of a server (`--journal`); default: an assumed H100 with an 8B model",
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.policies.split(",")) - POLICIES.keys():
+        parser.error(f"there is no policy {', '.join(unknown)}; choose from {', '.join(POLICIES)}")
+    times, source = ASSUMED_H100_8B, "assumed for an 8B model on an H100, not measured"
+    if arguments.journal is not None:
+        times, source = fit_step_times(RecordedRun(read_journal(arguments.journal)).step_times), str(arguments.journal)
+    config = FleetConfig(
+        arguments.replicas, arguments.tokenizers, arguments.slots, arguments.pages, times, arguments.prefill_tokens
+    )
+    gc.set_threshold(4 * GC_THRESHOLD)
+    print(
+        f"{config.replicas} replicas, {config.tokenizers} tokenizers, {arguments.requests:,} requests, load "
+        f"{arguments.load:g}, seed {arguments.seed}\nstep times ({source}): {1e3 * times.fixed:.2f} ms + "
+        f"{1e6 * times.row:.1f} us per row + {1e6 * times.token:.1f} us per prompt token + "
+        f"{1e6 * times.position:.3f} us per position\n\n{HEADER}",
+        flush=True,
+    )
+    for name in arguments.policies.split(","):
+        began = time.process_time()
+        figures = simulate(config, POLICIES[name](), Mix(), arguments.load, arguments.requests, arguments.seed)
+        print(Row(name, figures, time.process_time() - began).text(), flush=True)
+    print(f"\nmemory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MB")
+
+
+if __name__ == "__main__":
+    main()

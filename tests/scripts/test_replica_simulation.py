@@ -1,0 +1,56 @@
+"""scripts/simulate replicas: balance and hit rate of a small fleet; the same seed gives the same figures."""
+
+import subprocess
+import sys
+
+import pytest
+
+from scripts.replica_simulation.__main__ import ASSUMED_H100_8B
+from scripts.replica_simulation.fleet import Figures, FleetConfig, InTurn, Policy, Product, ShortestQueue, simulate
+from scripts.replica_simulation.workload import Mix
+
+CONFIG = FleetConfig(8, 4, slots=128, pages=1024, step_times=ASSUMED_H100_8B, prefill_tokens=2048)
+# Many prefixes for the caches.
+MIX = Mix(unshared=0.1)
+
+
+def run(policy: Policy, requests: int = 1600) -> Figures:
+    return simulate(CONFIG, policy, MIX, 0.7, requests, seed=1)
+
+
+@pytest.fixture(scope="module")
+def product() -> Figures:
+    return run(Product())
+
+
+def test_the_load_is_shared(product: Figures) -> None:
+    """By a window of a second or two, in which also chance makes replicas differ."""
+    print(product.load_imbalance, product.loads)
+    assert product.load_imbalance < 1.2
+    assert product.preemptions == 0
+    assert product.choice_seconds / product.requests < 0.01
+
+
+def test_the_hit_rate_is_near_that_of_one_cache(product: Figures) -> None:
+    in_turn = run(InTurn())
+    print(product.hit_rate, product.one_cache_hit_rate, in_turn.hit_rate)
+    assert 0.93 * product.one_cache_hit_rate < product.hit_rate <= product.one_cache_hit_rate
+    assert in_turn.hit_rate < product.hit_rate
+
+
+def test_a_perfect_balancer_shares_the_load_exactly() -> None:
+    assert run(ShortestQueue(), 800).load_imbalance < 1.02
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    """In processes with different hashes of strings, too."""
+    script = (
+        "from tests.scripts.test_replica_simulation import *\nprint(run(Product(), 300)._replace(choice_seconds=0.0))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
