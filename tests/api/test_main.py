@@ -148,3 +148,28 @@ def test_a_front_end_with_other_keys_says_so(tmp_path: Path, caplog: pytest.LogC
         return "has ended the handshake" in caplog.text
 
     assert uvloop.run(until_logged())
+
+
+def test_a_front_end_rejects_a_tokenizer_with_another_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    addresses = [f"ipc://{tmp_path / name}" for name in ("first", "second")]
+    first = LoopedLink(Link.bind(addresses[0], hello("tokenizer", model="a", site="x")))
+    second = LoopedLink(Link.bind(addresses[1], hello("tokenizer", model="b", site="y")))
+    router = Router([Link.connect(addresses[0], hello("api"))], Permits(tmp_path / "permits", 1), Quarantine(tmp_path))
+
+    async def connect(*links: LoopedLink) -> None:
+        router.attach(asyncio.get_running_loop())
+        while not first.link.peers:
+            first.turn()
+            await asyncio.sleep(0.002)
+        other = router.add_tokenizer(Link.connect(addresses[1], hello("api")))
+        while "LinkRejected" not in second.kinds() and "rejected this process" not in caplog.text:
+            second.turn()
+            await asyncio.sleep(0.002)
+            assert other.peer is None
+        assert [tokenizer.responds for tokenizer in router.tokenizers] == [True, False]
+        router.close()
+        for link in links:
+            link.link.close()
+
+    uvloop.run(connect(first, second))
+    assert "it serves another model (b against a)" in caplog.text

@@ -81,6 +81,7 @@ class Router:
         self.defaults = SamplingDefaults()  # known once a tokenizer has connected, which is before `limits`
         self.source = ModelSource()  # the same
         self.adapters: dict[str, LoadedAdapter] = {}  # by name, in the order of loading
+        self._model = ""  # of the first tokenizer that has connected; links reject those with another one
         self._adapters: dict[str, list[LoadedAdapter]] = {}  # as the tokenizers of each host have reported last
         self.tokenizers = [TokenizerConnection(link) for link in links]
         self.health = Health(self.tokenizers, stall_limit)
@@ -175,6 +176,7 @@ class Router:
         """Uses another tokenizer from now on."""
         tokenizer = TokenizerConnection(link)
         self.tokenizers.append(tokenizer)
+        self._require_model(self._model)
         self._register(tokenizer)
         return tokenizer
 
@@ -194,6 +196,12 @@ class Router:
                 timer.cancel()
         for tokenizer in self.tokenizers:
             self._close_link(tokenizer)
+
+    def _require_model(self, model: str) -> None:
+        """Has all links reject tokenizers with another model than this one: requests may move to any tokenizer."""
+        self._model = model
+        for tokenizer in self.tokenizers:
+            tokenizer.link.own_hello = tokenizer.link.own_hello._replace(model=model)
 
     def _register(self, tokenizer: TokenizerConnection) -> None:
         if self._loop is not None:
@@ -293,6 +301,7 @@ class Router:
             case Hello():
                 log.debug("%s is connected", peer)
                 tokenizer.peer, tokenizer.place = peer, Place(message.site, peer.replica)
+                self._require_model(self._model or message.model)
                 self.defaults = message.sampling_defaults
                 self.source = message.source or self.source
                 self._read_exit_report(tokenizer, message)
