@@ -201,6 +201,21 @@ def test_a_replica_with_smaller_limits_is_not_used() -> None:
     assert len(harness.received_by(B)) == 6
 
 
+def test_a_replica_with_smaller_limits_is_used_when_the_others_were_retired() -> None:
+    harness = ReplicaHarness()
+    small = LIMITS._replace(max_total_tokens=1024)
+    harness.pool.handle(B, READY._replace(limits=small))
+    harness.pool.handle(A, PeerDisconnected(planned=True))
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(5), 20))
+    assert harness.received_by(B) == []  # A may come back
+    harness.pool.remove_scheduler(Place("", 0))
+    assert [type(one) for one in harness.received_by(B)] == [Add]
+    status = harness.status()
+    assert (status.ready, status.limits) == (True, small)
+    harness.pool.handle(API, Generate(2, "Hello", SamplingParams(5), 2000))
+    assert [end.reason for end in end_messages(harness.received_by(API))] == [FinishReason.INVALID]
+
+
 def test_an_adapter_is_updated_at_all_replicas() -> None:
     harness = ReplicaHarness()
     harness.pool.handle(API, UpdateAdapter(7, "name", "/path"))

@@ -394,6 +394,7 @@ class TokenizerPool:
     def remove_scheduler(self, place: Place) -> None:
         """A scheduler was retired: nothing waits for it any more. Does nothing if it is connected."""
         self._schedulers.remove(place)
+        self._limits = self._schedulers.limits
         self._answer_adapter_updates()
         self._publish_status()
 

@@ -61,6 +61,7 @@ class SchedulerReplica:
         self.told_changes: set[UpdateAdapter] = set()  # those that it was told of by this process
         self.beat = Beat(None)
         self.unfit = False  # its limits differ from those of the others
+        self.reported = NO_SCHEDULER  # the latest status, also of an unfit one
         self.requests: dict[int, TokenizerRequestState] = {}  # by rid, until its End has come
         self.moved: set[int] = set()  # rids that were cancelled here and have another at another replica
         self.slots = 1  # requests that it computes at once
@@ -194,9 +195,13 @@ class Schedulers:
             self._choice.ring.remove(number)
             self._choice.index.forget(number)
             self._suspicions = {name: one for name, one in self._suspicions.items() if one[0].place != place}
+            for replica in self:
+                if replica.unfit:  # perhaps no other is left
+                    self.set_status(replica, replica.reported)
 
     def set_status(self, replica: SchedulerReplica, status: Status) -> None:
         """Takes the status of a replica. One that offers less than the others is not used."""
+        replica.reported = status
         if status.limits is not None:
             used = (one for one in self if one is not replica and one.peer is not None and not one.unfit)
             if self.limits is None or not any(one.status.limits is not None for one in used):
