@@ -12,8 +12,9 @@ from tests.live.server import Server, free_port
 from tests.live.test_hosts import SCRIPTED, tokens_of
 from tgi.microkernel.process import read_progress
 
-SLOTS = ("--max-batch-size", "16")
-REQUESTS = [(f"Prompt {number}", {"max_new_tokens": 80}) for number in range(9)]
+SLOTS = ("--max-batch-size", "64")
+# Enough that the bound of the load gives some to each scheduler.
+REQUESTS = [(f"Prompt {number}", {"max_new_tokens": 80}) for number in range(30)]
 WITH_HOSTS = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
