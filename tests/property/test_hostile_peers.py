@@ -5,15 +5,18 @@ The scheduler never raises, serves the requests of its honest tokenizer exactly,
 
 import typing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from tests.property.test_codec import messages, values
 from tests.scheduler.simulation import Simulation, expected_ids
 from tests.tokenizer.harness import API, OTHER, READY, PoolHarness, ids_of
 from tgi.microkernel.codec import UINT32, pack_column, pack_int32
+from tgi.microkernel.flight_recorder import RingRecorder
 from tgi.microkernel.link import PeerDisconnected, PeerId
 from tgi.microkernel.protocol import (
     MESSAGES,
@@ -83,12 +86,16 @@ def travels(message: Any) -> bool:
 
 
 def serve(simulation: Simulation) -> None:
-    """Computes until the honest requests have ended. The worker answers a step that it cannot compute with an error,
-    as the worker's loop does."""
+    """Computes until the honest requests have ended. The worker answers a step or an adapter that it cannot compute or
+    load with an error, as the worker's loop does."""
+    updates = simulation.adapters.queued_updates
     for _ in range(500):
         if all(request.end is not None for request in simulation.requests):
             break
         simulation.plan()
+        while updates:
+            assert simulation.worker is not None
+            simulation.handle(AdapterUpdated(updates.popleft().rid, "there is no such adapter"), simulation.worker)
         while simulation.steps:
             step = simulation.steps.popleft()
             result = simulation.engine.run_step(step)
@@ -244,3 +251,15 @@ def test_tokenizer_survives_any_message_of_any_peer(hostile: list[tuple[bool, An
     harness.send_tokens((honest.rid, ids_of("a")))
     harness.pool.handle(harness.scheduler, End(honest.rid, FinishReason.LENGTH))
     assert [message.text for message in harness.received_by(OTHER) if isinstance(message, End)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("request_key", -1), ("request_index", -1), ("waited_ms", -1), ("waited_ms", 2**64 - 1)]
+)
+def test_a_front_end_cannot_end_a_tokenizer_by_a_number(name: str, value: int, tmp_path: Path) -> None:
+    harness = PoolHarness()
+    harness.pool._recorder = RingRecorder(tmp_path / "ring")
+    harness.pool.handle(API, Generate(1, "Hello", SamplingParams(1), request_key=1)._replace(**{name: value}))
+    sent = harness.pool.drain_outgoing()
+    assert [(peer, type(message)) for peer, message in sent] == [(API, End)]
+    assert f"`{name}` is {value}" in sent[0][1].message

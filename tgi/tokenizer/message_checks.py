@@ -25,6 +25,9 @@ RANGES = {
     "prompt_logprobs_from": MAX_INT32,
     "prompt_top_n": MAX_PROMPT_TOP_TOKENS,
     "deadline_ms": 2**63 - 1,
+    "waited_ms": 2**63 - 1,
+    "request_key": 2**64 - 1,
+    "request_index": MAX_INT32,
 }
 
 
