@@ -36,6 +36,8 @@ from tgi.microkernel.protocol import (
     Stop,
     Tokenize,
     Tokens,
+    UpdateAdapter,
+    decode,
     encode,
 )
 from tgi.scheduler.scheduler import SchedulerConfig
@@ -246,6 +248,7 @@ def test_tokenizer_survives_any_message_of_any_peer(hostile: list[tuple[bool, An
     harness.disconnect_scheduler()
     harness.connect_scheduler()
     harness.pool.handle(harness.scheduler, READY)
+    harness.pool.drain_outgoing()  # it is told of changes of adapters
     honest = harness.submit(77, "Hello", api=OTHER, max_new_tokens=1)
     harness.pool.drain_outgoing()
     harness.send_tokens((honest.rid, ids_of("a")))
@@ -263,3 +266,12 @@ def test_a_front_end_cannot_end_a_tokenizer_by_a_number(name: str, value: int, t
     sent = harness.pool.drain_outgoing()
     assert [(peer, type(message)) for peer, message in sent] == [(API, End)]
     assert f"`{name}` is {value}" in sent[0][1].message
+
+
+def test_the_highest_stamp_of_an_adapter_change_ends_no_tokenizer() -> None:
+    harness = PoolHarness()
+    change = UpdateAdapter(0, "a", "/a", stamp=2**64 - 1)
+    harness.pool.handle(harness.scheduler, READY._replace(adapter_changes=[change]))
+    harness.pool.drain_outgoing()
+    harness.pool.handle(API, UpdateAdapter(1, "b", "/b"))
+    assert [type(decode(encode(message))) for _, message in harness.pool.drain_outgoing()] == [UpdateAdapter]

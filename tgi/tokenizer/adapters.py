@@ -7,6 +7,8 @@ from tgi.microkernel.link import PeerId, Place
 from tgi.microkernel.protocol import AdapterUpdated, LoadedAdapter, UpdateAdapter, record_change
 from tgi.tokenizer.request import TokenizerRequestState
 
+MAX_STAMP = 2**64 - 1  # of a change: messages hold no higher number
+
 
 class PendingUpdate(NamedTuple):
     """An update that not all schedulers have answered."""
@@ -67,7 +69,8 @@ class AdapterDirectory:
 
     def _next_stamp(self) -> int:
         known = (*self.changes.values(), *(pending.update for pending in self._pending.values()))
-        return max(int(1e6 * time.time()), 1 + max((change.stamp for change in known), default=0))
+        latest = max((change.stamp for change in known), default=0)
+        return min(MAX_STAMP, max(int(1e6 * time.time()), 1 + latest))
 
     def record_changes(self, changes: list[UpdateAdapter]) -> None:
         """Takes the changes that a scheduler has carried out."""
