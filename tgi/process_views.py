@@ -118,14 +118,18 @@ def show_frames(seconds: float) -> None:
         while True:
             known = {run: known.get(run) or Deployment(run) for run in rundir.user_run_dirs()}
             lines = _frame([one for one in known.values() if one.refresh()])
-            width, height = shutil.get_terminal_size()
-            shown = [line[:width] + _CLEAR_LINE for line in lines[: height - 1]]
-            sys.stdout.write(_HOME + "\r\n".join(shown) + _CLEAR_BELOW)
+            sys.stdout.write(_repainted(lines, *shutil.get_terminal_size()))
             sys.stdout.flush()
             if select.select([sys.stdin], [], [], seconds)[0]:
                 keys = os.read(sys.stdin.fileno(), 64)
                 if not keys or b"q" in keys.lower():
                     return
+
+
+def _repainted(lines: list[str], width: int, height: int) -> str:
+    """What shows these lines on a terminal in place of the previous ones. A line is cleared before it is written: where
+    it has reached the last column the cursor stands on its last character."""
+    return _HOME + "".join(f"{_CLEAR_LINE}{line[:width]}\r\n" for line in lines[: height - 1]) + _CLEAR_BELOW
 
 
 @contextlib.contextmanager

@@ -196,8 +196,10 @@ def reloaded_settings(settings: Settings, given: Mapping[str, Any], drain_first:
     """The settings with which `tgi reload` starts another model next to a running server with `settings`. Downloads the
     model if necessary.
 
-    Raises UserError if the model cannot be served, or, without `drain_first`, if there is not enough memory for both.
+    Raises UserError if this server cannot be reloaded, if the model cannot be served, or, without `drain_first`, if
+    there is not enough memory for both.
     """
+    rollout.require_reloadable(settings)
     changed = with_reloaded(settings, given)
     changed = _with_model(changed, ROLES, Progress(None, title="tgi"))
     if not drain_first:

@@ -32,7 +32,8 @@ ROW = ProcessRow("worker-0", 42, "ready", "", 100, "ab", 1 << 20, 100, -1, "step
 
 
 def report(site: str, age: float = 0.0) -> HostReport:
-    return HostReport(site, f"host-{site[:4]}", int(1000 * age), [ROW], LOAD)
+    made = int(1000 * (time.monotonic() - age))
+    return HostReport(site, f"host-{site[:4]}", int(1000 * age), [ROW], LOAD, made)
 
 
 def site_of(number: int) -> str:
@@ -89,7 +90,7 @@ def test_every_host_learns_of_all_others(sites: list[Site]) -> None:
     links = [site.link for site in sites]
     assert until(lambda: known_by(sites) == [everyone - {site.site} for site in sites], *links)
     (seen,) = [one for one in read_other_hosts(sites[1].run, sites[1].site) if one.site == sites[2].site]
-    assert seen._replace(age_ms=0) == report(sites[2].site)
+    assert seen._replace(age_ms=0, made_ms=0) == report(sites[2].site)._replace(made_ms=0)
     assert seen.age_ms < 1000 * EXPIRY_SECONDS
 
 
@@ -148,13 +149,17 @@ class ScriptedLink:
     is_between_hosts: bool = True
     sent: list[HostReports] = dataclasses.field(default_factory=list)
     peers: tuple[str, ...] = ("one", "other")
+    deliver_to: "ScriptedLink | None" = None
 
     def take_host_reports(self) -> list[HostReports]:
-        return [HostReports(self.received)]
+        received, self.received = self.received, []
+        return [HostReports(received)]
 
     def send_host_reports(self, message: HostReports) -> None:
         encode(message)
         self.sent.append(message)
+        if self.deliver_to is not None:
+            self.deliver_to.received += message.reports
 
 
 def rundir_with_site(path: Path) -> str:
@@ -174,13 +179,37 @@ def test_the_number_of_hosts_is_bounded(tmp_path: Path) -> None:
 def test_of_two_reports_the_newer_one_counts(tmp_path: Path) -> None:
     site = rundir_with_site(tmp_path)
     exchange = ReportExchange(tmp_path, site)
-    for age, percent in ((5.0, 1), (2.0, 2), (4.0, 3), (1.9, 4)):  # the last one is the second, over another way
+    # The third one is older, the last one the second over another way, which has taken time that its age lacks.
+    for age, made, percent in ((5.0, 1000, 1), (2.0, 4000, 2), (0.5, 3000, 3), (1.0, 4000, 4)):
         row = ROW._replace(percent=percent)
-        link = ScriptedLink([report(site_of(1), age)._replace(processes=[row])])
+        link = ScriptedLink([report(site_of(1), age)._replace(processes=[row], made_ms=made)])
         exchange.exchange([link])  # type: ignore[list-item]
     (kept,) = read_other_hosts(tmp_path, site)
     assert kept.processes[0].percent == 2
     assert kept.age_ms >= 2000
+
+
+def test_a_report_does_not_go_round_in_a_circle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes with links to two others each, as two tokenizers and two schedulers have, take what they have
+    received with their beats. The host whose report they have got ends."""
+    now = 1000.0
+    monkeypatch.setattr(host_reports.time, "monotonic", lambda: now)
+    runs = [tmp_path / str(number) for number in range(4)]
+    exchanges = [ReportExchange(run, rundir_with_site(run)) for run in runs]
+    links = {(one, other): ScriptedLink([]) for one in range(4) for other in ((one + 1) % 4, (one - 1) % 4)}
+    for (one, other), link in links.items():
+        link.deliver_to = links[other, one]
+    links[0, 1].received = [report(site_of(1))]
+    sent = 0
+    for _ in range(100):
+        for number, exchange in enumerate(exchanges):
+            own = [link for (one, _), link in links.items() if one == number]
+            exchange.exchange(own)  # type: ignore[arg-type]
+            now += 0.15
+        sent, before = sum(len(link.sent) for link in links.values()), sent
+        if now > 1000 + EXPIRY_SECONDS:
+            assert sent == before
+    assert not any(read_other_hosts(run, "") for run in runs)
 
 
 hosts = st.builds(

@@ -2,7 +2,8 @@
 
 The supervisor of a host with links to others writes a HostReport of its run directory every two seconds. Each process
 with such a link sends that on, and what it has received on its other links. Received reports are written to the run
-directory, too. A report has an age and no time, since clocks of different hosts are not compared.
+directory, too. A report expires by its age, since clocks of different hosts are not compared. Of two reports of a host
+the newer one is known by the clock of that host, so that none is passed on twice where links form a circle.
 """
 
 import contextlib
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 PUBLISH_SECONDS = 2.0
 # A host without news for this long is not shown and not passed on.
 EXPIRY_SECONDS = 10.0
-# Two reports of a host that differ less in age are the same one, which has come on two ways.
-DIFFERENT_SECONDS = 0.5
 # Bounds of what a peer can have this process keep, write and send: hosts, and processes of each.
 MAX_HOSTS, MAX_PROCESSES = 64, 256
 MAX_TEXT = 120
@@ -146,15 +145,15 @@ class ReportExchange:
 
     def _accept(self, received: HostReport, link: Link, now: float) -> set[str]:
         """Keeps a report if it is newer than the one that is known. Returns its site if so."""
-        site, created = received.site, now - received.age_ms / 1000
+        site = received.site
         if (before := self._known.get(site)) is not None:
-            if created < before[0].created + DIFFERENT_SECONDS:
+            if received.made_ms <= before[0].report.made_ms:
                 return set()
         elif len(self._known) >= MAX_HOSTS:
             return set()
         if site == self._site or (report := cleaned(received)) is None:
             return set()
-        known = KnownReport(report, created)
+        known = KnownReport(report, now - report.age_ms / 1000)
         self._known[site] = known, link
         write_report(self._run, known)
         return {site}
@@ -164,6 +163,8 @@ def cleaned(report: HostReport) -> HostReport | None:
     """The report within the bounds of what is kept and shown: no long texts, nothing that controls a terminal, no
     numbers that JSON lacks. None if it cannot be one of a host, or has expired."""
     if not _SITE.fullmatch(report.site) or not 0 <= report.age_ms <= 1000 * EXPIRY_SECONDS:
+        return None
+    if not 0 <= report.made_ms <= _LARGEST_NUMBER:
         return None
     rows = [ProcessRow(*map(_cleaned, row)) for row in report.processes[:MAX_PROCESSES]]
     load = type(report.load)(*map(_cleaned, report.load))

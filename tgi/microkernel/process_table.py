@@ -76,7 +76,7 @@ class HostSampler:
             else row
             for row in rows
         ]
-        report = HostReport(self._site, socket.gethostname(), 0, shares, load)
+        report = HostReport(self._site, socket.gethostname(), 0, shares, load, made_ms=int(1000 * sample.time))
         return host_reports.cleaned(report) or report
 
     def _rows(self, cpu_seconds: dict[int, float]) -> list[ProcessRow | None]:

@@ -175,6 +175,7 @@ class HostReport(NamedTuple):
     age_ms: int  # since it was made, by the clocks of the hosts that had it, without the time on the way
     processes: list[ProcessRow]
     load: HostLoad
+    made_ms: int = 0  # when it was made, by the clock of the host itself: its reports are ordered by it
 
 
 class HostReports(NamedTuple):

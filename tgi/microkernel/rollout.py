@@ -115,11 +115,7 @@ def reload(supervisor: Supervisor, settings: Settings, drain_first: bool) -> Ope
     if others := supervisor.other_supervisors():
         pids = ", ".join(map(str, sorted(others)))
         raise UserError(f"Other supervisors run processes of this server (pids {pids}): end them before `tgi reload`.")
-    if supervisor.settings.listen is not None or supervisor.settings.tokenizer_listen is not None:
-        raise UserError(
-            "A server with --listen or --tokenizer-listen cannot be reloaded: processes of other hosts serve the "
-            "present model."
-        )
+    require_reloadable(supervisor.settings)
     old = [spec for role in DRAIN_ORDER for spec in supervisor.processes(role)]
     if {spec.role for spec in old} != {*DRAIN_ORDER}:
         raise UserError("Only a server of one `tgi up` can be reloaded: this supervisor does not run all roles.")
@@ -148,6 +144,20 @@ def reload(supervisor: Supervisor, settings: Settings, drain_first: bool) -> Ope
     yield from _retire_in_order(supervisor, old)
     supervisor.remove_pipeline(previous)
     return f"serving {settings.model_id}"
+
+
+def require_reloadable(settings: Settings) -> None:
+    """Raises UserError if a server with these settings cannot serve two models for a while."""
+    if settings.ray is not None:
+        raise UserError(
+            "A server with --ray cannot be reloaded: its nodes connect to the schedulers of the present model. End it "
+            "with `tgi down`, and start it with the other model."
+        )
+    if settings.listen is not None or settings.tokenizer_listen is not None:
+        raise UserError(
+            "A server with --listen or --tokenizer-listen cannot be reloaded: processes of other hosts serve the "
+            "present model."
+        )
 
 
 def _start(supervisor: Supervisor, roles: Iterable[str], pipeline: int | None = None) -> list[ProcessSpec]:
