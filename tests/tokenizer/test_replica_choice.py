@@ -137,6 +137,18 @@ def test_replicas_that_must_not_get_a_request_are_left_out() -> None:
     assert choose({0: None, 1: None}, prompt, {0: prompt}) is None
 
 
+def test_a_prompt_that_all_requests_have_is_shared_by_all_replicas() -> None:
+    choice, loads, prompt = ReplicaChoice(), dict.fromkeys(range(200), 0), prompt_keys(ids(*range(500)), b"")
+    for number in loads:
+        choice.ring.add(number)
+        choice.index.set_capacity(number, 1 << 20)
+    for sent in range(2000):
+        number = choice.choose(prompt, sent / len(loads), lambda number: Candidate(loads[number], 64))
+        assert number is not None
+        loads[number] += 1
+    assert max(loads.values()) < 25
+
+
 def test_tokenizers_agree_on_a_new_prefix_without_asking_each_other() -> None:
     """The values are those of any process: strings have another hash in each."""
     candidates: dict[int, Candidate | None] = {number: Candidate(2, 64) for number in range(4)}

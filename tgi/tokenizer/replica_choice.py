@@ -194,6 +194,7 @@ class ReplicaChoice:
     def __init__(self) -> None:
         self.ring = HashRing()
         self.index = PrefixIndex()
+        self._elsewhere = 0  # searches further along the ring
 
     def choose(self, prompt: PromptKeys, mean_load: float, candidate: Callable[[int], Candidate | None]) -> int | None:
         """The number of the best replica for a prompt, which counts as sent to it. `candidate` returns None for a
@@ -202,16 +203,18 @@ class ReplicaChoice:
         known = self._holders(prompt)
         best: tuple[bool, float, float, int] | None = None
         chosen: int | None = None
-        enough = ENOUGH_ON_RING
-        ring = islice(self.ring.walk(prompt.beginning), MOST_ON_RING)
-        for order, number in enumerate(_without_repetition(ring, known)):
+        enough, found = ENOUGH_ON_RING, False
+        for order, (number, is_elsewhere) in enumerate(self._candidates(prompt, known)):
+            if found and is_elsewhere:
+                break
             if not enough and number not in known:
                 continue
             if (one := candidate(number)) is None:
                 continue
             matched, excess = known.get(number, 0), max(0.0, one.load - bound)
-            if not matched and not excess:
-                enough -= 1
+            if not excess and one.load < one.slots:
+                found = True
+                enough -= not matched
             merit = (
                 one.load < one.slots,
                 min(matched, MAX_MATCHED_TOKENS) - REQUEST_TOKENS * excess,
@@ -234,12 +237,16 @@ class ReplicaChoice:
                 known.setdefault(number, matched)
         return known
 
-
-def _without_repetition(ring: Iterator[int], known: dict[int, int]) -> Iterator[int]:
-    seen = set()
-    for number in ring:
-        seen.add(number)
-        yield number
-    for number in known:
-        if number not in seen:
-            yield number
+    def _candidates(self, prompt: PromptKeys, known: dict[int, int]) -> Iterator[tuple[int, bool]]:
+        """The replicas to look at: the next ones on the ring, those that know the prompt, and then (True) others
+        elsewhere on the ring, for a prompt that more requests have in common than the first ones can share."""
+        seen = set()
+        for number in islice(self.ring.walk(prompt.beginning), MOST_ON_RING):
+            seen.add(number)
+            yield number, False
+        for number in known:
+            if number not in seen:
+                yield number, False
+        self._elsewhere += 1
+        for number in islice(self.ring.walk(self._elsewhere.to_bytes(8, "little")), MOST_ON_RING):
+            yield number, True
