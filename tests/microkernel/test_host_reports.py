@@ -238,6 +238,20 @@ def test_any_report_of_a_peer_is_harmless(received: list[list[HostReport]]) -> N
             assert all(-1 <= value <= 1 << 53 for value in numbers if isinstance(value, int | float))
 
 
+def test_a_peer_that_invents_hosts_again_and_again_fills_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports that expire as soon as they are accepted, from other hosts each time."""
+    now = 1000.0
+    monkeypatch.setattr(host_reports.time, "monotonic", lambda: now)
+    exchange = ReportExchange(tmp_path, rundir_with_site(tmp_path))
+    for first in range(0, 20 * MAX_HOSTS, MAX_HOSTS):
+        invented = [report(site_of(first + n), EXPIRY_SECONDS) for n in range(MAX_HOSTS)]
+        exchange.exchange([ScriptedLink(invented)])  # type: ignore[list-item]
+        now += 0.5
+    assert len(list((tmp_path / "hosts").iterdir())) <= MAX_HOSTS
+
+
 @pytest.mark.parametrize("content", [b"", b"1234567", b"\0" * 8, b"\0" * 8 + b"\x91\x10", b"\xff" * 100])
 def test_a_damaged_file_is_no_host(tmp_path: Path, content: bytes) -> None:
     rundir.create_run_dir(tmp_path)

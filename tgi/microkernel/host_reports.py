@@ -122,7 +122,11 @@ class ReportExchange:
             for message in link.take_host_reports():
                 for report in message.reports[:MAX_HOSTS]:
                     changed |= self._accept(report, link, now)
-        self._known = {site: entry for site, entry in self._known.items() if not entry[0].has_expired(now)}
+        for site in [site for site, (known, _) in self._known.items() if known.has_expired(now)]:
+            del self._known[site]
+            if read_report(self._run, site) is None:  # no other process has written a newer one
+                with contextlib.suppress(OSError):
+                    _path(self._run, site).unlink()
         for link in between_hosts:
             # Other peers of the link that has brought a report may not have it.
             news = [

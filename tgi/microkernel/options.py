@@ -219,6 +219,18 @@ def tcp_addresses(value: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))
 
 
+def ray_address(value: str) -> str:
+    """The address of a Ray cluster, HOST:PORT, or auto. Other words and schemes have meanings of their own for Ray:
+    local would start a cluster."""
+    found = value.strip()
+    try:
+        if found != "auto":
+            tcp_address(f"tcp://{found}")
+    except ValueError:
+        raise ValueError(f"{value!r} is not an address such as 192.0.2.1:6379, nor auto") from None
+    return found
+
+
 def _is_host(url: str) -> bool:
     """Whether a port may follow, and what stands in brackets, if anything, is an IPv6 address. Names are resolved
     later."""

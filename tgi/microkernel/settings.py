@@ -22,6 +22,7 @@ from tgi.microkernel.options import (
     network,
     number,
     proper_share,
+    ray_address,
     seconds,
     setting,
     share,
@@ -544,7 +545,7 @@ class Settings:
         HOSTS,
         None,
         "For tgi up: HOST:PORT of a Ray cluster on whose devices the workers run; auto: the cluster of this host.",
-        text,
+        ray_address,
         env=("TGI_RAY",),
         unset="workers run on this host",
     )

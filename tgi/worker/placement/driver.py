@@ -84,9 +84,10 @@ def _connect(settings: Settings) -> Any:
             configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(
-            f"Cannot connect to the Ray cluster at {settings.ray}: {str(error).splitlines()[0]} Start `tgi up --ray` "
-            "on a node of the cluster, with its address HOST:PORT (`ray start --head` prints it) or auto."
+            f"Cannot connect to the Ray cluster at {settings.ray}: {reason}. Start `tgi up --ray` on a node of the "
+            "cluster, with its address HOST:PORT (`ray start --head` prints it) or auto."
         ) from error
     logging.setLogRecordFactory(record_factory)  # Ray's adds a field to all records
     for number, handler in handlers.items():  # Ray's ends the process
