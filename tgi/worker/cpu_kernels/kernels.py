@@ -140,7 +140,7 @@ class VocabularyShards(NamedTuple):
         return self.group, (c_int64 * len(self.outputs))(*self.outputs), len(self.outputs)
 
     def panels(self, outputs: int) -> int:
-        """Panels of all ranks, of which this one has so many outputs."""
+        """Panels of all ranks; `outputs`: of the only rank."""
         return sum(-(-each // PANEL) for each in self.outputs or (outputs,))
 
 
@@ -355,7 +355,7 @@ class CpuKernels:
         return best
 
     def block_maxima_memory(self, rows: int, panels: int) -> Tensor:
-        """Scratch memory in which the greedy tokens of rows of so many panels of logits are found."""
+        """Scratch memory in which the greedy tokens of `rows` rows of `panels` panels of logits are found."""
         return self._block_maxima_buffer.allocate(self._block_maximum_bytes * rows * panels)
 
     def read_memory(self, memory: Tensor) -> int:
