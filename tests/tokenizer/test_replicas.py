@@ -257,8 +257,9 @@ def test_a_scheduler_that_is_new_is_told_of_changes_of_adapters_once_and_before_
     assert [one.rid for one in told[2:]] == [add.rid]
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["", "its front end has ended"])
 @pytest.mark.parametrize("previous", ["", "/before"])
-def test_a_change_that_one_replica_cannot_make_is_taken_back_at_the_others(previous: str) -> None:
+def test_a_change_that_one_replica_cannot_make_is_taken_back_at_the_others(previous: str, leaves: bool) -> None:
     harness = ReplicaHarness()
     before = [LoadedAdapter("name", previous, b"digest")] if previous else []
     for peer in (A, B):
@@ -268,8 +269,11 @@ def test_a_change_that_one_replica_cannot_make_is_taken_back_at_the_others(previ
     carried_out = update._replace(rid=0)
     harness.pool.handle(A, READY._replace(adapter_changes=[carried_out]))
     harness.pool.handle(A, AdapterUpdated(update.rid))
+    if leaves:
+        harness.pool.handle(API, PeerDisconnected())
+        assert harness.pool.idle
     harness.pool.handle(B, AdapterUpdated(update.rid, "no memory"))
-    assert AdapterUpdated(7, "no memory") in harness.received_by(API)
+    assert (AdapterUpdated(7, "no memory") in harness.received_by(API)) != leaves
     (taken_back,) = harness.received_by(A)
     assert (taken_back.rid, taken_back.name, taken_back.path) == (0, "name", previous)
     assert taken_back.replaces(carried_out)

@@ -13,7 +13,7 @@ MAX_STAMP = 2**64 - 1  # of a change: messages hold no higher number
 class PendingUpdate(NamedTuple):
     """An update that not all schedulers have answered."""
 
-    api: PeerId
+    api: PeerId | None  # None: it has disconnected
     update: UpdateAdapter  # with the api's rid
     previous: str  # the path of the adapter that had the name; "": none had it
     answers: dict[Place, AdapterUpdated]  # by the place of the scheduler
@@ -30,8 +30,8 @@ class AdapterDirectory:
 
     @property
     def idle(self) -> bool:
-        """Whether no UpdateAdapter is pending."""
-        return not self._pending
+        """Whether no api waits for an answer."""
+        return all(pending.api is None for pending in self._pending.values())
 
     def set_loaded(self, loaded: list[LoadedAdapter]) -> None:
         """Replaces the list of loaded adapters. One that no scheduler has now stays if the latest change of its name
@@ -102,9 +102,13 @@ class AdapterDirectory:
                     record_change(self.changes, update._replace(path=previous, stamp=self._next_stamp()))
                 del self._pending[rid]
                 answer = failed or next(iter(answers.values()))
-                completed.append((api, answer._replace(rid=update.rid)))
+                if api is not None:
+                    completed.append((api, answer._replace(rid=update.rid)))
         return completed
 
     def remove_api(self, api: PeerId) -> None:
-        """Drops the pending updates of an api that has disconnected."""
-        self._pending = {rid: pending for rid, pending in self._pending.items() if pending.api != api}
+        """An api has disconnected. Its pending updates stay: one that fails at some schedulers is still to be taken
+        back."""
+        for rid, pending in self._pending.items():
+            if pending.api == api:
+                self._pending[rid] = pending._replace(api=None)
