@@ -4,6 +4,7 @@ of the system, with a hosts file of the test's own."""
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,10 +68,15 @@ class ServerWithNames(Server):
 
 
 @pytest.fixture
-def hosts(tiny_llama: Path, tmp_path: Path) -> NamedHosts:
+def hosts(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> NamedHosts:
     if reason := "it needs root" if os.geteuid() else missing_here():
         pytest.skip(f"cannot change the names of hosts here: {reason}")
-    return NamedHosts(tmp_path, str(tiny_llama))
+    # A short name, for the paths of sockets: tmp_path, which has that of the test, is too long in a process of xdist.
+    return NamedHosts(tmp_path_factory.mktemp("names"), str(tiny_llama))
+
+
+def runs(server: Server) -> bool:
+    return {"scheduler-0", "worker-0"} <= server.processes().keys()
 
 
 def works(server: Server) -> bool:
@@ -87,6 +93,8 @@ def test_addresses_of_a_name_come_and_go(hosts: NamedHosts) -> None:
         front.wait_until(lambda: front.output_text().count("cannot be resolved") == 2, "both names are missed")
         for number, scheduler in enumerate(schedulers, 1):
             hosts.start_scheduler(scheduler, number)
+        for scheduler in schedulers:  # fails at once if one has ended, for which the front end would wait
+            scheduler.wait_until(partial(runs, scheduler), "a scheduler and its worker run")
         hosts.name(schedulers=[1], tokenizers=[1, 2])  # two addresses of the same tokenizer
         front.wait_until_ready()
         expected = tokens_of(front.stream_all(REQUESTS))
