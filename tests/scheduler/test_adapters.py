@@ -67,6 +67,43 @@ def test_a_change_that_a_tokenizer_tells_is_carried_out_before_the_worker_is_rea
     assert [*sim.scheduler.worker.adapters.changes.values()] == changes
 
 
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("told_last", [False, True])
+@pytest.mark.parametrize("late_is_told", [False, True])
+def test_the_later_of_a_told_and_a_requested_change_holds(
+    sim: Simulation, ready: bool, told_last: bool, late_is_told: bool
+) -> None:
+    """In whatever order they come: changes and the worker's adapters agree."""
+    stamps = (11, 10) if late_is_told else (10, 11)
+    told, requested = (
+        UpdateAdapter(0, "name", str(directory("two")), stamps[0]),
+        UpdateAdapter(1, "name", "", stamps[1]),
+    )
+    sim.adapters.pending[0, 1] = requested
+    if not ready:
+        sim.worker_down()
+    for update in (requested, told) if told_last else (told, requested):
+        sim.handle(update, sim.tokenizers[0].peer)
+    if not ready:
+        sim.worker_up()
+    while sim.adapters.apply_next_update():
+        pass
+    late = told if late_is_told else requested
+    assert sim.scheduler.worker.adapters.changes == {"name": late._replace(rid=0)}
+    assert [one.path for one in sim.adapters.loaded() if one.name == "name"] == ([late.path] if late.path else [])
+    assert sim.adapters.errors == [""]
+
+
+def test_a_change_of_a_dead_tokenizer_is_recorded_if_the_worker_carries_it_out(sim: Simulation) -> None:
+    """Perhaps no other scheduler has got it: tokenizers tell them."""
+    update = UpdateAdapter(1, "second", str(directory("two")), 10)
+    sim.handle(update, sim.tokenizers[0].peer)
+    sim.tokenizer_up(0)
+    assert sim.adapters.apply_next_update()
+    assert names(sim, 1) == ["first", "second"]
+    assert sim.scheduler.worker.adapters.changes == {"second": update._replace(rid=0)}
+
+
 def test_requests_with_different_adapters_share_steps_and_no_pages(sim: Simulation) -> None:
     sim.adapters.request_update("second", "two")
     sim.adapters.apply_next_update()

@@ -24,7 +24,8 @@ class WorkerAdapters:
         self.changes: dict[str, UpdateAdapter] = {}  # by name: the latest that a worker has carried out
         self._untried: dict[str, UpdateAdapter] = {}  # by name: those told by tokenizers, until a worker is ready
         self._reported: list[LoadedAdapter] = []  # as the worker reported them
-        self._requested: dict[int, tuple[PeerId, UpdateAdapter]] = {}  # by our rid: who requested what
+        # By our rid: the tokenizer that requested it, None if that is gone, and the update.
+        self._requested: dict[int, tuple[PeerId | None, UpdateAdapter]] = {}
         self._restoring: dict[int, UpdateAdapter] = {}  # by our rid
         self._last_rid = 0
         self._changing: dict[int, str] = {}  # adapter names in updates that this worker has not answered, by our rid
@@ -57,7 +58,7 @@ class WorkerAdapters:
         if not update.rid:
             self._restore(update)
             return
-        for other in (*self.changes.values(), *(pending for _, pending in self._requested.values())):
+        for other in (*self.changes.values(), *self._untried.values(), *self._pending()):
             if other.name == update.name and other.replaces(update):
                 update = update._replace(path=other.path, stamp=other.stamp)  # it came late: this changes nothing
         rid = self._next_rid()
@@ -67,7 +68,7 @@ class WorkerAdapters:
 
     def _restore(self, change: UpdateAdapter) -> None:
         """Carries out a change that this scheduler may not know."""
-        pending = [*self._restoring.values(), *(update for _, update in self._requested.values())]
+        pending = self._pending()
         if any(change._replace(rid=one.rid) == one for one in pending) or not change.replaces(
             self.changes.get(change.name)
         ):
@@ -75,9 +76,15 @@ class WorkerAdapters:
         if not self._worker_ready:
             record_change(self._untried, change)
             return
-        rid = self._next_rid()
-        self._restoring[rid] = change
-        self._add_unsent({rid: change})
+        # The worker carries out the latest change last: those pending that are later than this one follow once more.
+        later = [one for one in pending if one.name == change.name and one.replaces(change)]
+        updates = {self._next_rid(): one for one in (change, *sorted(later, key=_order))}
+        self._restoring |= updates
+        self._add_unsent(updates)
+
+    def _pending(self) -> list[UpdateAdapter]:
+        """The updates that no worker has answered."""
+        return [*self._restoring.values(), *(update for _, update in self._requested.values())]
 
     def _next_rid(self) -> int:
         self._last_rid += 1
@@ -95,6 +102,7 @@ class WorkerAdapters:
             if not self._known:
                 self.loaded = loaded
             updates = self._restoring | {rid: update for rid, (_, update) in self._requested.items()}
+            updates = dict(sorted(updates.items(), key=lambda item: _order(item[1])))
         self._reported, self._known = loaded, True
         self._refresh_loaded()
         self._add_unsent(updates)
@@ -121,11 +129,14 @@ class WorkerAdapters:
             self._refresh_loaded()
             return None
         if (requested := self._requested.pop(answer.rid, None)) is None:
-            log.debug("dropped the answer to an adapter update: the tokenizer that requested it is gone")
+            log.debug("dropped the answer to an unknown adapter update")
             return None
         tokenizer, update = requested
         if not answer.error:
             record_change(self.changes, update)
+        if tokenizer is None:
+            log.debug("dropped the answer to an adapter update: the tokenizer that requested it is gone")
+            return None
         return tokenizer, answer._replace(rid=update.rid)
 
     def _refresh_loaded(self) -> None:
@@ -143,8 +154,20 @@ class WorkerAdapters:
         self._unsent = []
 
     def tokenizer_lost(self, tokenizer: PeerId) -> None:
-        """Drops the tokenizer's requests; updates that were sent already are still carried out."""
-        self._requested = {rid: requested for rid, requested in self._requested.items() if requested[0] != tokenizer}
+        """Drops the tokenizer's requests. Updates that were queued for the worker already are still carried out, and
+        recorded: other schedulers may not have got them."""
+        for rid, (requester, update) in list(self._requested.items()):
+            if requester == tokenizer:
+                if rid in self._changing:
+                    self._requested[rid] = None, update
+                else:
+                    del self._requested[rid]
+
+
+def _order(update: UpdateAdapter) -> tuple[int, str]:
+    """The order in which a worker carries out updates: those without a stamp as they come, of the others the latest
+    change last."""
+    return update.stamp, update.path if update.stamp else ""
 
 
 def _updates_between(loaded: list[LoadedAdapter], wanted: list[LoadedAdapter]) -> list[UpdateAdapter]:
